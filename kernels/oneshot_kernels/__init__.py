@@ -1,0 +1,33 @@
+"""Sketches, Grams and pivoted factorisations for structured compression: torch, NumPy, SciPy, and Triton if present."""
+
+from oneshot_kernels.backend import KernelError
+from oneshot_kernels.count_sketch import sketch_
+from oneshot_kernels.gram import cross_gram_, gram_, scale_columns
+from oneshot_kernels.pivoted_qr import PivotedFactor, pivoted_qr
+from oneshot_kernels.pivoted_qr.cholesky import blocked_pivoted_cholesky, pivoted_cholesky
+from oneshot_kernels.pivoted_qr.interpolation import (
+    interpolation_from_data,
+    interpolation_from_gram,
+    interpolation_matrix,
+    trailing_error,
+    trailing_error_from_data,
+    trailing_error_from_gram,
+)
+
+__all__ = [
+    "KernelError",
+    "PivotedFactor",
+    "blocked_pivoted_cholesky",
+    "cross_gram_",
+    "gram_",
+    "interpolation_from_data",
+    "interpolation_from_gram",
+    "interpolation_matrix",
+    "pivoted_cholesky",
+    "pivoted_qr",
+    "scale_columns",
+    "sketch_",
+    "trailing_error",
+    "trailing_error_from_data",
+    "trailing_error_from_gram",
+]

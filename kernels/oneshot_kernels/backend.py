@@ -1,0 +1,82 @@
+"""The one place that chooses which implementation of a kernel runs.
+
+Rule: a CUDA tensor with Triton installed runs the Triton kernel; every other tensor runs the torch version.
+``ONESHOT_KERNELS=reference|torch|triton`` forces one for the whole process. Nothing here falls back in silence: a
+missing Triton when it was asked for, or a kernel that fails, is a `KernelError` that carries the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+ENVIRONMENT_VARIABLE = "ONESHOT_KERNELS"
+
+Backend = Literal["reference", "torch", "triton"]
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot run, or failed while it ran. The message names the operation and the reason."""
+
+
+def triton_installed() -> bool:
+    """True when `import triton` would find a package (it is not imported here)."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def triton_interpreted() -> bool:
+    """True when Triton kernels run in Triton's CPU interpreter (`TRITON_INTERPRET=1`)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def choose_backend(tensor: torch.Tensor) -> Backend:
+    """The back end for an operation whose main operand is `tensor`.
+
+    Raises `KernelError` when the environment variable holds an unknown name, or forces Triton where it cannot run.
+    """
+    forced = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if forced == "":
+        return "triton" if tensor.is_cuda and triton_installed() else "torch"
+    if forced == "reference" or forced == "torch":
+        return forced
+    if forced != "triton":
+        raise KernelError(f"{ENVIRONMENT_VARIABLE}={forced!r}: expected reference, torch or triton")
+    if not triton_installed():
+        raise KernelError(f"{ENVIRONMENT_VARIABLE}=triton, but the package triton is not installed")
+    if not tensor.is_cuda and not triton_interpreted():
+        raise KernelError(
+            f"{ENVIRONMENT_VARIABLE}=triton needs CUDA tensors (got {tensor.device}), or TRITON_INTERPRET=1 set "
+            "before triton is imported"
+        )
+    return "triton"
+
+
+def load_implementation(operation: str, backend: Backend) -> ModuleType:
+    """Import the module of `operation` ("gram", "count_sketch") for `backend`; raises `KernelError` if it fails."""
+    module = {"reference": "reference", "torch": "torch_impl", "triton": "kernel"}[backend]
+    try:
+        return importlib.import_module(f"oneshot_kernels.{operation}.{module}")
+    except ImportError as error:
+        raise KernelError(f"{operation}: the {backend} version cannot be imported: {error}") from error
+
+
+def run(operation: str, function: str, tensor: torch.Tensor, *arguments: object) -> None:
+    """Call `function` of the implementation of `operation` that `choose_backend(tensor)` names.
+
+    Any failure inside a Triton kernel (compilation, launch, out of memory) is raised as `KernelError`.
+    """
+    backend = choose_backend(tensor)
+    implementation = getattr(load_implementation(operation, backend), function)
+    if backend != "triton":
+        implementation(*arguments)
+        return
+    try:
+        implementation(*arguments)
+    except Exception as error:
+        shapes = ", ".join(f"{tuple(a.shape)}:{a.dtype}" for a in arguments if isinstance(a, torch.Tensor))
+        raise KernelError(f"{operation}.{function}: the Triton kernel failed on ({shapes}): {error!r}") from error

@@ -1,0 +1,43 @@
+"""The sketch in torch: one product with a sparse matrix, on any device."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from oneshot_kernels.random import below_torch, signs_torch, words_torch
+
+
+def positions_and_signs(
+    sketch_size: int, num_rows: int, row_offset: int, seed: int, nonzeros: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int64[nonzeros, num_rows] sketch rows, int64[nonzeros, num_rows] signs ±1) of the definition in `sketch_`."""
+    positions, signs = [], []
+    for block in range(nonzeros):
+        start, stop = block * sketch_size // nonzeros, (block + 1) * sketch_size // nonzeros
+        words = words_torch(seed, block, row_offset, num_rows, device)
+        positions.append(start + below_torch(words, stop - start))
+        signs.append(signs_torch(words))
+    return torch.stack(positions), torch.stack(signs)
+
+
+def group_by_position(positions: torch.Tensor, sketch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(order, starts): entries order[starts[p] : starts[p + 1]] of `positions` equal p, in their original order."""
+    grouped, order = torch.sort(positions, stable=True)
+    starts = torch.searchsorted(grouped, torch.arange(sketch_size + 1, device=positions.device))
+    return order, starts
+
+
+def sketch_(out: torch.Tensor, rows: torch.Tensor, row_offset: int, seed: int, nonzeros: int) -> None:
+    """out += S rows with S in compressed sparse rows: each row of `out` is one sum, in the order of the data's rows."""
+    num_rows, sketch_size = rows.shape[0], out.shape[0]
+    positions, signs = positions_and_signs(sketch_size, num_rows, row_offset, seed, nonzeros, rows.device)
+    order, starts = group_by_position(positions.flatten(), sketch_size)
+    values = signs.flatten()[order].to(out.dtype) * nonzeros**-0.5
+    with warnings.catch_warnings():  # torch says once per process that sparse CSR is beta
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        embedding = torch.sparse_csr_tensor(
+            starts, order % num_rows, values, (sketch_size, num_rows), check_invariants=False
+        )
+    out.addmm_(embedding, rows.to(out.dtype))

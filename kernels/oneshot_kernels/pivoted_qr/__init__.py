@@ -1,0 +1,46 @@
+"""Column-pivoted factorisations behind one record: pivots, the error of every rank, and R."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from oneshot_kernels.pivoted_qr.factor import PivotedFactor, empty_factor
+from oneshot_kernels.pivoted_qr.lapack import lapack_pivoted_qr
+from oneshot_kernels.pivoted_qr.randomized import bqrrp, cqrrpt
+
+Method = Literal["lapack", "randomized", "cqrrpt"]
+
+
+def pivoted_qr(
+    matrix: torch.Tensor, *, method: Method = "randomized", rank: int | None = None, seed: int = 0
+) -> PivotedFactor:
+    """Pivots, error curve and R of A[:, pivots] = Q R from the matrix itself (its condition number is not squared).
+
+    matrix  [m, n] fp32 or fp64, any m and n.
+    method  "lapack": Businger–Golub by `geqp3`, fp64, CPU; the reference, slow.
+            "randomized": BQRRP, blocks of pivots from a small sketch, any device; accurate to eps ‖A‖.
+            "cqrrpt": all pivots from one sketch, any device; fastest on tall matrices, directions below √eps ‖A‖ are
+            not factorised.
+    rank    stop after this many pivots (None: min(m, n)).
+    seed    of the sketch; the result is a function of (matrix, method, rank, seed) on one machine.
+    Raises ValueError for a matrix that is not finite, an unknown method, or a rank outside [0, min(m, n)].
+    """
+    if matrix.ndim != 2 or matrix.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"expected a matrix in fp32 or fp64, got {tuple(matrix.shape)} {matrix.dtype}")
+    if not bool(torch.isfinite(matrix).all()):
+        raise ValueError("the matrix has entries that are not finite")
+    full = min(matrix.shape)
+    if rank is not None and not 0 <= rank <= full:
+        raise ValueError(f"rank {rank} is outside [0, {full}]")
+    rank = full if rank is None else rank
+    if matrix.numel() == 0:
+        return empty_factor(matrix.shape[1], matrix.dtype, matrix.device)
+    if method == "lapack":
+        return lapack_pivoted_qr(matrix, rank)
+    if method == "randomized":
+        return bqrrp(matrix, rank, seed)
+    if method == "cqrrpt":
+        return cqrrpt(matrix, rank, seed)
+    raise ValueError(f"unknown method {method!r}: lapack, randomized or cqrrpt")

@@ -1,0 +1,119 @@
+"""Pivoted QR of a tall matrix in GEMMs: pivot on a small sketch, precondition with it, then unpivoted CholeskyQR."""
+
+from __future__ import annotations
+
+import torch
+
+from oneshot_kernels.count_sketch import sketch_
+from oneshot_kernels.pivoted_qr.cholesky import pivoted_cholesky
+from oneshot_kernels.pivoted_qr.factor import PivotedFactor, trailing_errors
+
+SKETCH_NONZEROS = 8  # per column of S; 1 (CountSketch) fails on coherent rows, see count_sketch/README.md
+OVERSAMPLING = 8  # sketch rows beyond the block size, as in HQRRP and BQRRP
+ROWS_PER_COLUMN = 1.25  # CQRRPT's default sketch size over n
+TRUSTED_PIVOT_RATIO = 1e-3  # preconditioned columns have κ = O(1); a smaller ratio means that the sketch misled
+
+
+def cqrrpt(matrix: torch.Tensor, rank: int, seed: int) -> PivotedFactor:
+    """CQRRPT (Melnichenko, Balabanov, Murray et al., arXiv:2311.08316, alg. 1): all pivots from one sketch.
+
+    1. M = S A, S a sparse sign embedding with 1.25 n rows;   2. pivots J and R_s of M, by pivoted Cholesky of MᵀM;
+    3. L Lᵀ = (A_J R_s⁻¹)ᵀ(A_J R_s⁻¹), well conditioned;      4. R11 = Lᵀ R_s, R12 = Qᵀ A_rest.
+    Columns that step 2 finds below √eps of the largest are not factorised (their errors are measured all the same).
+    Cost 2.5 n³ + 3 m n² flops, all but the Cholesky in GEMMs.
+    """
+    num_rows, num_columns = matrix.shape
+    sketch_size = min(max(int(ROWS_PER_COLUMN * num_columns), num_columns + OVERSAMPLING), num_rows)
+    sketched = _sketch(matrix, sketch_size, seed)
+    pilot = pivoted_cholesky(sketched.mT @ sketched, rank=rank)
+    found = pilot.factorised_rank
+    leading, rest = matrix[:, pilot.pivots[:found]], matrix[:, pilot.pivots[found:]]
+    r11, orthonormal = preconditioned_cholesky_qr(leading, pilot.r[:, :found].to(matrix.dtype))
+    r12 = orthonormal.mT @ rest
+    residual = torch.addmm(rest, orthonormal, r12, alpha=-1)
+    r = torch.cat([r11, r12], dim=1)
+    return PivotedFactor(pilot.pivots, trailing_errors(r, residual.double().square().sum(dim=0)), r)
+
+
+def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) -> PivotedFactor:
+    """BQRRP (Melnichenko, Murray, Killian et al., arXiv:2507.00976; the scheme of Duersch & Gu 2017,
+    doi:10.1137/15M1044680): one block of pivots at a time from a sketch with block_size + 8 rows.
+
+    Each block: greedy pivots of the sketch; CholeskyQR of those columns, preconditioned by the sketch's own R; one
+    GEMM updates A; M ← M2 - M1 R11⁻¹ R12 updates the sketch without a pass over A. The condition number is not
+    squared, so the error curve holds down to eps ‖A‖. Cost about 4 m n² flops, nearly all GEMMs, and one copy of A.
+    """
+    work = matrix.clone()
+    columns = torch.arange(matrix.shape[1], device=matrix.device)  # original index of each column of `work`
+    sketched = _sketch(matrix, min(block_size + OVERSAMPLING, matrix.shape[0]), seed)
+    largest = float(torch.linalg.vector_norm(sketched, dim=0).amax())
+    tolerance = largest * torch.finfo(matrix.dtype).eps * max(matrix.shape)
+    r = matrix.new_zeros(rank, matrix.shape[1])
+    taken = columns[:0]
+    while taken.numel() < rank:
+        width = min(block_size, rank - taken.numel())
+        chosen, sketch_r = greedy_pivots(sketched, width, tolerance)
+        if chosen.numel() == 0:
+            break
+        rest = torch.ones_like(columns, dtype=torch.bool)
+        rest[chosen] = False
+        r11, orthonormal = preconditioned_cholesky_qr(work[:, chosen], sketch_r)
+        r12 = orthonormal.mT @ work[:, rest]
+        rows = slice(taken.numel(), taken.numel() + chosen.numel())
+        r[rows, columns[chosen]] = r11
+        r[rows, columns[rest]] = r12
+        coefficients = torch.linalg.solve_triangular(r11, r12, upper=True)
+        sketched = torch.addmm(sketched[:, rest], sketched[:, chosen], coefficients, alpha=-1)
+        work = torch.addmm(work[:, rest], orthonormal, r12, alpha=-1)
+        taken, columns = torch.cat([taken, columns[chosen]]), columns[rest]
+        if chosen.numel() < width:
+            break
+    pivots = torch.cat([taken, columns])
+    r = r[: taken.numel(), pivots]
+    return PivotedFactor(pivots, trailing_errors(r, work.double().square().sum(dim=0)), r)
+
+
+def preconditioned_cholesky_qr(panel: torch.Tensor, pilot_r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(R, Q) of `panel` [m, k] by CholeskyQR of panel · pilot_r⁻¹, `pilot_r` [k, k] being the R of a sketch of it.
+
+    Where the Gram is not safely positive definite (the sketch missed a direction) Householder QR is used instead: it
+    is slower and needs no luck.
+    """
+    conditioned = torch.linalg.solve_triangular(pilot_r, panel, upper=True, left=False)
+    lower, failed_at = torch.linalg.cholesky_ex(conditioned.mT @ conditioned)
+    diagonal = lower.diagonal()
+    if int(failed_at) or float(diagonal.amin()) < TRUSTED_PIVOT_RATIO * float(diagonal.amax()):
+        orthonormal, r = torch.linalg.qr(panel)
+        return r, orthonormal
+    return lower.mT @ pilot_r, torch.linalg.solve_triangular(lower.mT, conditioned, upper=True, left=False)
+
+
+def greedy_pivots(sketched: torch.Tensor, count: int, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Up to `count` Businger–Golub pivots of the wide `sketched` [s, n], by modified Gram–Schmidt.
+
+    Returns (chosen int64[k], R [k, k] of those columns). Stops where no column's remaining norm exceeds `tolerance`,
+    and where the sketch's rows are used up. Cost 4 s n k flops.
+    """
+    rest = sketched.clone()
+    chosen: list[int] = []
+    rows = []
+    for _ in range(min(count, sketched.shape[0])):
+        norms = torch.linalg.vector_norm(rest, dim=0)
+        norms[chosen] = 0
+        pivot = int(norms.argmax())
+        if not float(norms[pivot]) > tolerance:
+            break
+        direction = rest[:, pivot] / norms[pivot]
+        row = direction @ rest
+        rest.addr_(direction, row, alpha=-1)
+        chosen.append(pivot)
+        rows.append(row)
+    positions = torch.tensor(chosen, dtype=torch.int64, device=sketched.device)
+    r = torch.stack(rows)[:, positions].triu_() if rows else sketched.new_zeros(0, 0)
+    return positions, r
+
+
+def _sketch(matrix: torch.Tensor, sketch_size: int, seed: int) -> torch.Tensor:
+    nonzeros = min(SKETCH_NONZEROS, sketch_size)
+    out = matrix.new_zeros(sketch_size, matrix.shape[1])
+    return sketch_(out, matrix, row_offset=0, seed=seed, nonzeros=nonzeros)
