@@ -1,0 +1,70 @@
+"""What a model family must say about itself: its tensor names and what its stock config can hold."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from oneshot.errors import CheckpointError
+from oneshot.records import ModelShape
+
+Q_PROJ = "self_attn.q_proj"
+K_PROJ = "self_attn.k_proj"
+V_PROJ = "self_attn.v_proj"
+O_PROJ = "self_attn.o_proj"
+GATE_PROJ = "mlp.gate_proj"
+UP_PROJ = "mlp.up_proj"
+DOWN_PROJ = "mlp.down_proj"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of pre-norm decoder-only models whose layer is `x + attn(norm(x))`, then `h + ffn(norm(h))`.
+
+    Attributes:
+        model_type: the `model_type` of the family's config.json.
+        default_attention_bias: whether q/k/v have a bias when the config does not say.
+        resize_config: `(config, shape) -> config`, the stock config that describes the resized model; raises
+            `PlanError` where no stock config can.
+    """
+
+    model_type: str
+    resize_config: Callable[[dict[str, Any], ModelShape], dict[str, Any]]
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    layers: str = "model.layers"
+
+    def layer_prefix(self, layer: int) -> str:
+        """`model.layers.3.` for layer 3."""
+        return f"{self.layers}.{layer}."
+
+    def shape(self, config: dict[str, Any], tensor_names: frozenset[str]) -> ModelShape:
+        """The sizes the config states; which linears have biases is read off the stored tensors.
+
+        Raises `CheckpointError` when a size is missing.
+        """
+        try:
+            num_attention_heads = config["num_attention_heads"]
+            prefix = self.layer_prefix(0)
+            return ModelShape(
+                num_hidden_layers=config["num_hidden_layers"],
+                hidden_size=config["hidden_size"],
+                intermediate_size=config["intermediate_size"],
+                num_attention_heads=num_attention_heads,
+                num_key_value_heads=config.get("num_key_value_heads") or num_attention_heads,
+                head_dim=config.get("head_dim") or config["hidden_size"] // num_attention_heads,
+                attention_bias=f"{prefix}{Q_PROJ}.bias" in tensor_names,
+                output_bias=f"{prefix}{O_PROJ}.bias" in tensor_names,
+                mlp_bias=f"{prefix}{DOWN_PROJ}.bias" in tensor_names,
+            )
+        except KeyError as error:
+            raise CheckpointError(f"config.json does not state {error}; it is not a complete {self.model_type} config.")
+
+
+def set_sizes(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """A copy of a Hugging Face config with the sizes of `shape`; keys of the same name in all families."""
+    return config | {
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+    }

@@ -1,0 +1,168 @@
+"""Calibration text: data set, file or built-in text -> packed token sequences, with a seed and a content hash."""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.errors import CalibrationError
+from oneshot.records import CalibrationSet
+
+logger = logging.getLogger(__name__)
+
+# Short names of hub data sets: path, config, split, column.
+HUB_ALIASES = {
+    "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "text"),
+    "c4": ("allenai/c4", "en", "train", "text"),
+}
+SHUFFLE_BUFFER = 10_000
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer stored beside the weights. Raises `CalibrationError` where there is none."""
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise CalibrationError(f"{folder} holds no tokenizer; copy the model's tokenizer files there.")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"The tokenizer in {folder} cannot be read ({error}); copy the model's files again.") from error
+
+
+def load_calibration(
+    source: str, tokenizer: Any, *, num_sequences: int, sequence_length: int, seed: int
+) -> CalibrationSet:
+    """Documents of `source` in a seeded random order, tokenised, joined and cut into sequences.
+
+    Args:
+        source: `builtin`, a local `.txt`, `.jsonl` or `.parquet` file, `wikitext2`, `c4`, or a hub data set as
+            `org/name[:config[:split[:column]]]`.
+        num_sequences: at most this many sequences; fewer, with a warning, where the text is shorter.
+        sequence_length: tokens in each.
+
+    Returns:
+        `token_ids` int64 `(num_sequences, sequence_length)`, the same for the same seed and text.
+
+    Raises `CalibrationError` when the source cannot be read or holds less than one sequence.
+    """
+    documents = iter_documents(source, seed)
+    token_ids = pack(documents, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, source=source)
+    if len(token_ids) < num_sequences:
+        logger.warning("%s holds %d sequences of the %d asked for.", source, len(token_ids), num_sequences)
+    return CalibrationSet(token_ids, source, hashlib.sha256(token_ids.numpy().tobytes()).hexdigest())
+
+
+def pack(
+    documents: Iterable[str], tokenizer: Any, *, num_sequences: int | None, sequence_length: int, source: str
+) -> torch.Tensor:
+    """Join tokenised documents and cut them into `(num_sequences, sequence_length)`; None takes all there is."""
+    wanted = None if num_sequences is None else num_sequences * sequence_length
+    token_ids: list[int] = []
+    for document in documents:
+        token_ids.extend(tokenizer(document + "\n\n", verbose=False)["input_ids"])
+        if wanted is not None and len(token_ids) >= wanted:
+            break
+    complete = len(token_ids) // sequence_length
+    if complete == 0:
+        raise CalibrationError(
+            f"{source} holds {len(token_ids)} tokens, less than one sequence of {sequence_length}; "
+            "give more text or a smaller --sequence-length."
+        )
+    if num_sequences is not None:
+        complete = min(complete, num_sequences)
+    return torch.tensor(token_ids[: complete * sequence_length], dtype=torch.int64).view(complete, sequence_length)
+
+
+def iter_documents(source: str, seed: int | None) -> Iterator[str]:
+    """The documents of a source, in a seeded random order (`seed=None`: as stored); empty ones are left out."""
+    if source == "builtin":
+        documents: Iterable[str] = _shuffled(_builtin_documents(), seed)
+    elif Path(source).suffix in (".txt", ".jsonl", ".json", ".parquet"):
+        documents = _file_documents(Path(source), seed)
+    else:
+        documents = _hub_documents(source, seed)
+    return (document for document in documents if document.strip())
+
+
+def _builtin_documents() -> list[str]:
+    """Python's own help topics: text that every installation has. Technical prose, for off-line demos only."""
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def _file_documents(path: Path, seed: int | None) -> Iterable[str]:
+    if not path.is_file():
+        raise CalibrationError(f"{path} does not exist; give a .txt, .jsonl or .parquet file.")
+    if path.stat().st_size == 0:
+        raise CalibrationError(f"{path} is empty; give a file with text.")
+    if path.suffix == ".txt":
+        try:
+            return [path.read_text(encoding="utf-8")]
+        except UnicodeDecodeError as error:
+            raise CalibrationError(f"{path} is not UTF-8 text ({error}); convert it first.") from error
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    kind = "parquet" if path.suffix == ".parquet" else "json"
+    try:
+        rows = load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        column = _text_column(next(iter(rows)), str(path))
+        documents = [row[column] for row in rows]
+    except (DatasetGenerationError, ValueError, OSError, StopIteration) as error:
+        raise CalibrationError(f"{path} cannot be read as {kind} ({error}); give one record with text per line.") from error
+    return _shuffled(documents, seed)
+
+
+def _hub_documents(source: str, seed: int | None) -> Iterator[str]:
+    from datasets import load_dataset
+
+    path, config, split, column = HUB_ALIASES.get(source) or _parse_hub_source(source)
+    try:
+        rows = load_dataset(path, config, split=split, streaming=True)
+        if seed is not None:
+            rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+        iterator = iter(rows)
+        first = list(islice(iterator, 1))
+    except Exception as error:  # datasets raises many unrelated types; the cause is named and chained
+        raise CalibrationError(
+            f"The data set {path} cannot be loaded ({type(error).__name__}: {error}); check the name and the network, "
+            "or give a local file or 'builtin' as --calibration."
+        ) from error
+    if not first:
+        raise CalibrationError(f"The split {split} of {path} is empty; choose another.")
+    column = column or _text_column(first[0], path)
+    if column not in first[0]:
+        raise CalibrationError(f"{path} has no column {column!r}; it has {', '.join(first[0])}.")
+    yield first[0][column]
+    for row in iterator:
+        yield row[column]
+
+
+def _parse_hub_source(source: str) -> tuple[str, str | None, str, str | None]:
+    parts = source.split(":")
+    if len(parts) > 4 or not parts[0]:
+        raise CalibrationError(f"--calibration {source} is not understood; write org/name:config:split:column.")
+    path, config, split, column = parts + [""] * (4 - len(parts))
+    return path, config or None, split or "train", column or None
+
+
+def _text_column(row: dict[str, Any], source: str) -> str:
+    if "text" in row:
+        return "text"
+    columns = [name for name, value in row.items() if isinstance(value, str)]
+    if len(columns) != 1:
+        raise CalibrationError(f"{source} has no column 'text' but {', '.join(row)}; rename the one with the text to 'text'.")
+    return columns[0]
+
+
+def _shuffled(documents: list[str], seed: int | None) -> list[str]:
+    if seed is None:
+        return documents
+    generator = torch.Generator().manual_seed(seed)
+    return [documents[position] for position in torch.randperm(len(documents), generator=generator).tolist()]

@@ -1,0 +1,208 @@
+"""Safetensors checkpoints: a lazy reader that holds a few tensors at a time, and an atomic sharded writer."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from oneshot.errors import CheckpointError, OutputError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+class Checkpoint:
+    """A folder with `config.json` and safetensors weights, read tensor by tensor.
+
+    Opening checks that every shard that the index names is there and complete; it reads headers, no weights.
+
+    Raises `CheckpointError` for a missing, empty, damaged or pickled checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = _read_json(folder / "config.json")
+        self._shard_of = self._find_shards()
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        for shard in sorted(set(self._shard_of.values())):
+            self._read_header(shard)
+
+    def _find_shards(self) -> dict[str, str]:
+        """Tensor name -> shard file name; for a single file the names come from its header."""
+        if (self.folder / INDEX_NAME).exists():
+            index = _read_json(self.folder / INDEX_NAME)
+            weight_map: dict[str, str] = index.get("weight_map", {})
+            for shard in sorted(set(weight_map.values())):
+                if not (self.folder / shard).exists():
+                    raise CheckpointError(f"{self.folder / shard} is missing though the index names it; download it again.")
+            return weight_map
+        if (self.folder / SINGLE_NAME).exists():
+            with _open_shard(self.folder / SINGLE_NAME) as handle:
+                return {name: SINGLE_NAME for name in handle.keys()}
+        if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
+            raise CheckpointError(
+                f"{self.folder} holds pickled weights, which can run code when read; save it with "
+                "save_pretrained(safe_serialization=True) first."
+            )
+        raise CheckpointError(f"{self.folder} holds no safetensors weights; give the folder of a complete checkpoint.")
+
+    def _read_header(self, shard: str) -> None:
+        with _open_shard(self.folder / shard) as handle:
+            stored = set(handle.keys())
+            for name in (name for name, place in self._shard_of.items() if place == shard):
+                if name not in stored:
+                    raise CheckpointError(f"{self.folder / shard} lacks {name} though the index names it; download it again.")
+                view = handle.get_slice(name)
+                self.shapes[name] = tuple(view.get_shape())
+                self.dtypes[name] = view.get_dtype()
+
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        return frozenset(self.shapes)
+
+    @property
+    def num_parameters(self) -> int:
+        """Stored parameters: every element of every tensor in the files."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight files."""
+        return sum((self.folder / shard).stat().st_size for shard in set(self._shard_of.values()))
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The named tensors, copied into memory of their own; the files are closed again.
+
+        Raises `CheckpointError` for an unknown name and for weights with NaN or Inf.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        with ExitStack() as stack:
+            handles: dict[str, Any] = {}
+            for name in names:
+                shard = self._shard_of.get(name)
+                if shard is None:
+                    raise CheckpointError(f"{self.folder} lacks the tensor {name}; the checkpoint is incomplete.")
+                if shard not in handles:
+                    handles[shard] = stack.enter_context(_open_shard(self.folder / shard))
+                tensor = handles[shard].get_tensor(name).clone()
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    raise CheckpointError(f"{name} in {self.folder / shard} holds NaN or Inf; give an undamaged checkpoint.")
+                tensors[name] = tensor
+        return tensors
+
+    def read_prefix(self, prefix: str) -> dict[str, torch.Tensor]:
+        """All tensors whose names begin with `prefix`, under their names without it."""
+        names = [name for name in self.shapes if name.startswith(prefix)]
+        return {name.removeprefix(prefix): tensor for name, tensor in self.read(names).items()}
+
+
+def _open_shard(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or truncated ({error}); download it again.") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing; give the folder of a complete Hugging Face checkpoint.")
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object; download it again.")
+    return content
+
+
+class CheckpointWriter:
+    """Writes shards into a hidden folder beside `folder` and renames it when complete: all or nothing.
+
+    A context manager: `add` tensors, `commit` at the end; leaving without `commit` removes everything. What lay at
+    `folder` before (only with `overwrite`) is replaced at the commit, not sooner.
+
+    Raises `OutputError` when the output exists, cannot be written, or the disk is full.
+    """
+
+    def __init__(self, folder: Path, *, max_shard_bytes: int, overwrite: bool, expected_bytes: int) -> None:
+        self.folder = folder
+        self._max_shard_bytes = max_shard_bytes
+        if folder.exists() and not overwrite:
+            raise OutputError(f"{folder} exists already; choose another --output or add --overwrite.")
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self.partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.incomplete-", dir=folder.parent))
+        except OSError as error:
+            raise OutputError(f"{folder} cannot be written ({error.strerror}); choose another --output.") from error
+        free_bytes = shutil.disk_usage(folder.parent).free
+        if free_bytes < expected_bytes:
+            self.partial.rmdir()
+            raise OutputError(
+                f"{folder.parent} has {free_bytes / 1e9:.1f} GB free and the result needs {expected_bytes / 1e9:.1f} GB; "
+                "free some space or choose another --output."
+            )
+        self.partial.chmod(0o755)
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OutputError(f"{self.folder} cannot be written ({error.strerror or error}); free some space or choose another --output.")
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take tensors into the current shard; a full shard goes to disk and out of memory."""
+        for name, tensor in tensors.items():
+            if self._pending and self._pending_bytes + tensor.nbytes > self._max_shard_bytes:
+                self._flush()
+            self._pending[name] = tensor.detach().to("cpu").contiguous()
+            self._pending_bytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        path = self.partial / f"shard-{len(self._shards):05d}"
+        try:
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OutputError(f"{self.folder} cannot be written ({error}); free some space or choose another --output.") from error
+        self._shards.append(list(self._pending))
+        self._total_bytes += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def finish_weights(self) -> None:
+        """Write the last shard, give the shards their final names, write the index."""
+        if self._pending:
+            self._flush()
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            final = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            os.rename(self.partial / f"shard-{number:05d}", self.partial / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self.partial / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+    def commit(self) -> None:
+        """Make the complete folder appear at its final place."""
+        if self.folder.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.replaced-", dir=self.folder.parent))
+            os.rename(self.folder, replaced / "old")
+            os.rename(self.partial, self.folder)
+            shutil.rmtree(replaced)
+        else:
+            os.rename(self.partial, self.folder)

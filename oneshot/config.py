@@ -1,0 +1,108 @@
+"""What a user asks for: one frozen, validated record of every option of a run."""
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from oneshot.errors import ConfigError
+
+FFN_SELECTORS = ("id", "activation-norm", "magnitude", "random", "none")
+HEAD_SELECTORS = ("id", "none")
+HEAD_UNITS = ("auto", "query-head", "kv-group")
+CORRECTIONS = ("none", "same-layer", "two-stream")
+DTYPES = ("auto", "float32", "bfloat16")
+SAVE_DTYPES = ("keep", "float32", "bfloat16", "float16")
+
+_COUNT_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+_SIZE_SUFFIXES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_count(text: str) -> int:
+    """`"5.5B"` -> 5_500_000_000 (a number of parameters). Raises `ConfigError` on anything else."""
+    return _parse(text, _COUNT_SUFFIXES, "a number of parameters such as 900M or 5.5B")
+
+
+def parse_size(text: str) -> int:
+    """`"8GiB"` -> 8_589_934_592 (bytes). Raises `ConfigError` on anything else."""
+    return _parse(text, _SIZE_SUFFIXES, "a size in bytes such as 500MB or 8GiB")
+
+
+def _parse(text: str, suffixes: dict[str, int], expected: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in suffixes:
+        raise ConfigError(f"{text!r} is not {expected}.")
+    return int(float(match[1]) * suffixes[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """Every choice of one compression run; the same record goes into the report.
+
+    Exactly one of `sparsity` (fraction of the stored parameters to remove, in [0, 1)) and `params` (stored
+    parameters to keep) is given. `ffn`, `heads` and `correction` override the recipe when they are not None.
+    `damping` is the ridge in units of the Gram's mean diagonal. `max_memory_bytes` bounds the activation store in
+    host memory; above it activations go to disk.
+    """
+
+    checkpoint: str
+    output: str
+    sparsity: float | None = None
+    params: int | None = None
+    recipe: str = "oneshot"
+    ffn: str | None = None
+    heads: str | None = None
+    head_unit: str = "auto"
+    correction: str | None = None
+    damping: float = 1e-2
+    residual_weight: float = 1.0
+    round_to: int | None = None
+    calibration: str = "c4"
+    num_sequences: int = 128
+    sequence_length: int = 1024
+    batch_size: int = 4
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    save_dtype: str = "keep"
+    max_memory_bytes: int | None = None
+    max_shard_bytes: int = 5 * 10**9
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.sparsity is None) == (self.params is None):
+            raise ConfigError("Give exactly one target: --sparsity (such as 0.2) or --params (such as 900M).")
+        if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
+            raise ConfigError(f"--sparsity {self.sparsity} is out of range: give a fraction from 0 up to below 1.")
+        if self.params is not None and self.params <= 0:
+            raise ConfigError(f"--params {self.params} is out of range: give a positive number of parameters.")
+        for option, minimum in (
+            ("num_sequences", 1),
+            ("sequence_length", 2),
+            ("batch_size", 1),
+            ("max_shard_bytes", 1),
+            ("round_to", 1),
+            ("max_memory_bytes", 1),
+        ):
+            value = getattr(self, option)
+            if value is not None and value < minimum:
+                raise ConfigError(f"--{option.replace('_', '-')} {value} is out of range: give at least {minimum}.")
+        for option in ("damping", "residual_weight"):
+            value = getattr(self, option)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"--{option.replace('_', '-')} {value} is out of range: give 0 or more.")
+        for option, allowed in (
+            ("ffn", FFN_SELECTORS),
+            ("heads", HEAD_SELECTORS),
+            ("head_unit", HEAD_UNITS),
+            ("correction", CORRECTIONS),
+            ("dtype", DTYPES),
+            ("save_dtype", SAVE_DTYPES),
+        ):
+            value = getattr(self, option)
+            if value is not None and value not in allowed:
+                raise ConfigError(f"--{option.replace('_', '-')} {value} is not one of {', '.join(allowed)}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        return asdict(self)

@@ -1,0 +1,1 @@
+"""Export tiers: what a compressed model is written as."""

@@ -1,0 +1,60 @@
+"""Tier A, `stock`: a checkpoint that transformers and everything built on it loads with no code of ours."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.checkpoint import Checkpoint
+from oneshot.errors import OutputError
+
+COMPANION_FILES = (
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "merges.txt",
+    "vocab.json",
+    "tokenizer*",
+    "LICENSE*",
+    "USE_POLICY*",
+)
+
+
+def write_companions(source: Path, target: Path, config: dict[str, Any], *, dtype: str | None) -> None:
+    """Write `config.json` and copy the tokenizer, chat template, generation config and licence as they are.
+
+    `dtype` replaces the dtype that the config states; None keeps it.
+    """
+    if dtype is not None:
+        config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for pattern in COMPANION_FILES:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, target / path.name)
+
+
+def verify_stock(folder: Path) -> None:
+    """Check that the stock class has exactly the tensors written, shape by shape; reads headers only.
+
+    Raises `OutputError` naming the first tensor that does not fit.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    written = Checkpoint(folder).shapes
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    for name in sorted((expected.keys() | written.keys()) - tied):
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        if expected.get(name) != written.get(name):
+            raise OutputError(
+                f"{name} was written as {written.get(name)} but {type(model).__name__} expects {expected.get(name)}; "
+                "please report this with the input's config.json."
+            )

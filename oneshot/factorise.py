@@ -1,0 +1,128 @@
+"""(weights, statistics, kept size) -> which columns stay and the corrected consuming linear. Pure functions."""
+
+import torch
+
+from oneshot.linalg.interpolative import interpolate
+from oneshot.linalg.pivoted_qr import pivots_with_quota, weighted_pivots
+from oneshot.records import BlockStatistics, Factors
+
+
+def select_neurons(
+    selector: str,
+    kept_size: int,
+    *,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    gram: torch.Tensor | None,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """The FFN neurons to keep, ascending int64 `(kept_size,)`.
+
+    Args:
+        selector: `id`: pivots of the activations, columns weighted by the norms of `down`'s columns (STAT A.3);
+            `activation-norm`: largest `‖a_j‖·‖down[:, j]‖`; `magnitude`: largest norm of a neuron's own weights;
+            `random`: a draw from `generator`.
+        gate, up: `(n, D)`. down: `(D, n)`. gram: `(n, n)`, needed by the first two.
+    """
+    num_neurons = down.shape[1]
+    if selector == "random":
+        kept = torch.randperm(num_neurons, generator=generator)[:kept_size].to(down.device)
+    elif selector == "magnitude":
+        energy = gate.float().square().sum(1) + up.float().square().sum(1) + down.float().square().sum(0)
+        kept = energy.topk(kept_size).indices
+    else:
+        assert gram is not None
+        output_norms = down.double().norm(dim=0)
+        if selector == "activation-norm":
+            kept = (gram.diagonal().double().clamp_min(0).sqrt() * output_norms).topk(kept_size).indices
+        else:
+            kept = weighted_pivots(gram, output_norms, rank=kept_size)
+    return kept.sort().values
+
+
+def select_heads(
+    gram: torch.Tensor,
+    output_weight: torch.Tensor,
+    *,
+    num_groups: int,
+    heads_per_group: int,
+    head_dim: int,
+    kept_groups: int,
+    kept_heads_per_group: int,
+) -> torch.Tensor:
+    """The query heads to keep, ascending int64: pivots of the flattened, output-weighted heads (STAT section 3.2).
+
+    Every head is one long column (tokens × head_dim); the Gram of those columns is the sum over `head_dim` of the
+    matching entries of `gram (H·h, H·h)`, weighted by the column norms of `output_weight (D, H·h)`. Either whole KV
+    groups are pivoted, or single heads with the same quota in every group, so that the result is a stock model.
+    """
+    norms = output_weight.double().norm(dim=0)
+    weighted = gram.double() * norms * norms.unsqueeze(1)
+    num_heads = num_groups * heads_per_group
+    head_gram = torch.einsum("idjd->ij", weighted.view(num_heads, head_dim, num_heads, head_dim))
+    heads = torch.arange(num_heads, device=gram.device).view(num_groups, heads_per_group)
+    if kept_groups < num_groups:
+        group_gram = torch.einsum(
+            "ipjp->ij", head_gram.view(num_groups, heads_per_group, num_groups, heads_per_group)
+        )
+        one_class = torch.zeros(num_groups, dtype=torch.int64)
+        groups = pivots_with_quota(group_gram, one_class, quota=kept_groups)
+        return heads[groups.sort().values].flatten()
+    group_of_head = torch.arange(num_groups).repeat_interleave(heads_per_group)
+    return pivots_with_quota(head_gram, group_of_head, quota=kept_heads_per_group).sort().values
+
+
+def correct(
+    weight: torch.Tensor,
+    kept: torch.Tensor,
+    statistics: BlockStatistics | None,
+    *,
+    correction: str,
+    damping: float,
+    residual_weight: float = 1.0,
+) -> Factors:
+    """The consuming linear over the kept columns: `y ≈ A[:, kept] weight'ᵀ`.
+
+    Args:
+        weight: `(d, n)`, with the bias as last column where `statistics` has a constant column.
+        kept: `(k,)` ascending columns.
+        correction: `none` keeps `weight[:, kept]`. `same-layer` solves
+            `min ‖A Wᵀ − A[:, kept] W'ᵀ‖² + λ‖W' − W[:, kept]‖²` (STAT section 3.1; METHODS section 2), which is
+            `W' = W Pᵀ` with the ridged interpolation matrix. `two-stream` has the target `A Wᵀ + ρ (Y − A Wᵀ)`, `Y` the
+            dense stream's next hidden state less this stream's residual, `ρ = residual_weight`.
+    """
+    dense = weight.double()
+    if correction == "none" or len(kept) == dense.shape[1]:
+        corrected, factors = dense[:, kept], {}
+    else:
+        assert statistics is not None
+        interpolation = interpolate(statistics.gram, kept, damping)
+        corrected = dense[:, kept] + dense[:, interpolation.rest] @ interpolation.coefficients.T
+        if correction == "two-stream":
+            assert statistics.residual is not None
+            step = interpolation.factor.solve(statistics.residual[kept])
+            corrected = corrected + residual_weight * step.T
+        factors = {
+            "condition_number": interpolation.factor.condition_number,
+            "max_interpolation": interpolation.max_coefficient,
+            "eigenvalue_fallback": interpolation.factor.eigenvalue_fallback,
+        }
+    error = None if statistics is None else predicted_error(dense, corrected, kept, statistics)
+    return Factors(kept=kept, weight=corrected, predicted_error=error, **factors)
+
+
+def predicted_error(
+    weight: torch.Tensor, corrected: torch.Tensor, kept: torch.Tensor, statistics: BlockStatistics
+) -> float:
+    """`‖Y − A[:, kept] W'ᵀ‖ / ‖Y‖` from the statistics alone, `Y = A Wᵀ` plus the residual where one is kept."""
+    gram = statistics.gram.double()
+    difference = weight.T.clone()
+    difference[kept] -= corrected.T
+    error = (difference * (gram @ difference)).sum()
+    energy = (weight.T * (gram @ weight.T)).sum()
+    if statistics.residual is not None:
+        residual = statistics.residual.double()
+        error += 2 * (difference * residual).sum() + statistics.residual_energy
+        energy += 2 * (weight.T * residual).sum() + statistics.residual_energy
+    return float((error.clamp_min(0) / energy.clamp_min(torch.finfo(energy.dtype).tiny)).sqrt())

@@ -1,0 +1,63 @@
+"""Factors -> the tensors of a smaller layer. Names are the family's own; untouched tensors pass through as they are."""
+
+import torch
+
+from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, K_PROJ, O_PROJ, Q_PROJ, UP_PROJ, V_PROJ
+from oneshot.records import Factors
+
+Tensors = dict[str, torch.Tensor]
+
+
+def augmented_weight(tensors: Tensors, linear: str) -> torch.Tensor:
+    """`[W, b] (d, n + 1)` of a linear with a bias, `W (d, n)` of one without."""
+    weight = tensors[f"{linear}.weight"]
+    bias = tensors.get(f"{linear}.bias")
+    return weight if bias is None else torch.cat((weight, bias.unsqueeze(1)), dim=1)
+
+
+def fold_ffn(tensors: Tensors, factors: Factors) -> Tensors:
+    """Keep the FFN neurons `factors.kept`; the correction goes into `down_proj` (METHODS section 2)."""
+    folded = dict(tensors)
+    neurons = _columns_of(tensors, DOWN_PROJ, factors)
+    for linear in (GATE_PROJ, UP_PROJ):
+        _keep_rows_(folded, linear, neurons)
+    _set_consumer_(folded, DOWN_PROJ, factors)
+    return folded
+
+
+def fold_heads(tensors: Tensors, factors: Factors, *, heads: torch.Tensor, heads_per_group: int, head_dim: int) -> Tensors:
+    """Keep the query heads `heads` (ascending) and the KV groups they use; the correction goes into `o_proj`."""
+    folded = dict(tensors)
+    groups = (heads // heads_per_group).unique()
+    _keep_rows_(folded, Q_PROJ, head_columns(heads, head_dim))
+    for linear in (K_PROJ, V_PROJ):
+        _keep_rows_(folded, linear, head_columns(groups, head_dim))
+    _set_consumer_(folded, O_PROJ, factors)
+    return folded
+
+
+def head_columns(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The columns that whole heads take: int64 `(len(heads) · head_dim,)`."""
+    return (heads.unsqueeze(1) * head_dim + torch.arange(head_dim, device=heads.device)).flatten()
+
+
+def _columns_of(tensors: Tensors, linear: str, factors: Factors) -> torch.Tensor:
+    """The kept columns without the constant one."""
+    width = tensors[f"{linear}.weight"].shape[1]
+    return factors.kept[factors.kept < width]
+
+
+def _keep_rows_(tensors: Tensors, linear: str, rows: torch.Tensor) -> None:
+    for part in ("weight", "bias"):
+        name = f"{linear}.{part}"
+        if name in tensors:
+            tensors[name] = tensors[name][rows.to(tensors[name].device)]
+
+
+def _set_consumer_(tensors: Tensors, linear: str, factors: Factors) -> None:
+    weight = tensors[f"{linear}.weight"]
+    num_columns = len(_columns_of(tensors, linear, factors))
+    tensors[f"{linear}.weight"] = factors.weight[:, :num_columns].to(weight)
+    if f"{linear}.bias" in tensors:
+        bias = tensors[f"{linear}.bias"]
+        tensors[f"{linear}.bias"] = factors.weight[:, num_columns].to(bias)

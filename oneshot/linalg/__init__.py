@@ -1,0 +1,1 @@
+"""Dense linear algebra on tensors only: no models, no files, no configuration."""

@@ -1,0 +1,56 @@
+"""Symmetric positive semi-definite systems: ridge, Cholesky, and an eigendecomposition where Cholesky fails."""
+
+import logging
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+CONDITION_ITERATIONS = 30
+
+
+class RidgeFactor:
+    """A factor of `K = G + λI` with `λ = damping · mean(diag G)`, to solve many right-hand sides.
+
+    Cholesky in float64; where that fails (an indefinite or exactly singular Gram with no damping) the
+    pseudo-inverse from an eigendecomposition takes over, and `eigenvalue_fallback` says so.
+
+    Args:
+        gram: `(k, k)` symmetric positive semi-definite, any float dtype.
+        damping: the ridge in units of the mean diagonal, ≥ 0.
+
+    Cost: k³/3 multiply-adds (Cholesky); about 30 times that for the fallback. Deterministic.
+    """
+
+    def __init__(self, gram: torch.Tensor, damping: float) -> None:
+        matrix = gram.double().clone()
+        self.ridge = damping * matrix.diagonal().mean().clamp_min(0)
+        matrix.diagonal().add_(self.ridge)
+        factor, failed_at = torch.linalg.cholesky_ex(matrix)
+        self.eigenvalue_fallback = bool(failed_at) or not bool(torch.isfinite(factor).all())
+        if self.eigenvalue_fallback:
+            logger.warning("Cholesky of a %d × %d Gram failed; using its eigendecomposition.", *matrix.shape)
+            eigenvalues, vectors = torch.linalg.eigh(matrix)
+            positive = eigenvalues > eigenvalues[-1] * len(matrix) * torch.finfo(matrix.dtype).eps
+            inverse = torch.where(positive, 1 / eigenvalues.clamp_min(torch.finfo(matrix.dtype).tiny), 0)
+            self._inverse = (vectors * inverse) @ vectors.T
+            kept = eigenvalues[positive]
+            self.condition_number = float(kept[-1] / kept[0]) if len(kept) else float("inf")
+        else:
+            self._cholesky = factor
+            self.condition_number = self._estimate_condition(matrix)
+
+    def solve(self, right: torch.Tensor) -> torch.Tensor:
+        """`K⁻¹ right` in float64, `right (k, p)`."""
+        if self.eigenvalue_fallback:
+            return self._inverse @ right.double()
+        return torch.cholesky_solve(right.double(), self._cholesky)
+
+    def _estimate_condition(self, matrix: torch.Tensor) -> float:
+        """`λ_max / λ_min` from power iterations on `K` and on `K⁻¹`; a lower bound, good to a few per cent."""
+        start = torch.linspace(1, 2, len(matrix), dtype=matrix.dtype, device=matrix.device).unsqueeze(1)
+        largest, smallest_inverse = start / start.norm(), start / start.norm()
+        for _ in range(CONDITION_ITERATIONS):
+            largest = matrix @ (largest / largest.norm())
+            smallest_inverse = self.solve(smallest_inverse / smallest_inverse.norm())
+        return float(largest.norm() * smallest_inverse.norm())

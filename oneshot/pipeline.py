@@ -1,0 +1,209 @@
+"""The order of the stages: checkpoint -> calibration -> plan -> (per layer) statistics, factors, fold -> new checkpoint."""
+
+import tempfile
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from oneshot.arch import Architecture, get_architecture
+from oneshot.calibration import load_calibration, load_tokenizer
+from oneshot.checkpoint import Checkpoint, CheckpointWriter
+from oneshot.config import CompressionConfig
+from oneshot.errors import DeviceError
+from oneshot.export.hf import verify_stock, write_companions
+from oneshot.layerwise import LayerCompressor
+from oneshot.plan import make_plan
+from oneshot.recipes import Recipe, resolve_recipe
+from oneshot.records import CalibrationSet, LayerReport, ModelShape, Plan, Report
+from oneshot.report import ProgressBar, Stopwatch, peak_bytes, peak_device_bytes, versions, write_report
+from oneshot.source import resolve_checkpoint
+from oneshot.stream import prefetch, resolve_device, resolve_dtype
+
+SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def compress(config: CompressionConfig, *, show_progress: bool = False) -> Report:
+    """Compress a checkpoint into `config.output` and return the report that is also written there.
+
+    The result is a stock checkpoint (transformers loads it with no code of ours). Nothing appears at the output before
+    it is complete. Same seed, same machine and same thread count give the same bytes.
+
+    Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
+    """
+    with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch, torch.inference_mode():
+        try:
+            return _compress(config, Path(scratch), show_progress)
+        except torch.cuda.OutOfMemoryError as error:
+            raise DeviceError(
+                "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give --max-memory."
+            ) from error
+
+
+def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> Report:
+    watch = Stopwatch()
+    recipe = resolve_recipe(config.recipe, ffn=config.ffn, heads=config.heads, correction=config.correction)
+    device = resolve_device(config.device)
+    checkpoint = Checkpoint(resolve_checkpoint(config.checkpoint, scratch))
+    architecture = get_architecture(checkpoint.config)
+    shape = architecture.shape(checkpoint.config, checkpoint.tensor_names)
+    plan = _plan(config, recipe, checkpoint, shape)
+    compressed_shape = plan.apply(shape)
+    compressed_config = architecture.resize_config(checkpoint.config, compressed_shape)
+    save_dtype = None if config.save_dtype == "keep" else config.save_dtype
+
+    with CheckpointWriter(
+        Path(config.output).expanduser(),
+        max_shard_bytes=config.max_shard_bytes,
+        overwrite=config.overwrite,
+        expected_bytes=round(checkpoint.num_bytes * _kept_fraction(checkpoint, shape, compressed_shape)),
+    ) as writer:
+        calibration = None
+        if recipe.reads_activations and compressed_shape != shape:
+            calibration = load_calibration(
+                config.calibration,
+                load_tokenizer(checkpoint.folder),
+                num_sequences=config.num_sequences,
+                sequence_length=config.sequence_length,
+                seed=config.seed,
+            )
+        watch.lap("prepare")
+        layers = _write_weights(
+            config, recipe, checkpoint, architecture, shape, plan, calibration, device, writer, scratch, show_progress
+        )
+        writer.finish_weights()
+        watch.lap("layers")
+        write_companions(checkpoint.folder, writer.partial, compressed_config, dtype=save_dtype)
+        verify_stock(writer.partial)
+        watch.lap("write")
+        report = _report(config, recipe, checkpoint, shape, compressed_shape, calibration, layers, watch)
+        write_report(report, writer.partial)
+        writer.commit()
+    return report
+
+
+def _plan(config: CompressionConfig, recipe: Recipe, checkpoint: Checkpoint, shape: ModelShape) -> Plan:
+    dense = checkpoint.num_parameters
+    target = config.params if config.params is not None else round(dense * (1 - (config.sparsity or 0.0)))
+    return make_plan(
+        shape,
+        dense_parameters=dense,
+        target_parameters=target,
+        reduce_ffn=recipe.ffn != "none",
+        reduce_heads=recipe.heads != "none",
+        head_unit=config.head_unit,
+        round_to=config.round_to,
+    )
+
+
+def _write_weights(
+    config: CompressionConfig,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    shape: ModelShape,
+    plan: Plan,
+    calibration: CalibrationSet | None,
+    device: torch.device,
+    writer: CheckpointWriter,
+    scratch: Path,
+    show_progress: bool,
+) -> list[LayerReport]:
+    """Stream the layers through the compressor into the writer; everything outside the layers passes through."""
+    prefixes = [architecture.layer_prefix(layer) for layer in range(shape.num_hidden_layers)]
+    outside = sorted(name for name in checkpoint.tensor_names if not name.startswith(tuple(prefixes)))
+    cast = partial(_cast, config.save_dtype)
+    for name in outside:
+        writer.add(cast(checkpoint.read([name])))
+
+    compressor = LayerCompressor(
+        config,
+        recipe,
+        checkpoint.config,
+        architecture,
+        shape,
+        plan,
+        device=device,
+        dtype=resolve_dtype(config.dtype, device),
+        scratch=scratch,
+    )
+    if calibration is not None:
+        compressor.embed(calibration, checkpoint.read([architecture.embedding])[architecture.embedding])
+    layers = []
+    num_tokens = calibration.num_tokens if calibration is not None else 1
+    load = partial(_load_layer, checkpoint, prefixes)
+    with ProgressBar(num_layers=len(prefixes), num_tokens=num_tokens, visible=show_progress) as progress:
+        for layer, tensors in enumerate(prefetch(load, len(prefixes))):
+            started = time.perf_counter()
+            folded, blocks = compressor.compress_layer(tensors, progress.advance)
+            writer.add(cast({prefixes[layer] + name: tensor for name, tensor in folded.items()}))
+            layers.append(
+                LayerReport(layer, tuple(blocks), time.perf_counter() - started, peak_bytes(), peak_device_bytes())
+            )
+            progress.layer_done(layers[-1])
+    compressor.close()
+    return layers
+
+
+def _load_layer(checkpoint: Checkpoint, prefixes: list[str], layer: int) -> dict[str, torch.Tensor]:
+    with torch.inference_mode():  # the mode is per thread, and this runs in the prefetching one
+        return checkpoint.read_prefix(prefixes[layer])
+
+
+def _cast(save_dtype: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if save_dtype == "keep":
+        return tensors
+    return {
+        name: tensor.to(SAVED_DTYPES[save_dtype]) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _kept_fraction(checkpoint: Checkpoint, shape: ModelShape, compressed: ModelShape) -> float:
+    removed = shape.num_hidden_layers * (shape.layer_parameters() - compressed.layer_parameters())
+    return 1 - removed / checkpoint.num_parameters
+
+
+def _report(
+    config: CompressionConfig,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    shape: ModelShape,
+    compressed_shape: ModelShape,
+    calibration: CalibrationSet | None,
+    layers: list[LayerReport],
+    watch: Stopwatch,
+) -> Report:
+    dense = checkpoint.num_parameters
+    vocab_size = int(checkpoint.config["vocab_size"])
+    block = {"dense": shape, "compressed": compressed_shape}
+    block_parameters = {name: size.num_hidden_layers * size.layer_parameters() for name, size in block.items()}
+    compressed = dense - block_parameters["dense"] + block_parameters["compressed"]
+    asked = config.sparsity if config.sparsity is not None else 1 - (config.params or dense) / dense
+    return Report(
+        config=config.to_dict(),
+        recipe=asdict(recipe),
+        versions=versions(),
+        dense_shape=asdict(shape),
+        compressed_shape=asdict(compressed_shape),
+        stored_parameters={"dense": dense, "compressed": compressed},
+        block_parameters=block_parameters,
+        flops_per_token={name: size.flops_per_token(vocab_size) for name, size in block.items()},
+        kv_bytes_per_token={name: size.kv_bytes_per_token() for name, size in block.items()},
+        sparsity={"asked": asked, "reached": 1 - compressed / dense},
+        calibration=None
+        if calibration is None
+        else {
+            "source": calibration.source,
+            "num_sequences": len(calibration.token_ids),
+            "sequence_length": calibration.token_ids.shape[1],
+            "num_tokens": calibration.num_tokens,
+            "token_hash": calibration.token_hash,
+        },
+        layers=tuple(layers),
+        seconds=watch.total(),
+        peak_bytes=peak_bytes(),
+        peak_device_bytes=peak_device_bytes(),
+    )

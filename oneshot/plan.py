@@ -1,0 +1,96 @@
+"""Budget -> Plan: the kept sizes, one of each kind for the whole model, that reach a number of stored parameters."""
+
+from oneshot.errors import PlanError
+from oneshot.records import ModelShape, Plan
+
+MAX_ROUND_TO = 64
+
+
+def default_round_to(intermediate_size: int) -> int:
+    """The largest power of two up to 64 that is at most 1/16 of the width (GPUs and quantisers like multiples)."""
+    step = MAX_ROUND_TO
+    while step > 1 and step * 16 > intermediate_size:
+        step //= 2
+    return step
+
+
+def make_plan(
+    shape: ModelShape,
+    *,
+    dense_parameters: int,
+    target_parameters: int,
+    reduce_ffn: bool,
+    reduce_heads: bool,
+    head_unit: str,
+    round_to: int | None,
+) -> Plan:
+    """The plan whose stored parameters come nearest to the target.
+
+    With both kinds reduced, heads take the fraction nearest to the one that all blocks have to give, never more than
+    one head per group below it; FFN width takes what is left, to a multiple of `round_to`.
+
+    Args:
+        dense_parameters: stored parameters of the whole input; target_parameters: those wanted.
+        head_unit: `query-head`, `kv-group`, or `auto`: query heads where groups have several, else groups.
+
+    Raises `PlanError` when nothing may be reduced or the target is out of reach.
+    """
+    if head_unit == "auto":
+        head_unit = "query-head" if shape.heads_per_group > 1 else "kv-group"
+    surplus = dense_parameters - target_parameters
+    if surplus < 0:
+        raise PlanError(f"The target of {target_parameters:,} parameters is above the dense model's {dense_parameters:,}.")
+    plan = Plan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads, head_unit)
+    if surplus == 0:
+        return plan
+    if not reduce_ffn and not reduce_heads:
+        raise PlanError("Nothing may be reduced (--ffn none --heads none); allow one, or ask for --sparsity 0.")
+    if reduce_heads:
+        fraction = surplus / (shape.num_hidden_layers * shape.layer_parameters()) if reduce_ffn else None
+        plan = _plan_heads(shape, plan, surplus, fraction)
+    if reduce_ffn:
+        plan = _plan_width(shape, plan, surplus, round_to or default_round_to(shape.intermediate_size))
+    return plan
+
+
+def removed_parameters(shape: ModelShape, plan: Plan) -> int:
+    """Stored parameters that the plan removes from all layers."""
+    return shape.num_hidden_layers * (shape.layer_parameters() - plan.apply(shape).layer_parameters())
+
+
+def _plan_heads(shape: ModelShape, plan: Plan, surplus: int, fraction: float | None) -> Plan:
+    """Remove heads: the given fraction of them, or (None) as many as come nearest to the surplus."""
+    units = shape.num_key_value_heads if plan.head_unit == "kv-group" else shape.heads_per_group
+    options = [_keep_units(shape, plan, kept) for kept in range(1, units + 1)]
+    if fraction is not None:
+        kept = max(1, units - round(fraction * units))
+        return options[kept - 1]
+    best = min(options, key=lambda option: abs(removed_parameters(shape, option) - surplus))
+    most = removed_parameters(shape, options[0])
+    if surplus > most:
+        raise PlanError(
+            f"Heads alone can give up {most:,} parameters of the {surplus:,} asked for; ask for less or allow --ffn id."
+        )
+    return best
+
+
+def _keep_units(shape: ModelShape, plan: Plan, kept: int) -> Plan:
+    if plan.head_unit == "kv-group":
+        return Plan(plan.kept_intermediate_size, kept * shape.heads_per_group, kept, plan.head_unit)
+    groups = shape.num_key_value_heads
+    return Plan(plan.kept_intermediate_size, kept * groups, groups, plan.head_unit)
+
+
+def _plan_width(shape: ModelShape, plan: Plan, surplus: int, round_to: int) -> Plan:
+    """The FFN width, a multiple of `round_to`, that comes nearest to removing the surplus that is left."""
+    rest = surplus - removed_parameters(shape, plan)
+    per_neuron = shape.num_hidden_layers * (3 * shape.hidden_size + 2 * shape.mlp_bias)
+    exact = shape.intermediate_size - rest / per_neuron
+    width = min(round(exact / round_to) * round_to, shape.intermediate_size)
+    if width < round_to:
+        most = removed_parameters(shape, plan) + per_neuron * (shape.intermediate_size - round_to)
+        raise PlanError(
+            f"The target removes {surplus:,} parameters, but FFN neurons{' and heads' if plan.kept_num_attention_heads < shape.num_attention_heads else ''} "
+            f"can give up {most:,} at most; ask for a smaller --sparsity."
+        )
+    return Plan(width, plan.kept_num_attention_heads, plan.kept_num_key_value_heads, plan.head_unit)

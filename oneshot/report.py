@@ -1,0 +1,165 @@
+"""What a run tells: the progress bar, the table on the terminal, `oneshot_report.json` and the model card."""
+
+import json
+import platform
+import resource
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from oneshot.records import LayerReport, Report
+
+PACKAGES = ("oneshot", "torch", "transformers", "safetensors", "datasets", "scipy", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that shape a result."""
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def peak_bytes() -> int:
+    """Peak resident memory of this process (`ru_maxrss`)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_device_bytes() -> int:
+    """Peak memory that torch took on the current CUDA device; 0 without one."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+class ProgressBar:
+    """Layer, error, tokens per second, time left and peak memory, on stderr. A context manager."""
+
+    def __init__(self, *, num_layers: int, num_tokens: int, visible: bool) -> None:
+        self._num_layers = num_layers
+        self._bar = tqdm(
+            total=num_layers * num_tokens,
+            unit="tok",
+            unit_scale=True,
+            disable=not visible,
+            desc=f"layer 1/{num_layers}",
+            smoothing=0.1,
+        )
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def advance(self, num_tokens: int | float) -> None:
+        """Count tokens that went through part of a layer."""
+        self._bar.update(num_tokens)
+
+    def layer_done(self, layer: LayerReport) -> None:
+        """Show the layer's worst error and move on to the next."""
+        errors = [block.predicted_error for block in layer.blocks if block.predicted_error is not None]
+        shown = f"{max(errors):.3f}" if errors else "–"
+        self._bar.set_description(f"layer {min(layer.layer + 2, self._num_layers)}/{self._num_layers}")
+        self._bar.set_postfix_str(f"error {shown}, peak {layer.peak_bytes / 2**30:.2f} GiB")
+
+
+class Stopwatch:
+    """Seconds spent in named stages."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """Book the time since the last lap under `stage`."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    def total(self) -> dict[str, float]:
+        """All stages and their `total`."""
+        return self.seconds | {"total": time.perf_counter() - self._start}
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """Write `oneshot_report.json` and the model card `README.md`."""
+    (folder / "oneshot_report.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    (folder / "README.md").write_text(model_card(report))
+
+
+def print_report(report: Report) -> None:
+    """Two tables on stdout: sizes before and after, and the layers."""
+    console = Console()
+    sizes = Table("", "dense", "compressed", "change", title=f"{report.config['checkpoint']} → {report.config['output']}")
+    for name, values in _size_rows(report):
+        dense, compressed = values["dense"], values["compressed"]
+        change = f"{compressed / dense - 1:+.1%}" if dense else "–"
+        sizes.add_row(name, f"{dense:,}", f"{compressed:,}", change)
+    console.print(sizes)
+    layers = Table("layer", "block", "size", "predicted error", "measured error", "condition", "max|T|", "seconds")
+    for layer in report.layers:
+        for block in layer.blocks:
+            layers.add_row(
+                str(layer.layer),
+                block.kind,
+                f"{block.dense_size} → {block.kept_size}",
+                _show(block.predicted_error, ".4f"),
+                _show(block.measured_error, ".4f"),
+                _show(block.condition_number, ".1e"),
+                _show(block.max_interpolation, ".2f"),
+                f"{layer.seconds:.1f}",
+            )
+    console.print(layers)
+    asked, reached = report.sparsity["asked"], report.sparsity["reached"]
+    console.print(
+        f"sparsity asked {_show(asked, '.4f')}, reached {_show(reached, '.4f')} of the stored parameters; "
+        f"{report.seconds['total']:.1f} s, peak memory {report.peak_bytes / 2**30:.2f} GiB"
+    )
+
+
+def model_card(report: Report) -> str:
+    """The README.md of the compressed checkpoint."""
+    rows = "\n".join(
+        f"| {name} | {values['dense']:,} | {values['compressed']:,} |" for name, values in _size_rows(report)
+    )
+    calibration = report.calibration
+    text = (
+        f"{calibration['num_tokens']:,} tokens of `{calibration['source']}` (SHA-256 of the tokens `{calibration['token_hash']}`)"
+        if calibration
+        else "none: this recipe reads weights only"
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [oneshot, compressed, structured-pruning]
+---
+# Compressed from {Path(str(report.config["checkpoint"])).name}
+
+A stock checkpoint, made smaller in one shot, without training, by `oneshot` {report.versions["oneshot"]}. It loads like the
+original: `AutoModelForCausalLM.from_pretrained(...)`. The licence and terms of use of the original apply.
+
+| | dense | compressed |
+|---|---|---|
+{rows}
+
+- Recipe: `{report.config["recipe"]}` (FFN `{report.recipe["ffn"]}`, heads `{report.recipe["heads"]}`, correction
+  `{report.recipe["correction"]}`), seed {report.config["seed"]}.
+- Calibration text: {text}.
+
+A compressed model answers worse than the original, most so on text unlike the calibration's. Measure it on your own task
+before use. All settings and the error of every layer are in `oneshot_report.json`.
+"""
+
+
+def _size_rows(report: Report) -> list[tuple[str, dict[str, int]]]:
+    return [
+        ("stored parameters", report.stored_parameters),
+        ("parameters in the decoder layers", report.block_parameters),
+        ("FLOPs per token (linears)", report.flops_per_token),
+        ("KV cache bytes per token (16 bit)", report.kv_bytes_per_token),
+    ]
+
+
+def _show(value: float | None, spec: str) -> str:
+    return "–" if value is None else format(value, spec)

@@ -1,0 +1,81 @@
+"""The CHECKPOINT argument -> a local folder of safetensors: a folder, a GGUF file, or a name on the hub."""
+
+import json
+import os
+from pathlib import Path
+
+from oneshot.errors import CheckpointError
+
+WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def resolve_checkpoint(checkpoint: str, scratch: Path) -> Path:
+    """Find or fetch the checkpoint; a GGUF file is dequantised into `scratch` by transformers' own reader.
+
+    Raises `CheckpointError` when there is no such path, the folder is empty, or the hub cannot be reached.
+    """
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        if not any(path.iterdir()):
+            raise CheckpointError(f"{path} is an empty folder; give the folder of a Hugging Face checkpoint.")
+        return path
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist; check the path.")
+        return _convert_gguf(path, scratch)
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; give a folder with config.json and safetensors, or a .gguf file.")
+    if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
+        raise CheckpointError(f"{checkpoint} does not exist; check the path, or give a hub name such as org/model.")
+    return _download(checkpoint)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from httpx import HTTPError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS))
+    except (
+        LocalEntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        HTTPError,
+        OSError,
+    ) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{name} is no local path and cannot be fetched from the hub ({reason}); "
+            "check the name, the network and your access rights."
+        ) from error
+
+
+def _convert_gguf(path: Path, scratch: Path) -> Path:
+    """Dequantise into `scratch/<stem>` as float32 safetensors. The only place where a whole model is in memory."""
+    try:
+        import gguf  # noqa: F401  (transformers needs it and only says so after reading the file)
+    except ImportError as error:
+        raise CheckpointError(f"Reading {path} needs the package gguf; run pip install 'oneshot[demo]'.") from error
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = scratch / path.stem
+    if (folder / "config.json").exists():
+        return folder
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except (ValueError, KeyError, OSError, IndexError) as error:
+        raise CheckpointError(f"{path} cannot be read as GGUF ({error}); give a complete file of a Llama-like model.") from error
+    # The weights are plain now: without these transformers would refuse to save a model it calls quantised.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    if "quantization_config" in config:
+        raise CheckpointError(f"{os.fspath(path)} could not be dequantised; give a safetensors checkpoint instead.")
+    return folder

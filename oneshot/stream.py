@@ -1,0 +1,200 @@
+"""The model, one decoder layer at a time: transformers' own layer class, real weights, off-loaded activations."""
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from oneshot.errors import DeviceError
+
+STREAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises `DeviceError` when the device is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"--device {name} is not understood; use cpu, cuda or cuda:1.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"--device {name} is not supported; use cpu or cuda.")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise DeviceError(f"--device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use --device cpu.")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and on CPUs that multiply it in hardware, float32 elsewhere."""
+    if name != "auto":
+        return STREAM_DTYPES[name]
+    capabilities = torch.cpu.get_capabilities()
+    fast_on_cpu = capabilities.get("amx_bf16", False) or capabilities.get("avx512_bf16", False)
+    return torch.bfloat16 if device.type == "cuda" or fast_on_cpu else torch.float32
+
+
+class LayerStream:
+    """Builds decoder layers of a model from their tensors, without the rest of the model.
+
+    Args:
+        config: the model's config.json. sequence_length: tokens in every sequence of the stream.
+        device, dtype: where and in what the layers compute.
+    """
+
+    def __init__(self, config: dict[str, Any], *, sequence_length: int, device: torch.device, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.masking_utils import create_sliding_window_causal_mask
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        self.device, self.dtype = device, dtype
+        hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(config | {"num_hidden_layers": 1})
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa").model
+        self._template = skeleton.layers[0].eval().requires_grad_(False)
+        rotary = type(skeleton.rotary_emb)(skeleton.config).to(device)
+        positions = torch.arange(sequence_length, device=device).unsqueeze(0)
+        example = torch.zeros(1, sequence_length, hf_config.hidden_size, dtype=dtype, device=device)
+        window = getattr(hf_config, "sliding_window", None)
+        mask = None  # scaled dot product attention is causal by itself
+        if window is not None and window < sequence_length:
+            mask = create_sliding_window_causal_mask(
+                config=skeleton.config, inputs_embeds=example, attention_mask=None, past_key_values=None, position_ids=positions
+            )
+        self._call_arguments = {
+            "position_embeddings": rotary(example, positions),
+            "attention_mask": mask,
+            "position_ids": positions,
+        }
+
+    def embed(self, embedding: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token embeddings `(sequences, length, D)` on the stream's device."""
+        return functional.embedding(token_ids, embedding).to(self.device, self.dtype)
+
+    def layer(self, tensors: dict[str, torch.Tensor]) -> "StreamLayer":
+        """A layer with these weights, cast to the stream's dtype on its device."""
+        module = copy.deepcopy(self._template)
+        weights = {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items() if "rotary_emb" not in name}
+        module.load_state_dict(weights, assign=True)
+        return StreamLayer(module.requires_grad_(False), self._call_arguments)
+
+
+class StreamLayer:
+    """One pre-norm decoder layer, `h = x + attn(norm(x))` and `h + ffn(norm(h))`, callable in its two halves."""
+
+    def __init__(self, module: nn.Module, call_arguments: dict[str, Any]) -> None:
+        self._module = module
+        self._call_arguments = call_arguments
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        """`x + attn(norm(x))`, `(sequences, length, D)`."""
+        output, _ = self._module.self_attn(hidden_states=self._module.input_layernorm(x), **self._call_arguments)
+        return x + output
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """The concatenated head outputs that `o_proj` consumes, as rows `(tokens, H·h)`."""
+        consumed: list[torch.Tensor] = []
+        handle = self._module.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: consumed.append(inputs[0]))
+        try:
+            self.attention(x)
+        finally:
+            handle.remove()
+        return consumed[0].flatten(0, -2)
+
+    def neurons(self, h: torch.Tensor) -> torch.Tensor:
+        """The FFN activations that `down_proj` consumes, as rows `(tokens, n)`."""
+        mlp = self._module.mlp
+        normed = self._module.post_attention_layernorm(h)
+        return (mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)).flatten(0, -2)
+
+    def project_heads(self, heads: torch.Tensor) -> torch.Tensor:
+        """`o_proj` of rows `(tokens, H·h)`."""
+        return self._module.self_attn.o_proj(heads)
+
+    def project_neurons(self, neurons: torch.Tensor) -> torch.Tensor:
+        """`down_proj` of rows `(tokens, n)`."""
+        return self._module.mlp.down_proj(neurons)
+
+    def ffn(self, h: torch.Tensor) -> torch.Tensor:
+        """`h + ffn(norm(h))`, `(sequences, length, D)`."""
+        return h + self._module.mlp(self._module.post_attention_layernorm(h))
+
+
+class ActivationStore:
+    """Hidden states of all sequences, `(num_sequences, length, D)`, on the device, in host memory or on disk.
+
+    Batches are read to and written from the compute device. Host memory is pinned beside CUDA, so copies overlap
+    with compute and keep their order on the current CUDA stream.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, *, tier: str, device: torch.device, folder: Path
+    ) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._row_bytes = shape[1] * shape[2] * dtype.itemsize
+        self._tensor: torch.Tensor | None = None
+        if tier == "disk":
+            self._file = open(folder / f"activations-{id(self):x}.bin", "w+b")  # noqa: SIM115 (closed in close)
+        else:
+            place = device if tier == "device" else torch.device("cpu")
+            pinned = place.type == "cpu" and device.type == "cuda"
+            self._tensor = torch.empty(shape, dtype=dtype, device=place, pin_memory=pinned)
+
+    def read(self, batch: slice) -> torch.Tensor:
+        """The sequences of a batch on the compute device; never a view of the store."""
+        if self._tensor is not None:
+            return self._tensor[batch].to(self._device, non_blocking=True, copy=True)
+        count = batch.stop - batch.start
+        self._file.seek(batch.start * self._row_bytes)
+        raw = np.frombuffer(bytearray(self._file.read(count * self._row_bytes)), dtype=np.uint8)
+        return torch.from_numpy(raw).view(self._dtype).view(count, *self._shape[1:]).to(self._device)
+
+    def write(self, batch: slice, values: torch.Tensor) -> None:
+        """Store the sequences of a batch."""
+        if self._tensor is not None:
+            self._tensor[batch].copy_(values, non_blocking=True)
+            return
+        self._file.seek(batch.start * self._row_bytes)
+        self._file.write(values.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+
+    def close(self) -> None:
+        """Give the memory or the file handle back."""
+        if self._tensor is None:
+            self._file.close()
+        self._tensor = None
+
+
+def choose_tier(store_bytes: int, *, device: torch.device, max_memory_bytes: int | None) -> str:
+    """Where activations live: on a CUDA device with four times the room, else in host memory, else on disk.
+
+    `max_memory_bytes` bounds the store in device and host memory; without it, half of the host's free memory does.
+    """
+    import psutil
+
+    budget = max_memory_bytes if max_memory_bytes is not None else psutil.virtual_memory().available // 2
+    if device.type == "cuda" and store_bytes * 4 <= torch.cuda.mem_get_info(device)[0]:
+        if max_memory_bytes is None or store_bytes <= max_memory_bytes:
+            return "device"
+    return "host" if store_bytes <= budget else "disk"
+
+
+def batches(num_sequences: int, batch_size: int) -> list[slice]:
+    """Slices of at most `batch_size` sequences."""
+    return [slice(start, min(start + batch_size, num_sequences)) for start in range(0, num_sequences, batch_size)]
+
+
+def prefetch(load: Callable[[int], Any], count: int) -> Iterator[Any]:
+    """`load(0) … load(count − 1)`, each next one loaded by a thread while the caller works on the last."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as executor:
+        pending = executor.submit(load, 0)
+        for index in range(count):
+            loaded = pending.result()
+            if index + 1 < count:
+                pending = executor.submit(load, index + 1)
+            yield loaded
