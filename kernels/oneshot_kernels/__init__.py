@@ -5,6 +5,7 @@ from oneshot_kernels.count_sketch import sketch_
 from oneshot_kernels.gram import cross_gram_, gram_, scale_columns
 from oneshot_kernels.pivoted_qr import PivotedFactor, pivoted_qr
 from oneshot_kernels.pivoted_qr.cholesky import blocked_pivoted_cholesky, pivoted_cholesky
+from oneshot_kernels.pivoted_qr.grouped import grouped_pivots, tournament_pivots
 from oneshot_kernels.pivoted_qr.interpolation import (
     interpolation_from_data,
     interpolation_from_gram,
@@ -13,6 +14,7 @@ from oneshot_kernels.pivoted_qr.interpolation import (
     trailing_error_from_data,
     trailing_error_from_gram,
 )
+from oneshot_kernels.pivoted_qr.strong_rrqr import strong_rrqr_swaps
 
 __all__ = [
     "KernelError",
@@ -20,6 +22,7 @@ __all__ = [
     "blocked_pivoted_cholesky",
     "cross_gram_",
     "gram_",
+    "grouped_pivots",
     "interpolation_from_data",
     "interpolation_from_gram",
     "interpolation_matrix",
@@ -27,6 +30,8 @@ __all__ = [
     "pivoted_qr",
     "scale_columns",
     "sketch_",
+    "strong_rrqr_swaps",
+    "tournament_pivots",
     "trailing_error",
     "trailing_error_from_data",
     "trailing_error_from_gram",

@@ -10,7 +10,7 @@ from oneshot_kernels import backend
 def gram_(out: torch.Tensor, rows: torch.Tensor, *, row_weights: torch.Tensor | None = None) -> torch.Tensor:
     """In place: out += rowsᵀ diag(w) rows, the Gram of a stream of row blocks.
 
-    out          [n, n] fp32 or fp64: the accumulator, and the dtype products are made and summed in.
+    out          [n, n] fp32 or fp64, symmetric (zeros, or a Gram): the accumulator; products and sums have its dtype.
     rows         [m, n] bf16, fp16, fp32 or fp64, any strides.
     row_weights  [m] (None: ones), any sign; the weight of a row, not its square root.
     Returns `out`. Additive over row blocks, to rounding. Column weights need no pass over the data: diag(c) G diag(c),
@@ -44,9 +44,13 @@ def scale_columns(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return gram * scale.unsqueeze(1) * scale
 
 
-def _check(out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
+def _check(
+    out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None
+) -> None:
     if rows.ndim != 2 or targets.ndim != 2 or rows.shape[0] != targets.shape[0]:
-        raise ValueError(f"rows [m, n] and targets [m, p] differ: {tuple(rows.shape)} and {tuple(targets.shape)}")
+        raise ValueError(
+            f"rows [m, n] and targets [m, p] differ: {tuple(rows.shape)} and {tuple(targets.shape)}"
+        )
     if out.shape != (rows.shape[1], targets.shape[1]):
         raise ValueError(f"out is {tuple(out.shape)}, expected {(rows.shape[1], targets.shape[1])}")
     if out.dtype not in (torch.float32, torch.float64):
