@@ -31,7 +31,9 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise CalibrationError(f"The tokenizer in {folder} cannot be read ({error}); copy the model's files again.") from error
+        raise CalibrationError(
+            f"The tokenizer in {folder} cannot be read ({error}); copy the model's files again."
+        ) from error
 
 
 def load_calibration(
@@ -115,7 +117,9 @@ def _file_documents(path: Path, seed: int | None) -> Iterable[str]:
         column = _text_column(next(iter(rows)), str(path))
         documents = [row[column] for row in rows]
     except (DatasetGenerationError, ValueError, OSError, StopIteration) as error:
-        raise CalibrationError(f"{path} cannot be read as {kind} ({error}); give one record with text per line.") from error
+        raise CalibrationError(
+            f"{path} cannot be read as {kind} ({error}); give one record with text per line."
+        ) from error
     return _shuffled(documents, seed)
 
 
@@ -157,7 +161,9 @@ def _text_column(row: dict[str, Any], source: str) -> str:
         return "text"
     columns = [name for name, value in row.items() if isinstance(value, str)]
     if len(columns) != 1:
-        raise CalibrationError(f"{source} has no column 'text' but {', '.join(row)}; rename the one with the text to 'text'.")
+        raise CalibrationError(
+            f"{source} has no column 'text' but {', '.join(row)}; rename the one with the text to 'text'."
+        )
     return columns[0]
 
 

@@ -44,11 +44,13 @@ class Checkpoint:
             weight_map: dict[str, str] = index.get("weight_map", {})
             for shard in sorted(set(weight_map.values())):
                 if not (self.folder / shard).exists():
-                    raise CheckpointError(f"{self.folder / shard} is missing though the index names it; download it again.")
+                    raise CheckpointError(
+                        f"{self.folder / shard} is missing though the index names it; download it again."
+                    )
             return weight_map
         if (self.folder / SINGLE_NAME).exists():
             with _open_shard(self.folder / SINGLE_NAME) as handle:
-                return {name: SINGLE_NAME for name in handle.keys()}
+                return dict.fromkeys(handle.keys(), SINGLE_NAME)
         if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
             raise CheckpointError(
                 f"{self.folder} holds pickled weights, which can run code when read; save it with "
@@ -61,7 +63,9 @@ class Checkpoint:
             stored = set(handle.keys())
             for name in (name for name, place in self._shard_of.items() if place == shard):
                 if name not in stored:
-                    raise CheckpointError(f"{self.folder / shard} lacks {name} though the index names it; download it again.")
+                    raise CheckpointError(
+                        f"{self.folder / shard} lacks {name} though the index names it; download it again."
+                    )
                 view = handle.get_slice(name)
                 self.shapes[name] = tuple(view.get_shape())
                 self.dtypes[name] = view.get_dtype()
@@ -96,7 +100,9 @@ class Checkpoint:
                     handles[shard] = stack.enter_context(_open_shard(self.folder / shard))
                 tensor = handles[shard].get_tensor(name).clone()
                 if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    raise CheckpointError(f"{name} in {self.folder / shard} holds NaN or Inf; give an undamaged checkpoint.")
+                    raise CheckpointError(
+                        f"{name} in {self.folder / shard} holds NaN or Inf; give an undamaged checkpoint."
+                    )
                 tensors[name] = tensor
         return tensors
 
@@ -165,7 +171,7 @@ class CheckpointWriter:
     ) -> None:
         shutil.rmtree(self.partial, ignore_errors=True)
         if isinstance(error, OSError):
-            raise OutputError(f"{self.folder} cannot be written ({error.strerror or error}); free some space or choose another --output.")
+            raise OutputError(_unwritable(self.folder, error.strerror or str(error))) from error
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take tensors into the current shard; a full shard goes to disk and out of memory."""
@@ -180,7 +186,7 @@ class CheckpointWriter:
         try:
             save_file(self._pending, path, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise OutputError(f"{self.folder} cannot be written ({error}); free some space or choose another --output.") from error
+            raise OutputError(_unwritable(self.folder, str(error))) from error
         self._shards.append(list(self._pending))
         self._total_bytes += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0
@@ -206,3 +212,7 @@ class CheckpointWriter:
             shutil.rmtree(replaced)
         else:
             os.rename(self.partial, self.folder)
+
+
+def _unwritable(folder: Path, reason: str) -> str:
+    return f"{folder} cannot be written ({reason}); free some space or choose another --output."

@@ -38,24 +38,31 @@ def build_parser() -> argparse.ArgumentParser:
     method = parser.add_argument_group("method")
     method.add_argument("--recipe", default=defaults.recipe, help=f"one of {', '.join(RECIPES)} (default: %(default)s)")
     method.add_argument("--ffn", choices=FFN_SELECTORS, help="how FFN neurons are chosen (default: the recipe's)")
-    method.add_argument("--heads", choices=HEAD_SELECTORS, help="how attention heads are chosen (default: the recipe's)")
+    method.add_argument(
+        "--heads", choices=HEAD_SELECTORS, help="how attention heads are chosen (default: the recipe's)"
+    )
     method.add_argument("--head-unit", choices=HEAD_UNITS, default=defaults.head_unit, help="what is removed together")
     method.add_argument("--correction", choices=CORRECTIONS, help="least-squares correction (default: the recipe's)")
-    method.add_argument("--damping", type=float, default=defaults.damping, help="ridge ÷ mean diagonal (default: %(default)s)")
+    method.add_argument(
+        "--damping", type=float, default=defaults.damping, help="ridge ÷ mean diagonal (default: %(default)s)"
+    )
     method.add_argument(
         "--residual-weight",
         type=float,
         default=defaults.residual_weight,
         help="share of the dense stream's residual in a two-stream target (default: %(default)s)",
     )
-    method.add_argument("--round-to", type=int, help="FFN width is a multiple of this (default: 64, less for small models)")
+    method.add_argument(
+        "--round-to", type=int, help="FFN width is a multiple of this (default: 64, less for small models)"
+    )
     method.add_argument("--seed", type=int, default=defaults.seed)
 
     text = parser.add_argument_group("calibration text")
     text.add_argument(
         "--calibration",
         default=defaults.calibration,
-        help="c4, wikitext2, org/name:config:split:column, a .txt, .jsonl or .parquet file, or builtin (default: %(default)s)",
+        help="c4, wikitext2, org/name:config:split:column, a .txt, .jsonl or .parquet file, or builtin "
+        "(default: %(default)s)",
     )
     text.add_argument("--num-sequences", type=int, default=defaults.num_sequences, help="(default: %(default)s)")
     text.add_argument("--sequence-length", type=int, default=defaults.sequence_length, help="(default: %(default)s)")

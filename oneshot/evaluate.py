@@ -1,4 +1,4 @@
-"""`python -m oneshot.evaluate OUT --baseline CHECKPOINT --text FILE`: perplexity, sizes, latency, lm-eval, side by side."""
+"""`python -m oneshot.evaluate OUT --baseline CHECKPOINT --text FILE`: quality, sizes and latency, side by side."""
 
 import argparse
 import json
@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Any
     """The stock model of a local checkpoint, for inference."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.to(device).eval()
 
 
 @torch.inference_mode()
@@ -93,7 +95,7 @@ def measure_latency(
     for _ in range(rounds + 1):
         for position, model in enumerate(models):
             ids = token_ids.to(next(model.parameters()).device)
-            output, seconds = _timed(lambda model=model, ids=ids: model(ids, use_cache=True))
+            output, seconds = _timed(partial(model, ids, use_cache=True, logits_to_keep=1))
             prefills[position].append(seconds)
             cache, step = output.past_key_values, ids[:, -1:]
             started = time.perf_counter()
@@ -121,7 +123,11 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
 def load_windows(text: str, tokenizer: Any, *, sequence_length: int, max_windows: int | None) -> torch.Tensor:
     """A text's first windows, int64 `(windows, sequence_length)`, documents in their stored order."""
     return pack(
-        iter_documents(text, seed=None), tokenizer, num_sequences=max_windows, sequence_length=sequence_length, source=text
+        iter_documents(text, seed=None),
+        tokenizer,
+        num_sequences=max_windows,
+        sequence_length=sequence_length,
+        source=text,
     )
 
 
@@ -173,13 +179,16 @@ def evaluate(
         opened = [Checkpoint(folder) for folder in folders]
         tokenizer = load_tokenizer(folders[0])
         windows = {
-            text: load_windows(text, tokenizer, sequence_length=sequence_length, max_windows=max_windows) for text in texts
+            text: load_windows(text, tokenizer, sequence_length=sequence_length, max_windows=max_windows)
+            for text in texts
         }
         models = [load_model(folder, device=where, dtype=compute) for folder in folders]
         scores = [{text: perplexity(model, ids) for text, ids in windows.items()} for model in models]
         latencies: list[tuple[float | None, float | None]] = [(None, None)] * len(models)
         if decode_tokens > 0:
-            prompt = next(iter(windows.values()))[:1, :prefill_tokens] if windows else torch.ones(1, prefill_tokens).long()
+            prompt = (
+                next(iter(windows.values()))[:1, :prefill_tokens] if windows else torch.ones(1, prefill_tokens).long()
+            )
             latencies = list(measure_latency(models, prompt, decode_tokens=decode_tokens))
         del models
         results = []
@@ -213,7 +222,9 @@ def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
     flat = [_flatten(evaluation) for evaluation in evaluations]
     for name in flat[0]:
         values = [row.get(name) for row in flat]
-        cells = ["–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.4f}" for value in values]
+        cells = [
+            "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.4f}" for value in values
+        ]
         if len(values) == 2:
             cells.append(f"{values[0] / values[1]:.3f}" if values[0] is not None and values[1] else "–")
         table.add_row(name, *cells)
@@ -242,7 +253,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m oneshot.evaluate", description=__doc__)
     parser.add_argument("checkpoint", help="a folder of safetensors, a .gguf file, or a hub name")
     parser.add_argument("--baseline", help="the checkpoint to stand beside it, usually the dense one")
-    parser.add_argument("--text", action="append", default=[], help="text for perplexity, as for --calibration; may be repeated")
+    parser.add_argument(
+        "--text", action="append", default=[], help="text for perplexity, as for --calibration; may be repeated"
+    )
     parser.add_argument("--sequence-length", type=int, default=1024, help="tokens in a window (default: %(default)s)")
     parser.add_argument("--max-windows", type=int, help="at most this many windows of each text")
     parser.add_argument("--tasks", nargs="+", default=[], help="lm-eval tasks")
@@ -284,7 +297,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print_evaluations(evaluations)
     if arguments.output:
-        Path(arguments.output).write_text(json.dumps([asdict(evaluation) for evaluation in evaluations], indent=2) + "\n")
+        Path(arguments.output).write_text(
+            json.dumps([asdict(evaluation) for evaluation in evaluations], indent=2) + "\n"
+        )
     return 0
 
 

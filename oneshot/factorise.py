@@ -63,9 +63,7 @@ def select_heads(
     head_gram = torch.einsum("idjd->ij", weighted.view(num_heads, head_dim, num_heads, head_dim))
     heads = torch.arange(num_heads, device=gram.device).view(num_groups, heads_per_group)
     if kept_groups < num_groups:
-        group_gram = torch.einsum(
-            "ipjp->ij", head_gram.view(num_groups, heads_per_group, num_groups, heads_per_group)
-        )
+        group_gram = torch.einsum("ipjp->ij", head_gram.view(num_groups, heads_per_group, num_groups, heads_per_group))
         one_class = torch.zeros(num_groups, dtype=torch.int64)
         groups = pivots_with_quota(group_gram, one_class, quota=kept_groups)
         return heads[groups.sort().values].flatten()
@@ -94,22 +92,31 @@ def correct(
     """
     dense = weight.double()
     if correction == "none" or len(kept) == dense.shape[1]:
-        corrected, factors = dense[:, kept], {}
-    else:
-        assert statistics is not None
-        interpolation = interpolate(statistics.gram, kept, damping)
-        corrected = dense[:, kept] + dense[:, interpolation.rest] @ interpolation.coefficients.T
-        if correction == "two-stream":
-            assert statistics.residual is not None
-            step = interpolation.factor.solve(statistics.residual[kept])
-            corrected = corrected + residual_weight * step.T
-        factors = {
-            "condition_number": interpolation.factor.condition_number,
-            "max_interpolation": interpolation.max_coefficient,
-            "eigenvalue_fallback": interpolation.factor.eigenvalue_fallback,
-        }
-    error = None if statistics is None else predicted_error(dense, corrected, kept, statistics)
-    return Factors(kept=kept, weight=corrected, predicted_error=error, **factors)
+        corrected = dense[:, kept]
+        return Factors(kept, corrected, _error_if_known(dense, corrected, kept, statistics))
+    if statistics is None:
+        raise ValueError(f"the correction {correction!r} needs statistics")
+    interpolation = interpolate(statistics.gram, kept, damping)
+    corrected = dense[:, kept] + dense[:, interpolation.rest] @ interpolation.coefficients.T
+    if correction == "two-stream":
+        if statistics.residual is None:
+            raise ValueError("the two-stream correction needs statistics with a residual")
+        step = interpolation.factor.solve(statistics.residual[kept])
+        corrected = corrected + residual_weight * step.T
+    return Factors(
+        kept,
+        corrected,
+        _error_if_known(dense, corrected, kept, statistics),
+        condition_number=interpolation.factor.condition_number,
+        max_interpolation=interpolation.max_coefficient,
+        eigenvalue_fallback=interpolation.factor.eigenvalue_fallback,
+    )
+
+
+def _error_if_known(
+    weight: torch.Tensor, corrected: torch.Tensor, kept: torch.Tensor, statistics: BlockStatistics | None
+) -> float | None:
+    return None if statistics is None else predicted_error(weight, corrected, kept, statistics)
 
 
 def predicted_error(

@@ -25,7 +25,9 @@ def fold_ffn(tensors: Tensors, factors: Factors) -> Tensors:
     return folded
 
 
-def fold_heads(tensors: Tensors, factors: Factors, *, heads: torch.Tensor, heads_per_group: int, head_dim: int) -> Tensors:
+def fold_heads(
+    tensors: Tensors, factors: Factors, *, heads: torch.Tensor, heads_per_group: int, head_dim: int
+) -> Tensors:
     """Keep the query heads `heads` (ascending) and the KV groups they use; the correction goes into `o_proj`."""
     folded = dict(tensors)
     groups = (heads // heads_per_group).unique()

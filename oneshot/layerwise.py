@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class LayerCompressor:
-    """Compresses layers in order. Call `embed` once where the recipe reads activations, then `compress_layer` for each."""
+    """Compresses layers in order: `embed` once where the recipe reads activations, then `compress_layer` for each."""
 
     def __init__(
         self,
@@ -100,7 +100,11 @@ class LayerCompressor:
             current = self._stream_of(folded).layer(folded)
         measured = self._run_ffn(mid, current, lambda tokens: advance(tokens / passes))
         if self._reduce_ffn:
-            reports.append(_block_report("ffn", self._shape.intermediate_size, self._plan.kept_intermediate_size, factors, measured))
+            reports.append(
+                _block_report(
+                    "ffn", self._shape.intermediate_size, self._plan.kept_intermediate_size, factors, measured
+                )
+            )
         return folded, reports
 
     def _compress_without_text(self, tensors: Tensors) -> tuple[Tensors, list[BlockReport]]:
@@ -108,11 +112,15 @@ class LayerCompressor:
         if not self._reduce_ffn:
             return tensors, []
         folded, factors = self._factorise_ffn(tensors, None)
-        return folded, [_block_report("ffn", self._shape.intermediate_size, self._plan.kept_intermediate_size, factors, None)]
+        return folded, [
+            _block_report("ffn", self._shape.intermediate_size, self._plan.kept_intermediate_size, factors, None)
+        ]
 
     # Heads: statistics of o_proj's input, then the fold. The streams do not move.
 
-    def _compress_heads(self, tensors: Tensors, dense: StreamLayer, advance: Callable[[float], None]) -> tuple[Tensors, BlockReport]:
+    def _compress_heads(
+        self, tensors: Tensors, dense: StreamLayer, advance: Callable[[float], None]
+    ) -> tuple[Tensors, BlockReport]:
         shape, plan = self._shape, self._plan
         weight = augmented_weight(tensors, O_PROJ).to(self._device)
         accumulator = self._accumulator(weight)
@@ -141,7 +149,9 @@ class LayerCompressor:
             tensors, factors, heads=heads, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim
         )
         measured = self._measure_heads(dense, self._stream_of(folded).layer(folded))
-        return folded, _block_report("heads", shape.num_attention_heads, plan.kept_num_attention_heads, factors, measured)
+        return folded, _block_report(
+            "heads", shape.num_attention_heads, plan.kept_num_attention_heads, factors, measured
+        )
 
     def _measure_heads(self, dense: StreamLayer, compressed: StreamLayer) -> float:
         """Relative error of the attention block's output on the last batch."""
@@ -150,7 +160,7 @@ class LayerCompressor:
         wanted = dense.attention(x) if self._dense_hidden is None else self._dense_hidden.read(self._batches[-1])
         return _relative_error(wanted - x, compressed.attention(x) - x)
 
-    # FFN: attention moves the streams on, the statistics of down_proj's input come with it; then the fold; then the FFN.
+    # FFN: attention moves the streams on and the statistics of down_proj's input come with it; then fold, then FFN.
 
     def _run_attention(
         self, tensors: Tensors, dense: StreamLayer, current: StreamLayer, advance: Callable[[float], None]
@@ -227,13 +237,19 @@ class LayerCompressor:
     def _finish(self, accumulator: GramAccumulator) -> BlockStatistics:
         statistics = accumulator.finish()
         if not torch.isfinite(statistics.gram).all():
-            raise CheckpointError("The activations overflow to NaN or Inf; run with --dtype float32 or check the weights.")
+            raise CheckpointError(
+                "The activations overflow to NaN or Inf; run with --dtype float32 or check the weights."
+            )
         return statistics
 
     def _read_streams(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
         assert self._hidden is not None
         for batch in self._batches:
-            yield batch, self._hidden.read(batch), None if self._dense_hidden is None else self._dense_hidden.read(batch)
+            yield (
+                batch,
+                self._hidden.read(batch),
+                None if self._dense_hidden is None else self._dense_hidden.read(batch),
+            )
 
     def _store_dense(self, batch: slice, values: torch.Tensor) -> None:
         assert self._dense_hidden is not None

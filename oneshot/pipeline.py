@@ -1,4 +1,4 @@
-"""The order of the stages: checkpoint -> calibration -> plan -> (per layer) statistics, factors, fold -> new checkpoint."""
+"""The order of the stages: checkpoint -> plan -> calibration -> (per layer) statistics, factors, fold -> output."""
 
 import tempfile
 import time

@@ -39,7 +39,9 @@ def make_plan(
         head_unit = "query-head" if shape.heads_per_group > 1 else "kv-group"
     surplus = dense_parameters - target_parameters
     if surplus < 0:
-        raise PlanError(f"The target of {target_parameters:,} parameters is above the dense model's {dense_parameters:,}.")
+        raise PlanError(
+            f"The target of {target_parameters:,} parameters is above the dense model's {dense_parameters:,}."
+        )
     plan = Plan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads, head_unit)
     if surplus == 0:
         return plan
@@ -90,7 +92,7 @@ def _plan_width(shape: ModelShape, plan: Plan, surplus: int, round_to: int) -> P
     if width < round_to:
         most = removed_parameters(shape, plan) + per_neuron * (shape.intermediate_size - round_to)
         raise PlanError(
-            f"The target removes {surplus:,} parameters, but FFN neurons{' and heads' if plan.kept_num_attention_heads < shape.num_attention_heads else ''} "
-            f"can give up {most:,} at most; ask for a smaller --sparsity."
+            f"The target removes {surplus:,} parameters, but this recipe can give up {most:,} at most; "
+            "ask for a smaller --sparsity, or allow --heads id as well."
         )
     return Plan(width, plan.kept_num_attention_heads, plan.kept_num_key_value_heads, plan.head_unit)

@@ -91,7 +91,9 @@ def write_report(report: Report, folder: Path) -> None:
 def print_report(report: Report) -> None:
     """Two tables on stdout: sizes before and after, and the layers."""
     console = Console()
-    sizes = Table("", "dense", "compressed", "change", title=f"{report.config['checkpoint']} → {report.config['output']}")
+    sizes = Table(
+        "", "dense", "compressed", "change", title=f"{report.config['checkpoint']} → {report.config['output']}"
+    )
     for name, values in _size_rows(report):
         dense, compressed = values["dense"], values["compressed"]
         change = f"{compressed / dense - 1:+.1%}" if dense else "–"
@@ -125,7 +127,7 @@ def model_card(report: Report) -> str:
     )
     calibration = report.calibration
     text = (
-        f"{calibration['num_tokens']:,} tokens of `{calibration['source']}` (SHA-256 of the tokens `{calibration['token_hash']}`)"
+        f"{calibration['num_tokens']:,} tokens of `{calibration['source']}` (SHA-256 `{calibration['token_hash']}`)"
         if calibration
         else "none: this recipe reads weights only"
     )
@@ -136,8 +138,8 @@ tags: [oneshot, compressed, structured-pruning]
 ---
 # Compressed from {Path(str(report.config["checkpoint"])).name}
 
-A stock checkpoint, made smaller in one shot, without training, by `oneshot` {report.versions["oneshot"]}. It loads like the
-original: `AutoModelForCausalLM.from_pretrained(...)`. The licence and terms of use of the original apply.
+A stock checkpoint, made smaller in one shot, without training, by `oneshot` {report.versions["oneshot"]}.
+It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`. The licence and terms of use of the original apply.
 
 | | dense | compressed |
 |---|---|---|
@@ -147,8 +149,8 @@ original: `AutoModelForCausalLM.from_pretrained(...)`. The licence and terms of 
   `{report.recipe["correction"]}`), seed {report.config["seed"]}.
 - Calibration text: {text}.
 
-A compressed model answers worse than the original, most so on text unlike the calibration's. Measure it on your own task
-before use. All settings and the error of every layer are in `oneshot_report.json`.
+A compressed model answers worse than the original, most so on text unlike the calibration's. Measure it on
+your own task before use. All settings and the error of every layer are in `oneshot_report.json`.
 """
 
 

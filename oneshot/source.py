@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from oneshot.errors import CheckpointError
 
@@ -31,9 +32,9 @@ def resolve_checkpoint(checkpoint: str, scratch: Path) -> Path:
 
 
 def _download(name: str) -> Path:
+    from httpx import HTTPError
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-    from httpx import HTTPError
 
     try:
         return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS))
@@ -65,10 +66,12 @@ def _convert_gguf(path: Path, scratch: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
     try:
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except (ValueError, KeyError, OSError, IndexError) as error:
-        raise CheckpointError(f"{path} cannot be read as GGUF ({error}); give a complete file of a Llama-like model.") from error
+        raise CheckpointError(
+            f"{path} cannot be read as GGUF ({error}); give a complete file of a Llama-like model."
+        ) from error
     # The weights are plain now: without these transformers would refuse to save a model it calls quantised.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

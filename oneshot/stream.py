@@ -27,7 +27,9 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f"--device {name} is not supported; use cpu or cuda.")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise DeviceError(f"--device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use --device cpu.")
+        raise DeviceError(
+            f"--device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use --device cpu."
+        )
     return device
 
 
@@ -48,7 +50,9 @@ class LayerStream:
         device, dtype: where and in what the layers compute.
     """
 
-    def __init__(self, config: dict[str, Any], *, sequence_length: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: dict[str, Any], *, sequence_length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.masking_utils import create_sliding_window_causal_mask
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -65,7 +69,11 @@ class LayerStream:
         mask = None  # scaled dot product attention is causal by itself
         if window is not None and window < sequence_length:
             mask = create_sliding_window_causal_mask(
-                config=skeleton.config, inputs_embeds=example, attention_mask=None, past_key_values=None, position_ids=positions
+                config=skeleton.config,
+                inputs_embeds=example,
+                attention_mask=None,
+                past_key_values=None,
+                position_ids=positions,
             )
         self._call_arguments = {
             "position_embeddings": rotary(example, positions),
@@ -80,7 +88,9 @@ class LayerStream:
     def layer(self, tensors: dict[str, torch.Tensor]) -> "StreamLayer":
         """A layer with these weights, cast to the stream's dtype on its device."""
         module = copy.deepcopy(self._template)
-        weights = {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items() if "rotary_emb" not in name}
+        weights = {
+            name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items() if "rotary_emb" not in name
+        }
         module.load_state_dict(weights, assign=True)
         return StreamLayer(module.requires_grad_(False), self._call_arguments)
 
@@ -89,7 +99,7 @@ class StreamLayer:
     """One pre-norm decoder layer, `h = x + attn(norm(x))` and `h + ffn(norm(h))`, callable in its two halves."""
 
     def __init__(self, module: nn.Module, call_arguments: dict[str, Any]) -> None:
-        self._module = module
+        self._module: Any = module
         self._call_arguments = call_arguments
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,9 +188,9 @@ def choose_tier(store_bytes: int, *, device: torch.device, max_memory_bytes: int
     import psutil
 
     budget = max_memory_bytes if max_memory_bytes is not None else psutil.virtual_memory().available // 2
-    if device.type == "cuda" and store_bytes * 4 <= torch.cuda.mem_get_info(device)[0]:
-        if max_memory_bytes is None or store_bytes <= max_memory_bytes:
-            return "device"
+    allowed = max_memory_bytes is None or store_bytes <= max_memory_bytes
+    if device.type == "cuda" and allowed and store_bytes * 4 <= torch.cuda.mem_get_info(device)[0]:
+        return "device"
     return "host" if store_bytes <= budget else "disk"
 
 

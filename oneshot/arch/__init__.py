@@ -19,7 +19,9 @@ def get_architecture(config: dict[str, Any]) -> Architecture:
     if config.get("quantization_config"):
         raise CheckpointError("The weights are quantised; give the unquantised checkpoint and quantise the result.")
     if "mixtral" in model_type or "moe" in model_type or config.get("num_local_experts") or config.get("num_experts"):
-        raise CheckpointError(f"The model ({model_type}) is a mixture of experts, which is not supported; give a dense one.")
+        raise CheckpointError(
+            f"The model ({model_type}) is a mixture of experts, which is not supported; give a dense one."
+        )
     if model_type not in ARCHITECTURES:
         raise CheckpointError(
             f"Model type {model_type!r} is not supported; the supported families are {', '.join(ARCHITECTURES)}."

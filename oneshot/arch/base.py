@@ -57,7 +57,8 @@ class Architecture:
                 mlp_bias=f"{prefix}{DOWN_PROJ}.bias" in tensor_names,
             )
         except KeyError as error:
-            raise CheckpointError(f"config.json does not state {error}; it is not a complete {self.model_type} config.")
+            message = f"config.json does not state {error}; give a complete {self.model_type} checkpoint."
+            raise CheckpointError(message) from error
 
 
 def set_sizes(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:

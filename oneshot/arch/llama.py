@@ -8,7 +8,7 @@ from oneshot.records import ModelShape
 
 
 def resize_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """LlamaConfig refuses a hidden size that its head count does not divide; Mistral is the same layer and accepts it.
+    """LlamaConfig refuses a hidden size that its head count does not divide; Mistral, the same layer, accepts it.
 
     Such a model without biases is therefore written as `MistralForCausalLM` with no sliding window.
     """
