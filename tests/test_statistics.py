@@ -1,0 +1,81 @@
+"""Statistics are sums: whatever the batches, the order and the workers, the same numbers."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import TOLERANCES, Matrix, matrices
+
+from oneshot.records import BlockStatistics
+from oneshot.statistics import GramAccumulator, with_constant_column
+
+CPU = torch.device("cpu")
+
+
+def accumulate(rows: torch.Tensor, target: torch.Tensor, cuts: list[int]) -> GramAccumulator:
+    accumulator = GramAccumulator(rows.shape[1], output_size=target.shape[1], device=CPU)
+    edges = [0, *sorted(cuts), len(rows)]
+    for start, stop in itertools.pairwise(edges):
+        accumulator.update_(rows[start:stop], target[start:stop])
+    return accumulator
+
+
+def assert_sums(statistics: BlockStatistics, rows: Matrix, target: Matrix) -> None:
+    for got, wanted in (
+        (statistics.gram, rows.T @ rows),
+        (statistics.residual, rows.T @ target),
+        (statistics.residual_energy, np.square(target).sum()),
+    ):
+        assert got is not None
+        scale = max(float(np.abs(rows).max()), float(np.abs(target).max())) ** 2 * len(rows)
+        assert np.abs(got.numpy() - wanted).max() <= TOLERANCES["float32 sums"] * scale
+    assert statistics.num_rows == len(rows)
+
+
+@given(matrix=matrices(), seed=st.integers(0, 100), cuts=st.lists(st.integers(0, 16), max_size=4))
+def test_batches_do_not_matter(matrix: Matrix, seed: int, cuts: list[int]) -> None:
+    target = np.random.default_rng(seed).standard_normal((len(matrix), 5))
+    cuts = [min(cut, len(matrix)) for cut in cuts]
+    accumulator = accumulate(torch.from_numpy(matrix), torch.from_numpy(target), cuts)
+    assert_sums(accumulator.finish(), matrix, target)
+
+
+@given(matrix=matrices(), seed=st.integers(0, 100), cut=st.integers(0, 30))
+def test_merging_workers_equals_seeing_all_rows(matrix: Matrix, seed: int, cut: int) -> None:
+    target = np.random.default_rng(seed).standard_normal((len(matrix), 5))
+    rows, wanted = torch.from_numpy(matrix), torch.from_numpy(target)
+    cut = min(cut, len(matrix))
+    first, second = accumulate(rows[:cut], wanted[:cut], []), accumulate(rows[cut:], wanted[cut:], [])
+    first.merge_(second)
+    assert_sums(first.finish(), matrix, target)
+
+
+def test_bfloat16_rows_are_summed_in_float32() -> None:
+    rows = torch.randn(2000, 8).bfloat16()
+    accumulator = GramAccumulator(8, output_size=None, device=CPU)
+    for batch in rows.split(100):
+        accumulator.update_(batch)
+    statistics = accumulator.finish()
+    wanted = rows.double().T @ rows.double()
+    assert statistics.gram.dtype == torch.float32
+    assert float((statistics.gram - wanted).abs().max() / wanted.max()) < 1e-5
+    assert statistics.residual is None
+    assert float(statistics.residual_energy) == 0
+
+
+def test_the_constant_column_holds_sums_and_count() -> None:
+    rows = torch.randn(50, 6, dtype=torch.float64)
+    accumulator = GramAccumulator(7, output_size=None, device=CPU)
+    accumulator.update_(with_constant_column(rows))
+    gram = accumulator.finish().gram
+    np.testing.assert_allclose(gram[-1, :-1].numpy(), rows.sum(0).numpy(), rtol=1e-4, atol=1e-4)
+    assert float(gram[-1, -1]) == 50
+
+
+def test_a_residual_cannot_be_forgotten() -> None:
+    accumulator = GramAccumulator(3, output_size=2, device=CPU)
+    with pytest.raises(ValueError, match="residual_target"):
+        accumulator.update_(torch.ones(4, 3))
