@@ -154,7 +154,7 @@ class CheckpointWriter:
         if free_bytes < expected_bytes:
             self.partial.rmdir()
             raise OutputError(
-                f"{folder.parent} has {free_bytes / 1e9:.1f} GB free and the result needs {expected_bytes / 1e9:.1f} GB; "
+                f"{folder.parent} has {free_bytes / 1e9:.1f} GB free, the result needs {expected_bytes / 1e9:.1f} GB; "
                 "free some space or choose another --output."
             )
         self.partial.chmod(0o755)

@@ -80,7 +80,7 @@ class LayerCompressor:
                 store.close()
 
     def compress_layer(self, tensors: Tensors, advance: Callable[[float], None]) -> tuple[Tensors, list[BlockReport]]:
-        """The layer's smaller tensors and what was lost. `advance` is told of tokens done, as parts of the whole layer."""
+        """The layer's smaller tensors and what was lost. `advance` hears of tokens done, as parts of the layer."""
         if self._hidden is None:
             folded, reports = self._compress_without_text(tensors)
             advance(1)

