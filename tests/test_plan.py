@@ -1,0 +1,183 @@
+"""Sizes: parameters counted as the stock classes store them, targets met to within one rounding step."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from oneshot.arch import get_architecture
+from oneshot.config import parse_count, parse_size
+from oneshot.errors import ConfigError, PlanError
+from oneshot.plan import default_round_to, make_plan, removed_parameters
+from oneshot.records import ModelShape, Plan
+
+SHAPE = ModelShape(
+    num_hidden_layers=4,
+    hidden_size=64,
+    intermediate_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=8,
+)
+EMBEDDINGS = 10_000
+
+
+def plan_for(shape: ModelShape, surplus: int, **changes: Any) -> Plan:
+    dense = EMBEDDINGS + shape.num_hidden_layers * shape.layer_parameters()
+    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": False, "head_unit": "auto", "round_to": None}
+    return make_plan(shape, dense_parameters=dense, target_parameters=dense - surplus, **options | changes)
+
+
+@pytest.mark.parametrize(
+    ("attention_bias", "mlp_bias", "groups", "head_dim"),
+    list(itertools.product([False, True], [False, True], [1, 2, 4], [None, 16])),
+)
+def test_layer_parameters_equal_the_stock_class(
+    attention_bias: bool, mlp_bias: bool, groups: int, head_dim: int | None
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=groups,
+        num_hidden_layers=1,
+        head_dim=head_dim,
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    names = frozenset(model.state_dict())
+    shape = get_architecture(config.to_dict()).shape(config.to_dict(), names)
+    assert shape.layer_parameters() == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    head = model.lm_head.weight.numel()
+    linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    biases = sum(parameter.numel() for name, parameter in model.named_parameters() if name.endswith("bias"))
+    assert shape.flops_per_token(50) == 2 * (linears + biases)
+    assert linears > head
+    assert shape.kv_bytes_per_token() == 2 * 2 * groups * (head_dim or 8)
+
+
+@given(
+    width=st.integers(64, 2000),
+    hidden=st.integers(8, 128),
+    layers=st.integers(1, 6),
+    mlp_bias=st.booleans(),
+    round_to=st.sampled_from((None, 1, 8, 64)),
+    share=st.floats(0.0, 0.6),
+)
+def test_ffn_plan_is_within_one_rounding_step(
+    width: int, hidden: int, layers: int, mlp_bias: bool, round_to: int | None, share: float
+) -> None:
+    shape = ModelShape(layers, hidden, width, 4, 2, 16, mlp_bias=mlp_bias)
+    step = round_to or default_round_to(width)
+    assume(step * 4 <= width)
+    per_neuron = layers * (3 * hidden + 2 * mlp_bias)
+    surplus = round(share * per_neuron * width)
+    plan = plan_for(shape, surplus, round_to=round_to)
+    assert abs(removed_parameters(shape, plan) - surplus) <= per_neuron * step
+    assert plan.kept_intermediate_size % step == 0 or plan.kept_intermediate_size == width
+    assert plan.kept_num_attention_heads == 4
+
+
+@settings(max_examples=300)
+@given(
+    heads_per_group=st.sampled_from((1, 2, 3, 4, 8)),
+    groups=st.sampled_from((1, 2, 3, 8)),
+    width=st.integers(256, 2000),
+    head_unit=st.sampled_from(("auto", "query-head", "kv-group")),
+    share=st.floats(0.01, 0.5),
+)
+def test_ffn_and_heads_plan_is_within_one_rounding_step(
+    heads_per_group: int, groups: int, width: int, head_unit: str, share: float
+) -> None:
+    heads = heads_per_group * groups
+    shape = ModelShape(3, heads * 16, width, heads, groups, 16)
+    surplus = round(share * 3 * shape.layer_parameters())
+    try:
+        plan = plan_for(shape, surplus, reduce_heads=True, head_unit=head_unit)
+    except PlanError:
+        # out of reach with the heads that the fraction leaves: the FFN alone could not give it either
+        assert surplus > 3 * 3 * shape.hidden_size * (width - 64)
+        return
+    step = 3 * 3 * shape.hidden_size * default_round_to(width)
+    assert abs(removed_parameters(shape, plan) - surplus) <= step
+
+
+@given(
+    heads_per_group=st.sampled_from((1, 2, 4)),
+    groups=st.sampled_from((2, 3, 8)),
+    head_unit=st.sampled_from(("query-head", "kv-group")),
+    share=st.floats(0.0, 1.0),
+)
+def test_heads_alone_come_within_one_unit(heads_per_group: int, groups: int, head_unit: str, share: float) -> None:
+    heads = heads_per_group * groups
+    shape = ModelShape(3, 64, 256, heads, groups, 16)
+    units = groups if head_unit == "kv-group" else heads_per_group
+    smallest = Plan(256, heads_per_group if head_unit == "kv-group" else groups, 1, head_unit)
+    if head_unit == "query-head":
+        smallest = Plan(256, groups, groups, head_unit)
+    most = removed_parameters(shape, smallest)
+    plan = plan_for(shape, round(share * most), reduce_ffn=False, reduce_heads=True, head_unit=head_unit)
+    assert abs(removed_parameters(shape, plan) - share * most) <= most / max(1, units - 1)
+    assert plan.kept_intermediate_size == 256
+
+
+@pytest.mark.parametrize(
+    ("groups", "unit", "kept_heads", "kept_groups"),
+    [(4, "query-head", 4, 4), (4, "auto", 4, 4), (4, "kv-group", 4, 2), (8, "auto", 4, 4), (8, "kv-group", 4, 4)],
+)
+def test_half_of_the_heads_in_either_unit(groups: int, unit: str, kept_heads: int, kept_groups: int) -> None:
+    shape = ModelShape(1, 64, 256, 8, groups, 8)
+    half = Plan(256, kept_heads, kept_groups, unit)
+    plan = plan_for(shape, removed_parameters(shape, half), reduce_ffn=False, reduce_heads=True, head_unit=unit)
+    assert (plan.kept_num_attention_heads, plan.kept_num_key_value_heads) == (kept_heads, kept_groups)
+
+
+def test_removing_nothing_is_the_identity_even_where_nothing_may_be_reduced() -> None:
+    plan = plan_for(SHAPE, 0, reduce_ffn=False)
+    assert plan.apply(SHAPE) == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("surplus", "changes", "message"),
+    [
+        (-1, {}, "above the dense model"),
+        (100, {"reduce_ffn": False}, "Nothing may be reduced"),
+        (4 * 3 * 64 * 256, {}, "can give up"),
+        (4 * 3 * 64 * 256, {"reduce_ffn": False, "reduce_heads": True}, "Heads alone"),
+        (4 * SHAPE.layer_parameters(), {"reduce_heads": True}, "can give up"),
+    ],
+)
+def test_targets_out_of_reach(surplus: int, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_for(SHAPE, surplus, **changes)
+
+
+@pytest.mark.parametrize(("width", "step"), [(10, 1), (64, 4), (1000, 32), (1024, 64), (11008, 64)])
+def test_default_rounding(width: int, step: int) -> None:
+    assert default_round_to(width) == step
+
+
+@pytest.mark.parametrize(("text", "value"), [("900M", 900_000_000), ("5.5b", 5_500_000_000), ("12", 12), ("3 K", 3000)])
+def test_counts(text: str, value: int) -> None:
+    assert parse_count(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("8GiB", 8 * 2**30), ("5GB", 5 * 10**9), ("1.5kb", 1500), ("7", 7)])
+def test_sizes(text: str, value: int) -> None:
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "5 apples", "nan", "1e9"])
+def test_sizes_and_counts_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_size(text)
+    with pytest.raises(ConfigError):
+        parse_count(text)
