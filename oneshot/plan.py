@@ -66,7 +66,8 @@ def _plan_heads(shape: ModelShape, plan: Plan, surplus: int, fraction: float | N
     options = [_keep_units(shape, plan, kept) for kept in range(1, units + 1)]
     if fraction is not None:
         kept = max(1, units - round(fraction * units))
-        return options[kept - 1]
+        # where attention outweighs the FFN one head may be more than is asked for; all of them remove nothing
+        return next(option for option in options[kept - 1 :] if removed_parameters(shape, option) <= surplus)
     best = min(options, key=lambda option: abs(removed_parameters(shape, option) - surplus))
     most = removed_parameters(shape, options[0])
     if surplus > most:
