@@ -153,10 +153,10 @@ def save_model(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path)
 @pytest.fixture(scope="session")
 def make_checkpoint(save_model: Callable[..., Path]) -> MakeCheckpoint:
     """`make_checkpoint(**options of build_model, shard_size=…)`; tests share the folders and must not write there."""
-    made: dict[tuple[Any, ...], Path] = {}
+    made: dict[str, Path] = {}
 
     def make(*, shard_size: str = "5GB", **options: Any) -> Path:
-        key = (shard_size, *sorted(options.items()))
+        key = repr((shard_size, sorted(options.items())))
         if key not in made:
             made[key] = save_model(build_model(**options), shard_size=shard_size)
         return made[key]

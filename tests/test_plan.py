@@ -90,15 +90,16 @@ def test_ffn_plan_is_within_one_rounding_step(
 @given(
     heads_per_group=st.sampled_from((1, 2, 3, 4, 8)),
     groups=st.sampled_from((1, 2, 3, 8)),
-    width=st.integers(256, 2000),
+    width=st.integers(64, 2000),
+    hidden=st.sampled_from((48, 192, 384)),
     head_unit=st.sampled_from(("auto", "query-head", "kv-group")),
     share=st.floats(0.01, 0.5),
 )
 def test_ffn_and_heads_plan_is_within_one_rounding_step(
-    heads_per_group: int, groups: int, width: int, head_unit: str, share: float
+    heads_per_group: int, groups: int, width: int, hidden: int, head_unit: str, share: float
 ) -> None:
     heads = heads_per_group * groups
-    shape = ModelShape(3, heads * 16, width, heads, groups, 16)
+    shape = ModelShape(3, hidden, width, heads, groups, max(1, hidden // heads))
     surplus = round(share * 3 * shape.layer_parameters())
     try:
         plan = plan_for(shape, surplus, reduce_heads=True, head_unit=head_unit)
