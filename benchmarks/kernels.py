@@ -1,6 +1,6 @@
 """Speed of the kernels against what they replace, on this machine's CPU.
 
-    python benchmarks/kernels.py [--sizes 512 … 11008] [--max-geqp3 8192] [--model DIR --text FILE] [--output FILE.jsonl]
+    python benchmarks/kernels.py [--sizes 512 … 11008] [--max-geqp3 8192] [--model DIR --text FILE] [--output FILE]
 
 For each n: a tall matrix of 4 n rows. Pivots (Gram included) against SciPy's geqp3 and against unpivoted torch QR;
 Grams against X.T @ X; sketches against one read-and-add pass over the same bytes and against torch.sparse. One row per
@@ -15,12 +15,15 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import scipy.linalg
 import torch
 from oneshot_kernels import (
+    blocked_pivoted_cholesky,
     gram_,
     interpolation_from_data,
     pivoted_cholesky,
@@ -61,27 +64,40 @@ def sparse_product(sketch_size: int, rows: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(where, signs[0].to(rows.dtype), shape, check_invariants=False) @ rows
 
 
-def operations(size: int, seed: int, with_geqp3: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, closure) of what is timed at n = `size`, the slowest last."""
+def tall_matrix(size: int, seed: int) -> torch.Tensor:
+    """fp32 [4 n, n] with columns graded over three decades. The time of no operation here depends on the values."""
     generator = torch.Generator().manual_seed(seed)
-    single = torch.randn(4 * size, size, generator=generator) * torch.logspace(0, -3, size)
-    zeros = torch.zeros(size, size)
-    yield "read-and-add fp32", lambda: read_and_add(zeros, single)
-    yield "sum fp32", lambda: single.sum()
-    yield "count sketch fp32", lambda: sketch_(zeros, single, row_offset=0, seed=seed)
-    yield "sparse sign 8 fp32", lambda: sketch_(zeros, single, row_offset=0, seed=seed, nonzeros=8)
-    yield "torch.sparse COO fp32", lambda: sparse_product(size, single)
-    yield "X.T @ X fp32", lambda: single.mT @ single
-    yield "gram_ fp32", lambda: gram_(torch.zeros(size, size), single)
-    yield "pivots, fp32 Gram", lambda: pivoted_cholesky(gram_(torch.zeros(size, size), single))
-    matrix = single.double()
-    del single
-    gram = gram_(zeros.double(), matrix)
-    yield "pivoted_cholesky fp64", lambda: pivoted_cholesky(gram)
+    return torch.randn(4 * size, size, generator=generator) * torch.logspace(0, -3, size)
+
+
+def fp32_operations(size: int, seed: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, closure): sketches and Grams of fp32 rows."""
+    matrix = tall_matrix(size, seed)
+    accumulator = torch.zeros(size, size)
+    yield "read-and-add fp32", lambda: read_and_add(accumulator, matrix)
+    yield "sum fp32", lambda: matrix.sum()
+    yield "count sketch fp32", lambda: sketch_(accumulator, matrix, row_offset=0, seed=seed)
+    yield "sparse sign 8 fp32", lambda: sketch_(accumulator, matrix, row_offset=0, seed=seed, nonzeros=8)
+    yield "torch.sparse COO fp32", lambda: sparse_product(size, matrix)
+    yield "X.T @ X fp32", lambda: matrix.mT @ matrix
+    yield "gram_ fp32", lambda: gram_(torch.zeros(size, size), matrix)
+    yield "pivots, fp32 Gram", lambda: pivoted_cholesky(gram_(torch.zeros(size, size), matrix))
+
+
+def fp64_operations(size: int, seed: int, with_geqp3: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, closure): Grams and factorisations of fp64 rows, the slowest last."""
+    matrix = tall_matrix(size, seed).double()
+
+    @cache
+    def gram() -> torch.Tensor:
+        return gram_(torch.zeros(size, size, dtype=torch.float64), matrix)
+
     yield "X.T @ X fp64", lambda: matrix.mT @ matrix
     yield "gram_ fp64", lambda: gram_(torch.zeros(size, size, dtype=torch.float64), matrix)
     yield "pivots", lambda: pivoted_cholesky(gram_(torch.zeros(size, size, dtype=torch.float64), matrix))
     if size < LARGE:
+        yield "pivoted_cholesky fp64", lambda: pivoted_cholesky(gram())
+        yield "blocked_pivoted_cholesky", lambda: blocked_pivoted_cholesky(gram())
         yield "CQRRPT fp64", lambda: pivoted_qr(matrix, method="cqrrpt", seed=seed)
         yield "BQRRP fp64", lambda: pivoted_qr(matrix, method="randomized", seed=seed)
     if with_geqp3:
@@ -99,9 +115,7 @@ def trailing_error_excess(model: str, text: str, tokens: int) -> float:
         gram = gram_(torch.zeros(size, size, dtype=torch.float64), matrix)
         for factor in (pivoted_cholesky(gram), pivoted_qr(matrix, method="lapack")):
             skeleton = factor.pivots[: size // 2]
-            errors.append(
-                trailing_error_from_data(matrix, interpolation_from_data(matrix, skeleton), skeleton)
-            )
+            errors.append(trailing_error_from_data(matrix, interpolation_from_data(matrix, skeleton), skeleton))
         excesses.append(errors[0] / errors[1] - 1)
     return max(excesses)
 
@@ -130,9 +144,7 @@ def print_table(table: dict[str, dict[int, float]], sizes: list[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 1536, 2048, 4096, 8192, 11008])
     parser.add_argument("--max-geqp3", type=int, default=8192, help="no pivoted or unpivoted QR above this n")
     parser.add_argument("--model", help="dense checkpoint, for the quality on real activations")
@@ -140,6 +152,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6144)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--operations", nargs="+", help="time only these (names as in the table; default all)")
     parser.add_argument("--quick", action="store_true", help="sizes up to 1536 only")
     parser.add_argument("--output", default="benchmarks/results/kernels.jsonl")
     arguments = parser.parse_args()
@@ -148,15 +161,18 @@ def main() -> None:
     table: dict[str, dict[int, float]] = {}
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     origin = provenance(arguments.seed)
-    excess = None
+    excess: float | None = None
     if arguments.model and arguments.text:
         excess = trailing_error_excess(arguments.model, arguments.text, arguments.tokens)
     with Path(arguments.output).open("a", encoding="utf-8") as output:
         for size in sizes:
-            for name, operation in operations(size, arguments.seed, size <= arguments.max_geqp3):
-                repetitions = (
-                    1 if size > LARGE or (size == LARGE and name == "geqp3") else 3 if size > 1024 else 7
-                )
+            for name, operation in chain(
+                fp32_operations(size, arguments.seed),
+                fp64_operations(size, arguments.seed, size <= arguments.max_geqp3),
+            ):
+                if arguments.operations and name not in arguments.operations:
+                    continue
+                repetitions = 1 if size > LARGE or (size == LARGE and name == "geqp3") else 3 if size > 1024 else 7
                 timing = timed(operation, repetitions)
                 row = {"operation": name, "columns": size, "rows": 4 * size, **timing, **origin}
                 output.write(json.dumps(row) + "\n")
@@ -164,9 +180,7 @@ def main() -> None:
                 table.setdefault(name, {})[size] = timing["median_seconds"]
                 print(f"{name:24} n = {size:6} {timing['median_seconds']:.4g} s", flush=True)
     print_table(table, sizes)
-    sketch_ratios = [
-        ratio(table, "count sketch fp32", "read-and-add fp32", size) for size in sizes if size >= 1024
-    ]
+    sketch_ratios = [ratio(table, "count sketch fp32", "read-and-add fp32", size) for size in sizes if size >= 1024]
     headline = {
         "geqp3_ratio_1536": ratio(table, "geqp3", "pivots", 1536),
         "geqp3_ratio_8192": ratio(table, "geqp3", "pivots", 8192),

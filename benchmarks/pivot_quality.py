@@ -39,11 +39,10 @@ def provenance(seed: int) -> dict[str, object]:
 
     def git(*arguments: str) -> str:
         where = Path(__file__).parent
-        return subprocess.run(
-            ["git", *arguments], cwd=where, capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=True).stdout
 
-    processors = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if "model name" in line]
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    processors = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
         "commit": git("rev-parse", "--short", "HEAD").strip(),
         "dirty": bool(git("status", "--porcelain", "--untracked-files=no", "--", "../kernels", ".")),
@@ -84,9 +83,7 @@ def ffn_activations(model_dir: str, text_file: str, num_tokens: int) -> dict[str
 def kahan(size: int, angle: float = 1.25) -> torch.Tensor:
     """Kahan 1966: diag(1, s, s², …) (I - c · strictly upper ones); greedy pivots keep a needlessly small last pivot."""
     sine, cosine = np.sin(angle), np.cos(angle)
-    upper = torch.eye(size, dtype=torch.float64) - cosine * torch.ones(size, size, dtype=torch.float64).triu(
-        1
-    )
+    upper = torch.eye(size, dtype=torch.float64) - cosine * torch.ones(size, size, dtype=torch.float64).triu(1)
     graded = torch.tensor(sine, dtype=torch.float64) ** torch.arange(size)
     return graded.unsqueeze(1) * upper * (1 - 1e-12) ** torch.arange(size)
 
@@ -166,9 +163,7 @@ def measure(matrix: torch.Tensor, seed: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory of a dense Llama-like checkpoint")
     parser.add_argument("--text", required=True, help="plain text, or JSON lines with a text field")
     parser.add_argument("--tokens", type=int, default=6144)
@@ -186,9 +181,7 @@ def main() -> None:
                 output.flush()
                 excess = row["excess"]
                 shown = "" if excess is None else f"{100 * float(str(excess)):+9.3f} % "
-                print(
-                    f"{name:28} {row['method']:24} {shown} max|T| {row['max_interpolation']:.2f}", flush=True
-                )
+                print(f"{name:28} {row['method']:24} {shown} max|T| {row['max_interpolation']:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,4 @@ def run(operation: str, function: str, tensor: torch.Tensor, *arguments: object)
         implementation(*arguments)
     except Exception as error:
         shapes = ", ".join(f"{tuple(a.shape)}:{a.dtype}" for a in arguments if isinstance(a, torch.Tensor))
-        raise KernelError(
-            f"{operation}.{function}: the Triton kernel failed on ({shapes}): {error!r}"
-        ) from error
+        raise KernelError(f"{operation}.{function}: the Triton kernel failed on ({shapes}): {error!r}") from error

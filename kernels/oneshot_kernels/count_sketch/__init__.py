@@ -7,13 +7,11 @@ import torch
 from oneshot_kernels import backend
 
 
-def sketch_(
-    out: torch.Tensor, rows: torch.Tensor, *, row_offset: int, seed: int, nonzeros: int = 1
-) -> torch.Tensor:
+def sketch_(out: torch.Tensor, rows: torch.Tensor, *, row_offset: int, seed: int, nonzeros: int = 1) -> torch.Tensor:
     """In place: out += S[:, row_offset : row_offset + m] rows, S the sparse sign embedding of `seed`.
 
-    The s rows of `out` are divided into ζ = `nonzeros` blocks, block b being rows ⌊b s/ζ⌋ … ⌊(b+1) s/ζ⌋ - 1. Column i of
-    S has one non-zero in each block: w = word(seed, stream=b, index=i) (`oneshot_kernels.random`) gives its place
+    The s rows of `out` are divided into ζ = `nonzeros` blocks, block b being rows ⌊b s/ζ⌋ … ⌊(b+1) s/ζ⌋ - 1. Column i
+    of S has one non-zero in each block: w = word(seed, stream=b, index=i) (`oneshot_kernels.random`) gives its place
     (high 32 bits) and its sign (lowest bit); its size is 1/√ζ. So E[SᵀS] = I. ζ = 1 is CountSketch (Clarkson & Woodruff
     2013, arXiv:1207.6365; STAT §3.4), ζ > 1 the block form of OSNAP (Nelson & Nguyen 2013, arXiv:1211.1002; Kane &
     Nelson 2014, arXiv:1012.1577).
@@ -23,8 +21,8 @@ def sketch_(
     row_offset  index of the first row in the whole stream; each row of the data set must have one index, once.
     Returns `out`.
 
-    S depends on (s, seed, ζ, row index) alone: so sketches of disjoint rows add up to the sketch of all of them, for any
-    batching, order, device or number of workers. The same calls give the same bits (each entry is summed in row
+    S depends on (s, seed, ζ, row index) alone: so sketches of disjoint rows add up to the sketch of all of them, for
+    any batching, order, device or number of workers. The same calls give the same bits (each entry is summed in row
     order, without atomics); other batch boundaries change the rounding only.
     Raises ValueError for shapes, dtypes or ζ that do not fit, `KernelError` as `oneshot_kernels.backend` says.
     Cost ζ m n additions, one pass over `rows` and ζ-fold gathers; touches all of `out`, so give it m >= s rows a call.

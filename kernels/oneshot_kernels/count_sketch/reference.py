@@ -8,9 +8,7 @@ import torch
 from oneshot_kernels.random import words_numpy
 
 
-def embedding_matrix(
-    sketch_size: int, num_rows: int, row_offset: int, seed: int, nonzeros: int
-) -> np.ndarray:
+def embedding_matrix(sketch_size: int, num_rows: int, row_offset: int, seed: int, nonzeros: int) -> np.ndarray:
     """S[:, row_offset : row_offset + num_rows] as float64[sketch_size, num_rows]."""
     embedding = np.zeros((sketch_size, num_rows))
     for block in range(nonzeros):

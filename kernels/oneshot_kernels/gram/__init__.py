@@ -39,18 +39,14 @@ def cross_gram_(
 
 
 def scale_columns(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """diag(c) G diag(c), the Gram of A diag(c) (STAT A.3: output-weighted columns); gram [n, n], weights [n]. A copy."""
+    """diag(c) G diag(c), the Gram of A diag(c) (STAT A.3: output-weighted columns); gram [n, n], weights [n]."""
     scale = weights.to(gram.dtype)
     return gram * scale.unsqueeze(1) * scale
 
 
-def _check(
-    out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None
-) -> None:
+def _check(out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
     if rows.ndim != 2 or targets.ndim != 2 or rows.shape[0] != targets.shape[0]:
-        raise ValueError(
-            f"rows [m, n] and targets [m, p] differ: {tuple(rows.shape)} and {tuple(targets.shape)}"
-        )
+        raise ValueError(f"rows [m, n] and targets [m, p] differ: {tuple(rows.shape)} and {tuple(targets.shape)}")
     if out.shape != (rows.shape[1], targets.shape[1]):
         raise ValueError(f"out is {tuple(out.shape)}, expected {(rows.shape[1], targets.shape[1])}")
     if out.dtype not in (torch.float32, torch.float64):

@@ -26,9 +26,7 @@ def gram_(out: torch.Tensor, rows: torch.Tensor, row_weights: torch.Tensor | Non
         out[stop:, start:stop] = out[start:stop, stop:].mT
 
 
-def cross_gram_(
-    out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None
-) -> None:
+def cross_gram_(out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
     """out += rowsᵀ diag(w) targets: one GEMM."""
     left, right = rows.to(out.dtype), targets.to(out.dtype)
     if row_weights is not None:

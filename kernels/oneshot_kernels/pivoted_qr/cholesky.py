@@ -51,7 +51,7 @@ def rank_tolerance(diagonal: torch.Tensor) -> float:
 
 
 def finish_factor(r: torch.Tensor, taken: torch.Tensor, residual_squares: torch.Tensor) -> PivotedFactor:
-    """Assemble the record: `r` [k, n] and `residual_squares` [n] in the original column order, `taken` [k] the pivots."""
+    """The record, from `r` [k, n] and `residual_squares` [n] in the original column order , and the pivots `taken`."""
     rest = torch.ones(r.shape[1], dtype=torch.bool, device=r.device)
     rest[taken] = False
     remaining = rest.nonzero().squeeze(1)
@@ -66,9 +66,7 @@ def _lapack_pivoted_cholesky(gram: torch.Tensor, rank: int) -> PivotedFactor:
     if num_columns == 0 or float(diagonal.max()) <= 0:
         return empty_factor(num_columns, gram.dtype, gram.device)
     # The transpose of a row-major array is column-major, as LAPACK wants; lower=1 then reads G's upper triangle.
-    lower, pivots, numerical_rank, status = lapack.dpstrf(
-        gram.mT.numpy(), tol=rank_tolerance(diagonal), lower=1
-    )
+    lower, pivots, numerical_rank, status = lapack.dpstrf(gram.mT.numpy(), tol=rank_tolerance(diagonal), lower=1)
     if status < 0:
         raise ValueError(f"LAPACK dpstrf: argument {-status} is illegal")
     rank = min(rank, int(numerical_rank))
@@ -78,9 +76,7 @@ def _lapack_pivoted_cholesky(gram: torch.Tensor, rank: int) -> PivotedFactor:
     return finish_factor(r, order[:rank], diagonal - r.square().sum(dim=0))
 
 
-def blocked_pivoted_cholesky(
-    gram: torch.Tensor, *, rank: int | None = None, block_size: int = 64
-) -> PivotedFactor:
+def blocked_pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size: int = 64) -> PivotedFactor:
     """The same factorisation in torch alone, on any device and in the Gram's own dtype (see `pivoted_cholesky`).
 
     Within a block of `block_size` pivots the columns are updated one at a time (BLAS-2); the Schur complement of the
@@ -94,9 +90,7 @@ def blocked_pivoted_cholesky(
     tolerance = rank_tolerance(gram.diagonal())
     r = gram.new_zeros(rank, num_columns)
     taken = torch.empty(0, dtype=torch.int64, device=gram.device)
-    columns = torch.arange(
-        num_columns, device=gram.device
-    )  # original index of each row of the Schur complement
+    columns = torch.arange(num_columns, device=gram.device)  # original index of each row of the Schur complement
     schur = gram.clone()
     while taken.numel() < rank:
         width = min(block_size, rank - taken.numel())
@@ -127,9 +121,7 @@ def _eliminate_block(schur: torch.Tensor, width: int, tolerance: float) -> tuple
         size = diagonal[pivot]
         found[step : step + 1] = size > tolerance
         row = schur[pivot][0] - block[:step, pivot].squeeze(1) @ block[:step]
-        row = torch.where(
-            (size > tolerance) & (diagonal > -torch.inf), row / size.clamp_min(tolerance).sqrt(), 0
-        )
+        row = torch.where((size > tolerance) & (diagonal > -torch.inf), row / size.clamp_min(tolerance).sqrt(), 0)
         row[pivot] = torch.where(size > tolerance, size.clamp_min(tolerance).sqrt(), 0)
         block[step] = row
         diagonal -= row.square()

@@ -14,7 +14,7 @@ def grouped_pivots(
     """STAT §3.4: split the columns into consecutive groups, pivot each alone, keep the winners of all.
 
     Group g with n_g columns keeps its share rank · n_g / n (whole numbers by largest remainder), so the choice depends
-    on `rank`. The winners are then factorised together, in pivoted order: in the factor returned, every k <= rank is the
+    on `rank`. The winners are then factorised together, in pivoted order: in the factor returned every k <= rank is the
     best k *of these winners* with its exact error; beyond rank the columns follow in index order and the errors
     are upper bounds.
 

@@ -34,9 +34,7 @@ def trailing_error(factor: PivotedFactor, rank: int) -> float:
     return float(factor.trailing_errors[rank])
 
 
-def interpolation_from_gram(
-    gram: torch.Tensor, skeleton: torch.Tensor, *, damping: float = 0.0
-) -> torch.Tensor:
+def interpolation_from_gram(gram: torch.Tensor, skeleton: torch.Tensor, *, damping: float = 0.0) -> torch.Tensor:
     """T = (G[J, J] + λ I)⁻¹ G[J, :], with T[:, J] = I put in exactly, from the Gram G = AᵀA alone (STAT §3.1).
 
     gram [n, n] fp32 or fp64; skeleton int64[k], distinct; damping λ >= 0 (absolute: the caller scales it). Solved in
@@ -70,9 +68,7 @@ def interpolation_from_data(matrix: torch.Tensor, skeleton: torch.Tensor) -> tor
     return _with_identity(torch.linalg.solve_triangular(r, q.mT @ matrix, upper=True), skeleton)
 
 
-def trailing_error_from_gram(
-    gram: torch.Tensor, interpolation: torch.Tensor, skeleton: torch.Tensor
-) -> float:
+def trailing_error_from_gram(gram: torch.Tensor, interpolation: torch.Tensor, skeleton: torch.Tensor) -> float:
     """‖A - A[:, J] T‖_F from G = AᵀA, for any T [k, n]: sqrt(tr G - 2 tr(Tᵀ G[J, :]) + tr(Tᵀ G[J, J] T)), in fp64.
 
     Differences below √eps ‖A‖_F are rounding (the squares cancel). Cost 2 k² n flops.
@@ -84,9 +80,7 @@ def trailing_error_from_gram(
     return float(square.clamp_min(0).sqrt())
 
 
-def trailing_error_from_data(
-    matrix: torch.Tensor, interpolation: torch.Tensor, skeleton: torch.Tensor
-) -> float:
+def trailing_error_from_data(matrix: torch.Tensor, interpolation: torch.Tensor, skeleton: torch.Tensor) -> float:
     """‖A - A[:, J] T‖_F, the residual itself: accurate to eps ‖A‖_F, needs the data. Cost 2 m k n flops."""
     residual = torch.addmm(matrix, matrix[:, skeleton], interpolation, alpha=-1)
     return float(torch.linalg.vector_norm(residual, dtype=torch.float64))

@@ -21,6 +21,4 @@ def lapack_pivoted_qr(matrix: torch.Tensor, rank: int) -> PivotedFactor:
     errors = torch.zeros(matrix.shape[1] + 1, dtype=torch.float64)
     errors[: squares.numel()] = squares.sqrt()
     device = matrix.device
-    return PivotedFactor(
-        torch.from_numpy(pivots.astype("int64")).to(device), errors.to(device), r[:rank].to(device)
-    )
+    return PivotedFactor(torch.from_numpy(pivots.astype("int64")).to(device), errors.to(device), r[:rank].to(device))

@@ -11,9 +11,7 @@ from oneshot_kernels.pivoted_qr.factor import PivotedFactor, trailing_errors
 SKETCH_NONZEROS = 8  # per column of S; 1 (CountSketch) fails on coherent rows, see count_sketch/README.md
 OVERSAMPLING = 8  # sketch rows beyond the block size, as in HQRRP and BQRRP
 ROWS_PER_COLUMN = 1.25  # CQRRPT's default sketch size over n
-TRUSTED_PIVOT_RATIO = (
-    1e-3  # preconditioned columns have κ = O(1); a smaller ratio means that the sketch misled
-)
+TRUSTED_PIVOT_RATIO = 1e-3  # preconditioned columns have κ = O(1); a smaller ratio means that the sketch misled
 
 
 def cqrrpt(matrix: torch.Tensor, rank: int, seed: int) -> PivotedFactor:
@@ -75,9 +73,7 @@ def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) 
     return PivotedFactor(pivots, trailing_errors(r, work.double().square().sum(dim=0)), r)
 
 
-def preconditioned_cholesky_qr(
-    panel: torch.Tensor, pilot_r: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def preconditioned_cholesky_qr(panel: torch.Tensor, pilot_r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(R, Q) of `panel` [m, k] by CholeskyQR of panel · pilot_r⁻¹, `pilot_r` [k, k] being the R of a sketch of it.
 
     Where the Gram is not safely positive definite (the sketch missed a direction) Householder QR is used instead: it

@@ -19,7 +19,7 @@ def strong_rrqr_swaps(
 
     factor     from any routine here; columns past `factorised_rank` are dependent to rounding and are left alone.
     rank       size of the skeleton to improve; skeletons of other sizes are not.
-    max_swaps  stop after so many (None: rank). The bound may then not hold: check `interpolation_matrix(...).abs().max()`.
+    max_swaps  stop after so many (None: rank); the bound may then not hold: check max|interpolation_matrix(...)|.
     Returns a factor with the same columns and a new order. Raises ValueError for bound <= 1 or rank outside [0, n].
     Cost per swap 2 r² n flops (a QR of r [r, n]). Deterministic.
     """
@@ -29,9 +29,7 @@ def strong_rrqr_swaps(
         raise ValueError(f"rank {rank} is outside [0, {factor.pivots.numel()}]")
     r, pivots = factor.r.clone(), factor.pivots.clone()
     if rank >= r.shape[0]:
-        return (
-            factor  # R12 of the independent columns is all there is, and no other column could replace them
-        )
+        return factor  # R12 of the independent columns is all there is, and no other column could replace them
     for _ in range(rank if max_swaps is None else max_swaps):
         coefficients = torch.linalg.solve_triangular(r[:rank, :rank], r[:rank, rank:], upper=True).abs()
         largest = int(coefficients.argmax())
