@@ -30,7 +30,7 @@ def load_tokenizer(folder: Path) -> Any:
         raise CalibrationError(f"{folder} holds no tokenizer; copy the model's tokenizer files there.")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the readers of tokenizers raise many unrelated types; the cause is named and chained
         raise CalibrationError(
             f"The tokenizer in {folder} cannot be read ({error}); copy the model's files again."
         ) from error
@@ -88,7 +88,17 @@ def iter_documents(source: str, seed: int | None) -> Iterator[str]:
         documents = _file_documents(Path(source), seed)
     else:
         documents = _hub_documents(source, seed)
-    return (document for document in documents if document.strip())
+    return _texts(documents, source)
+
+
+def _texts(documents: Iterable[Any], source: str) -> Iterator[str]:
+    for document in documents:
+        if document is not None and not isinstance(document, str):
+            raise CalibrationError(
+                f"{source} holds {document!r} where text should be; choose the column with the text."
+            )
+        if document is not None and document.strip():
+            yield document
 
 
 def _builtin_documents() -> list[str]:
