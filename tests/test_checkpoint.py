@@ -85,11 +85,15 @@ def test_write_and_read_round_trip(max_shard_bytes: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_an_exception_leaves_nothing(error: type[BaseException], tmp_path: Path) -> None:
-    with pytest.raises(error), open_writer(tmp_path / "out", max_shard_bytes=1) as writer:
-        writer.add({"a": torch.ones(3), "b": torch.ones(3)})
-        assert list(writer.partial.iterdir()), "one shard is on disk already"
-        assert not (tmp_path / "out").exists()
-        raise error
+    def write_half() -> None:
+        with open_writer(tmp_path / "out", max_shard_bytes=1) as writer:
+            writer.add({"a": torch.ones(3), "b": torch.ones(3)})
+            assert list(writer.partial.iterdir()), "one shard is on disk already"
+            assert not (tmp_path / "out").exists()
+            raise error
+
+    with pytest.raises(error):
+        write_half()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -111,10 +115,15 @@ def test_overwrite_keeps_the_old_folder_until_the_commit(tmp_path: Path) -> None
     (folder / "old").write_text("old")
     with pytest.raises(OutputError, match="--overwrite"):
         open_writer(folder)
-    with pytest.raises(RuntimeError), open_writer(folder, overwrite=True) as writer:
-        writer.add({"a": torch.ones(3)})
-        writer.finish_weights()
-        raise RuntimeError
+
+    def fail_late() -> None:
+        with open_writer(folder, overwrite=True) as writer:
+            writer.add({"a": torch.ones(3)})
+            writer.finish_weights()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_late()
     assert [path.name for path in folder.iterdir()] == ["old"]
     with open_writer(folder, overwrite=True) as writer:
         writer.add({"a": torch.ones(3)})

@@ -1,0 +1,162 @@
+"""Calibration text: sources, seeds, packing, hashes, and texts that are none."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import topics
+
+from oneshot.calibration import _parse_hub_source, iter_documents, load_calibration, load_tokenizer, pack
+from oneshot.errors import CalibrationError
+from oneshot.records import CalibrationSet
+
+DOCUMENTS = [f"Document {number}: " + topics(number, number + 1)[:200] for number in range(12)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    from datasets import Dataset
+
+    Dataset.from_list(rows).to_parquet(path)
+    return path
+
+
+def load(source: Path | str, tokenizer: Any, *, seed: int = 0, num: int = 8, length: int = 16) -> CalibrationSet:
+    return load_calibration(str(source), tokenizer, num_sequences=num, sequence_length=length, seed=seed)
+
+
+def by_hand(documents: list[str], tokenizer: Any, length: int) -> torch.Tensor:
+    """Tokens of the documents, each followed by an empty line, one after the other, cut into rows."""
+    tokens = [token for document in documents for token in tokenizer(document + "\n\n")["input_ids"]]
+    return torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
+
+
+def test_a_text_file_is_packed_in_order(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(topics(0, 3))
+    calibration = load(path, tokenizer)
+    wanted = by_hand([topics(0, 3)], tokenizer, 16)[:8]
+    assert torch.equal(calibration.token_ids, wanted)
+    assert calibration.token_ids.dtype == torch.int64
+    assert calibration.num_tokens == 128
+    assert calibration.source == str(path)
+    assert calibration.token_hash == hashlib.sha256(wanted.numpy().tobytes()).hexdigest()
+    assert tokenizer.decode(calibration.token_ids.flatten()) in topics(0, 3)
+
+
+def test_all_there_is_where_no_number_is_given(tokenizer: Any) -> None:
+    packed = pack(iter(DOCUMENTS), tokenizer, num_sequences=None, sequence_length=16, source="x")
+    assert torch.equal(packed, by_hand(DOCUMENTS, tokenizer, 16))
+
+
+@pytest.mark.parametrize("column", ["text", "content"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_are_read_in_a_seeded_order(kind: str, column: str, tokenizer: Any, tmp_path: Path) -> None:
+    write = write_jsonl if kind == "jsonl" else write_parquet
+    path = write(tmp_path / f"a.{kind}", [{column: document, "number": 1} for document in DOCUMENTS])
+    assert list(iter_documents(str(path), seed=None)) == DOCUMENTS
+    first, again, other = (list(iter_documents(str(path), seed=seed)) for seed in (1, 1, 2))
+    assert sorted(first) == sorted(DOCUMENTS)
+    assert first == again
+    assert first != other
+    hashes = [load(path, tokenizer, seed=seed).token_hash for seed in (1, 1, 2)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_jsonl_and_parquet_of_the_same_rows_are_the_same(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"text": document} for document in DOCUMENTS]
+    jsonl = load(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer)
+    parquet = load(write_parquet(tmp_path / "a.parquet", rows), tokenizer)
+    assert jsonl.token_hash == parquet.token_hash
+
+
+def test_builtin_text_needs_no_file_and_follows_the_seed(tokenizer: Any) -> None:
+    first, again, other = (load("builtin", tokenizer, seed=seed) for seed in (0, 0, 1))
+    assert first.token_hash == again.token_hash != other.token_hash
+    assert first.token_ids.shape == (8, 16)
+
+
+def test_empty_documents_are_left_out(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("one", "", "  \n", "two")])
+    assert list(iter_documents(str(path), seed=None)) == ["one", "two"]
+
+
+def test_fewer_sequences_than_asked_for_is_a_warning(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(topics(0, 1)[:300])
+    calibration = load(path, tokenizer, num=1000)
+    assert 1 <= len(calibration.token_ids) < 1000
+    assert "of the 1000 asked for" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.txt", None, "does not exist"),
+        ("none.jsonl", None, "does not exist"),
+        ("empty.txt", b"", "is empty"),
+        ("empty.parquet", b"", "is empty"),
+        ("blank.txt", b" \n \n", "holds 0 tokens"),
+        ("short.txt", b"A few words.", "less than one sequence of 16"),
+        ("latin.txt", b"caf\xe9", "UTF-8"),
+        ("broken.jsonl", b'{"text": "unfinished', "cannot be read as json"),
+        ("broken.parquet", b"no parquet at all", "cannot be read as parquet"),
+        ("columns.jsonl", b'{"a": "x", "b": "y"}\n', "no column 'text'"),
+        ("nulls.jsonl", b'{"text": null}\n{"text": null}\n', "holds 0 tokens"),
+        ("numbers.jsonl", b'{"text": 5}\n{"text": 6}\n', "holds 5 where text"),
+        ("later.jsonl", b'{"text": "fine"}\n{"text": "bro', "later.jsonl"),
+    ],
+)
+def test_texts_that_are_none(name: str, content: bytes | None, message: str, tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(CalibrationError, match=message) as caught:
+        load(path, tokenizer)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value).strip()
+
+
+def test_a_data_set_without_network_is_named(tokenizer: Any) -> None:
+    with pytest.raises(CalibrationError, match=r"Salesforce/wikitext.*network"):
+        load("wikitext2", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("org/name", ("org/name", None, "train", None)),
+        ("org/name:en", ("org/name", "en", "train", None)),
+        ("org/name::test", ("org/name", None, "test", None)),
+        ("org/name:en:validation:body", ("org/name", "en", "validation", "body")),
+    ],
+)
+def test_hub_sources(source: str, parts: tuple[str | None, ...]) -> None:
+    assert _parse_hub_source(source) == parts
+
+
+@pytest.mark.parametrize("source", ["a:b:c:d:e", ":en"])
+def test_hub_sources_that_are_none(source: str) -> None:
+    with pytest.raises(CalibrationError, match="org/name:config:split:column"):
+        _parse_hub_source(source)
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_damaged_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": 5}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        load_tokenizer(tmp_path)

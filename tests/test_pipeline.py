@@ -1,0 +1,379 @@
+"""The whole pipeline on tiny models: identity, determinism, every recipe and model variant, honest counts, no gradient."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeCheckpoint, MakeConfig
+from safetensors.torch import load_file
+
+from oneshot import OneshotError, compress
+from oneshot.checkpoint import INDEX_NAME, Checkpoint
+from oneshot.recipes import RECIPES
+from oneshot.stream import StreamLayer
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama-gqa": {},
+    "llama-tied-mha": {"tied": True, "groups": 4},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True},
+    "llama-bfloat16-sharded": {"dtype": torch.bfloat16, "shard_size": "20KB"},
+    "mistral-window": {"family": "mistral", "sliding_window": 8},
+    "mistral-tied": {"family": "mistral", "tied": True, "groups": 1},
+}
+PROMPT = torch.arange(2, 26).view(1, -1)
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def weight_hash(folder: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))).hexdigest()
+
+
+def load_strictly(folder: Path) -> Any:
+    """The stock model; every tensor must be there and fit, none may be left over."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert type(model).__module__.startswith("transformers.models.")
+    return model.eval()
+
+
+def assert_same_tensors(folder: Path, other: Path) -> None:
+    got, wanted = all_tensors(folder), all_tensors(other)
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("variant", ["llama-biases", "llama-bfloat16-sharded"])
+def test_removing_nothing_gives_back_the_same_bits(
+    recipe: str, variant: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(**VARIANTS[variant])
+    config = make_config(folder, sparsity=0.0, recipe=recipe)
+    report = compress(config)
+    output = Path(config.output)
+    assert_same_tensors(output, folder)
+    assert report.sparsity == {"asked": 0.0, "reached": 0.0}
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        assert (output / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_recipe_gives_a_stock_model_of_the_size_asked_for(
+    recipe: str, variant: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(**VARIANTS[variant])
+    config = make_config(folder, recipe=recipe, sparsity=0.15)
+    report = compress(config)
+    output = Path(config.output)
+
+    stored = all_tensors(output)
+    dense, compressed = all_tensors(folder), sum(tensor.numel() for tensor in stored.values())
+    assert report.stored_parameters["compressed"] == compressed
+    assert report.stored_parameters["dense"] == sum(tensor.numel() for tensor in dense.values())
+    step = 2 * (3 * 32 + 2) * 4  # layers × parameters of a neuron × rounding of a width of 64
+    assert abs(compressed - 0.85 * report.stored_parameters["dense"]) <= step
+    assert report.sparsity["reached"] == pytest.approx(1 - compressed / report.stored_parameters["dense"])
+    assert {tensor.dtype for tensor in stored.values()} == {tensor.dtype for tensor in dense.values()}
+
+    model = load_strictly(output)
+    assert model.config.intermediate_size < 64
+    assert model.config.tie_word_embeddings == VARIANTS[variant].get("tied", False)
+    if recipe == "stat" and VARIANTS[variant].get("groups") != 1:
+        assert model.config.num_attention_heads < 4
+    generated = model.generate(PROMPT, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert generated.shape == (1, PROMPT.shape[1] + 5)
+    assert torch.isfinite(model(PROMPT).logits).all()
+
+
+@pytest.mark.parametrize("head_unit", ["query-head", "kv-group"])
+@pytest.mark.parametrize("correction", ["none", "same-layer", "two-stream"])
+@pytest.mark.parametrize("variant", ["llama-gqa", "llama-biases"])
+def test_head_units_and_corrections(
+    head_unit: str, correction: str, variant: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(**VARIANTS[variant])
+    config = make_config(
+        folder, recipe="stat", ffn="none", sparsity=0.045, head_unit=head_unit, correction=correction, batch_size=3
+    )
+    report = compress(config)
+    model = load_strictly(Path(config.output))
+    kept = (model.config.num_attention_heads, model.config.num_key_value_heads)
+    assert kept == ((2, 2) if head_unit == "query-head" else (2, 1))
+    assert {block.kind for layer in report.layers for block in layer.blocks} == {"heads"}
+    assert report.block_parameters["compressed"] == sum(
+        parameter.numel() for parameter in model.model.layers.parameters()
+    )
+
+
+@pytest.mark.parametrize("recipe", ["oneshot", "stat", "random"])
+def test_the_same_seed_gives_the_same_bytes(
+    recipe: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = make_checkpoint()
+    hashes = []
+    for run, seed in enumerate((1, 1, 2)):
+        output = tmp_path / f"run-{run}"
+        compress(make_config(folder, recipe=recipe, seed=seed, output=str(output), calibration="builtin"))
+        hashes.append(weight_hash(output))
+    assert hashes[0] == hashes[1]
+    assert hashes[0] != hashes[2]
+
+
+@pytest.mark.parametrize("recipe", ["oneshot", "stat"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_on_disk_change_nothing(
+    recipe: str, dtype: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = make_checkpoint()
+    hashes = set()
+    for max_memory_bytes in (None, 1):
+        output = tmp_path / str(max_memory_bytes)
+        config = make_config(
+            folder, recipe=recipe, output=str(output), max_memory_bytes=max_memory_bytes, dtype=dtype, batch_size=4
+        )
+        compress(config)
+        hashes.add(weight_hash(output))
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("recipe", ["oneshot", "stat"])
+def test_the_batch_size_changes_rounding_only(
+    recipe: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = make_checkpoint()
+    results = []
+    for batch_size in (1, 5, 16):
+        output = tmp_path / str(batch_size)
+        compress(make_config(folder, recipe=recipe, output=str(output), batch_size=batch_size))
+        results.append(all_tensors(output))
+    for other in results[1:]:
+        for name, tensor in results[0].items():
+            torch.testing.assert_close(other[name], tensor, rtol=2e-3, atol=2e-3, msg=name)
+
+
+@pytest.mark.parametrize("correction", ["none", "same-layer", "two-stream"])
+@pytest.mark.parametrize("variant", ["llama-gqa", "llama-biases"])
+def test_predicted_error_equals_measured_error(
+    correction: str, variant: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """One batch holds the whole text, so what the report measures is what the statistics have seen."""
+    folder = make_checkpoint(**VARIANTS[variant], layers=3)
+    report = compress(make_config(folder, recipe="stat", sparsity=0.25, correction=correction))
+    blocks = [block for layer in report.layers for block in layer.blocks]
+    assert [block.kind for block in blocks] == ["heads", "ffn"] * 3
+    for block in blocks:
+        assert block.predicted_error is not None
+        assert 0.01 < block.predicted_error < 1.5
+        assert block.measured_error == pytest.approx(block.predicted_error, rel=2e-3)
+
+
+def test_correction_lowers_the_error_of_every_layer(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    """The first layer sees the same input in both runs; the neurons are the same, the correction is not."""
+    errors = {}
+    for correction in ("none", "same-layer"):
+        config = make_config(make_checkpoint(), correction=correction, overwrite=True)
+        errors[correction] = compress(config).layers[0].blocks[0].measured_error
+    assert errors["same-layer"] is not None
+    assert errors["none"] is not None
+    assert errors["same-layer"] < errors["none"]
+
+
+def test_the_report_is_complete(make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path) -> None:
+    folder = make_checkpoint(shard_size="20KB")
+    config = make_config(folder, recipe="stat", seed=3)
+    report = compress(config)
+    output = Path(config.output)
+    written = json.loads((output / "oneshot_report.json").read_text())
+    assert written == json.loads(json.dumps(report.to_dict()))
+    assert written["config"]["seed"] == 3
+    assert written["config"]["checkpoint"] == str(folder)
+    assert written["recipe"] == {"ffn": "id", "heads": "id", "correction": "two-stream"}
+    assert {"python", "torch", "transformers", "oneshot"} <= written["versions"].keys()
+    calibration = written["calibration"]
+    assert calibration["source"] == str(text_file)
+    assert calibration["num_tokens"] == 16 * 32
+    assert len(calibration["token_hash"]) == 64
+    assert written["sparsity"]["asked"] == 0.2
+    assert written["seconds"]["total"] >= sum(written["seconds"][stage] for stage in ("prepare", "layers", "write"))
+    assert written["peak_bytes"] > 0
+    assert [layer["layer"] for layer in written["layers"]] == [0, 1]
+    for layer in written["layers"]:
+        assert layer["seconds"] > 0
+        assert layer["peak_bytes"] > 0
+        for block in layer["blocks"]:
+            assert block["kept_size"] < block["dense_size"]
+            assert block["condition_number"] >= 1
+            assert block["max_interpolation"] > 0
+            assert 0 < block["predicted_error"] < 2
+            assert 0 < block["measured_error"] < 2
+    assert written["kv_bytes_per_token"]["dense"] == 2 * 2 * 2 * 8 * 2
+    card = (output / "README.md").read_text()
+    assert f"{written['stored_parameters']['compressed']:,}" in card
+    assert calibration["token_hash"] in card
+
+
+def test_weights_only_recipes_need_no_text(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    for recipe in ("random", "magnitude"):
+        config = make_config(make_checkpoint(), recipe=recipe, calibration="no-such-file.txt", overwrite=True)
+        report = compress(config)
+        assert report.calibration is None
+        assert report.layers[0].blocks[0].predicted_error is None
+
+
+@pytest.mark.parametrize("save_dtype", ["float32", "bfloat16", "float16"])
+def test_save_dtype(save_dtype: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(), save_dtype=save_dtype)
+    compress(config)
+    output = Path(config.output)
+    wanted = getattr(torch, save_dtype)
+    assert {tensor.dtype for tensor in all_tensors(output).values()} == {wanted}
+    assert load_strictly(output).dtype == wanted
+
+
+def test_sharded_output_has_a_complete_index(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(), max_shard_bytes=20_000)
+    compress(config)
+    output = Path(config.output)
+    shards = sorted(output.glob("*.safetensors"))
+    weight_map = json.loads((output / INDEX_NAME).read_text())["weight_map"]
+    assert len(shards) > 3
+    assert weight_map == {name: shard.name for shard in shards for name in load_file(shard)}
+    load_strictly(output)
+
+
+def test_heads_that_do_not_divide_the_hidden_size_become_mistral(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Three of four heads beside hidden size 32: no LlamaConfig holds that, MistralConfig does, and it is the same layer."""
+    folder = make_checkpoint(heads=4, groups=4)
+    config = make_config(folder, recipe="stat", ffn="none", sparsity=0.03)
+    compress(config)
+    output = Path(config.output)
+    model = load_strictly(output)
+    assert type(model).__name__ == "MistralForCausalLM"
+    assert model.config.num_attention_heads == 3
+    assert model.config.sliding_window is None
+    layer = model.model.layers[0]
+    dense = load_strictly(folder).model.layers[0]
+    torch.testing.assert_close(layer.mlp.gate_proj.weight, dense.mlp.gate_proj.weight, rtol=0, atol=0)
+
+
+def test_a_model_whose_sizes_no_stock_config_holds_is_refused(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(groups=4, attention_bias=True)
+    config = make_config(folder, recipe="stat", ffn="none", sparsity=0.03)
+    with pytest.raises(OneshotError, match="3 heads beside hidden size 32"):
+        compress(config)
+    assert not Path(config.output).exists()
+
+
+def test_no_gradient_anywhere(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    for half in ("attention", "ffn", "heads", "neurons"):
+        original = getattr(StreamLayer, half)
+
+        def watched(self: StreamLayer, x: torch.Tensor, original: Any = original, half: str = half) -> torch.Tensor:
+            result: torch.Tensor = original(self, x)
+            assert torch.is_inference_mode_enabled()
+            assert result.is_inference()
+            assert not result.requires_grad
+            calls.append(half)
+            return result
+
+        monkeypatch.setattr(StreamLayer, half, watched)
+    compress(make_config(make_checkpoint(), recipe="stat"))
+    assert set(calls) == {"attention", "ffn", "heads", "neurons"}
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_no_more_than_a_layer_is_read_at_a_time(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[set[str]] = []
+    original = Checkpoint.read
+
+    def watched(self: Checkpoint, names: Any) -> dict[str, torch.Tensor]:
+        names = list(names)
+        requests.append({".".join(name.split(".")[:3]) if ".layers." in name else name for name in names})
+        return original(self, names)
+
+    monkeypatch.setattr(Checkpoint, "read", watched)
+    compress(make_config(make_checkpoint(layers=3), recipe="stat"))
+    assert all(len(parts) == 1 for parts in requests), "one layer, or one tensor outside the layers, at a time"
+    layers = [part for parts in requests for part in parts if part.startswith("model.layers")]
+    assert layers == ["model.layers.0", "model.layers.1", "model.layers.2"], "every layer once, in order"
+
+
+def test_memory_holds_a_few_layers_not_the_model(make_config: MakeConfig, make_checkpoint: MakeCheckpoint) -> None:
+    """Bytes of float tensors alive at once, counted at every layer: far below those of the model."""
+    import gc
+
+    from oneshot.layerwise import LayerCompressor
+
+    folder = make_checkpoint(layers=10, hidden=64, width=256, heads=4)
+    model_bytes = Checkpoint(folder).num_bytes
+    largest = 0
+    original = LayerCompressor.compress_layer
+
+    def watched(self: LayerCompressor, tensors: Any, advance: Any) -> Any:
+        nonlocal largest
+        result = original(self, tensors, advance)
+        gc.collect()
+        alive = {
+            item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
+            for item in gc.get_objects()
+            if type(item) is torch.Tensor and item.is_inference() and item.device.type == "cpu"
+        }
+        largest = max(largest, sum(alive.values()))
+        return result
+
+    LayerCompressor.compress_layer = watched  # type: ignore[method-assign]
+    try:
+        compress(make_config(folder, num_sequences=2, max_shard_bytes=100_000, max_memory_bytes=1))
+    finally:
+        LayerCompressor.compress_layer = original  # type: ignore[method-assign]
+    assert 0 < largest < model_bytes / 2
+
+
+def test_params_target(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = make_checkpoint()
+    dense = Checkpoint(folder).num_parameters
+    report = compress(make_config(folder, params=dense - 2 * 3 * 32 * 12))
+    assert report.stored_parameters["compressed"] == dense - 2 * 3 * 32 * 12
+    assert report.sparsity["asked"] == pytest.approx(report.sparsity["reached"])
+
+
+def test_the_input_is_left_alone(own_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = own_checkpoint()
+    before = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    compress(make_config(folder))
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()} == before
+
+
+def test_scratch_is_cleaned_up(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    compress(make_config(make_checkpoint(), max_memory_bytes=1))
+    assert list(scratch.iterdir()) == []
