@@ -11,7 +11,9 @@ from oneshot.config import (
     FFN_SELECTORS,
     HEAD_SELECTORS,
     HEAD_UNITS,
+    PIVOTINGS,
     SAVE_DTYPES,
+    SKETCHES,
     CompressionConfig,
     parse_count,
     parse_size,
@@ -43,6 +45,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     method.add_argument("--head-unit", choices=HEAD_UNITS, default=defaults.head_unit, help="what is removed together")
     method.add_argument("--correction", choices=CORRECTIONS, help="least-squares correction (default: the recipe's)")
+    method.add_argument("--pivoting", choices=PIVOTINGS, help="how pivots are found (default: the recipe's)")
+    method.add_argument("--sketch", choices=SKETCHES, help="what pivots are found in (default: the recipe's)")
+    method.add_argument("--sketch-size", type=int, help="rows of the sketch (default: twice the FFN width)")
+    method.add_argument("--group-size", type=int, default=defaults.group_size, help="columns in a group of pivots")
     method.add_argument(
         "--damping", type=float, default=defaults.damping, help="ridge ÷ mean diagonal (default: %(default)s)"
     )

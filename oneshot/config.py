@@ -11,6 +11,8 @@ FFN_SELECTORS = ("id", "activation-norm", "magnitude", "random", "none")
 HEAD_SELECTORS = ("id", "none")
 HEAD_UNITS = ("auto", "query-head", "kv-group")
 CORRECTIONS = ("none", "same-layer", "two-stream")
+PIVOTINGS = ("cholesky", "qr", "grouped", "tournament")
+SKETCHES = ("none", "count", "sparse-sign")
 DTYPES = ("auto", "float32", "bfloat16")
 SAVE_DTYPES = ("keep", "float32", "bfloat16", "float16")
 
@@ -40,9 +42,9 @@ class CompressionConfig:
     """Every choice of one compression run; the same record goes into the report.
 
     Exactly one of `sparsity` (fraction of the stored parameters to remove, in [0, 1)) and `params` (stored
-    parameters to keep) is given. `ffn`, `heads` and `correction` override the recipe when they are not None.
-    `damping` is the ridge in units of the Gram's mean diagonal. `max_memory_bytes` bounds the activation store in
-    host memory; above it activations go to disk.
+    parameters to keep) is given. `ffn`, `heads`, `correction`, `pivoting` and `sketch` override the recipe where they
+    are not None. `damping` is the ridge in units of the Gram's mean diagonal; `sketch_size` is in rows (None: twice the
+    FFN width). `max_memory_bytes` bounds the activation store in memory; beyond it activations go to disk.
     """
 
     checkpoint: str
@@ -55,6 +57,10 @@ class CompressionConfig:
     head_unit: str = "auto"
     correction: str | None = None
     damping: float = 1e-2
+    pivoting: str | None = None
+    sketch: str | None = None
+    sketch_size: int | None = None
+    group_size: int = 512
     residual_weight: float = 1.0
     round_to: int | None = None
     calibration: str = "c4"
@@ -82,6 +88,8 @@ class CompressionConfig:
             ("batch_size", 1),
             ("max_shard_bytes", 1),
             ("round_to", 1),
+            ("sketch_size", 1),
+            ("group_size", 1),
             ("max_memory_bytes", 1),
         ):
             value = getattr(self, option)
@@ -96,6 +104,8 @@ class CompressionConfig:
             ("heads", HEAD_SELECTORS),
             ("head_unit", HEAD_UNITS),
             ("correction", CORRECTIONS),
+            ("pivoting", PIVOTINGS),
+            ("sketch", SKETCHES),
             ("dtype", DTYPES),
             ("save_dtype", SAVE_DTYPES),
         ):

@@ -3,8 +3,10 @@
 import torch
 
 from oneshot.linalg.interpolative import interpolate
-from oneshot.linalg.pivoted_qr import pivots_with_quota, weighted_pivots
+from oneshot.linalg.pivoted_qr import GROUP_SIZE, pivots_with_quota, weighted_pivots
 from oneshot.records import BlockStatistics, Factors
+
+ENERGY_PANEL = 1024
 
 
 def select_neurons(
@@ -16,6 +18,9 @@ def select_neurons(
     down: torch.Tensor,
     gram: torch.Tensor | None,
     generator: torch.Generator,
+    sketch: torch.Tensor | None = None,
+    pivoting: str = "cholesky",
+    group_size: int = GROUP_SIZE,
 ) -> torch.Tensor:
     """The FFN neurons to keep, ascending int64 `(kept_size,)`.
 
@@ -24,6 +29,7 @@ def select_neurons(
             `activation-norm`: largest `‖a_j‖·‖down[:, j]‖`; `magnitude`: largest norm of a neuron's own weights;
             `random`: a draw from `generator`.
         gate, up: `(n, D)`. down: `(D, n)`. gram: `(n, n)`, needed by the first two.
+        sketch, pivoting, group_size: for `id`, as in `linalg.pivoted_qr.weighted_pivots`.
     """
     num_neurons = down.shape[1]
     if selector == "random":
@@ -37,7 +43,9 @@ def select_neurons(
         if selector == "activation-norm":
             kept = (gram.diagonal().double().clamp_min(0).sqrt() * output_norms).topk(kept_size).indices
         else:
-            kept = weighted_pivots(gram, output_norms, rank=kept_size)
+            kept = weighted_pivots(
+                gram, output_norms, rank=kept_size, sketch=sketch, pivoting=pivoting, group_size=group_size
+            )
     return kept.sort().values
 
 
@@ -123,13 +131,18 @@ def predicted_error(
     weight: torch.Tensor, corrected: torch.Tensor, kept: torch.Tensor, statistics: BlockStatistics
 ) -> float:
     """`‖Y − A[:, kept] W'ᵀ‖ / ‖Y‖` from the statistics alone, `Y = A Wᵀ` plus the residual where one is kept."""
-    gram = statistics.gram.double()
     difference = weight.T.clone()
     difference[kept] -= corrected.T
-    error = (difference * (gram @ difference)).sum()
-    energy = (weight.T * (gram @ weight.T)).sum()
+    error = _energy(statistics.gram, difference)
+    energy = _energy(statistics.gram, weight.T)
     if statistics.residual is not None:
         residual = statistics.residual.double()
         error += 2 * (difference * residual).sum() + statistics.residual_energy
         energy += 2 * (weight.T * residual).sum() + statistics.residual_energy
     return float((error.clamp_min(0) / energy.clamp_min(torch.finfo(energy.dtype).tiny)).sqrt())
+
+
+def _energy(gram: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`tr(Cᵀ G C) = ‖A C‖²` in float64, a panel of the Gram's rows at a time so that no float64 copy of it is made."""
+    panels = zip(gram.split(ENERGY_PANEL), columns.split(ENERGY_PANEL), strict=True)
+    return torch.stack([(part * (panel.double() @ columns)).sum() for panel, part in panels]).sum()

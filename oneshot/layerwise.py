@@ -5,6 +5,7 @@ really see, and, only where the correction's target comes from it, the *dense* o
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from oneshot.factorise import correct, select_heads, select_neurons
 from oneshot.fold import augmented_weight, fold_ffn, fold_heads, head_columns
 from oneshot.recipes import Recipe
 from oneshot.records import BlockReport, BlockStatistics, CalibrationSet, Factors, ModelShape, Plan
-from oneshot.statistics import GramAccumulator, with_constant_column
+from oneshot.statistics import GramAccumulator, SketchAccumulator, with_constant_column
 from oneshot.stream import ActivationStore, LayerStream, StreamLayer, batches, choose_tier
 
 Tensors = dict[str, torch.Tensor]
+
+NONZEROS = {"count": 1, "sparse-sign": 8}  # per column of the sketching matrix
 
 
 class LayerCompressor:
@@ -92,13 +95,14 @@ class LayerCompressor:
             folded, report = self._compress_heads(tensors, dense, lambda tokens: advance(tokens / passes))
             reports.append(report)
             current = self._stream_of(folded).layer(folded)
-        statistics = self._run_attention(tensors, dense, current, lambda tokens: advance(tokens / passes))
-        mid = current
+        statistics, wanted = self._run_attention(tensors, dense, current, lambda tokens: advance(tokens / passes))
         if self._reduce_ffn:
             assert statistics is not None
+            del dense, current  # their memory is needed for the factorisation
             folded, factors = self._factorise_ffn(folded, statistics)
+            del statistics
             current = self._stream_of(folded).layer(folded)
-        measured = self._run_ffn(mid, current, lambda tokens: advance(tokens / passes))
+        measured = self._run_ffn(current, wanted, lambda tokens: advance(tokens / passes))
         if self._reduce_ffn:
             reports.append(
                 _block_report(
@@ -164,10 +168,14 @@ class LayerCompressor:
 
     def _run_attention(
         self, tensors: Tensors, dense: StreamLayer, current: StreamLayer, advance: Callable[[float], None]
-    ) -> BlockStatistics | None:
-        """Move both streams through attention (the dense one through its FFN, too) and gather the FFN's statistics."""
+    ) -> tuple[BlockStatistics | None, torch.Tensor]:
+        """Move both streams through attention (the dense one through its FFN, too) and gather the FFN's statistics.
+
+        Also returns the hidden states that the last batch ought to have after the FFN, to measure the error against.
+        """
         assert self._hidden is not None
         accumulator = self._accumulator(augmented_weight(tensors, DOWN_PROJ)) if self._reduce_ffn else None
+        sketch = self._sketch() if self._reduce_ffn and self._recipe.sketch != "none" else None
         for batch, x, x_dense in self._read_streams():
             h = current.attention(x)
             self._hidden.write(batch, h)
@@ -181,8 +189,13 @@ class LayerCompressor:
                 if target is not None:
                     target = (target - h).flatten(0, -2) - current.project_neurons(neurons)
                 accumulator.update_(with_constant_column(neurons) if self._shape.mlp_bias else neurons, target)
+                if sketch is not None:
+                    sketch.update_(neurons)
             advance(x.shape[0] * x.shape[1])
-        return None if accumulator is None else self._finish(accumulator)
+        wanted = current.ffn(h) if self._dense_hidden is None else self._dense_hidden.read(batch)
+        if accumulator is None:
+            return None, wanted
+        return replace(self._finish(accumulator), sketch=None if sketch is None else sketch.finish()), wanted
 
     def _factorise_ffn(self, tensors: Tensors, statistics: BlockStatistics | None) -> tuple[Tensors, Factors]:
         num_neurons = self._shape.intermediate_size
@@ -195,23 +208,22 @@ class LayerCompressor:
             down=weight[:, :num_neurons],
             gram=None if statistics is None else statistics.gram[:num_neurons, :num_neurons],
             generator=self._generator,
+            sketch=None if statistics is None else statistics.sketch,
+            pivoting=self._recipe.pivoting,
+            group_size=self._config.group_size,
         )
         factors = self._correct(weight, neurons, statistics, has_bias=self._shape.mlp_bias)
         return fold_ffn(tensors, factors), factors
 
-    def _run_ffn(self, mid: StreamLayer, current: StreamLayer, advance: Callable[[float], None]) -> float | None:
+    def _run_ffn(self, current: StreamLayer, wanted: torch.Tensor, advance: Callable[[float], None]) -> float:
         """Move the compressed stream through the FFN; the relative error of its output on the last batch."""
         assert self._hidden is not None
-        measured = None
         for batch in self._batches:
             h = self._hidden.read(batch)
             moved = current.ffn(h)
-            if batch is self._batches[-1] and current is not mid:
-                wanted = mid.ffn(h) if self._dense_hidden is None else self._dense_hidden.read(batch)
-                measured = _relative_error(wanted - h, moved - h)
             self._hidden.write(batch, moved)
             advance(h.shape[0] * h.shape[1])
-        return measured
+        return _relative_error(wanted - h, moved - h)
 
     # Shared by both blocks
 
@@ -233,6 +245,16 @@ class LayerCompressor:
     def _accumulator(self, weight: torch.Tensor) -> GramAccumulator:
         output_size = weight.shape[0] if self._two_streams else None
         return GramAccumulator(weight.shape[1], output_size=output_size, device=self._device)
+
+    def _sketch(self) -> SketchAccumulator:
+        width = self._shape.intermediate_size
+        return SketchAccumulator(
+            self._config.sketch_size or 2 * width,
+            width,
+            nonzeros=NONZEROS[self._recipe.sketch],
+            seed=self._config.seed,
+            device=self._device,
+        )
 
     def _finish(self, accumulator: GramAccumulator) -> BlockStatistics:
         statistics = accumulator.finish()

@@ -44,7 +44,14 @@ def compress(config: CompressionConfig, *, show_progress: bool = False) -> Repor
 
 def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> Report:
     watch = Stopwatch()
-    recipe = resolve_recipe(config.recipe, ffn=config.ffn, heads=config.heads, correction=config.correction)
+    recipe = resolve_recipe(
+        config.recipe,
+        ffn=config.ffn,
+        heads=config.heads,
+        correction=config.correction,
+        pivoting=config.pivoting,
+        sketch=config.sketch,
+    )
     device = resolve_device(config.device)
     checkpoint = Checkpoint(resolve_checkpoint(config.checkpoint, scratch))
     architecture = get_architecture(checkpoint.config)

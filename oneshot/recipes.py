@@ -1,6 +1,6 @@
 """Named recipes: which parts of a model are reduced and how. A recipe is data; every part can be overridden."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oneshot.errors import ConfigError
 
@@ -13,11 +13,16 @@ class Recipe:
         ffn: `id` (output-weighted pivots), `activation-norm`, `magnitude`, `random` or `none`.
         heads: `id` (two-step interpolative decomposition, STAT section 3.2) or `none`.
         correction: `none`, `same-layer` or `two-stream` least squares.
+        pivoting: of the `id` selector for neurons: `cholesky` (of the Gram), `qr` (of the sketch), `grouped` or
+            `tournament` (of either).
+        sketch: `none`, `count` or `sparse-sign`: what neuron pivots are chosen from instead of the exact Gram.
     """
 
     ffn: str
     heads: str
     correction: str
+    pivoting: str = "cholesky"
+    sketch: str = "none"
 
     @property
     def reads_activations(self) -> bool:
@@ -28,20 +33,21 @@ class Recipe:
 
 RECIPES = {
     "oneshot": Recipe(ffn="id", heads="none", correction="same-layer"),
-    "stat": Recipe(ffn="id", heads="id", correction="two-stream"),
+    "stat": Recipe(ffn="id", heads="id", correction="two-stream", pivoting="grouped", sketch="count"),
     "activation-norm": Recipe(ffn="activation-norm", heads="none", correction="none"),
     "magnitude": Recipe(ffn="magnitude", heads="none", correction="none"),
     "random": Recipe(ffn="random", heads="none", correction="none"),
 }
 
 
-def resolve_recipe(name: str, *, ffn: str | None, heads: str | None, correction: str | None) -> Recipe:
-    """The named recipe with the given parts replaced. Raises `ConfigError` for an unknown name."""
+def resolve_recipe(name: str, **parts: str | None) -> Recipe:
+    """The named recipe with the parts that are not None replaced.
+
+    Raises `ConfigError` for an unknown name, and for parts that do not go together.
+    """
     if name not in RECIPES:
         raise ConfigError(f"--recipe {name} is not known: choose one of {', '.join(RECIPES)}.")
-    recipe = RECIPES[name]
-    return Recipe(
-        ffn=ffn if ffn is not None else recipe.ffn,
-        heads=heads if heads is not None else recipe.heads,
-        correction=correction if correction is not None else recipe.correction,
-    )
+    recipe = replace(RECIPES[name], **{part: choice for part, choice in parts.items() if choice is not None})
+    if recipe.pivoting == "qr" and recipe.sketch == "none":
+        raise ConfigError("--pivoting qr needs a matrix to factorise; add --sketch count or --sketch sparse-sign.")
+    return recipe

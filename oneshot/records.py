@@ -96,12 +96,14 @@ class BlockStatistics:
         residual: `Aᵀ(Y − A Wᵀ) (n, d)` float32: what the dense stream wants beyond the layer's own output; or None.
         residual_energy: `‖Y − A Wᵀ‖²`, a float64 scalar; zero without a residual.
         num_rows: tokens seen.
+        sketch: `S A (s, n)` float32 for pivots alone, where the recipe asks for one; or None.
     """
 
     gram: torch.Tensor
     residual: torch.Tensor | None
     residual_energy: torch.Tensor
     num_rows: int
+    sketch: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

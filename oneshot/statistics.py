@@ -1,6 +1,7 @@
 """Additive statistics of activations: update with rows, merge with other workers, finish into a record."""
 
 import torch
+from oneshot_kernels import cross_gram_, gram_, sketch_
 
 from oneshot.records import BlockStatistics
 
@@ -24,15 +25,13 @@ class GramAccumulator:
 
     def update_(self, activations: torch.Tensor, residual_target: torch.Tensor | None = None) -> None:
         """Add rows: `activations (m, n)`, and `residual_target (m, d)` where a residual is kept."""
-        rows = activations.float()
-        self._gram.addmm_(rows.T, rows)
+        gram_(self._gram, activations)
         if self._residual is not None:
             if residual_target is None:
                 raise ValueError("this accumulator keeps a residual: give residual_target")
-            target = residual_target.float()
-            self._residual.addmm_(rows.T, target)
-            self._residual_energy += target.double().square().sum()
-        self._num_rows += len(rows)
+            cross_gram_(self._residual, activations, residual_target)
+            self._residual_energy += residual_target.double().square().sum()
+        self._num_rows += len(activations)
 
     def merge_(self, other: "GramAccumulator") -> None:
         """Add the statistics of other rows: `stats(X1) + stats(X2) == stats([X1; X2])`."""
@@ -45,6 +44,31 @@ class GramAccumulator:
     def finish(self) -> BlockStatistics:
         """The sums as a record (not copied)."""
         return BlockStatistics(self._gram, self._residual, self._residual_energy, self._num_rows)
+
+
+class SketchAccumulator:
+    """`S A` for a sparse random `S`, row block by row block (STAT section 3.4; CountSketch where `nonzeros` is 1).
+
+    `S` depends only on the seed and on the index of a row in the whole text, so batches and workers add up.
+
+    Args:
+        sketch_size: rows `s`. size: `n`. nonzeros: non-zeros per column of `S`. row_offset: index of the first row.
+    """
+
+    def __init__(
+        self, sketch_size: int, size: int, *, nonzeros: int, seed: int, device: torch.device, row_offset: int = 0
+    ) -> None:
+        self._sketch = torch.zeros(sketch_size, size, device=device)
+        self._nonzeros, self._seed, self._row_offset = nonzeros, seed, row_offset
+
+    def update_(self, activations: torch.Tensor) -> None:
+        """Add the next rows `(m, n)`."""
+        sketch_(self._sketch, activations, row_offset=self._row_offset, seed=self._seed, nonzeros=self._nonzeros)
+        self._row_offset += len(activations)
+
+    def finish(self) -> torch.Tensor:
+        """`S A (s, n)` float32 (not copied)."""
+        return self._sketch
 
 
 def with_constant_column(activations: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,50 @@
-"""Column pivots from a Gram: which columns of A span the rest best (the skeleton)."""
+"""Column pivots from a Gram or a sketch: which columns of A span the rest best (the skeleton)."""
 
 import torch
-from oneshot_kernels import pivoted_cholesky
+from oneshot_kernels import grouped_pivots, pivoted_cholesky, pivoted_qr, tournament_pivots
+
+GROUP_SIZE = 512
 
 
-def weighted_pivots(gram: torch.Tensor, column_weights: torch.Tensor, *, rank: int) -> torch.Tensor:
-    """The first `rank` Businger–Golub pivots of `A diag(c)` from `gram = AᵀA (n, n)` and `c (n,)`; int64 `(rank,)`.
+def weighted_pivots(
+    gram: torch.Tensor,
+    column_weights: torch.Tensor,
+    *,
+    rank: int,
+    sketch: torch.Tensor | None = None,
+    pivoting: str = "cholesky",
+    group_size: int = GROUP_SIZE,
+) -> torch.Tensor:
+    """The first `rank` column pivots of `A diag(c)`, int64 `(rank,)` (STAT section 2; A.3 for the weights).
 
-    They are the pivots of a pivoted Cholesky of `diag(c) AᵀA diag(c)` (exact arithmetic; STAT A.3 for the weights).
+    Args:
+        gram: `AᵀA (n, n)`. column_weights: `c (n,)`.
+        sketch: `S A (s, n)`; where given, pivots come from it instead of the Gram (STAT section 3.4).
+        pivoting: `cholesky`: pivoted Cholesky of `diag(c) AᵀA diag(c)`, in exact arithmetic the Businger–Golub pivots.
+            `qr`: pivoted QR of the sketch. `grouped`: winners of groups of `group_size` columns (STAT section 3.4).
+            `tournament`: full tournament pivoting (Demmel et al. 2015).
+
+    Raises `ValueError` for an unknown pivoting, and for `qr` without a sketch.
     """
     weights = column_weights.double()
-    scaled = gram.double() * weights * weights.unsqueeze(1)
-    return pivoted_cholesky(scaled).pivots[:rank]
+    if pivoting == "qr":
+        if sketch is None:
+            raise ValueError("pivoting 'qr' needs a sketch")
+        return pivoted_qr(sketch.double() * weights, rank=min(rank, *sketch.shape)).pivots[:rank]
+    if pivoting == "cholesky":
+        square = gram if sketch is None else sketch.double().T @ sketch.double()
+        return pivoted_cholesky(_scaled(square, weights)).pivots[:rank]
+    select = {"grouped": grouped_pivots, "tournament": tournament_pivots}.get(pivoting)
+    if select is None:
+        raise ValueError(f"unknown pivoting {pivoting!r}")
+    if sketch is None:
+        return select(gram=_scaled(gram, weights), group_size=group_size, rank=rank).pivots[:rank]
+    return select(matrix=sketch.double() * weights, group_size=group_size, rank=rank).pivots[:rank]
+
+
+def _scaled(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`diag(c) G diag(c)` in float64, one copy."""
+    return gram.to(torch.float64, copy=True).mul_(weights).mul_(weights.unsqueeze(1))
 
 
 def pivots_with_quota(gram: torch.Tensor, class_of: torch.Tensor, *, quota: int) -> torch.Tensor:

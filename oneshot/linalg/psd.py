@@ -23,7 +23,7 @@ class RidgeFactor:
     """
 
     def __init__(self, gram: torch.Tensor, damping: float) -> None:
-        matrix = gram.double().clone()
+        matrix = gram.to(torch.float64, copy=True)
         self.ridge = damping * matrix.diagonal().mean().clamp_min(0)
         matrix.diagonal().add_(self.ridge)
         factor, failed_at = torch.linalg.cholesky_ex(matrix)
