@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -38,16 +39,28 @@ LARGE = 4096  # from this n on: one repetition, and only the operations of the h
 
 
 def timed(operation: Callable[[], object], repetitions: int) -> dict[str, float]:
-    """Median, p20 and p80 of the seconds of `repetitions` runs, after one that is not counted if there are several."""
+    """Median, p20 and p80 of the seconds of `repetitions` runs, after one that is not counted if there are several.
+
+    `cpu_seconds` (mean, all threads) and `load` (runnable processes a minute) show what else the machine was doing.
+    """
     if repetitions > 1:
         operation()
     seconds = []
+    cpu_start = time.process_time()
     for _ in range(repetitions):
         start = time.perf_counter()
         operation()
         seconds.append(time.perf_counter() - start)
     low, middle, high = np.percentile(seconds, [20, 50, 80])
-    return {"median_seconds": middle, "p20_seconds": low, "p80_seconds": high, "repetitions": repetitions}
+    cpu_seconds = (time.process_time() - cpu_start) / repetitions
+    return {
+        "median_seconds": middle,
+        "p20_seconds": low,
+        "p80_seconds": high,
+        "repetitions": repetitions,
+        "cpu_seconds": cpu_seconds,
+        "load": os.getloadavg()[0],
+    }
 
 
 def read_and_add(accumulator: torch.Tensor, rows: torch.Tensor) -> None:

@@ -42,8 +42,10 @@ def choose_backend(tensor: torch.Tensor) -> Backend:
     forced = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if forced == "":
         return "triton" if tensor.is_cuda and triton_installed() else "torch"
-    if forced == "reference" or forced == "torch":
-        return forced
+    if forced == "reference":
+        return "reference"
+    if forced == "torch":
+        return "torch"
     if forced != "triton":
         raise KernelError(f"{ENVIRONMENT_VARIABLE}={forced!r}: expected reference, torch or triton")
     if not triton_installed():

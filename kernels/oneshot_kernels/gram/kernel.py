@@ -19,7 +19,8 @@ ROWS_PER_STEP = 32
 def _gram_kernel(  # type: ignore[no-untyped-def]
     out, left, right, weights, num_rows, num_left, num_right, stride_out_row, stride_out_column,
     stride_left_row, stride_left_column, stride_right_row, stride_right_column, stride_weight,
-    weighted: tl.constexpr, symmetric: tl.constexpr, precision: tl.constexpr, tile: tl.constexpr, step_rows: tl.constexpr,
+    weighted: tl.constexpr, symmetric: tl.constexpr, precision: tl.constexpr, tile: tl.constexpr,
+    step_rows: tl.constexpr,
 ):  # fmt: skip
     # out[I, J] += sum over rows r of left[r, I]ᵀ w[r] right[r, J];  symmetric: left is right, I <= J
     tile_row = tl.program_id(0)

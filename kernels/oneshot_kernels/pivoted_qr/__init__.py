@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from oneshot_kernels.backend import choose_backend
+from oneshot_kernels.pivoted_qr import reference
 from oneshot_kernels.pivoted_qr.factor import PivotedFactor, empty_factor
 from oneshot_kernels.pivoted_qr.lapack import lapack_pivoted_qr
 from oneshot_kernels.pivoted_qr.randomized import bqrrp, cqrrpt
@@ -25,6 +27,7 @@ def pivoted_qr(
             not factorised.
     rank    stop after this many pivots (None: min(m, n)).
     seed    of the sketch; the result is a function of (matrix, method, rank, seed) on one machine.
+    ONESHOT_KERNELS=reference runs NumPy whatever the method. There is no Triton version: the work is in GEMMs.
     Raises ValueError for a matrix that is not finite, an unknown method, or a rank outside [0, min(m, n)].
     """
     if matrix.ndim != 2 or matrix.dtype not in (torch.float32, torch.float64):
@@ -37,6 +40,8 @@ def pivoted_qr(
     rank = full if rank is None else rank
     if matrix.numel() == 0:
         return empty_factor(matrix.shape[1], matrix.dtype, matrix.device)
+    if choose_backend(matrix) == "reference":
+        return reference.pivoted_qr(matrix, rank)
     if method == "lapack":
         return lapack_pivoted_qr(matrix, rank)
     if method == "randomized":

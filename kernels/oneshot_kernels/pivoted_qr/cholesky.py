@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from scipy.linalg import lapack
 
+from oneshot_kernels.backend import choose_backend
+from oneshot_kernels.pivoted_qr import reference
 from oneshot_kernels.pivoted_qr.factor import PivotedFactor, empty_factor, trailing_errors
 
 
@@ -26,6 +28,8 @@ def pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size:
     measured, see benchmarks/kernels.py); elsewhere `blocked_pivoted_cholesky`. Deterministic on one machine.
     """
     rank = check_gram(gram, rank)
+    if choose_backend(gram) == "reference":
+        return reference.pivoted_cholesky(gram, rank)
     if gram.device.type == "cpu":
         return _lapack_pivoted_cholesky(gram.double(), rank)
     return blocked_pivoted_cholesky(gram, rank=rank, block_size=block_size)

@@ -7,6 +7,7 @@ import torch
 from oneshot_kernels.count_sketch import sketch_
 from oneshot_kernels.pivoted_qr.cholesky import pivoted_cholesky
 from oneshot_kernels.pivoted_qr.factor import PivotedFactor, trailing_errors
+from oneshot_kernels.pivoted_qr.lapack import lapack_pivoted_qr
 
 SKETCH_NONZEROS = 8  # per column of S; 1 (CountSketch) fails on coherent rows, see count_sketch/README.md
 OVERSAMPLING = 8  # sketch rows beyond the block size, as in HQRRP and BQRRP
@@ -52,7 +53,7 @@ def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) 
     taken = columns[:0]
     while taken.numel() < rank:
         width = min(block_size, rank - taken.numel())
-        chosen, sketch_r = greedy_pivots(sketched, width, tolerance)
+        chosen, sketch_r = pivots_of_sketch(sketched, width, tolerance)
         if chosen.numel() == 0:
             break
         rest = torch.ones_like(columns, dtype=torch.bool)
@@ -86,6 +87,15 @@ def preconditioned_cholesky_qr(panel: torch.Tensor, pilot_r: torch.Tensor) -> tu
         orthonormal, r = torch.linalg.qr(panel)
         return r, orthonormal
     return lower.mT @ pilot_r, torch.linalg.solve_triangular(lower.mT, conditioned, upper=True, left=False)
+
+
+def pivots_of_sketch(sketched: torch.Tensor, count: int, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`greedy_pivots` by LAPACK's geqp3 on the CPU, where it is faster (the sketch is small: a loop costs more)."""
+    if sketched.device.type != "cpu":
+        return greedy_pivots(sketched, count, tolerance)
+    factor = lapack_pivoted_qr(sketched, count)
+    found = int((factor.r.diagonal().abs() > tolerance).sum())
+    return factor.pivots[:found], factor.r[:found, :found].to(sketched.dtype)
 
 
 def greedy_pivots(sketched: torch.Tensor, count: int, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,34 @@
+"""Hypothesis strategies for matrices that break pivoting: low rank + noise, duplicates, zeros, graded; and Grams."""
+
+import torch
+from hypothesis import strategies as st
+
+
+@st.composite
+def tall_or_wide(draw: st.DrawFn) -> torch.Tensor:
+    """fp64 [m, n], m and n in 1 … 24, of one of the kinds above."""
+    rows, columns = draw(st.integers(1, 24)), draw(st.integers(1, 24))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    kind = draw(st.sampled_from(["full", "low rank + noise", "duplicates", "zeros", "graded"]))
+    matrix = normal(rows, columns)
+    if kind == "low rank + noise":
+        rank = draw(st.integers(1, 4))
+        matrix = normal(rows, rank) @ normal(rank, columns) + 1e-6 * matrix
+    elif kind == "duplicates":
+        matrix = matrix[:, torch.randint(0, columns, (columns,), generator=generator)]
+    elif kind == "zeros":
+        matrix = matrix * (torch.rand(columns, generator=generator) < 0.5)
+    elif kind == "graded":
+        matrix = matrix * torch.logspace(0, -5, columns, dtype=torch.float64)
+    return matrix
+
+
+@st.composite
+def grams(draw: st.DrawFn) -> torch.Tensor:
+    """AᵀA, positive semidefinite and often singular, of such a matrix."""
+    matrix = draw(tall_or_wide())
+    return matrix.mT @ matrix

@@ -1,0 +1,85 @@
+"""Which version runs, and that a failure is an error with its reason."""
+
+import pytest
+import torch
+from oneshot_kernels import KernelError, backend, gram_, pivoted_cholesky, pivoted_qr, sketch_
+
+CUDA = type("FakeCuda", (), {"is_cuda": True, "device": "cuda:0"})()
+
+
+def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend.choose_backend(torch.zeros(1)) == "torch"
+    monkeypatch.setattr(backend, "triton_installed", lambda: True)
+    assert backend.choose_backend(CUDA) == "triton"
+    monkeypatch.setattr(backend, "triton_installed", lambda: False)
+    assert backend.choose_backend(CUDA) == "torch"
+
+
+@pytest.mark.parametrize("forced", ["reference", "torch"])
+def test_forced(monkeypatch: pytest.MonkeyPatch, forced: str) -> None:
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, forced)
+    assert backend.choose_backend(CUDA) == forced
+
+
+def test_forced_reference_is_used_by_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "reference")
+    matrix = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    called: list[str] = []
+    for module, name in [("gram", "gram_"), ("count_sketch", "sketch_")]:
+        monkeypatch.setattr(
+            backend.load_implementation(module, "reference"), name, lambda *_, name=name: called.append(name)
+        )
+    from oneshot_kernels.pivoted_qr import reference
+
+    for name in ("pivoted_cholesky", "pivoted_qr"):
+        monkeypatch.setattr(reference, name, lambda *_, name=name: called.append(name))
+    gram_(torch.zeros(4, 4), matrix)
+    sketch_(torch.zeros(3, 4), matrix, row_offset=0, seed=0)
+    pivoted_cholesky(matrix.mT @ matrix)
+    pivoted_qr(matrix)
+    assert called == ["gram_", "sketch_", "pivoted_cholesky", "pivoted_qr"]
+
+
+def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "cuda")
+    with pytest.raises(KernelError, match="expected reference, torch or triton"):
+        gram_(torch.zeros(2, 2), torch.zeros(3, 2))
+
+
+def test_triton_forced_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
+    monkeypatch.setattr(backend, "triton_installed", lambda: False)
+    with pytest.raises(KernelError, match="not installed"):
+        sketch_(torch.zeros(2, 2), torch.zeros(3, 2), row_offset=0, seed=0)
+
+
+def test_triton_forced_on_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
+    monkeypatch.setattr(backend, "triton_installed", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(KernelError, match="CUDA"):
+        gram_(torch.zeros(2, 2), torch.zeros(3, 2))
+
+
+def test_module_that_cannot_be_imported() -> None:
+    with pytest.raises(KernelError, match=r"no_such_operation.*cannot be imported"):
+        backend.load_implementation("no_such_operation", "torch")
+
+
+def test_failing_triton_kernel_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from oneshot_kernels.gram import kernel
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
+    monkeypatch.setattr(kernel, "gram_", fails)
+    with pytest.raises(KernelError, match=r"gram.gram_.*\(3, 2\).*shared memory"):
+        gram_(torch.zeros(2, 2), torch.zeros(3, 2))
+
+
+def test_failing_torch_version_keeps_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        gram_(torch.zeros(2, 2, device="meta"), torch.zeros(3, 2))
+    assert not isinstance(caught.value, KernelError)

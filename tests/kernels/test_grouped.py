@@ -1,0 +1,142 @@
+"""Grouped and tournament pivots, and Gu–Eisenstat swaps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matrices import tall_or_wide
+from oneshot_kernels import (
+    PivotedFactor,
+    grouped_pivots,
+    interpolation_matrix,
+    pivoted_cholesky,
+    pivoted_qr,
+    strong_rrqr_swaps,
+    tournament_pivots,
+    trailing_error,
+    trailing_error_from_data,
+)
+
+CHOOSERS: list[Callable[..., PivotedFactor]] = [grouped_pivots, tournament_pivots]
+
+
+def spread(rows: int = 60, columns: int = 40) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(4)
+    matrix = torch.randn(rows, columns, dtype=torch.float64, generator=generator)
+    return matrix @ torch.diag(
+        torch.logspace(0, -2, columns, dtype=torch.float64)[torch.randperm(columns, generator=generator)]
+    )
+
+
+def kahan(size: int, cosine: float = 0.3) -> torch.Tensor:
+    upper = torch.eye(size, dtype=torch.float64) - cosine * torch.ones(size, size, dtype=torch.float64).triu(1)
+    scale = (1 - cosine**2) ** 0.5 * (1 - 1e-10)  # a little less, so that greedy pivoting keeps the order
+    return scale ** torch.arange(size, dtype=torch.float64)[:, None] * upper
+
+
+def test_every_group_keeps_its_share() -> None:
+    matrix = spread(columns=22)
+    factor = grouped_pivots(matrix=matrix, group_size=8, rank=11)  # groups of 8, 8, 6
+    winners = factor.pivots[:11]
+    assert [int(((winners >= low) & (winners < high)).sum()) for low, high in [(0, 8), (8, 16), (16, 22)]] == [4, 4, 3]
+    for low, high, share in [(0, 8, 4), (8, 16, 4), (16, 22, 3)]:
+        alone = pivoted_qr(matrix[:, low:high], method="lapack").pivots[:share] + low
+        inside = winners[(winners >= low) & (winners < high)]
+        assert set(inside.tolist()) == set(alone.tolist())
+
+
+@pytest.mark.parametrize("choose", CHOOSERS)
+def test_one_group_is_plain_pivoting(choose: Callable[..., PivotedFactor]) -> None:
+    matrix = spread()
+    best = pivoted_qr(matrix, method="lapack")
+    for how in ({"matrix": matrix}, {"gram": matrix.mT @ matrix}):
+        factor = choose(**how, group_size=80, rank=20)
+        assert set(factor.pivots[:20].tolist()) == set(best.pivots[:20].tolist())
+        assert abs(trailing_error(factor, 20) - trailing_error(best, 20)) <= 1e-9
+
+
+@pytest.mark.parametrize("choose", CHOOSERS)
+@given(matrix=tall_or_wide(), group_size=st.integers(1, 30), fraction=st.floats(0, 1))
+def test_gram_and_matrix_give_sound_factors(
+    choose: Callable[..., PivotedFactor], matrix: torch.Tensor, group_size: int, fraction: float
+) -> None:
+    rank = int(fraction * matrix.shape[1])
+    for how in ({"matrix": matrix}, {"gram": matrix.mT @ matrix}):
+        factor = choose(**how, group_size=group_size, rank=rank)
+        assert sorted(factor.pivots.tolist()) == list(range(matrix.shape[1]))
+        assert factor.factorised_rank <= rank
+        assert bool((factor.trailing_errors[1:] <= factor.trailing_errors[:-1]).all())
+        used = factor.factorised_rank
+        measured = trailing_error_from_data(matrix, interpolation_matrix(factor, used), factor.pivots[:used])
+        assert abs(measured - trailing_error(factor, used)) <= 1e-6 * measured + 2e-6 * float(matrix.norm())
+
+
+def test_tournament_avoids_the_repeats_that_one_round_keeps() -> None:
+    """The same ten columns in two groups: one round sends the best five of them twice."""
+    half = spread(columns=10)
+    matrix = torch.cat([half, half], dim=1)
+    one_round = grouped_pivots(matrix=matrix, group_size=10, rank=10)
+    tournament = tournament_pivots(matrix=matrix, group_size=10, rank=10)
+    assert one_round.factorised_rank == 5
+    assert tournament.factorised_rank == 10
+    assert trailing_error(tournament, 10) <= 1e-12 * float(matrix.norm())
+    assert trailing_error(one_round, 10) > 1e-3 * float(matrix.norm())
+
+
+def test_tournament_is_near_greedy() -> None:
+    matrix = spread(200, 120)
+    best = pivoted_qr(matrix, method="lapack")
+    factor = tournament_pivots(gram=matrix.mT @ matrix, group_size=16, rank=60)
+    assert trailing_error(factor, 60) <= 1.1 * trailing_error(best, 60)
+
+
+@pytest.mark.parametrize("choose", CHOOSERS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"group_size": 2, "rank": 1},
+        {"gram": torch.eye(3), "matrix": torch.eye(3), "group_size": 2, "rank": 1},
+        {"gram": torch.eye(3), "group_size": 0, "rank": 1},
+        {"gram": torch.eye(3), "group_size": 2, "rank": 4},
+    ],
+)
+def test_refuses_what_does_not_fit(choose: Callable[..., PivotedFactor], how: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"either|group_size|rank"):
+        choose(**how)
+
+
+@pytest.mark.parametrize("bound", [1.05, 2.0])
+@given(matrix=tall_or_wide(), fraction=st.floats(0, 1))
+def test_swaps_bound_the_interpolation_matrix(bound: float, matrix: torch.Tensor, fraction: float) -> None:
+    for factor in (pivoted_qr(matrix, method="lapack"), pivoted_cholesky(matrix.mT @ matrix)):
+        numerical = int((factor.r.diagonal().abs() > 1e-6 * float(matrix.norm())).sum())
+        rank = int(fraction * numerical)
+        swapped = strong_rrqr_swaps(factor, rank=rank, bound=bound, max_swaps=200)
+        assert sorted(swapped.pivots.tolist()) == list(range(matrix.shape[1]))
+        interpolation = interpolation_matrix(swapped, rank)
+        if rank > 0:
+            assert float(interpolation.abs().max()) <= bound * (1 + 1e-9)
+        assert bool((swapped.trailing_errors[1:] <= swapped.trailing_errors[:-1]).all())
+        measured = trailing_error_from_data(matrix, interpolation, swapped.pivots[:rank])
+        assert abs(measured - trailing_error(swapped, rank)) <= 1e-6 * measured + 2e-6 * float(matrix.norm())
+
+
+def test_kahan_needs_a_swap() -> None:
+    """Kahan's matrix: greedy pivoting keeps the given order and a huge interpolation matrix; swaps mend it."""
+    matrix = kahan(40)
+    greedy = pivoted_qr(matrix, method="lapack")
+    assert greedy.pivots.tolist() == list(range(40))
+    assert float(interpolation_matrix(greedy, 39).abs().max()) > 100
+    swapped = strong_rrqr_swaps(greedy, rank=39, bound=2.0)
+    assert float(interpolation_matrix(swapped, 39).abs().max()) <= 2
+    assert trailing_error(swapped, 39) < 0.02 * trailing_error(greedy, 39)
+    assert torch.equal(strong_rrqr_swaps(greedy, rank=39, max_swaps=0).pivots, greedy.pivots)
+
+
+@pytest.mark.parametrize("how", [{"rank": 2, "bound": 1.0}, {"rank": 5}, {"rank": -1}])
+def test_swaps_refuse_what_cannot_be(how: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"bound|rank"):
+        strong_rrqr_swaps(pivoted_cholesky(torch.eye(4, dtype=torch.float64)), **how)

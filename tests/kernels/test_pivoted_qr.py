@@ -1,0 +1,258 @@
+"""Every pivoted factorisation against plain NumPy, SciPy's geqp3, and what has to hold of any of them."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.linalg.interpolative
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matrices import grams, tall_or_wide
+from oneshot_kernels import (
+    PivotedFactor,
+    blocked_pivoted_cholesky,
+    grouped_pivots,
+    interpolation_matrix,
+    pivoted_cholesky,
+    pivoted_qr,
+    tournament_pivots,
+    trailing_error,
+    trailing_error_from_data,
+)
+from oneshot_kernels.pivoted_qr import reference
+from oneshot_kernels.pivoted_qr.randomized import bqrrp, greedy_pivots, pivots_of_sketch, preconditioned_cholesky_qr
+from tolerances import EPS, EXACT_RANK, GRAM_FLOOR
+
+Factorise = Callable[[torch.Tensor], PivotedFactor]
+
+
+def gram(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.mT @ matrix
+
+
+def full(matrix: torch.Tensor) -> dict[str, int]:
+    return {"group_size": 5, "rank": min(matrix.shape)}
+
+
+FROM_GRAM: dict[str, Factorise] = {
+    "cholesky": lambda a: pivoted_cholesky(gram(a)),
+    "blocked cholesky": lambda a: blocked_pivoted_cholesky(gram(a), block_size=4),
+    "reference cholesky": lambda a: reference.pivoted_cholesky(gram(a), a.shape[1]),
+    "grouped, Gram": lambda a: grouped_pivots(gram=gram(a), **full(a)),
+    "tournament, Gram": lambda a: tournament_pivots(gram=gram(a), **full(a)),
+}
+FROM_DATA: dict[str, Factorise] = {
+    "lapack": lambda a: pivoted_qr(a, method="lapack"),
+    "randomized": lambda a: pivoted_qr(a, method="randomized"),
+    "randomized, blocks of 4": lambda a: bqrrp(a, min(a.shape), 0, block_size=4),
+    "reference": lambda a: reference.pivoted_qr(a, min(a.shape)),
+    "grouped, matrix": lambda a: grouped_pivots(matrix=a, **full(a)),
+    "tournament, matrix": lambda a: tournament_pivots(matrix=a, **full(a)),
+}
+CQRRPT: dict[str, Factorise] = {"cqrrpt": lambda a: pivoted_qr(a, method="cqrrpt")}
+ALL = FROM_GRAM | FROM_DATA | CQRRPT
+
+
+def low_rank(rank: int, rows: int = 60, columns: int = 30) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    left = torch.randn(rows, rank, dtype=torch.float64, generator=generator)
+    return left @ torch.randn(rank, columns, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(matrix=tall_or_wide())
+def test_is_a_factorisation(name: str, matrix: torch.Tensor) -> None:
+    """pivots permute, errors never rise and start at ‖A‖, r is trapezoidal, rᵀr is the Gram up to what is left."""
+    factor = ALL[name](matrix)
+    num_columns, size = matrix.shape[1], float(matrix.norm())
+    assert sorted(factor.pivots.tolist()) == list(range(num_columns))
+    errors = factor.trailing_errors
+    assert errors.shape == (num_columns + 1,)
+    assert errors.dtype == torch.float64
+    assert bool(torch.isfinite(errors).all())
+    assert bool((errors[1:] <= errors[:-1]).all())
+    assert float(errors[-1]) == 0
+    assert abs(float(errors[0]) - size) <= 1e-12 * size
+    assert torch.equal(factor.r, factor.r.triu())
+    left = gram(matrix[:, factor.pivots]) - gram(factor.r)
+    unexplained = float(errors[factor.factorised_rank])
+    assert float(left.norm()) <= unexplained**2 + 1e-13 * num_columns * size**2
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(matrix=tall_or_wide(), fraction=st.floats(0, 1))
+def test_predicted_error_is_the_measured_one(name: str, matrix: torch.Tensor, fraction: float) -> None:
+    factor = ALL[name](matrix)
+    rank = int(fraction * factor.factorised_rank)
+    interpolation = interpolation_matrix(factor, rank)
+    skeleton = factor.pivots[:rank]
+    assert torch.equal(interpolation[:, skeleton], torch.eye(rank, dtype=torch.float64))
+    measured = trailing_error_from_data(matrix, interpolation, skeleton)
+    floor = GRAM_FLOOR if name in FROM_GRAM else 1e-12 if name in FROM_DATA else EPS**0.5
+    slack = floor * matrix.shape[1] * float(matrix.norm())
+    assert abs(measured - trailing_error(factor, rank)) <= 1e-6 * measured + slack
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("rank", [1, 7, 30])
+def test_exact_rank_is_found(name: str, rank: int) -> None:
+    matrix = low_rank(rank)
+    factor = ALL[name](matrix)
+    skeleton = factor.pivots[:rank]
+    measured = trailing_error_from_data(matrix, interpolation_matrix(factor, rank), skeleton)
+    size = float(matrix.norm())
+    assert measured <= EXACT_RANK * size
+    assert trailing_error(factor, rank) <= (EXACT_RANK if name in FROM_DATA | CQRRPT else GRAM_FLOOR * 30) * size
+
+
+@pytest.mark.parametrize("name", ["cholesky", "blocked cholesky", "reference cholesky", "lapack", "reference"])
+def test_pivots_are_those_of_geqp3(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(50, 20, dtype=torch.float64, generator=generator)
+    r, pivots = scipy.linalg.qr(matrix.numpy(), mode="r", pivoting=True)
+    factor = ALL[name](matrix)
+    assert factor.pivots.tolist() == pivots.tolist()
+    np.testing.assert_allclose(factor.r.abs().numpy(), np.abs(r[:20]), atol=1e-11)
+    tails = [np.linalg.norm(r[k:20]) for k in range(21)]
+    np.testing.assert_allclose(factor.trailing_errors.numpy(), tails, atol=1e-11)
+
+
+@given(gram=grams(), block_size=st.integers(1, 9))
+def test_cholesky_versions_agree_with_the_reference(gram: torch.Tensor, block_size: int) -> None:
+    """Ties may be broken otherwise by rounding, so the error curves are compared, not the pivots."""
+    want = reference.pivoted_cholesky(gram, gram.shape[0]).trailing_errors
+    for got in (pivoted_cholesky(gram), blocked_pivoted_cholesky(gram, block_size=block_size)):
+        first = min(2, gram.shape[0])  # after that equal columns may have been taken in another order
+        assert float((got.trailing_errors - want)[:first].abs().max()) <= GRAM_FLOOR * (1 + float(want[0]))
+        assert abs(float(got.trailing_errors[1] - want[1])) <= GRAM_FLOOR * (1 + float(want[0]))
+
+
+@pytest.mark.parametrize("method", ["randomized", "cqrrpt"])
+@pytest.mark.parametrize("shape", [(400, 150), (150, 150), (90, 200)])
+def test_randomized_pivots_are_nearly_as_good(method: str, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    matrix = torch.randn(*shape, dtype=torch.float64, generator=generator)
+    matrix = (
+        matrix * torch.logspace(0, -4, shape[1], dtype=torch.float64)[torch.randperm(shape[1], generator=generator)]
+    )
+    best = pivoted_qr(matrix, method="lapack")
+    got = pivoted_qr(matrix, method=method)  # type: ignore[arg-type]
+    for rank in (20, 60):
+        assert trailing_error(got, rank) <= 1.25 * trailing_error(best, rank)
+    again = pivoted_qr(matrix, method=method)  # type: ignore[arg-type]
+    assert torch.equal(got.pivots, again.pivots)
+    assert torch.equal(got.r, again.r)
+    assert not torch.equal(got.pivots, pivoted_qr(matrix, method=method, seed=1).pivots)  # type: ignore[arg-type]
+
+
+def test_randomized_resolves_what_a_gram_cannot() -> None:
+    """Columns graded to 1e-12: below √eps the Gram sees only rounding, the matrix does not."""
+    generator = torch.Generator().manual_seed(2)
+    matrix = torch.randn(80, 40, dtype=torch.float64, generator=generator) * torch.logspace(0, -12, 40).double()
+    best = trailing_error(pivoted_qr(matrix, method="lapack"), 35)
+    assert trailing_error(pivoted_qr(matrix, method="randomized"), 35) <= 3 * best
+    assert trailing_error(pivoted_cholesky(gram(matrix)), 35) > 30 * best
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_against_scipy_interpolative(name: str) -> None:
+    matrix = low_rank(6) + 1e-5 * low_rank(30)
+    indices, projection = scipy.linalg.interpolative.interp_decomp(matrix.numpy(), 6, rand=False)
+    skeleton = matrix.numpy()[:, indices[:6]]
+    theirs = np.linalg.norm(matrix.numpy()[:, indices[6:]] - skeleton @ projection)
+    factor = ALL[name](matrix)
+    ours = trailing_error_from_data(matrix, interpolation_matrix(factor, 6), factor.pivots[:6])
+    assert ours <= 3 * theirs
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_one_column_zero_matrix_and_one_row(name: str) -> None:
+    column = ALL[name](torch.ones(4, 1, dtype=torch.float64))
+    assert column.pivots.tolist() == [0]
+    torch.testing.assert_close(column.trailing_errors, torch.tensor([2.0, 0.0], dtype=torch.float64))
+    zero = ALL[name](torch.zeros(6, 3, dtype=torch.float64))
+    assert sorted(zero.pivots.tolist()) == [0, 1, 2]
+    assert float(zero.trailing_errors.abs().max()) == 0
+    row = ALL[name](torch.tensor([[1.0, -3.0, 2.0]], dtype=torch.float64))
+    assert int(row.pivots[0]) == 1
+    assert trailing_error(row, 1) <= GRAM_FLOOR * 4
+
+
+@pytest.mark.parametrize("factorise", [pivoted_cholesky, blocked_pivoted_cholesky])
+def test_partial_rank(factorise: Callable[..., PivotedFactor]) -> None:
+    matrix = low_rank(30)
+    whole, part = factorise(gram(matrix)), factorise(gram(matrix), rank=11)
+    assert part.r.shape == (11, 30)
+    assert torch.equal(part.pivots[:11], whole.pivots[:11])
+    torch.testing.assert_close(part.trailing_errors[:12], whole.trailing_errors[:12])
+    assert part.pivots[11:].tolist() == sorted(part.pivots[11:].tolist())
+    assert bool((part.trailing_errors[12:] >= whole.trailing_errors[12:] - 1e-12).all())
+    assert factorise(gram(matrix), rank=0).r.shape == (0, 30)
+
+
+@pytest.mark.parametrize("method", ["lapack", "randomized", "cqrrpt"])
+def test_partial_rank_of_a_matrix(method: str) -> None:
+    matrix = low_rank(30)
+    part = pivoted_qr(matrix, method=method, rank=11)  # type: ignore[arg-type]
+    assert part.r.shape == (11, 30)
+    measured = trailing_error_from_data(matrix, interpolation_matrix(part, 11), part.pivots[:11])
+    assert abs(measured - trailing_error(part, 11)) <= 1e-10 * float(matrix.norm())
+
+
+def test_gram_that_is_slightly_indefinite() -> None:
+    """Rounding makes Grams indefinite: no NaN, and no pivot below the tolerance."""
+    matrix = low_rank(5)
+    noisy = gram(matrix) - 1e-14 * float(matrix.norm()) ** 2 * torch.eye(30, dtype=torch.float64)
+    for factor in (pivoted_cholesky(noisy), blocked_pivoted_cholesky(noisy, block_size=3)):
+        assert bool(torch.isfinite(factor.r).all())
+        assert bool(torch.isfinite(factor.trailing_errors).all())
+        assert factor.factorised_rank == 5
+
+
+def test_strided_gram() -> None:
+    matrix = low_rank(30)
+    inner = torch.zeros(60, 60, dtype=torch.float64)
+    inner[::2, ::2] = gram(matrix)
+    assert torch.equal(pivoted_cholesky(inner[::2, ::2]).pivots, pivoted_cholesky(gram(matrix)).pivots)
+
+
+@given(matrix=tall_or_wide(), count=st.integers(0, 9))
+def test_pivots_of_a_sketch_on_a_device_and_by_lapack(matrix: torch.Tensor, count: int) -> None:
+    """The loop for devices gives an R of its own pivots, as large as LAPACK's."""
+    tolerance = 1e-9 * float(matrix.norm())
+    chosen, r = greedy_pivots(matrix, count, tolerance)
+    theirs, their_r = pivots_of_sketch(matrix, count, tolerance)
+    assert chosen.shape == theirs.shape
+    panel = matrix[:, chosen]
+    assert float((r.mT @ r - panel.mT @ panel).norm()) <= 1e-12 * float(matrix.norm()) ** 2
+    torch.testing.assert_close(r.diagonal()[:1].abs(), their_r.diagonal()[:1].abs())
+
+
+def test_preconditioned_cholesky_qr_survives_a_useless_sketch() -> None:
+    """A sketch that missed a direction makes the preconditioned Gram nearly singular: Householder QR takes over."""
+    panel = low_rank(10, rows=50, columns=10)
+    misleading = torch.linalg.qr(panel, mode="r")[1]
+    misleading[-1, -1] *= 1e9
+    r, orthonormal = preconditioned_cholesky_qr(panel, misleading)
+    torch.testing.assert_close(orthonormal @ r, panel)
+    torch.testing.assert_close(orthonormal.mT @ orthonormal, torch.eye(10, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pivoted_cholesky(torch.zeros(2, 3)), "square"),
+        (lambda: pivoted_cholesky(torch.full((2, 2), torch.nan)), "not finite"),
+        (lambda: pivoted_cholesky(torch.eye(2), rank=3), "outside"),
+        (lambda: blocked_pivoted_cholesky(torch.eye(2, dtype=torch.bfloat16)), "fp32 or fp64"),
+        (lambda: pivoted_qr(torch.full((2, 2), torch.inf)), "not finite"),
+        (lambda: pivoted_qr(torch.zeros(3, 2), rank=3), "outside"),
+        (lambda: pivoted_qr(torch.ones(3, 2), method="qr"), "unknown method"),  # type: ignore[arg-type]
+        (lambda: pivoted_qr(torch.zeros(3)), "expected a matrix"),
+    ],
+)
+def test_refuses_what_does_not_fit(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
