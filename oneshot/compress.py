@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from oneshot.config import (
     CORRECTIONS,
@@ -21,6 +22,7 @@ from oneshot.config import (
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.pipeline import compress
 from oneshot.recipes import RECIPES
+from oneshot.records import Report
 from oneshot.report import print_report
 
 
@@ -127,6 +129,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_report(report)
     return 0
 
+
+class _CallableModule(ModuleType):
+    """`import oneshot.compress` binds this module over the package's function of the same name; both compress."""
+
+    def __call__(self, config: CompressionConfig, *, show_progress: bool = False) -> Report:
+        return compress(config, show_progress=show_progress)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
     sys.exit(main())
