@@ -46,7 +46,8 @@ def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) 
     """
     work = matrix.clone()
     columns = torch.arange(matrix.shape[1], device=matrix.device)  # original index of each column of `work`
-    sketched = _sketch(matrix, min(block_size + OVERSAMPLING, matrix.shape[0]), seed)
+    sketch_size = min(block_size + OVERSAMPLING, matrix.shape[0])
+    sketched = _sketch(matrix, sketch_size, seed)
     largest = float(torch.linalg.vector_norm(sketched, dim=0).amax())
     tolerance = largest * torch.finfo(matrix.dtype).eps * max(matrix.shape)
     r = matrix.new_zeros(rank, matrix.shape[1])
@@ -67,8 +68,8 @@ def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) 
         sketched = torch.addmm(sketched[:, rest], sketched[:, chosen], coefficients, alpha=-1)
         work = torch.addmm(work[:, rest], orthonormal, r12, alpha=-1)
         taken, columns = torch.cat([taken, columns[chosen]]), columns[rest]
-        if chosen.numel() < width:
-            break
+        if chosen.numel() < width:  # the sketch is used up: is the matrix?
+            sketched = _sketch(work, sketch_size, seed + taken.numel())
     pivots = torch.cat([taken, columns])
     r = r[: taken.numel(), pivots]
     return PivotedFactor(pivots, trailing_errors(r, work.double().square().sum(dim=0)), r)
@@ -124,6 +125,9 @@ def greedy_pivots(sketched: torch.Tensor, count: int, tolerance: float) -> tuple
 
 
 def _sketch(matrix: torch.Tensor, sketch_size: int, seed: int) -> torch.Tensor:
+    """S A, or A itself where S would have as many rows."""
+    if sketch_size >= matrix.shape[0]:
+        return matrix
     nonzeros = min(SKETCH_NONZEROS, sketch_size)
     out = matrix.new_zeros(sketch_size, matrix.shape[1])
     return sketch_(out, matrix, row_offset=0, seed=seed, nonzeros=nonzeros)

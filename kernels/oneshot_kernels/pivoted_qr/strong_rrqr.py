@@ -17,7 +17,7 @@ def strong_rrqr_swaps(
     at most log(√(rank · n)^rank) / log(bound) swaps from greedy pivots and nearly always after a few. This bounds
     |T|, as their weaker condition does; their ρ also bounds the singular values of R22.
 
-    factor     from any routine here; columns past `factorised_rank` are dependent to rounding and are left alone.
+    factor     from any routine here; a skeleton beyond its `factorised_rank` is improved up to there.
     rank       size of the skeleton to improve; skeletons of other sizes are not.
     max_swaps  stop after so many (None: rank); the bound may then not hold: check max|interpolation_matrix(...)|.
     Returns a factor with the same columns and a new order. Raises ValueError for bound <= 1 or rank outside [0, n].
@@ -28,8 +28,9 @@ def strong_rrqr_swaps(
     if not 0 <= rank <= factor.pivots.numel():
         raise ValueError(f"rank {rank} is outside [0, {factor.pivots.numel()}]")
     r, pivots = factor.r.clone(), factor.pivots.clone()
-    if rank >= r.shape[0]:
-        return factor  # R12 of the independent columns is all there is, and no other column could replace them
+    rank = min(rank, r.shape[0])
+    if rank == 0 or rank == pivots.numel():
+        return factor
     for _ in range(rank if max_swaps is None else max_swaps):
         coefficients = torch.linalg.solve_triangular(r[:rank, :rank], r[:rank, rank:], upper=True).abs()
         largest = int(coefficients.argmax())
