@@ -24,7 +24,7 @@ from oneshot.arch import get_architecture
 from oneshot.calibration import iter_documents, load_tokenizer, pack
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import DTYPES
-from oneshot.errors import CalibrationError, ConfigError, OneshotError
+from oneshot.errors import CalibrationError, ConfigError, OneshotError, OutputError
 from oneshot.source import resolve_checkpoint
 from oneshot.stream import resolve_device, resolve_dtype
 
@@ -140,13 +140,17 @@ def run_tasks(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError("--tasks needs lm-eval; run pip install 'oneshot[eval]'.") from error
+    manager = TaskManager(include_path=include_path)
+    for task in tasks:
+        if task not in manager.all_tasks and not Path(task).is_file():
+            raise ConfigError(f"--tasks {task} is not known to lm-eval; check the name, or give --include-path.")
     results = simple_evaluate(
         model="hf",
         model_args={"pretrained": str(folder), "dtype": "auto"},
         tasks=list(tasks),
         limit=limit,
         device=str(device),
-        task_manager=TaskManager(include_path=include_path),
+        task_manager=manager,
     )
     return {
         task: {name: value for name, value in metrics.items() if isinstance(value, float)}
@@ -277,6 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.sequence_length < 2:
             raise CalibrationError(f"--sequence-length {arguments.sequence_length} is too small; give at least 2.")
+        if arguments.max_windows is not None and arguments.max_windows < 1:
+            raise ConfigError(f"--max-windows {arguments.max_windows} is too small; give at least 1.")
+        if arguments.output and not Path(arguments.output).absolute().parent.is_dir():
+            raise OutputError(f"{arguments.output} cannot be written: its folder does not exist; create it first.")
         evaluations = evaluate(
             [arguments.checkpoint] + ([arguments.baseline] if arguments.baseline else []),
             arguments.text,

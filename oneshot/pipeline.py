@@ -56,6 +56,7 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
     checkpoint = Checkpoint(resolve_checkpoint(config.checkpoint, scratch))
     architecture = get_architecture(checkpoint.config)
     shape = architecture.shape(checkpoint.config, checkpoint.tensor_names)
+    architecture.check_layers(shape, checkpoint.shapes)
     plan = _plan(config, recipe, checkpoint, shape)
     compressed_shape = plan.apply(shape)
     compressed_config = architecture.resize_config(checkpoint.config, compressed_shape)
@@ -65,7 +66,7 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
         Path(config.output).expanduser(),
         max_shard_bytes=config.max_shard_bytes,
         overwrite=config.overwrite,
-        expected_bytes=round(checkpoint.num_bytes * _kept_fraction(checkpoint, shape, compressed_shape)),
+        expected_bytes=_expected_bytes(config.save_dtype, checkpoint, shape, compressed_shape),
     ) as writer:
         calibration = None
         if recipe.reads_activations and compressed_shape != shape:
@@ -168,9 +169,13 @@ def _cast(save_dtype: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.
     }
 
 
-def _kept_fraction(checkpoint: Checkpoint, shape: ModelShape, compressed: ModelShape) -> float:
+def _expected_bytes(save_dtype: str, checkpoint: Checkpoint, shape: ModelShape, compressed: ModelShape) -> int:
+    """Bytes that the weight files will take, to the size of their headers."""
     removed = shape.num_hidden_layers * (shape.layer_parameters() - compressed.layer_parameters())
-    return 1 - removed / checkpoint.num_parameters
+    kept = checkpoint.num_parameters - removed
+    if save_dtype != "keep":
+        return kept * SAVED_DTYPES[save_dtype].itemsize
+    return round(checkpoint.num_bytes * kept / checkpoint.num_parameters)
 
 
 def _report(

@@ -88,6 +88,10 @@ def _plan_width(shape: ModelShape, plan: Plan, surplus: int, round_to: int) -> P
     """The FFN width, a multiple of `round_to`, that comes nearest to removing the surplus that is left."""
     rest = surplus - removed_parameters(shape, plan)
     per_neuron = shape.num_hidden_layers * (3 * shape.hidden_size + 2 * shape.mlp_bias)
+    if round_to > shape.intermediate_size:
+        raise PlanError(
+            f"--round-to {round_to} is above the FFN width of {shape.intermediate_size}; give a smaller one."
+        )
     exact = shape.intermediate_size - rest / per_neuron
     width = min(round(exact / round_to) * round_to, shape.intermediate_size)
     if width < round_to:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from oneshot.errors import DeviceError
+from oneshot.errors import CalibrationError, DeviceError
 
 STREAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -82,7 +82,15 @@ class LayerStream:
         }
 
     def embed(self, embedding: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token embeddings `(sequences, length, D)` on the stream's device."""
+        """Token embeddings `(sequences, length, D)` on the stream's device.
+
+        Raises `CalibrationError` for tokens that the embedding has no row for.
+        """
+        if int(token_ids.max()) >= len(embedding):
+            raise CalibrationError(
+                f"The tokenizer gives token {int(token_ids.max())} but the embedding has {len(embedding)} rows; "
+                "give the tokenizer that belongs to the model."
+            )
         return functional.embedding(token_ids, embedding).to(self.device, self.dtype)
 
     def layer(self, tensors: dict[str, torch.Tensor]) -> "StreamLayer":

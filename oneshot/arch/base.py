@@ -1,6 +1,6 @@
 """What a model family must say about itself: its tensor names and what its stock config can hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,43 @@ class Architecture:
         except KeyError as error:
             message = f"config.json does not state {error}; give a complete {self.model_type} checkpoint."
             raise CheckpointError(message) from error
+
+    def check_layers(self, shape: ModelShape, stored: Mapping[str, tuple[int, ...]]) -> None:
+        """Check the decoder layers' tensors, `name -> shape`, against the config's sizes before any work is done.
+
+        Raises `CheckpointError` naming the first tensor that is missing, too many, or of another size.
+        """
+        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        expected: dict[str, tuple[int, ...]] = {
+            f"{Q_PROJ}.weight": (queries, shape.hidden_size),
+            f"{K_PROJ}.weight": (keys, shape.hidden_size),
+            f"{V_PROJ}.weight": (keys, shape.hidden_size),
+            f"{O_PROJ}.weight": (shape.hidden_size, queries),
+            f"{GATE_PROJ}.weight": (shape.intermediate_size, shape.hidden_size),
+            f"{UP_PROJ}.weight": (shape.intermediate_size, shape.hidden_size),
+            f"{DOWN_PROJ}.weight": (shape.hidden_size, shape.intermediate_size),
+            "input_layernorm.weight": (shape.hidden_size,),
+            "post_attention_layernorm.weight": (shape.hidden_size,),
+        }
+        for linears, has_bias in (
+            ((Q_PROJ, K_PROJ, V_PROJ), shape.attention_bias),
+            ((O_PROJ,), shape.output_bias),
+            ((GATE_PROJ, UP_PROJ, DOWN_PROJ), shape.mlp_bias),
+        ):
+            if has_bias:
+                expected |= {f"{linear}.bias": expected[f"{linear}.weight"][:1] for linear in linears}
+        expected_names = {
+            self.layer_prefix(layer) + name: size
+            for layer in range(shape.num_hidden_layers)
+            for name, size in expected.items()
+        }
+        in_layers = {name for name in stored if name.startswith(f"{self.layers}.") and "rotary_emb" not in name}
+        for name in sorted(expected_names.keys() | in_layers):
+            if stored.get(name) != expected_names.get(name):
+                raise CheckpointError(
+                    f"{name} has shape {stored.get(name)} where config.json of a {self.model_type} model asks for "
+                    f"{expected_names.get(name)}; give a complete, unmodified checkpoint."
+                )
 
 
 def set_sizes(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
