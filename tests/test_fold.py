@@ -48,7 +48,7 @@ def duplicate_neurons_(model: Any) -> None:
 
 @torch.no_grad()
 def combine_neurons_(model: Any) -> None:
-    """With the gate shared, an `up` row that is a combination of two gives an activation that is, too: half the rank."""
+    """With the gate shared, an `up` row that is a combination of two gives one, too: half the rank."""
     for layer in model.model.layers:
         gate, up = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight
         for first in range(0, gate.shape[0], 4):

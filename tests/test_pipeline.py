@@ -1,7 +1,8 @@
-"""The whole pipeline on tiny models: identity, determinism, every recipe and model variant, honest counts, no gradient."""
+"""The whole pipeline on tiny models: identity, determinism, every recipe and variant, honest counts, no gradient."""
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_the_report_is_complete(make_checkpoint: MakeCheckpoint, make_config: Ma
     assert written == json.loads(json.dumps(report.to_dict()))
     assert written["config"]["seed"] == 3
     assert written["config"]["checkpoint"] == str(folder)
-    assert written["recipe"] == {"ffn": "id", "heads": "id", "correction": "two-stream"}
+    assert written["recipe"] == asdict(RECIPES["stat"])
     assert {"python", "torch", "transformers", "oneshot"} <= written["versions"].keys()
     calibration = written["calibration"]
     assert calibration["source"] == str(text_file)
@@ -260,7 +261,7 @@ def test_sharded_output_has_a_complete_index(make_checkpoint: MakeCheckpoint, ma
 def test_heads_that_do_not_divide_the_hidden_size_become_mistral(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
-    """Three of four heads beside hidden size 32: no LlamaConfig holds that, MistralConfig does, and it is the same layer."""
+    """Three of four heads beside hidden size 32: no LlamaConfig holds that, MistralConfig does."""
     folder = make_checkpoint(heads=4, groups=4)
     config = make_config(folder, recipe="stat", ffn="none", sparsity=0.03)
     compress(config)

@@ -1,0 +1,508 @@
+"""Every error a user can meet: one line that names the thing, exit code 1, nothing left behind, no traceback."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeCheckpoint
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from oneshot import evaluate
+from oneshot.checkpoint import INDEX_NAME, SINGLE_NAME
+from oneshot.compress import main
+
+Check = Callable[..., str]
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "results" / "out"
+
+
+@pytest.fixture
+def fails(output: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Run the command line with good options, `changes` on top; check the failure, return its message."""
+
+    def run(checkpoint: Path | str, *names: str, **changes: Any) -> str:
+        options: dict[str, Any] = {
+            "output": output,
+            "sparsity": 0.2,
+            "calibration": text_file,
+            "num_sequences": 4,
+            "sequence_length": 16,
+            "device": "cpu",
+        }
+        arguments = [str(checkpoint), "--quiet"]
+        for name, value in (options | changes).items():
+            if value is not None:
+                arguments.append(f"--{name.replace('_', '-')}={value}")
+        before = sorted(output.parent.iterdir()) if output.parent.exists() else []
+        capsys.readouterr()
+        code = main(arguments)
+        captured = capsys.readouterr()
+        assert code == 1
+        lines = captured.err.splitlines()
+        assert len(lines) == 1, captured.err
+        assert lines[0].startswith("error: ")
+        assert captured.out == ""
+        for name in names:
+            assert name in lines[0]
+        assert lines[0].endswith((".", "--overwrite."))
+        after = sorted(output.parent.iterdir()) if output.parent.exists() else []
+        assert after == before, "nothing is left at the output or beside it"
+        return lines[0]
+
+    return run
+
+
+# The checkpoint
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "reason"),
+    [
+        ("/no/such/path", "does not exist"),
+        ("no-such-folder", "does not exist"),
+        ("./no/such", "does not exist"),
+        ("/no/such.gguf", "does not exist"),
+        (__file__, "is a file"),
+        ("no-such-organisation/no-such-model", "hub"),
+        ("two words/no model", "two words/no model"),
+    ],
+)
+def test_no_such_checkpoint(checkpoint: str, reason: str, fails: Check) -> None:
+    fails(checkpoint, checkpoint, reason)
+
+
+def test_an_empty_folder(tmp_path: Path, fails: Check) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    fails(empty, str(empty), "empty folder")
+
+
+def test_a_folder_without_config(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    folder = own_checkpoint()
+    (folder / "config.json").unlink()
+    fails(folder, "config.json", "missing")
+
+
+@pytest.mark.parametrize("content", ["{unfinished", "[1, 2]", "\ufeff"])
+def test_a_damaged_config(content: str, own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    folder = own_checkpoint()
+    (folder / "config.json").write_text(content)
+    fails(folder, "config.json", "JSON")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    kept = {name: value for name, value in config.items() if value != "removed"}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"model_type": "gpt2"}, ("gpt2", "llama, mistral")),
+        ({"model_type": "removed"}, ("(none)",)),
+        ({"model_type": "mixtral"}, ("mixtral", "mixture of experts")),
+        ({"num_local_experts": 8}, ("mixture of experts",)),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ("quantised",)),
+        ({"intermediate_size": "removed"}, ("intermediate_size",)),
+        ({"intermediate_size": 100}, ("mlp",)),
+        ({"num_hidden_layers": 3}, ("model.layers.2",)),
+        ({"num_attention_heads": 8}, ("self_attn",)),
+    ],
+)
+def test_models_that_are_not_supported(
+    changes: dict[str, Any], names: tuple[str, ...], own_checkpoint: MakeCheckpoint, fails: Check
+) -> None:
+    folder = own_checkpoint()
+    edit_config(folder, **changes)
+    fails(folder, *names)
+
+
+def test_a_missing_tensor(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    folder = own_checkpoint()
+    tensors = load_file(folder / SINGLE_NAME)
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, folder / SINGLE_NAME)
+    for recipe in ("oneshot", "random"):
+        fails(folder, "model.layers.1.mlp.down_proj.weight", recipe=recipe)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_pickled_weights_are_refused(name: str, own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    folder = own_checkpoint()
+    (folder / SINGLE_NAME).unlink()
+    torch.save({"a": torch.ones(1)}, folder / name)
+    fails(folder, str(folder), "pickled", "safe_serialization")
+
+
+def test_no_weights(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    folder = own_checkpoint()
+    (folder / SINGLE_NAME).unlink()
+    fails(folder, str(folder), "no safetensors weights")
+
+
+def first_shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def test_a_missing_shard(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    folder = own_checkpoint(shard_size="20KB")
+    shard = first_shard(folder)
+    shard.unlink()
+    fails(folder, shard.name, "missing")
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 5, 200, -100])
+def test_a_truncated_shard(kept_bytes: int, own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    folder = own_checkpoint(shard_size="20KB")
+    shard = first_shard(folder)
+    shard.write_bytes(shard.read_bytes()[:kept_bytes])
+    fails(folder, shard.name, "truncated")
+
+
+def test_a_shard_that_lacks_a_tensor(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    folder = own_checkpoint(shard_size="20KB")
+    index = json.loads((folder / INDEX_NAME).read_text())
+    index["weight_map"]["model.layers.0.extra"] = first_shard(folder).name
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    fails(folder, "model.layers.0.extra", "lacks")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("recipe", ["stat", "random"])
+def test_weights_that_are_not_finite(
+    value: float, name: str, recipe: str, own_checkpoint: MakeCheckpoint, fails: Check
+) -> None:
+    folder = own_checkpoint()
+    tensors = load_file(folder / SINGLE_NAME)
+    tensors[name][3, 3] = value
+    save_file(tensors, folder / SINGLE_NAME)
+    fails(folder, name, "NaN or Inf", recipe=recipe)
+
+
+def test_activations_that_overflow(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    folder = own_checkpoint()
+    tensors = load_file(folder / SINGLE_NAME)
+    for name in ("up_proj", "gate_proj"):
+        tensors[f"model.layers.0.mlp.{name}.weight"] *= 1e18
+    save_file(tensors, folder / SINGLE_NAME)
+    fails(folder, "overflow", "--dtype float32")
+
+
+def test_a_damaged_gguf_file(tmp_path: Path, fails: Check) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(50))
+    fails(path, str(path), "GGUF")
+
+
+# The calibration text
+
+
+def test_a_missing_tokenizer(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    folder = own_checkpoint()
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    fails(folder, str(folder), "tokenizer")
+
+
+def test_a_tokenizer_of_another_model(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    """Tokens that the embedding has no row for."""
+    folder = own_checkpoint()
+    tensors = load_file(folder / SINGLE_NAME)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:50].clone()
+    save_file(tensors, folder / SINGLE_NAME)
+    edit_config(folder, vocab_size=50)
+    fails(folder, "tokenizer", "50")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "does not exist"), ("", "empty"), ("  \n", "0 tokens"), ("Few words.", "less than")]
+)
+def test_texts_that_cannot_be_used(
+    content: str | None, reason: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, fails: Check
+) -> None:
+    path = tmp_path / "my-text.txt"
+    if content is not None:
+        path.write_text(content)
+    fails(make_checkpoint(), str(path), reason, calibration=path)
+
+
+@pytest.mark.parametrize("source", ["c4", "wikitext2", "no-such-organisation/no-such-set"])
+def test_a_data_set_without_network(source: str, make_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    fails(make_checkpoint(), "network", "builtin", calibration=source)
+
+
+# The options
+
+
+@pytest.mark.parametrize("sparsity", ["abc", "1.5", "-0.1", "nan", "1", "inf", ""])
+def test_sparsity_out_of_range(sparsity: str, make_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    fails(make_checkpoint(), "--sparsity", sparsity, sparsity=sparsity)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"sparsity": None}, ("--sparsity", "--params")),
+        ({"params": "1M"}, ("--sparsity", "--params")),
+        ({"sparsity": None, "params": "10T"}, ("10T",)),
+        ({"sparsity": None, "params": "0"}, ("--params 0",)),
+        ({"sparsity": None, "params": "1B"}, ("1,000,000,000", "above the dense model")),
+        ({"sparsity": 0.99}, ("can give up",)),
+        ({"ffn": "none"}, ("Nothing may be reduced",)),
+        ({"recipe": "magic"}, ("magic", "oneshot, stat")),
+        ({"device": "cuda:7"}, ("cuda:7", "--device cpu")),
+        ({"device": "tpu"}, ("tpu",)),
+        ({"damping": "-1"}, ("--damping",)),
+        ({"damping": "nan"}, ("--damping",)),
+        ({"num_sequences": 0}, ("--num-sequences",)),
+        ({"sequence_length": 1}, ("--sequence-length",)),
+        ({"batch_size": 0}, ("--batch-size",)),
+        ({"round_to": 0}, ("--round-to",)),
+        ({"round_to": 1000}, ("--round-to",)),
+        ({"max_memory": "much"}, ("much",)),
+        ({"max_shard_size": "0"}, ("--max-shard-bytes",)),
+    ],
+)
+def test_options_out_of_range(
+    changes: dict[str, Any], names: tuple[str, ...], make_checkpoint: MakeCheckpoint, fails: Check
+) -> None:
+    fails(make_checkpoint(), *names, **changes)
+
+
+def test_a_size_that_the_tier_cannot_hold(make_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    folder = make_checkpoint(groups=4, attention_bias=True)
+    fails(folder, "3 heads", "hidden size 32", recipe="stat", ffn="none", sparsity=0.03)
+
+
+# The output
+
+
+def test_an_output_that_exists(make_checkpoint: MakeCheckpoint, output: Path, fails: Check) -> None:
+    output.mkdir(parents=True)
+    (output / "precious").write_text("precious")
+    fails(make_checkpoint(), str(output), "--overwrite")
+    assert (output / "precious").read_text() == "precious"
+
+
+def test_an_output_that_cannot_be_written(make_checkpoint: MakeCheckpoint, tmp_path: Path, fails: Check) -> None:
+    file = tmp_path / "file"
+    file.write_text("a file, no folder")
+    target = file / "out"
+    fails(make_checkpoint(), str(target), "cannot be written", output=target)
+    fails(make_checkpoint(), "cannot be written", output=Path("/proc/no-such/out"))
+    assert file.read_text() == "a file, no folder"
+
+
+def test_too_little_space(
+    make_checkpoint: MakeCheckpoint, output: Path, monkeypatch: pytest.MonkeyPatch, fails: Check
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
+    fails(make_checkpoint(), str(output.parent), "free")
+
+
+def test_the_space_is_reckoned_in_the_dtype_that_is_saved(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, fails: Check
+) -> None:
+    """Saving a bfloat16 model as float32 doubles it."""
+    folder = make_checkpoint(dtype=torch.bfloat16)
+    room = round(1.2 * (folder / SINGLE_NAME).stat().st_size)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 0, room))
+    fails(folder, "free", save_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        OSError(28, "No space left on device"),
+    ],
+)
+def test_a_disk_that_fills_up_while_writing(
+    error: Exception, make_checkpoint: MakeCheckpoint, output: Path, monkeypatch: pytest.MonkeyPatch, fails: Check
+) -> None:
+    written = []
+
+    def write_then_fail(tensors: Any, path: Path, **options: Any) -> None:
+        if len(written) == 3:
+            raise error
+        written.append(path)
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr("oneshot.checkpoint.save_file", write_then_fail)
+    fails(make_checkpoint(), str(output), "No space left", max_shard_size="10KB")
+    assert len(written) == 3
+
+
+def test_a_scratch_disk_that_fills_up(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, fails: Check
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("oneshot.stream.ActivationStore.write", fail)
+    fails(make_checkpoint(), "No space left", max_memory=1)
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "10KB"])
+def test_a_write_that_the_system_refuses(
+    max_shard_size: str, make_checkpoint: MakeCheckpoint, output: Path, fails: Check
+) -> None:
+    """A limit on the size of files makes the kernel itself refuse a write, as a full disk does, without mocks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder = make_checkpoint()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        fails(folder, str(output), "cannot be written", max_shard_size=max_shard_size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# The process
+
+
+def arguments(checkpoint: Path, output: Path, text: Path) -> list[str]:
+    options = ["--sparsity=0.2", "--num-sequences=4", "--sequence-length=16", "--device=cpu"]
+    return [str(checkpoint), f"--output={output}", f"--calibration={text}", *options]
+
+
+def test_an_interrupt_leaves_nothing(
+    make_checkpoint: MakeCheckpoint,
+    output: Path,
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from oneshot.layerwise import LayerCompressor
+
+    original = LayerCompressor.compress_layer
+    done = []
+
+    def interrupted(self: LayerCompressor, *rest: Any) -> Any:
+        if done:
+            raise KeyboardInterrupt
+        done.append(1)
+        return original(self, *rest)
+
+    monkeypatch.setattr(LayerCompressor, "compress_layer", interrupted)
+    assert main([*arguments(make_checkpoint(), output, text_file), "--quiet", "--max-shard-size=10KB"]) == 130
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == ["interrupted; nothing was written"]
+    assert not output.exists()
+    assert not list(output.parent.iterdir()) if output.parent.exists() else True
+
+
+def run_command(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+        cwd=Path(__file__).parent.parent,
+    )
+
+
+def test_the_command_line_ends_with_one_line(own_checkpoint: MakeCheckpoint, output: Path, text_file: Path) -> None:
+    folder = own_checkpoint(shard_size="20KB")
+    shard = first_shard(folder)
+    shard.write_bytes(shard.read_bytes()[:-10])
+    result = run_command("oneshot.compress", *arguments(folder, output, text_file))
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {shard}")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+    assert not output.parent.exists()
+
+
+def test_a_hub_name_without_network(output: Path, text_file: Path) -> None:
+    result = run_command(
+        "oneshot.compress", *arguments(Path("some-org/some-model"), output, text_file), HF_HUB_OFFLINE="1"
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: some-org/some-model is no local path")
+    assert "network" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_debug_shows_the_traceback(output: Path, text_file: Path) -> None:
+    result = run_command("oneshot.compress", *arguments(Path("/no/such/path"), output, text_file), "--debug")
+    assert result.returncode != 0
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "CheckpointError: /no/such/path does not exist" in result.stderr
+
+
+def test_a_good_run_of_the_command_line(make_checkpoint: MakeCheckpoint, output: Path, text_file: Path) -> None:
+    """The other tests of this file would pass on a command line that always fails."""
+    result = run_command("oneshot.compress", *arguments(make_checkpoint(), output, text_file))
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "stored parameters" in result.stdout
+    assert "layer 2/2" in result.stderr
+    assert {"config.json", "README.md", "oneshot_report.json", INDEX_NAME, "tokenizer.json"} <= {
+        path.name for path in output.iterdir()
+    }
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--text=no-such-file.txt"], ("no-such-file.txt", "does not exist")),
+        (["--device=cuda:7"], ("cuda:7",)),
+        (["--sequence-length=1"], ("--sequence-length 1",)),
+        (["--baseline=/no/such/path"], ("/no/such/path",)),
+        (["--text={text}", "--sequence-length=100000000"], ("less than one sequence",)),
+        (["--text={text}", "--output=/no/such/folder/out.json"], ("/no/such/folder/out.json",)),
+        (["--tasks", "no-such-task"], ("no-such-task",)),
+        (["--text={text}", "--max-windows=0"], ("--max-windows",)),
+    ],
+)
+def test_evaluation_errors(
+    options: list[str],
+    names: tuple[str, ...],
+    make_checkpoint: MakeCheckpoint,
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = evaluate.main(
+        [str(make_checkpoint()), "--decode-tokens=0", *(option.format(text=text_file) for option in options)]
+    )
+    captured = capsys.readouterr()
+    assert code == 1
+    errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "Traceback" not in captured.err
+    for name in names:
+        assert name in errors[0]
+
+
+def test_evaluation_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main([str(tmp_path / "none")]) == 1
+    assert str(tmp_path / "none") in capsys.readouterr().err
+
+
+def test_damaged_copies_do_not_reach_the_shared_checkpoint(
+    own_checkpoint: MakeCheckpoint, make_checkpoint: MakeCheckpoint
+) -> None:
+    shutil.rmtree(own_checkpoint())
+    assert (make_checkpoint() / SINGLE_NAME).exists()
