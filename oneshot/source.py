@@ -1,11 +1,12 @@
 """The CHECKPOINT argument -> a local folder of safetensors: a folder, a GGUF file, or a name on the hub."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from oneshot.errors import CheckpointError
+from oneshot.errors import CheckpointError, OutputError
 
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -45,15 +46,17 @@ def _download(name: str) -> Path:
 
 
 def _convert_gguf(path: Path, scratch: Path) -> Path:
-    """Dequantise into `scratch/<stem>` as float32 safetensors. The only place where a whole model is in memory."""
+    """Dequantise into a folder of its own in `scratch` as float32 safetensors. The only place where a whole model is in memory."""
     try:
         import gguf  # noqa: F401  (transformers needs it and only says so after reading the file)
     except ImportError as error:
         raise CheckpointError(f"Reading {path} needs the package gguf; run pip install 'oneshot[demo]'.") from error
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = scratch / path.stem
+    # two files of one name may meet in one scratch folder
+    folder = scratch / f"{path.stem}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]}"
     if (folder / "config.json").exists():
         return folder
     try:
@@ -67,8 +70,13 @@ def _convert_gguf(path: Path, scratch: Path) -> Path:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(
+            f"{path} cannot be converted in {scratch} ({error}); free some space there or set TMPDIR."
+        ) from error
     config = json.loads((folder / "config.json").read_text())
     if "quantization_config" in config:
         raise CheckpointError(f"{os.fspath(path)} could not be dequantised; give a safetensors checkpoint instead.")
