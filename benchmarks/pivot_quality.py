@@ -99,10 +99,12 @@ def bad_inputs(seed: int) -> dict[str, torch.Tensor]:
     duplicated = torch.cat([base, base[:, :128], torch.zeros(2048, 128, dtype=torch.float64)], dim=1)
     spikes = normal(2048, 512)
     spikes[:8] *= 1e4  # a few rows hold nearly all of the norm: coherent
+    left, right = torch.linalg.qr(normal(2048, 512))[0], torch.linalg.qr(normal(512, 512))[0]
     return {
         "kahan": kahan(256),
         "duplicated and zero columns": duplicated,
-        "graded": normal(2048, 512) * torch.logspace(0, -12, 512, dtype=torch.float64),
+        "graded columns": normal(2048, 512) * torch.logspace(0, -12, 512, dtype=torch.float64),
+        "graded spectrum": left * torch.logspace(0, -20, 512, dtype=torch.float64) @ right,
         "coherent spikes": spikes,
     }
 

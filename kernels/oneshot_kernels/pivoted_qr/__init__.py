@@ -38,7 +38,7 @@ def pivoted_qr(
     if rank is not None and not 0 <= rank <= full:
         raise ValueError(f"rank {rank} is outside [0, {full}]")
     rank = full if rank is None else rank
-    if matrix.numel() == 0:
+    if not bool(matrix.any()):
         return empty_factor(matrix.shape[1], matrix.dtype, matrix.device)
     if choose_backend(matrix) == "reference":
         return reference.pivoted_qr(matrix, rank)

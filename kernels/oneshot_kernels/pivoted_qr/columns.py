@@ -77,8 +77,7 @@ class MatrixColumns:
 
     def factor(self, winners: torch.Tensor) -> PivotedFactor:
         pilot = _qr(self.matrix[:, winners])
-        rounding = torch.finfo(self.matrix.dtype).eps * max(self.matrix.shape)
-        found = int((pilot.r.diagonal().abs() > rounding * pilot.trailing_errors[0]).sum())
+        found = pilot.factorised_rank
         pivots = _complete(winners[pilot.pivots], self.count)
         permuted = self.matrix[:, pivots]
         orthonormal, _ = torch.linalg.qr(permuted[:, :found])
