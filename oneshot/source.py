@@ -46,7 +46,10 @@ def _download(name: str) -> Path:
 
 
 def _convert_gguf(path: Path, scratch: Path) -> Path:
-    """Dequantise into a folder of its own in `scratch` as float32 safetensors. The only place where a whole model is in memory."""
+    """Dequantise into a folder of its own in `scratch`, as float32 safetensors.
+
+    The only place where a whole model is in memory.
+    """
     try:
         import gguf  # noqa: F401  (transformers needs it and only says so after reading the file)
     except ImportError as error:
