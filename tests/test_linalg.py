@@ -183,3 +183,38 @@ def test_quota_is_met_exactly_for_singular_grams(matrix: Matrix, classes: int, q
     pivots = pivots_with_quota(gram_of(matrix), class_of, quota=quota)
     assert len(set(pivots.tolist())) == len(pivots)
     assert class_of[pivots].bincount().tolist() == [quota] * classes
+
+
+@given(seed=st.integers(0, 1000), pivoting=st.sampled_from(("cholesky", "qr", "grouped", "tournament")))
+def test_pivots_of_a_sketch_equal_scipy_qr_of_it(seed: int, pivoting: str) -> None:
+    """One group holds all columns, so that every way of pivoting is plain pivoted QR of the weighted sketch."""
+    rng = np.random.default_rng(seed)
+    sketch, weights = rng.standard_normal((30, 12)), rng.uniform(0.5, 2.0, 12)
+    pivots = weighted_pivots(
+        torch.eye(12),  # the Gram is not to be looked at
+        torch.from_numpy(weights),
+        rank=7,
+        sketch=torch.from_numpy(sketch),
+        pivoting=pivoting,
+        group_size=12,
+    )
+    order = scipy.linalg.qr(sketch * weights, mode="r", pivoting=True)[1]
+    assert set(pivots.tolist()) == set(order[:7].tolist())
+
+
+@pytest.mark.parametrize("sketched", [False, True])
+@pytest.mark.parametrize("pivoting", ["grouped", "tournament"])
+@given(seed=st.integers(0, 1000))
+def test_grouped_pivots_span_an_exact_rank(pivoting: str, sketched: bool, seed: int) -> None:
+    matrix = exact_rank(np.random.default_rng(seed), 60, 24, rank=5)
+    sketch = torch.from_numpy(np.random.default_rng(seed + 1).standard_normal((20, 60)) @ matrix) if sketched else None
+    pivots = weighted_pivots(gram_of(matrix), torch.ones(24), rank=10, sketch=sketch, pivoting=pivoting, group_size=8)
+    assert len(set(pivots.tolist())) == 10
+    assert residual(matrix, pivots) <= TOLERANCES["rank"] * np.linalg.norm(matrix)
+
+
+def test_pivoting_that_is_not_known() -> None:
+    with pytest.raises(ValueError, match="magic"):
+        weighted_pivots(torch.eye(3), torch.ones(3), rank=2, pivoting="magic")
+    with pytest.raises(ValueError, match="sketch"):
+        weighted_pivots(torch.eye(3), torch.ones(3), rank=2, pivoting="qr")

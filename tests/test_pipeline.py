@@ -355,6 +355,24 @@ def test_memory_holds_a_few_layers_not_the_model(make_config: MakeConfig, make_c
     assert 0 < largest < model_bytes / 2
 
 
+@pytest.mark.parametrize("sketch", ["none", "count", "sparse-sign"])
+@pytest.mark.parametrize("pivoting", ["cholesky", "qr", "grouped", "tournament"])
+def test_pivots_from_sketches(
+    pivoting: str, sketch: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = make_checkpoint()
+    if (pivoting, sketch) == ("qr", "none"):
+        with pytest.raises(OneshotError, match="--sketch"):
+            compress(make_config(folder, pivoting=pivoting, sketch=sketch))
+        return
+    errors = {}
+    for name, changes in (("chosen", {"pivoting": pivoting, "sketch": sketch}), ("random", {"ffn": "random"})):
+        report = compress(make_config(folder, output=str(tmp_path / name), sparsity=0.25, **changes))
+        errors[name] = report.layers[0].blocks[0].measured_error or 0.0
+    load_strictly(tmp_path / "chosen")
+    assert 0 < errors["chosen"] < 0.95 * errors["random"]
+
+
 def test_params_target(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     folder = make_checkpoint()
     dense = Checkpoint(folder).num_parameters

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import TOLERANCES, Matrix, matrices
 
 from oneshot.records import BlockStatistics
-from oneshot.statistics import GramAccumulator, with_constant_column
+from oneshot.statistics import GramAccumulator, SketchAccumulator, with_constant_column
 
 CPU = torch.device("cpu")
 
@@ -79,3 +79,35 @@ def test_a_residual_cannot_be_forgotten() -> None:
     accumulator = GramAccumulator(3, output_size=2, device=CPU)
     with pytest.raises(ValueError, match="residual_target"):
         accumulator.update_(torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("nonzeros", [1, 4])
+@given(matrix=matrices(), cuts=st.lists(st.integers(0, 30), max_size=4))
+def test_sketches_do_not_depend_on_batches_or_workers(nonzeros: int, matrix: Matrix, cuts: list[int]) -> None:
+    rows = torch.from_numpy(matrix).float()
+    whole = SketchAccumulator(8, rows.shape[1], nonzeros=nonzeros, seed=3, device=CPU)
+    whole.update_(rows)
+    edges = [0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)]
+    batched = SketchAccumulator(8, rows.shape[1], nonzeros=nonzeros, seed=3, device=CPU)
+    workers = torch.zeros(8, rows.shape[1])
+    for start, stop in itertools.pairwise(edges):
+        batched.update_(rows[start:stop])
+        worker = SketchAccumulator(8, rows.shape[1], nonzeros=nonzeros, seed=3, device=CPU, row_offset=start)
+        worker.update_(rows[start:stop])
+        workers += worker.finish()
+    for got in (batched.finish(), workers):
+        scale = float(rows.abs().max()) * len(rows)
+        assert float((got - whole.finish()).abs().max()) <= TOLERANCES["float32 sums"] * scale
+
+
+def test_a_count_sketch_is_one_signed_row_per_row() -> None:
+    """The sketch of the identity is `S` itself: one ±1 in each of its columns; another seed gives another one."""
+    identity = torch.eye(40)
+    matrices = []
+    for seed in (0, 1):
+        sketch = SketchAccumulator(8, 40, nonzeros=1, seed=seed, device=CPU)
+        sketch.update_(identity)
+        matrices.append(sketch.finish())
+        assert (matrices[-1].abs().sum(0) == 1).all()
+        assert set(matrices[-1].unique().tolist()) == {-1.0, 0.0, 1.0}
+    assert not torch.equal(matrices[0], matrices[1])
