@@ -112,6 +112,7 @@ def fp64_operations(size: int, seed: int, with_geqp3: bool) -> Iterator[tuple[st
         yield "pivoted_cholesky fp64", lambda: pivoted_cholesky(gram())
         yield "blocked_pivoted_cholesky", lambda: blocked_pivoted_cholesky(gram())
         yield "CQRRPT fp64", lambda: pivoted_qr(matrix, method="cqrrpt", seed=seed)
+        yield "QR, then geqp3 of R", lambda: pivoted_qr(torch.linalg.qr(matrix, mode="r")[1], method="lapack")
         yield "BQRRP fp64", lambda: pivoted_qr(matrix, method="randomized", seed=seed)
     if with_geqp3:
         yield "torch.linalg.qr fp64", lambda: torch.linalg.qr(matrix, mode="r")

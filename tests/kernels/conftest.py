@@ -12,7 +12,7 @@ BACKENDS = ["reference", "torch", "triton"]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_forced_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """No forced back end unless a test forces one."""
     monkeypatch.delenv("ONESHOT_KERNELS", raising=False)
 

@@ -99,6 +99,9 @@ def columns_of(gram: torch.Tensor | None, matrix: torch.Tensor | None, group_siz
 
 
 def _qr(matrix: torch.Tensor) -> PivotedFactor:
+    """Pivoted QR of R, from an unpivoted QR of a tall `matrix`: the same pivots, the tall part in BLAS-3 (TSQR)."""
+    if matrix.shape[0] > matrix.shape[1]:
+        _, matrix = torch.linalg.qr(matrix, mode="r")
     return pivoted_qr(matrix, method="lapack" if matrix.device.type == "cpu" else "randomized")
 
 
