@@ -95,8 +95,8 @@ def bad_inputs(seed: int) -> dict[str, torch.Tensor]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
-    base = normal(2048, 192) @ normal(192, 256)
-    duplicated = torch.cat([base, base[:, :128], torch.zeros(2048, 128, dtype=torch.float64)], dim=1)
+    base = normal(2048, 384) * torch.logspace(0, -3, 384, dtype=torch.float64)
+    duplicated = torch.cat([base, base[:, :64], torch.zeros(2048, 64, dtype=torch.float64)], dim=1)
     spikes = normal(2048, 512)
     spikes[:8] *= 1e4  # a few rows hold nearly all of the norm: coherent
     left, right = torch.linalg.qr(normal(2048, 512))[0], torch.linalg.qr(normal(512, 512))[0]
@@ -168,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory of a dense Llama-like checkpoint")
     parser.add_argument("--text", required=True, help="plain text, or JSON lines with a text field")
+    parser.add_argument("--inputs", nargs="+", help="only these inputs (names as printed; default all)")
     parser.add_argument("--tokens", type=int, default=6144)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -178,6 +179,8 @@ def main() -> None:
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     with Path(arguments.output).open("a", encoding="utf-8") as output:
         for name, matrix in inputs.items():
+            if arguments.inputs and name not in arguments.inputs:
+                continue
             for row in measure(matrix, arguments.seed):
                 output.write(json.dumps({"input": name, **row, **provenance(arguments.seed)}) + "\n")
                 output.flush()
