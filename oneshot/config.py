@@ -56,7 +56,7 @@ class CompressionConfig:
     heads: str | None = None
     head_unit: str = "auto"
     correction: str | None = None
-    damping: float = 1e-2
+    damping: float = 3e-2
     pivoting: str | None = None
     sketch: str | None = None
     sketch_size: int | None = None
