@@ -29,7 +29,9 @@ def provenance(**more: Any) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "--short", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "oneshot", "kernels", "benchmarks/*.py")),
+        "dirty": bool(
+            _git("status", "--porcelain", "--untracked-files=no", "--", "oneshot", "kernels", "benchmarks/*.py")
+        ),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("torch", "transformers", "scipy", "numpy")},

@@ -97,7 +97,9 @@ def main() -> None:
                 "max_shard_bytes": 250 * 10**6,
             }
             command = [sys.executable, "-c", MEASURED, json.dumps(config), str(arguments.threads)]
-            measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+            measured = json.loads(
+                subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+            )
             tokens = arguments.num_sequences * arguments.sequence_length
             store_bytes = (2 if recipe == "stat" else 1) * tokens * TINYLLAMA.hidden_size * 4
             above = measured["peak"] - measured["after_imports"]

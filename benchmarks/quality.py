@@ -29,14 +29,19 @@ def main() -> None:
     options.add_argument("--recipes", nargs="+", default=list(RECIPES))
     options.add_argument("--max-windows", type=int, default=16)
     options.add_argument("--no-dense", action="store_true", help="the dense row is there already")
-    options.add_argument("--set", nargs="*", default=[], help="further settings, such as correction=two-stream damping=0.1")
+    options.add_argument(
+        "--set", nargs="*", default=[], help="further settings, such as correction=two-stream damping=0.1"
+    )
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     settings = {name: _number(value) for name, value in (pair.split("=") for pair in arguments.set)}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         dense = resolve_checkpoint(str(smollm2_gguf()), folder)
-        texts = {"wikitext2": arguments.data_dir / "wikitext2_test.txt", "lambada": lambada_text(arguments.data_dir, folder)}
+        texts = {
+            "wikitext2": arguments.data_dir / "wikitext2_test.txt",
+            "lambada": lambada_text(arguments.data_dir, folder),
+        }
         tokenizer = load_tokenizer(dense)
         windows = {
             name: load_windows(str(path), tokenizer, sequence_length=1024, max_windows=arguments.max_windows)

@@ -1,0 +1,151 @@
+"""What choosing pivots from a sketch costs: perplexity of SmolLM2-135M at 20 %, beside pivots of the exact Gram.
+
+All variants share one pass: statistics of the dense stream, the same corrections, only the pivots differ. (So the
+numbers stand beside each other, not beside `quality.jsonl`, where layers are calibrated on the compressed stream.)
+Rows go to `results/sketch_quality.jsonl`.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import append_row, lambada_text, parser, provenance, smollm2_gguf
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from oneshot.arch import get_architecture
+from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
+from oneshot.calibration import load_calibration, load_tokenizer
+from oneshot.checkpoint import Checkpoint
+from oneshot.config import CompressionConfig
+from oneshot.evaluate import load_windows, perplexity
+from oneshot.factorise import correct, select_neurons
+from oneshot.fold import fold_ffn
+from oneshot.layerwise import NONZEROS
+from oneshot.source import resolve_checkpoint
+from oneshot.statistics import GramAccumulator, SketchAccumulator
+from oneshot.stream import LayerStream
+
+KEPT = 1024  # of 1536: 19.7 % of the stored parameters
+CPU = torch.device("cpu")
+# pivoting, sketch, rows ÷ n, groups of columns
+VARIANTS: list[tuple[str, str, int, int]] = [
+    ("cholesky", "none", 0, 0),
+    *(("qr", sketch, rows, 0) for sketch in NONZEROS for rows in (1, 2, 4)),
+    ("grouped", "count", 2, 512),
+    ("grouped", "none", 0, 512),
+    ("tournament", "none", 0, 512),
+]
+
+
+@torch.inference_mode()
+def compress_all(folder: Path, token_ids: torch.Tensor, batch_size: int) -> list[dict[str, torch.Tensor]]:
+    """The tensors of every variant's model, from one dense pass."""
+    checkpoint = Checkpoint(folder)
+    architecture = get_architecture(checkpoint.config)
+    shape = architecture.shape(checkpoint.config, checkpoint.tensor_names)
+    width = shape.intermediate_size
+    damping = CompressionConfig("", "", sparsity=0.0).damping
+    stream = LayerStream(checkpoint.config, sequence_length=token_ids.shape[1], device=CPU, dtype=torch.float32)
+    prefixes = tuple(architecture.layer_prefix(layer) for layer in range(shape.num_hidden_layers))
+    outside = checkpoint.read(name for name in checkpoint.tensor_names if not name.startswith(prefixes))
+    models = [dict(outside) for _ in VARIANTS]
+    hidden = [stream.embed(outside[architecture.embedding], batch) for batch in token_ids.split(batch_size)]
+    sizes = sorted({(sketch, rows) for _, sketch, rows, _ in VARIANTS if sketch != "none"})
+    for layer, prefix in enumerate(prefixes):
+        tensors = checkpoint.read_prefix(prefix)
+        dense = stream.layer(tensors)
+        gram = GramAccumulator(width, output_size=None, device=CPU)
+        sketches = {
+            (sketch, rows): SketchAccumulator(rows * width, width, nonzeros=NONZEROS[sketch], seed=0, device=CPU)
+            for sketch, rows in sizes
+        }
+        for position, x in enumerate(hidden):
+            h = dense.attention(x)
+            neurons = dense.neurons(h)
+            gram.update_(neurons)
+            for accumulator in sketches.values():
+                accumulator.update_(neurons)
+            hidden[position] = dense.ffn(h)
+        statistics = gram.finish()
+        for model, (pivoting, sketch, rows, group_size) in zip(models, VARIANTS, strict=True):
+            kept = select_neurons(
+                "id",
+                KEPT,
+                gate=tensors[f"{GATE_PROJ}.weight"],
+                up=tensors[f"{UP_PROJ}.weight"],
+                down=tensors[f"{DOWN_PROJ}.weight"],
+                gram=statistics.gram,
+                generator=torch.Generator(),
+                sketch=sketches[sketch, rows].finish() if sketch != "none" else None,
+                pivoting=pivoting,
+                group_size=group_size or 1,
+            )
+            factors = correct(
+                tensors[f"{DOWN_PROJ}.weight"], kept, statistics, correction="same-layer", damping=damping
+            )
+            model |= {prefix + name: tensor for name, tensor in fold_ffn(tensors, factors).items()}
+        print(f"layer {layer + 1}/{len(prefixes)}", flush=True)
+    return models
+
+
+def judge(
+    config: dict[str, Any], tensors: dict[str, torch.Tensor], windows: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Perplexities of a stock model with these tensors."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig.from_dict(config)).eval()
+    model.load_state_dict(tensors, strict=False, assign=True)  # the tied head is not stored
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # has a buffer that is not stored either
+    return {name: perplexity(model, ids)[0] for name, ids in windows.items()}
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
+    options.add_argument("--num-sequences", type=int, default=32)
+    options.add_argument("--max-windows", type=int, default=8)
+    arguments = options.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        dense = resolve_checkpoint(str(smollm2_gguf()), folder)
+        tokenizer = load_tokenizer(dense)
+        text = load_calibration(
+            str(arguments.data_dir / "general.jsonl"),
+            tokenizer,
+            num_sequences=arguments.num_sequences,
+            sequence_length=1024,
+            seed=0,
+        )
+        texts = {
+            "wikitext2": arguments.data_dir / "wikitext2_test.txt",
+            "lambada": lambada_text(arguments.data_dir, folder),
+        }
+        windows = {
+            name: load_windows(str(path), tokenizer, sequence_length=1024, max_windows=arguments.max_windows)
+            for name, path in texts.items()
+        }
+        config = Checkpoint(dense).config | {"intermediate_size": KEPT}
+        models = compress_all(dense, text.token_ids, batch_size=4)
+        for variant, tensors in zip(VARIANTS, models, strict=True):
+            pivoting, sketch, rows, group_size = variant
+            append_row(
+                "sketch_quality",
+                provenance(
+                    model="SmolLM2-135M-Instruct",
+                    pivoting=pivoting,
+                    sketch=sketch,
+                    sketch_rows_per_column=rows,
+                    group_size=group_size,
+                    calibration_tokens=text.num_tokens,
+                    calibration_hash=text.token_hash,
+                    max_windows=arguments.max_windows,
+                    perplexity=judge(config, tensors, windows),
+                ),
+            )
+
+
+if __name__ == "__main__":
+    main()
