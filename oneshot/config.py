@@ -16,6 +16,9 @@ SKETCHES = ("none", "count", "sparse-sign")
 DTYPES = ("auto", "float32", "bfloat16")
 SAVE_DTYPES = ("keep", "float32", "bfloat16", "float16")
 
+# Options whose command-line names are not those of their fields.
+_FLAGS = {"max_shard_bytes": "max-shard-size", "max_memory_bytes": "max-memory"}
+
 _COUNT_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _SIZE_SUFFIXES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -94,7 +97,8 @@ class CompressionConfig:
         ):
             value = getattr(self, option)
             if value is not None and value < minimum:
-                raise ConfigError(f"--{option.replace('_', '-')} {value} is out of range: give at least {minimum}.")
+                flag = _FLAGS.get(option) or option.replace("_", "-")
+                raise ConfigError(f"--{flag} {value} is out of range: give at least {minimum}.")
         for option in ("damping", "residual_weight"):
             value = getattr(self, option)
             if not (math.isfinite(value) and value >= 0):

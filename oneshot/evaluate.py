@@ -186,6 +186,13 @@ def evaluate(
             text: load_windows(text, tokenizer, sequence_length=sequence_length, max_windows=max_windows)
             for text in texts
         }
+        for folder, checkpoint in zip(folders, opened, strict=True):
+            for text, ids in windows.items():
+                if int(ids.max()) >= int(checkpoint.config["vocab_size"]):
+                    raise CalibrationError(
+                        f"The tokenizer in {folders[0]} gives tokens of {text} that {folder} has no embedding for; "
+                        "give models with one tokenizer, the one that belongs to them."
+                    )
         models = [load_model(folder, device=where, dtype=compute) for folder in folders]
         scores = [{text: perplexity(model, ids) for text, ids in windows.items()} for model in models]
         latencies: list[tuple[float | None, float | None]] = [(None, None)] * len(models)

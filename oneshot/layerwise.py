@@ -298,7 +298,8 @@ class LayerCompressor:
 
 
 def _relative_error(wanted: torch.Tensor, reached: torch.Tensor) -> float:
-    return float((wanted - reached).double().norm() / wanted.double().norm())
+    energy = wanted.double().norm().clamp_min(torch.finfo(torch.float64).tiny)  # a block may give nothing at all
+    return float((wanted - reached).double().norm() / energy)
 
 
 def _block_report(kind: str, dense_size: int, kept_size: int, factors: Factors, measured: float | None) -> BlockReport:
