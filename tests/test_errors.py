@@ -219,14 +219,18 @@ def test_a_missing_tokenizer(own_checkpoint: MakeCheckpoint, fails: Check) -> No
     fails(folder, str(folder), "tokenizer")
 
 
-def test_a_tokenizer_of_another_model(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
-    """Tokens that the embedding has no row for."""
-    folder = own_checkpoint()
+def shrink_vocabulary(folder: Path) -> None:
     tensors = load_file(folder / SINGLE_NAME)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors[name][:50].clone()
     save_file(tensors, folder / SINGLE_NAME)
     edit_config(folder, vocab_size=50)
+
+
+def test_a_tokenizer_of_another_model(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    """Tokens that the embedding has no row for."""
+    folder = own_checkpoint()
+    shrink_vocabulary(folder)
     fails(folder, "tokenizer", "50")
 
 
@@ -276,7 +280,10 @@ def test_sparsity_out_of_range(sparsity: str, make_checkpoint: MakeCheckpoint, f
         ({"round_to": 0}, ("--round-to",)),
         ({"round_to": 1000}, ("--round-to",)),
         ({"max_memory": "much"}, ("much",)),
-        ({"max_shard_size": "0"}, ("--max-shard-bytes",)),
+        ({"max_shard_size": "0"}, ("--max-shard-size 0",)),
+        ({"max_memory": "0"}, ("--max-memory 0",)),
+        ({"pivoting": "qr", "sketch": "none"}, ("--pivoting qr", "--sketch")),
+        ({"sketch_size": 0}, ("--sketch-size 0",)),
     ],
 )
 def test_options_out_of_range(
@@ -494,6 +501,15 @@ def test_evaluation_errors(
     assert "Traceback" not in captured.err
     for name in names:
         assert name in errors[0]
+
+
+def test_evaluation_with_a_tokenizer_of_another_model(
+    own_checkpoint: MakeCheckpoint, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = own_checkpoint()
+    shrink_vocabulary(folder)
+    assert evaluate.main([str(folder), f"--text={text_file}", "--decode-tokens=0", "--sequence-length=16"]) == 1
+    assert "tokenizer" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_evaluation_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

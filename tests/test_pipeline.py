@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import MakeCheckpoint, MakeConfig
+from conftest import MakeCheckpoint, MakeConfig, build_model
 from safetensors.torch import load_file
 
 from oneshot import OneshotError, compress
@@ -227,6 +228,18 @@ def test_the_report_is_complete(make_checkpoint: MakeCheckpoint, make_config: Ma
     card = (output / "README.md").read_text()
     assert f"{written['stored_parameters']['compressed']:,}" in card
     assert calibration["token_hash"] in card
+
+
+def test_a_block_that_gives_nothing_has_no_error(save_model: Callable[..., Path], make_config: MakeConfig) -> None:
+    """Zero over zero must not put NaN, which is no JSON, into the report."""
+    model = build_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.zero_()
+    report = compress(make_config(save_model(model)))
+    assert [(layer.blocks[0].predicted_error, layer.blocks[0].measured_error) for layer in report.layers] == [
+        (0, 0)
+    ] * 2
 
 
 def test_weights_only_recipes_need_no_text(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
