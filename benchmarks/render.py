@@ -89,7 +89,7 @@ def sketch_table() -> str:
         lines.append(f"| {source} | {row['pivoting']} | {' | '.join(cells)} |")
     lines.append("")
     lines.append(
-        f"{rows[0]['model']} at FFN width 1024 (−19.7 %), {rows[0]['calibration_tokens']:,} tokens of the dense stream, "
+        f"{rows[0]['model']} at FFN width 1024 (−19.7 %), {rows[0]['calibration_tokens']:,} dense-stream tokens, "
         f"first {rows[0]['max_windows']} windows; commits {_commits(rows)}."
     )
     return "\n".join(lines)
