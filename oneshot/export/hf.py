@@ -27,8 +27,10 @@ COMPANION_FILES = (
 def write_companions(source: Path, target: Path, config: dict[str, Any], *, dtype: str | None) -> None:
     """Write `config.json` and copy the tokenizer, chat template, generation config and licence as they are.
 
-    `dtype` replaces the dtype that the config states; None keeps it.
+    `dtype` replaces the dtype that the config states; None keeps it. A modelling file that the input names
+    (`auto_map`) is left behind: the result is stock.
     """
+    config = {name: value for name, value in config.items() if name != "auto_map"}
     if dtype is not None:
         config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
