@@ -28,6 +28,7 @@ from oneshot_kernels import (
     pivoted_cholesky,
     pivoted_qr,
     sketch_,
+    sketched_pivots,
     strong_rrqr_swaps,
     tournament_pivots,
     trailing_error_from_data,
@@ -124,6 +125,7 @@ def methods(matrix: torch.Tensor, rank: int, seed: int) -> Iterator[tuple[str, C
     yield "geqp3", lambda: pivoted_qr(matrix, method="lapack")
     yield "cholesky, fp64 Gram", lambda: pivoted_cholesky(gram)
     yield "cholesky, fp32 Gram", lambda: pivoted_cholesky(single)
+    yield "sketched_pivots (fp32)", lambda: sketched_pivots(matrix, seed=seed)
     yield "randomized (BQRRP)", lambda: pivoted_qr(matrix, method="randomized", seed=seed)
     yield "CQRRPT", lambda: pivoted_qr(matrix, method="cqrrpt", seed=seed)
     yield "grouped", lambda: grouped_pivots(gram=gram, group_size=group_size, rank=rank)

@@ -14,6 +14,7 @@ from oneshot_kernels.pivoted_qr.interpolation import (
     trailing_error_from_data,
     trailing_error_from_gram,
 )
+from oneshot_kernels.pivoted_qr.randomized import sketched_pivots
 from oneshot_kernels.pivoted_qr.strong_rrqr import strong_rrqr_swaps
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "pivoted_qr",
     "scale_columns",
     "sketch_",
+    "sketched_pivots",
     "strong_rrqr_swaps",
     "tournament_pivots",
     "trailing_error",

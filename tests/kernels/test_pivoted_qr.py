@@ -14,9 +14,11 @@ from oneshot_kernels import (
     PivotedFactor,
     blocked_pivoted_cholesky,
     grouped_pivots,
+    interpolation_from_data,
     interpolation_matrix,
     pivoted_cholesky,
     pivoted_qr,
+    sketched_pivots,
     tournament_pivots,
     trailing_error,
     trailing_error_from_data,
@@ -147,6 +149,28 @@ def test_randomized_pivots_are_nearly_as_good(method: str, shape: tuple[int, int
     if shape[0] == 400:  # elsewhere the sketch would have as many rows as the matrix, and the matrix is used
         other = pivoted_qr(matrix, method=method, seed=1)  # type: ignore[arg-type]
         assert not torch.equal(got.pivots, other.pivots)
+
+
+def test_sketched_pivots_are_nearly_as_good() -> None:
+    generator = torch.Generator().manual_seed(8)
+    scales = torch.logspace(0, -2, 60, dtype=torch.float64)[torch.randperm(60, generator=generator)]
+    matrix = torch.randn(1200, 60, dtype=torch.float64, generator=generator) * scales
+    matrix[:3] *= 30
+    best, got = pivoted_qr(matrix, method="lapack"), sketched_pivots(matrix, seed=3)
+    for rank in (10, 30, 50):
+        skeleton = got.pivots[:rank]
+        error = trailing_error_from_data(matrix, interpolation_from_data(matrix, skeleton), skeleton)
+        assert error <= 1.1 * trailing_error(best, rank)
+        assert 0.5 <= trailing_error(got, rank) / error <= 1.5  # the sketch's own errors estimate A's
+    assert torch.equal(got.r, sketched_pivots(matrix, seed=3).r)
+    assert not torch.equal(got.r, sketched_pivots(matrix, seed=4).r)
+
+
+def test_sketch_as_tall_as_the_matrix_is_the_matrix() -> None:
+    matrix = low_rank(30).float()
+    want = pivoted_cholesky(gram(matrix))
+    assert torch.equal(sketched_pivots(matrix, sketch_size=60).pivots, want.pivots)
+    assert sketched_pivots(matrix, rank=4, sketch_size=40).r.shape == (4, 30)
 
 
 def graded_spectrum(smallest: int, rows: int = 80, columns: int = 40) -> torch.Tensor:
