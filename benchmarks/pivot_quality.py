@@ -42,11 +42,12 @@ def provenance(seed: int) -> dict[str, object]:
         where = Path(__file__).parent
         return subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=True).stdout
 
+    sources = ("../kernels", "kernels.py", "pivot_quality.py")
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     processors = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
         "commit": git("rev-parse", "--short", "HEAD").strip(),
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no", "--", "../kernels", ".")),
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no", "--", *sources)),
         "cpu": processors[0] if processors else platform.processor(),
         "threads": torch.get_num_threads(),
         "seed": seed,

@@ -27,8 +27,8 @@ def sketched_pivots(
     """Pivots of S A in place of those of A, for speed: pivoted Cholesky of the fp32 Gram of a sparse sign sketch.
 
     STAT §3.4 with a sparse sign embedding for CountSketch; step 2 of CQRRPT (arXiv:2311.08316) alone. The factor is
-    that of S A: its errors estimate those of A (E‖S x‖² = ‖x‖²), its `r` is not A's. Take the pivots, and the interpolation
-    matrix from least squares on A or its Gram. What is below 3e-4 ‖A‖ is rounding.
+    that of S A: its errors estimate those of A (E‖S x‖² = ‖x‖²), its `r` is not A's. Take the pivots, and the
+    interpolation matrix from least squares on A or its Gram. What is below 3e-4 ‖A‖ is rounding.
 
     matrix [m, n] fp32 or fp64; sketch_size s (None: 2 n), at least `nonzeros`; with s >= m the matrix itself is used.
     Raises as `sketch_` and `pivoted_cholesky`. Cost nonzeros m n + s n² + n³/3 flops; deterministic for one seed.
