@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -480,7 +481,6 @@ def test_a_good_run_of_the_command_line(make_checkpoint: MakeCheckpoint, output:
         (["--baseline=/no/such/path"], ("/no/such/path",)),
         (["--text={text}", "--sequence-length=100000000"], ("less than one sequence",)),
         (["--text={text}", "--output=/no/such/folder/out.json"], ("/no/such/folder/out.json",)),
-        (["--tasks", "no-such-task"], ("no-such-task",)),
         (["--text={text}", "--max-windows=0"], ("--max-windows",)),
     ],
 )
@@ -501,6 +501,17 @@ def test_evaluation_errors(
     assert "Traceback" not in captured.err
     for name in names:
         assert name in errors[0]
+
+
+def test_a_task_that_lm_eval_does_not_know(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lm_eval.tasks import TaskManager
+
+    # without its own tasks, whose listing takes ten seconds
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    assert evaluate.main([str(make_checkpoint()), "--decode-tokens=0", "--tasks", "no-such-task"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: --tasks no-such-task is not known")
 
 
 def test_evaluation_with_a_tokenizer_of_another_model(
