@@ -31,7 +31,7 @@ def pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size:
     if choose_backend(gram) == "reference":
         return reference.pivoted_cholesky(gram, rank)
     if gram.device.type == "cpu":
-        return _lapack_pivoted_cholesky(gram.double(), rank)
+        return _lapack_pivoted_cholesky(gram.double(), rank, overwrite=gram.dtype != torch.float64)
     return blocked_pivoted_cholesky(gram, rank=rank, block_size=block_size)
 
 
@@ -41,7 +41,7 @@ def check_gram(gram: torch.Tensor, rank: int | None) -> int:
         raise ValueError(f"a Gram matrix is square, got shape {tuple(gram.shape)}")
     if gram.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"a Gram matrix is fp32 or fp64, got {gram.dtype}")
-    if not bool(torch.isfinite(gram).all()):
+    if gram.numel() > 0 and not bool(torch.isfinite(torch.stack(gram.aminmax())).all()):
         raise ValueError("the Gram matrix has entries that are not finite")
     num_columns = gram.shape[0]
     if rank is not None and not 0 <= rank <= num_columns:
@@ -64,20 +64,25 @@ def finish_factor(r: torch.Tensor, taken: torch.Tensor, residual_squares: torch.
     return PivotedFactor(pivots, trailing_errors(factor, residual_squares[remaining]), factor)
 
 
-def _lapack_pivoted_cholesky(gram: torch.Tensor, rank: int) -> PivotedFactor:
+def _lapack_pivoted_cholesky(gram: torch.Tensor, rank: int, overwrite: bool) -> PivotedFactor:
+    """By `pstrf`, which destroys an fp64 `gram` where `overwrite`."""
     num_columns = gram.shape[0]
     diagonal = gram.diagonal().clone()
     if num_columns == 0 or float(diagonal.max()) <= 0:
         return empty_factor(num_columns, gram.dtype, gram.device)
     # The transpose of a row-major array is column-major, as LAPACK wants; lower=1 then reads G's upper triangle.
-    lower, pivots, numerical_rank, status = lapack.dpstrf(gram.mT.numpy(), tol=rank_tolerance(diagonal), lower=1)
+    tolerance = rank_tolerance(diagonal)
+    lower, order, numerical_rank, status = lapack.dpstrf(gram.mT.numpy(), tol=tolerance, lower=1, overwrite_a=overwrite)
     if status < 0:
         raise ValueError(f"LAPACK dpstrf: argument {-status} is illegal")
     rank = min(rank, int(numerical_rank))
-    order = torch.from_numpy(pivots.astype("int64") - 1)
-    r = torch.empty(rank, num_columns, dtype=gram.dtype)
-    r[:, order] = torch.from_numpy(lower)[:, :rank].tril_().mT
-    return finish_factor(r, order[:rank], diagonal - r.square().sum(dim=0))
+    order = torch.from_numpy(order.astype("int64") - 1)
+    pivots = torch.cat([order[:rank], order[rank:].sort().values])
+    r = torch.from_numpy(lower.T)[:rank].triu_()
+    if rank < num_columns:  # the columns after `rank` go back into index order
+        r[:, rank:] = r[:, rank + order[rank:].argsort()]
+    residual_squares = diagonal[pivots[rank:]] - r[:, rank:].square().sum(dim=0)
+    return PivotedFactor(pivots, trailing_errors(r, residual_squares), r)
 
 
 def blocked_pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size: int = 64) -> PivotedFactor:

@@ -50,6 +50,6 @@ def trailing_errors(r: torch.Tensor, residual_squares: torch.Tensor) -> torch.Te
     beyond it the residuals of columns not yet taken. `residual_squares` [n - rank] holds the squared norms that are
     left in the columns after `rank` (negative ones, from rounding, count as zero).
     """
-    rows = suffix_sums(r.double().square().sum(dim=1))
+    rows = suffix_sums(torch.linalg.vector_norm(r, dim=1, dtype=torch.float64).square())
     rest = suffix_sums(residual_squares.clamp_min(0))
     return torch.cat([rows[:-1] + rest[0], rest]).sqrt()
