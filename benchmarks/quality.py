@@ -27,7 +27,7 @@ def main() -> None:
     options.add_argument("--sequence-length", type=int, default=1024)
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options.add_argument("--recipes", nargs="+", default=list(RECIPES))
-    options.add_argument("--max-windows", type=int, default=16)
+    options.add_argument("--max-windows", type=int, default=8)
     options.add_argument("--no-dense", action="store_true", help="the dense row is there already")
     options.add_argument(
         "--set", nargs="*", default=[], help="further settings, such as correction=two-stream damping=0.1"

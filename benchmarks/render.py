@@ -19,9 +19,9 @@ def quality_table() -> str:
     rows = latest([row for row in read_rows("quality") if not row.get("settings")], "recipe", "asked", "calibration")
     dense = next(row for row in rows if row["recipe"] == "dense")["perplexity"]
     lines = [
-        "| stored removed | method | calibration | WikiText-2 | × dense | LAMBADA text | × dense | seconds |",
-        "|---|---|---|---|---|---|---|---|",
-        f"| 0 (134.5 M) | dense | – | {dense['wikitext2']:.2f} | 1 | {dense['lambada']:.2f} | 1 | – |",
+        "| stored removed | method | calibration | WikiText-2 | × dense | LAMBADA text | × dense |",
+        "|---|---|---|---|---|---|---|",
+        f"| 0 (134.5 M) | dense | – | {dense['wikitext2']:.2f} | 1 | {dense['lambada']:.2f} | 1 |",
     ]
     compressed = [row for row in rows if row["recipe"] != "dense"]
     for row in sorted(compressed, key=lambda row: (row["calibration"] != "general.jsonl", row["asked"])):
@@ -30,7 +30,7 @@ def quality_table() -> str:
         name = f"**{row['recipe']}**" if row["recipe"] == "oneshot" else f"{row['recipe']}, no correction"
         source = "none" if tokens is None else f"{row['calibration']}, {tokens // 1024} × 1024"
         cells = [f"{scores[text]:.2f} | {scores[text] / dense[text]:.3f}" for text in ("wikitext2", "lambada")]
-        lines.append(f"| {row['sparsity']:.1%} | {name} | {source} | {' | '.join(cells)} | {row['seconds']:.0f} |")
+        lines.append(f"| {row['sparsity']:.1%} | {name} | {source} | {' | '.join(cells)} |")
     row = rows[0]
     lines.append("")
     lines.append(
