@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--output", default="benchmarks/results/pivot_quality.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    origin = provenance(arguments.seed)
     inputs = bad_inputs(arguments.seed) | ffn_activations(arguments.model, arguments.text, arguments.tokens)
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     with Path(arguments.output).open("a", encoding="utf-8") as output:
@@ -185,7 +186,7 @@ def main() -> None:
             if arguments.inputs and name not in arguments.inputs:
                 continue
             for row in measure(matrix, arguments.seed):
-                output.write(json.dumps({"input": name, **row, **provenance(arguments.seed)}) + "\n")
+                output.write(json.dumps({"input": name, **row, **origin}) + "\n")
                 output.flush()
                 excess = row["excess"]
                 shown = "" if excess is None else f"{100 * float(str(excess)):+9.3f} % "
