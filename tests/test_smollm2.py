@@ -1,7 +1,6 @@
 """The real SmolLM2-135M: compressed, loaded by stock transformers, generating, measured, run through lm-eval."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,6 @@ In the end he took the boat back with her. He brought a suitcase, a radio and th
 they reached the harbour it was already dark. He turned around once, and there it was: the beam, moving over the water
 exactly as it had always done, as if nobody had left.
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _all_cores() -> None:
-    torch.set_num_threads(os.cpu_count() or 1)
-
-
-@pytest.fixture(autouse=True)
-def _deterministic(_all_cores: None) -> None:
-    """In place of the one of conftest.py: nothing here is compared between thread counts, and one core is slow."""
-    torch.manual_seed(0)
-    torch.set_num_threads(os.cpu_count() or 1)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
