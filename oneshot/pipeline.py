@@ -1,5 +1,6 @@
 """The order of the stages: checkpoint -> plan -> calibration -> (per layer) statistics, factors, fold -> output."""
 
+import logging
 import tempfile
 import time
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from oneshot.arch import Architecture, get_architecture
 from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.checkpoint import Checkpoint, CheckpointWriter
 from oneshot.config import CompressionConfig
-from oneshot.errors import DeviceError
+from oneshot.errors import DeviceError, OutputError
 from oneshot.export.hf import verify_stock, write_companions
 from oneshot.layerwise import LayerCompressor
 from oneshot.plan import make_plan
@@ -22,6 +23,9 @@ from oneshot.report import ProgressBar, Stopwatch, peak_bytes, peak_device_bytes
 from oneshot.source import resolve_checkpoint
 from oneshot.stream import prefetch, resolve_device, resolve_dtype
 
+logger = logging.getLogger(__name__)
+
+TOKENS_PER_NEURON = 4
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,6 +58,9 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
     )
     device = resolve_device(config.device)
     checkpoint = Checkpoint(resolve_checkpoint(config.checkpoint, scratch))
+    output = Path(config.output).expanduser()
+    if checkpoint.folder.resolve().is_relative_to(output.resolve()):
+        raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
     architecture = get_architecture(checkpoint.config)
     shape = architecture.shape(checkpoint.config, checkpoint.tensor_names)
     architecture.check_layers(shape, checkpoint.shapes)
@@ -63,7 +70,7 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
     save_dtype = None if config.save_dtype == "keep" else config.save_dtype
 
     with CheckpointWriter(
-        Path(config.output).expanduser(),
+        output,
         max_shard_bytes=config.max_shard_bytes,
         overwrite=config.overwrite,
         expected_bytes=_expected_bytes(config.save_dtype, checkpoint, shape, compressed_shape),
@@ -77,6 +84,7 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
                 sequence_length=config.sequence_length,
                 seed=config.seed,
             )
+            _warn_if_short(calibration, shape)
         watch.lap("prepare")
         layers = _write_weights(
             config, recipe, checkpoint, architecture, shape, plan, calibration, device, writer, scratch, show_progress
@@ -104,6 +112,18 @@ def _plan(config: CompressionConfig, recipe: Recipe, checkpoint: Checkpoint, sha
         head_unit=config.head_unit,
         round_to=config.round_to,
     )
+
+
+def _warn_if_short(calibration: CalibrationSet, shape: ModelShape) -> None:
+    wanted = TOKENS_PER_NEURON * shape.intermediate_size
+    if calibration.num_tokens < wanted:
+        logger.warning(
+            "%d calibration tokens are few for an FFN of width %d: the correction will fit the text, not the model; "
+            "give at least %d (--num-sequences).",
+            calibration.num_tokens,
+            shape.intermediate_size,
+            wanted,
+        )
 
 
 def _write_weights(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from oneshot.errors import CalibrationError, DeviceError
+from oneshot.errors import CalibrationError, DeviceError, OutputError
 
 STREAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -178,8 +178,14 @@ class ActivationStore:
         if self._tensor is not None:
             self._tensor[batch].copy_(values, non_blocking=True)
             return
-        self._file.seek(batch.start * self._row_bytes)
-        self._file.write(values.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+        try:
+            self._file.seek(batch.start * self._row_bytes)
+            self._file.write(values.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+        except OSError as error:
+            raise OutputError(
+                f"Activations cannot be written to {self._file.name} ({error.strerror}); free some space there, "
+                "set TMPDIR, or give more --max-memory."
+            ) from error
 
     def close(self) -> None:
         """Give the memory or the file handle back."""

@@ -308,6 +308,16 @@ def test_an_output_that_exists(make_checkpoint: MakeCheckpoint, output: Path, fa
     assert (output / "precious").read_text() == "precious"
 
 
+def test_an_output_that_holds_the_input(own_checkpoint: MakeCheckpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = own_checkpoint()
+    for place in (folder, folder.parent):
+        assert main([str(folder), f"--output={place}", "--sparsity=0.2", "--recipe=random", "--overwrite"]) == 1
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
+        assert f"{place} holds the input" in message
+    assert (folder / "config.json").exists()
+
+
 def test_an_output_that_cannot_be_written(make_checkpoint: MakeCheckpoint, tmp_path: Path, fails: Check) -> None:
     file = tmp_path / "file"
     file.write_text("a file, no folder")
