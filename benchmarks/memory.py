@@ -80,12 +80,13 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--num-sequences", type=int, default=8)
     options.add_argument("--sequence-length", type=int, default=512)
+    options.add_argument("--recipes", nargs="+", default=["oneshot", "stat"])
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "tinyllama-shape"
         write_random_checkpoint(folder)
         weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        for recipe in ("oneshot", "stat"):
+        for recipe in arguments.recipes:
             config = {
                 "checkpoint": str(folder),
                 "output": str(Path(scratch) / f"compressed-{recipe}"),
