@@ -21,9 +21,11 @@ def main() -> int:
     documents = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("kernels/oneshot_kernels/*/README.md"))
     text.write_text("\n\n".join(path.read_text() for path in documents))
     model = str(smollm2_gguf())
-    settings = ["--calibration", "builtin", "--num-sequences", "32", "--sequence-length", "512"]
+    settings = ["--calibration", "builtin", "--num-sequences", "24", "--sequence-length", "512"]
     failed = compress([model, "--output", str(output), "--sparsity", "0.2", *settings])
-    return failed or evaluate([str(output), "--baseline", model, "--text", str(text), "--sequence-length", "512"])
+    return failed or evaluate(
+        [str(output), "--baseline", model, "--text", str(text), "--sequence-length", "512", "--max-windows", "16"]
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size:
     block_size  columns per BLAS-3 update of the torch version (devices other than the CPU).
 
     Raises ValueError for a Gram that is not square, not finite, or a rank outside [0, n].
-    Cost n³/3 flops, two copies of G. On the CPU LAPACK `pstrf` (faster than the torch version at every size we
+    Cost n³/3 flops, two copies of G. On the CPU LAPACK `pstrf` (faster than the torch version at n = 1536, where we
     measured, see benchmarks/kernels.py); elsewhere `blocked_pivoted_cholesky`. Deterministic on one machine.
     """
     rank = check_gram(gram, rank)
