@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import scipy.linalg
 import torch
+from harness import provenance
 from oneshot_kernels import (
     blocked_pivoted_cholesky,
     gram_,
@@ -35,7 +36,7 @@ from oneshot_kernels import (
     trailing_error_from_data,
 )
 from oneshot_kernels.count_sketch.torch_impl import positions_and_signs
-from pivot_quality import ffn_activations, provenance
+from pivot_quality import ffn_activations
 
 LARGE = 4096  # from this n on: one repetition, and only the operations of the headline
 
@@ -177,7 +178,7 @@ def main() -> None:
     sizes = [size for size in arguments.sizes if not arguments.quick or size <= 1536]
     table: dict[str, dict[int, float]] = {}
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
-    origin = provenance(arguments.seed)
+    origin = provenance(seed=arguments.seed)
     excess: float | None = None
     if arguments.model and arguments.text:
         excess = trailing_error_excess(arguments.model, arguments.text, arguments.tokens)

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import scipy
 import torch
+from harness import provenance
 from oneshot_kernels import (
     PivotedFactor,
     gram_,
@@ -33,31 +31,6 @@ from oneshot_kernels import (
     tournament_pivots,
     trailing_error_from_data,
 )
-
-
-def provenance(seed: int) -> dict[str, object]:
-    """What a row has to say about where it comes from."""
-
-    def git(*arguments: str) -> str:
-        where = Path(__file__).parent
-        return subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=True).stdout
-
-    sources = ("../kernels", "kernels.py", "pivot_quality.py")
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    processors = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "commit": git("rev-parse", "--short", "HEAD").strip(),
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no", "--", *sources)),
-        "cpu": processors[0] if processors else platform.processor(),
-        "threads": torch.get_num_threads(),
-        "seed": seed,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "scipy": scipy.__version__,
-        },
-    }
 
 
 def ffn_activations(model_dir: str, text_file: str, num_tokens: int) -> dict[str, torch.Tensor]:
@@ -178,7 +151,7 @@ def main() -> None:
     parser.add_argument("--output", default="benchmarks/results/pivot_quality.jsonl")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    origin = provenance(arguments.seed)
+    origin = provenance(seed=arguments.seed)
     inputs = bad_inputs(arguments.seed) | ffn_activations(arguments.model, arguments.text, arguments.tokens)
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     with Path(arguments.output).open("a", encoding="utf-8") as output:
