@@ -14,6 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
+from factories import MakeCheckpoint, MakeConfig, build_model, topics
 from hypothesis import settings
 
 from oneshot.config import CompressionConfig
@@ -22,21 +23,11 @@ from oneshot.source import resolve_checkpoint
 settings.register_profile("oneshot", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("oneshot")
 
-MakeCheckpoint = Callable[..., Path]
-MakeConfig = Callable[..., CompressionConfig]
-
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-
-
-def topics(start: int = 0, stop: int | None = None) -> str:
-    """Python's help topics, in a fixed order: text that every machine has."""
-    from pydoc_data.topics import topics as texts
-
-    return "\n\n".join(texts[name] for name in sorted(texts)[start:stop])
 
 
 @pytest.fixture(scope="session")
@@ -82,58 +73,6 @@ def other_text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "other.txt"
     path.write_text(topics(30, 40))
     return path
-
-
-def build_model(
-    family: str = "llama",
-    *,
-    hidden: int = 32,
-    width: int = 64,
-    heads: int = 4,
-    groups: int = 2,
-    layers: int = 2,
-    tied: bool = False,
-    attention_bias: bool = False,
-    mlp_bias: bool = False,
-    sliding_window: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    **extra: Any,
-) -> Any:
-    """A random model of a stock class whose every parameter, biases and norms too, matters to its output."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-
-    sizes = dict(
-        vocab_size=400,
-        hidden_size=hidden,
-        intermediate_size=width,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        num_hidden_layers=layers,
-        tie_word_embeddings=tied,
-        max_position_embeddings=512,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        **extra,
-    )
-    if family == "llama":
-        config: Any = LlamaConfig(attention_bias=attention_bias, mlp_bias=mlp_bias, **sizes)
-        model: Any = LlamaForCausalLM(config)
-    else:
-        config = MistralConfig(sliding_window=sliding_window, **sizes)
-        model = MistralForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.1 * noise)
-            elif name.endswith("bias"):
-                parameter.copy_(0.2 * noise)
-            else:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-    return model.to(dtype).eval()
 
 
 @pytest.fixture(scope="session")

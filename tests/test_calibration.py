@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import topics
+from factories import topics
 
 from oneshot.calibration import _parse_hub_source, iter_documents, load_calibration, load_tokenizer, pack
 from oneshot.errors import CalibrationError

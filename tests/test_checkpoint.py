@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MakeCheckpoint
+from factories import MakeCheckpoint
 from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint import INDEX_NAME, Checkpoint, CheckpointWriter

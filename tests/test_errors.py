@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeCheckpoint
+from factories import MakeCheckpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 

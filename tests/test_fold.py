@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeConfig, build_model
+from factories import MakeConfig, build_model
 from strategies import TOLERANCES
 
 from oneshot import compress

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig
 
 from oneshot import compress
 from oneshot.evaluate import evaluate

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeCheckpoint, MakeConfig, build_model
+from factories import MakeCheckpoint, MakeConfig, build_model
 from safetensors.torch import load_file
 
 from oneshot import OneshotError, compress

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeCheckpoint, build_model
+from factories import MakeCheckpoint, build_model
 from strategies import TOLERANCES
 
 from oneshot.checkpoint import Checkpoint

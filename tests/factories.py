@@ -1,0 +1,71 @@
+"""What fixtures and tests both need by name: types of factories, help topics, tiny models of the stock classes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.config import CompressionConfig
+
+MakeCheckpoint = Callable[..., Path]
+MakeConfig = Callable[..., CompressionConfig]
+
+
+def topics(start: int = 0, stop: int | None = None) -> str:
+    """Python's help topics, in a fixed order: text that every machine has."""
+    from pydoc_data.topics import topics as texts
+
+    return "\n\n".join(texts[name] for name in sorted(texts)[start:stop])
+
+
+def build_model(
+    family: str = "llama",
+    *,
+    hidden: int = 32,
+    width: int = 64,
+    heads: int = 4,
+    groups: int = 2,
+    layers: int = 2,
+    tied: bool = False,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    sliding_window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **extra: Any,
+) -> Any:
+    """A random model of a stock class whose every parameter, biases and norms too, matters to its output."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    sizes = dict(
+        vocab_size=400,
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        num_hidden_layers=layers,
+        tie_word_embeddings=tied,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        **extra,
+    )
+    if family == "llama":
+        config: Any = LlamaConfig(attention_bias=attention_bias, mlp_bias=mlp_bias, **sizes)
+        model: Any = LlamaForCausalLM(config)
+    else:
+        config = MistralConfig(sliding_window=sliding_window, **sizes)
+        model = MistralForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.1 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.2 * noise)
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    return model.to(dtype).eval()
