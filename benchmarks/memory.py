@@ -95,7 +95,7 @@ def main() -> None:
                 "calibration": "builtin",
                 "num_sequences": arguments.num_sequences,
                 "sequence_length": arguments.sequence_length,
-                "max_shard_bytes": 250 * 10**6,
+                "max_shard_bytes": 100 * 10**6,
             }
             command = [sys.executable, "-c", MEASURED, json.dumps(config), str(arguments.threads)]
             measured = json.loads(

@@ -4,7 +4,7 @@ from oneshot_kernels.backend import KernelError
 from oneshot_kernels.count_sketch import sketch_
 from oneshot_kernels.gram import cross_gram_, gram_, scale_columns
 from oneshot_kernels.pivoted_qr import PivotedFactor, pivoted_qr
-from oneshot_kernels.pivoted_qr.cholesky import blocked_pivoted_cholesky, pivoted_cholesky
+from oneshot_kernels.pivoted_qr.cholesky import blocked_pivoted_cholesky, cholesky_pivots_, pivoted_cholesky
 from oneshot_kernels.pivoted_qr.grouped import grouped_pivots, tournament_pivots
 from oneshot_kernels.pivoted_qr.interpolation import (
     interpolation_from_data,
@@ -21,6 +21,7 @@ __all__ = [
     "KernelError",
     "PivotedFactor",
     "blocked_pivoted_cholesky",
+    "cholesky_pivots_",
     "cross_gram_",
     "gram_",
     "grouped_pivots",

@@ -1,7 +1,7 @@
 """Column pivots from a Gram or a sketch: which columns of A span the rest best (the skeleton)."""
 
 import torch
-from oneshot_kernels import grouped_pivots, pivoted_cholesky, pivoted_qr, tournament_pivots
+from oneshot_kernels import cholesky_pivots_, grouped_pivots, pivoted_qr, tournament_pivots
 
 GROUP_SIZE = 512
 
@@ -33,7 +33,7 @@ def weighted_pivots(
         return pivoted_qr(sketch.double() * weights, rank=min(rank, *sketch.shape)).pivots[:rank]
     if pivoting == "cholesky":
         square = gram if sketch is None else sketch.double().T @ sketch.double()
-        return pivoted_cholesky(_scaled(square, weights)).pivots[:rank]
+        return cholesky_pivots_(_scaled(square, weights), rank=rank)
     select = {"grouped": grouped_pivots, "tournament": tournament_pivots}.get(pivoting)
     if select is None:
         raise ValueError(f"unknown pivoting {pivoting!r}")

@@ -13,6 +13,7 @@ from matrices import grams, tall_or_wide
 from oneshot_kernels import (
     PivotedFactor,
     blocked_pivoted_cholesky,
+    cholesky_pivots_,
     grouped_pivots,
     interpolation_from_data,
     interpolation_matrix,
@@ -297,3 +298,19 @@ def test_preconditioned_cholesky_qr_survives_a_useless_sketch() -> None:
 def test_refuses_what_does_not_fit(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@given(matrix=tall_or_wide())
+def test_pivots_alone_are_those_of_the_factor(matrix: torch.Tensor) -> None:
+    count = matrix.shape[1]
+    factor = pivoted_cholesky(gram(matrix))
+    pivots = cholesky_pivots_(gram(matrix), rank=count)
+    assert sorted(pivots.tolist()) == list(range(count))
+    assert torch.equal(pivots[: factor.factorised_rank], factor.pivots[: factor.factorised_rank])
+
+
+def test_pivots_alone_are_those_of_geqp3() -> None:
+    matrix = low_rank(30) * torch.logspace(0, -3, 30, dtype=torch.float64)
+    _, expected = scipy.linalg.qr(matrix.numpy(), mode="r", pivoting=True)
+    assert cholesky_pivots_(gram(matrix), rank=20).tolist() == expected[:20].tolist()
+    assert cholesky_pivots_(gram(matrix).float(), rank=5).tolist() == expected[:5].tolist()

@@ -35,6 +35,22 @@ def pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size:
     return blocked_pivoted_cholesky(gram, rank=rank, block_size=block_size)
 
 
+def cholesky_pivots_(gram: torch.Tensor, *, rank: int) -> torch.Tensor:
+    """The first `rank` pivots of `pivoted_cholesky` alone, int64[rank]; `gram` is destroyed.
+
+    On the CPU LAPACK works inside `gram` (fp64, contiguous), so that no second n × n matrix is made: for callers who
+    need no factor. Columns beyond the numerical rank follow in LAPACK's order. Raises and costs as `pivoted_cholesky`.
+    """
+    rank = check_gram(gram, rank)
+    in_place = gram.device.type == "cpu" and gram.dtype == torch.float64 and gram.is_contiguous()
+    if not in_place or choose_backend(gram) == "reference" or gram.numel() == 0:
+        return pivoted_cholesky(gram, rank=rank).pivots[:rank]
+    _, pivots, _, status = lapack.dpstrf(gram.mT.numpy(), tol=rank_tolerance(gram.diagonal()), lower=1, overwrite_a=1)
+    if status < 0:
+        raise ValueError(f"LAPACK dpstrf: argument {-status} is illegal")
+    return torch.from_numpy(pivots.astype("int64") - 1)[:rank]
+
+
 def check_gram(gram: torch.Tensor, rank: int | None) -> int:
     """The rank to reach; raises ValueError where `gram` cannot be a Gram matrix."""
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1]:
