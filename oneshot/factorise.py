@@ -98,27 +98,24 @@ def correct(
             `W' = W Pᵀ` with the ridged interpolation matrix. `two-stream` has the target `A Wᵀ + ρ (Y − A Wᵀ)`, `Y` the
             dense stream's next hidden state less this stream's residual, `ρ = residual_weight`.
     """
-    dense = weight.double()
-    if correction == "none" or len(kept) == dense.shape[1]:
-        corrected = dense[:, kept]
-        return Factors(kept, corrected, _error_if_known(dense, corrected, kept, statistics))
+    if correction == "none" or len(kept) == weight.shape[1]:
+        corrected = weight[:, kept].double()
+        return Factors(kept, corrected, _error_if_known(weight.double(), corrected, kept, statistics))
     if statistics is None:
         raise ValueError(f"the correction {correction!r} needs statistics")
     interpolation = interpolate(statistics.gram, kept, damping)
-    corrected = dense[:, kept] + dense[:, interpolation.rest] @ interpolation.coefficients.T
+    dense = weight.double()
+    corrected = dense[:, kept].addmm_(dense[:, interpolation.rest], interpolation.coefficients.T)
     if correction == "two-stream":
         if statistics.residual is None:
             raise ValueError("the two-stream correction needs statistics with a residual")
         step = interpolation.factor.solve(statistics.residual[kept])
         corrected = corrected + residual_weight * step.T
-    return Factors(
-        kept,
-        corrected,
-        _error_if_known(dense, corrected, kept, statistics),
-        condition_number=interpolation.factor.condition_number,
-        max_interpolation=interpolation.max_coefficient,
-        eigenvalue_fallback=interpolation.factor.eigenvalue_fallback,
-    )
+    condition_number, fallback = interpolation.factor.condition_number, interpolation.factor.eigenvalue_fallback
+    max_interpolation = interpolation.max_coefficient
+    del interpolation  # its factor is as large as the Gram
+    error = _error_if_known(dense, corrected, kept, statistics)
+    return Factors(kept, corrected, error, condition_number, max_interpolation, fallback)
 
 
 def _error_if_known(

@@ -258,7 +258,7 @@ class LayerCompressor:
 
     def _finish(self, accumulator: GramAccumulator) -> BlockStatistics:
         statistics = accumulator.finish()
-        if not torch.isfinite(statistics.gram).all():
+        if not torch.isfinite(torch.stack(statistics.gram.aminmax())).all():
             raise CheckpointError(
                 "The activations overflow to NaN or Inf; run with --dtype float32 or check the weights."
             )

@@ -27,7 +27,7 @@ class RidgeFactor:
         self.ridge = damping * matrix.diagonal().mean().clamp_min(0)
         matrix.diagonal().add_(self.ridge)
         factor, failed_at = torch.linalg.cholesky_ex(matrix)
-        self.eigenvalue_fallback = bool(failed_at) or not bool(torch.isfinite(factor).all())
+        self.eigenvalue_fallback = bool(failed_at) or not bool(torch.isfinite(factor.diagonal()).all())
         if self.eigenvalue_fallback:
             logger.warning("Cholesky of a %d × %d Gram failed; using its eigendecomposition.", *matrix.shape)
             eigenvalues, vectors = torch.linalg.eigh(matrix)
@@ -37,8 +37,9 @@ class RidgeFactor:
             kept = eigenvalues[positive]
             self.condition_number = float(kept[-1] / kept[0]) if len(kept) else float("inf")
         else:
+            del matrix
             self._cholesky = factor
-            self.condition_number = self._estimate_condition(matrix)
+            self.condition_number = self._estimate_condition()
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
         """`K⁻¹ right` in float64, `right (k, p)`."""
@@ -46,11 +47,12 @@ class RidgeFactor:
             return self._inverse @ right.double()
         return torch.cholesky_solve(right.double(), self._cholesky)
 
-    def _estimate_condition(self, matrix: torch.Tensor) -> float:
+    def _estimate_condition(self) -> float:
         """`λ_max / λ_min` from power iterations on `K` and on `K⁻¹`; a lower bound, good to a few per cent."""
-        start = torch.linspace(1, 2, len(matrix), dtype=matrix.dtype, device=matrix.device).unsqueeze(1)
+        factor = self._cholesky
+        start = torch.linspace(1, 2, len(factor), dtype=factor.dtype, device=factor.device).unsqueeze(1)
         largest, smallest_inverse = start / start.norm(), start / start.norm()
         for _ in range(CONDITION_ITERATIONS):
-            largest = matrix @ (largest / largest.norm())
+            largest = factor @ (factor.T @ (largest / largest.norm()))
             smallest_inverse = self.solve(smallest_inverse / smallest_inverse.norm())
         return float(largest.norm() * smallest_inverse.norm())
