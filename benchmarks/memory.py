@@ -30,6 +30,8 @@ TINYLLAMA = LlamaConfig(
     dtype="bfloat16",
 )
 
+MAX_SHARD_BYTES = 50 * 10**6  # a shard waits in memory, twice while it is written
+
 MEASURED = """
 import json, sys
 import torch, transformers, datasets, scipy.linalg, oneshot.compress, oneshot.calibration
@@ -95,7 +97,7 @@ def main() -> None:
                 "calibration": "builtin",
                 "num_sequences": arguments.num_sequences,
                 "sequence_length": arguments.sequence_length,
-                "max_shard_bytes": 100 * 10**6,
+                "max_shard_bytes": MAX_SHARD_BYTES,
             }
             command = [sys.executable, "-c", MEASURED, json.dumps(config), str(arguments.threads)]
             measured = json.loads(
@@ -112,6 +114,7 @@ def main() -> None:
                     num_tokens=tokens,
                     weight_bytes=weight_bytes,
                     store_bytes=store_bytes,
+                    max_shard_bytes=MAX_SHARD_BYTES,
                     after_imports_bytes=measured["after_imports"],
                     above_imports_bytes=above,
                     ratio=(above - store_bytes) / weight_bytes,
