@@ -70,7 +70,11 @@ def memory_table() -> str:
             f"| {row['recipe']} | {row['weight_bytes'] / 1e9:.2f} GB | {row['store_bytes'] / 1e9:.3f} GB "
             f"| {row['above_imports_bytes'] / 1e9:.2f} GB | {row['ratio']:.2f} |"
         )
-    lines += ["", f"{rows[0]['model']}, {rows[0]['num_tokens']:,} tokens; commits {_commits(rows)}."]
+    lines += [
+        "",
+        f"{rows[0]['model']}, {rows[0]['num_tokens']:,} tokens, shards of {rows[0]['max_shard_bytes'] // 10**6} MB; "
+        f"commits {_commits(rows)}.",
+    ]
     return "\n".join(lines)
 
 
