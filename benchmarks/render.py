@@ -29,7 +29,7 @@ def quality_table() -> str:
         tokens = row["calibration_tokens"]
         name = f"**{row['recipe']}**" if row["recipe"] == "oneshot" else f"{row['recipe']}, no correction"
         source = "none" if tokens is None else f"{row['calibration']}, {tokens // 1024} × 1024"
-        cells = [f"{scores[text]:.2f} | {scores[text] / dense[text]:.3f}" for text in ("wikitext2", "lambada")]
+        cells = [f"{_round(scores[text])} | {_round(scores[text] / dense[text])}" for text in ("wikitext2", "lambada")]
         lines.append(f"| {row['sparsity']:.1%} | {name} | {source} | {' | '.join(cells)} |")
     row = rows[0]
     lines.append("")
@@ -97,6 +97,10 @@ def sketch_table() -> str:
         f"first {rows[0]['max_windows']} windows; commits {_commits(rows)}."
     )
     return "\n".join(lines)
+
+
+def _round(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
 
 def _commits(rows: list[dict[str, Any]]) -> str:
