@@ -24,7 +24,7 @@ def quality_table() -> str:
         f"| 0 (134.5 M) | dense | – | {dense['wikitext2']:.2f} | 1 | {dense['lambada']:.2f} | 1 |",
     ]
     compressed = [row for row in rows if row["recipe"] != "dense"]
-    for row in sorted(compressed, key=lambda row: (row["calibration"] != "general.jsonl", row["asked"])):
+    for row in sorted(compressed, key=_order):
         scores = row["perplexity"]
         tokens = row["calibration_tokens"]
         name = f"**{row['recipe']}**" if row["recipe"] == "oneshot" else f"{row['recipe']}, no correction"
@@ -99,6 +99,11 @@ def sketch_table() -> str:
     return "\n".join(lines)
 
 
+def _order(row: dict[str, Any]) -> tuple[bool, float, float]:
+    """By calibration text, then size, then quality."""
+    return row["calibration"] != "general.jsonl", row["asked"], row["perplexity"]["wikitext2"]
+
+
 def _round(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
@@ -107,14 +112,19 @@ def _commits(rows: list[dict[str, Any]]) -> str:
     return ", ".join(sorted({row["commit"] + ("+" if row["dirty"] else "") for row in rows}))
 
 
-TABLES = {"quality": quality_table, "overhead": overhead_table, "memory": memory_table, "sketch": sketch_table}
+TABLES = {"quality": quality_table, "overhead": overhead_table, "memory": memory_table, "sketch_quality": sketch_table}
+
+
+def table(name: str) -> str:
+    """The table of that name, of the results file of the same name."""
+    return TABLES[name]() if read_rows(name) else "Not measured yet."
 
 
 def render(text: str) -> str:
     """The text with every `<!-- table: NAME -->` … `<!-- end -->` block made anew."""
     return re.sub(
         r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
-        lambda match: match[1] + TABLES[match[2]]() + "\n" + match[3],
+        lambda match: match[1] + table(match[2]) + "\n" + match[3],
         text,
         flags=re.DOTALL,
     )
