@@ -36,7 +36,9 @@ MEASURED = """
 import json, sys
 import torch, transformers, datasets, scipy.linalg, oneshot.compress, oneshot.calibration
 from transformers.models.llama import modeling_llama
-from oneshot.report import peak_bytes
+from pathlib import Path
+def peak_bytes():  # VmHWM: ru_maxrss would carry the peak of the process that started this one
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 from oneshot import CompressionConfig, compress
 torch.set_num_threads(int(sys.argv[2]))
 after_imports = peak_bytes()
