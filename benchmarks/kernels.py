@@ -191,7 +191,7 @@ def main() -> None:
             ):
                 if arguments.operations and name not in arguments.operations:
                     continue
-                repetitions = 1 if size > LARGE or (size == LARGE and name == "geqp3") else 3 if size > 1024 else 7
+                repetitions = 1 if size > LARGE or (size == LARGE and name == "geqp3") else 3 if size > 2048 else 7
                 timing = timed(operation, repetitions)
                 row = {"operation": name, "columns": size, "rows": 4 * size, **timing, **origin}
                 output.write(json.dumps(row) + "\n")

@@ -1,105 +1,142 @@
-"""Renders the README's tables from the rows in `results/`; `--check` fails where the README differs from them."""
+"""Renders the tables of the documents from the rows in `results/`; `--check` fails where they differ from the rows."""
 
 import argparse
+import math
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from harness import ROOT, read_rows
 
-README = ROOT / "README.md"
+KERNELS = ROOT / "kernels" / "oneshot_kernels"
+DOCUMENTS = (
+    ROOT / "README.md",
+    KERNELS / "pivoted_qr" / "README.md",
+    KERNELS / "count_sketch" / "README.md",
+)
+
+Row = dict[str, Any]
 
 
-def latest(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str) -> str:
+    """A table and a line below it that says what the rows have in common."""
+    body = [header, ["---"] * len(header), *lines]
+    return "\n".join([*("| " + " | ".join(cells) + " |" for cells in body), "", caption])
+
+
+def latest(rows: list[Row], *keys: str) -> list[Row]:
     """The newest row for every combination of the keys, in the order of first appearance."""
     return list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
 
 
 def quality_table() -> str:
     rows = latest([row for row in read_rows("quality") if not row.get("settings")], "recipe", "asked", "calibration")
+    texts = ("wikitext2", "lambada")
     dense = next(row for row in rows if row["recipe"] == "dense")["perplexity"]
-    lines = [
-        "| stored removed | method | calibration | WikiText-2 | × dense | LAMBADA text | × dense |",
-        "|---|---|---|---|---|---|---|",
-        f"| 0 (134.5 M) | dense | – | {dense['wikitext2']:.2f} | 1 | {dense['lambada']:.2f} | 1 |",
-    ]
-    compressed = [row for row in rows if row["recipe"] != "dense"]
-    for row in sorted(compressed, key=_order):
-        scores = row["perplexity"]
+    lines = [["0 (134.5 M)", "dense", "–", *(cell for text in texts for cell in (f"{dense[text]:.2f}", "1"))]]
+    for row in sorted((row for row in rows if row["recipe"] != "dense"), key=_order):
         tokens = row["calibration_tokens"]
         name = f"**{row['recipe']}**" if row["recipe"] == "oneshot" else f"{row['recipe']}, no correction"
         source = "none" if tokens is None else f"{row['calibration']}, {tokens // 1024} × 1024"
-        cells = [f"{_round(scores[text])} | {_round(scores[text] / dense[text])}" for text in ("wikitext2", "lambada")]
-        lines.append(f"| {row['sparsity']:.1%} | {name} | {source} | {' | '.join(cells)} |")
-    row = rows[0]
-    lines.append("")
-    lines.append(
-        f"{row['model']}, fp32, first {row['max_windows']} windows of {row['sequence_length']} tokens, "
-        f"{row['device']}, {row['threads']} threads; commits {_commits(rows)}."
+        scores = [(row["perplexity"][text], row["perplexity"][text] / dense[text]) for text in texts]
+        lines.append([f"{row['sparsity']:.1%}", name, source, *(_round(value) for pair in scores for value in pair)])
+    first = rows[0]
+    return markdown(
+        ["stored removed", "method", "calibration", "WikiText-2", "× dense", "LAMBADA text", "× dense"],
+        lines,
+        f"{first['model']}, fp32, first {first['max_windows']} windows of {first['sequence_length']} tokens; "
+        f"{_origin(rows)}.",
     )
-    return "\n".join(lines)
 
 
 def overhead_table() -> str:
     rows = latest(read_rows("overhead"), "recipe")
-    lines = [
-        "| recipe | tokens | one dense forward pass | compression | ratio | costliest operators |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
         forward = sum(row["forward_seconds"]) / len(row["forward_seconds"])
         operators = list(row["operator_seconds"].items())
         total = sum(row["operator_seconds"].values())
         shares = ", ".join(f"`{name.removeprefix('aten::')}` {seconds / total:.0%}" for name, seconds in operators[:4])
-        lines.append(
-            f"| {row['recipe']} | {row['num_tokens']:,} | {forward:.1f} s | {row['compress_seconds']['total']:.1f} s "
-            f"| {row['ratio']:.2f} | {shares} |"
-        )
-    lines += ["", f"{rows[0]['model']}, {rows[0]['device']}, {rows[0]['threads']} threads; commits {_commits(rows)}."]
-    return "\n".join(lines)
+        seconds = [f"{forward:.1f} s", f"{row['compress_seconds']['total']:.1f} s"]
+        lines.append([row["recipe"], f"{row['num_tokens']:,}", *seconds, f"{row['ratio']:.2f}", shares])
+    return markdown(
+        ["recipe", "tokens", "one dense forward pass", "compression", "ratio", "costliest operators"],
+        lines,
+        f"{rows[0]['model']}, {_origin(rows)}.",
+    )
 
 
 def memory_table() -> str:
     rows = latest(read_rows("memory"), "recipe")
-    lines = [
-        "| recipe | weights | activation store | peak above imports | (peak − store) ÷ weights |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row['recipe']} | {row['weight_bytes'] / 1e9:.2f} GB | {row['store_bytes'] / 1e9:.3f} GB "
-            f"| {row['above_imports_bytes'] / 1e9:.2f} GB | {row['ratio']:.2f} |"
-        )
-    lines += [
-        "",
+    sizes = ("weight_bytes", "store_bytes", "above_imports_bytes")
+    return markdown(
+        ["recipe", "weights", "activation store", "peak above imports", "(peak − store) ÷ weights"],
+        [[row["recipe"], *(f"{row[size] / 1e9:.2f} GB" for size in sizes), f"{row['ratio']:.2f}"] for row in rows],
         f"{rows[0]['model']}, {rows[0]['num_tokens']:,} tokens, shards of {rows[0]['max_shard_bytes'] // 10**6} MB; "
-        f"commits {_commits(rows)}.",
-    ]
-    return "\n".join(lines)
+        f"{_origin(rows)}.",
+    )
 
 
 def sketch_table() -> str:
     rows = latest(read_rows("sketch_quality"), "pivoting", "sketch", "sketch_rows_per_column")
+    texts = ("wikitext2", "lambada")
     exact = next(row for row in rows if (row["pivoting"], row["sketch"]) == ("cholesky", "none"))["perplexity"]
-    lines = [
-        "| pivots from | pivoting | WikiText-2 | ÷ exact | LAMBADA text | ÷ exact |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
         times = row["sketch_rows_per_column"]
         source = "exact Gram" if row["sketch"] == "none" else f"{row['sketch']} sketch, {times} n rows"
-        scores = row["perplexity"]
-        cells = [f"{scores[text]:.2f} | {scores[text] / exact[text]:.3f}" for text in ("wikitext2", "lambada")]
-        lines.append(f"| {source} | {row['pivoting']} | {' | '.join(cells)} |")
-    lines.append("")
-    lines.append(
+        cells = [(f"{row['perplexity'][text]:.2f}", f"{row['perplexity'][text] / exact[text]:.3f}") for text in texts]
+        lines.append([source, row["pivoting"], *(cell for pair in cells for cell in pair)])
+    return markdown(
+        ["pivots from", "pivoting", "WikiText-2", "÷ exact", "LAMBADA text", "÷ exact"],
+        lines,
         f"{rows[0]['model']} at FFN width 1024 (−19.7 %), {rows[0]['calibration_tokens']:,} dense-stream tokens, "
-        f"first {rows[0]['max_windows']} windows; commits {_commits(rows)}."
+        f"first {rows[0]['max_windows']} windows; {_origin(rows)}.",
     )
-    return "\n".join(lines)
 
 
-def _order(row: dict[str, Any]) -> tuple[bool, float, float]:
+def kernels_table() -> str:
+    """Median seconds by operation and size, with the exponent of the fit seconds = c n^p."""
+    rows = latest(read_rows("kernels"), "operation", "columns")
+    sizes = sorted({row["columns"] for row in rows})
+    seconds: dict[str, dict[int, float]] = {}
+    for row in rows:
+        seconds.setdefault(row["operation"], {})[row["columns"]] = row["median_seconds"]
+    lines = []
+    for name, measured in seconds.items():
+        cells = [f"{measured[size]:.3g}" if size in measured else "–" for size in sizes]
+        exponent = "–"
+        if len(measured) > 1:
+            exponent = f"{np.polyfit(np.log(list(measured)), np.log(list(measured.values())), 1)[0]:.2f}"
+        lines.append([name, *cells, exponent])
+    return markdown(["seconds at n =", *map(str, sizes), "exponent"], lines, f"Matrices of 4 n rows, {_origin(rows)}.")
+
+
+def pivot_quality_table() -> str:
+    """Excess of ‖R22‖ over geqp3's, and max|T|, by input and method."""
+    rows = latest(read_rows("pivot_quality"), "input", "method")
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    inputs = list(dict.fromkeys(row["input"] for row in rows))
+    found = {(row["input"], row["method"]): row for row in rows}
+    cells = [[_excess(found.get((source, method))) for source in inputs] for method in methods]
+    return markdown(
+        ["excess of ‖R22‖ over geqp3's; max\\|T\\|", *inputs],
+        [[method, *line] for method, line in zip(methods, cells, strict=True)],
+        f"k = n/2, {_origin(rows)}. “–”: geqp3's error is itself rounding.",
+    )
+
+
+def _excess(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    rounding = row["excess"] is None or not math.isfinite(row["excess"]) or row["relative_error"] < 1e-12
+    excess = "–" if rounding else f"{row['excess']:+.2%}"
+    return f"{excess}; {row['max_interpolation']:.3g}"
+
+
+def _order(row: Row) -> tuple[bool, float, float]:
     """By calibration text, then size, then quality."""
     return row["calibration"] != "general.jsonl", row["asked"], row["perplexity"]["wikitext2"]
 
@@ -108,11 +145,21 @@ def _round(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
 
-def _commits(rows: list[dict[str, Any]]) -> str:
-    return ", ".join(sorted({row["commit"] + ("+" if row["dirty"] else "") for row in rows}))
+def _origin(rows: list[Row]) -> str:
+    """Machine, threads and commits of the rows."""
+    threads = ", ".join(sorted({str(row["threads"]) for row in rows}))
+    commits = ", ".join(sorted({row["commit"] + ("+" if row["dirty"] else "") for row in rows}))
+    return f"{rows[0]['device']}, {threads} threads; commits {commits}"
 
 
-TABLES = {"quality": quality_table, "overhead": overhead_table, "memory": memory_table, "sketch_quality": sketch_table}
+TABLES = {
+    "quality": quality_table,
+    "overhead": overhead_table,
+    "memory": memory_table,
+    "sketch_quality": sketch_table,
+    "kernels": kernels_table,
+    "pivot_quality": pivot_quality_table,
+}
 
 
 def table(name: str) -> str:
@@ -134,12 +181,14 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--check", action="store_true")
     check = options.parse_args().check
-    before = README.read_text()
-    after = render(before)
-    if check:
-        return int(before != after)
-    README.write_text(after)
-    return 0
+    stale = False
+    for document in DOCUMENTS:
+        before = document.read_text()
+        after = render(before)
+        stale = stale or before != after
+        if not check:
+            document.write_text(after)
+    return int(check and stale)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import torch
 from harness import append_row, lambada_text, parser, provenance, smollm2_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from oneshot.arch import get_architecture
 from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
 from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.checkpoint import Checkpoint
@@ -22,7 +21,7 @@ from oneshot.evaluate import load_windows, perplexity
 from oneshot.factorise import correct, select_neurons
 from oneshot.fold import fold_ffn
 from oneshot.layerwise import NONZEROS
-from oneshot.source import resolve_checkpoint
+from oneshot.source import open_model, resolve_checkpoint
 from oneshot.statistics import GramAccumulator, SketchAccumulator
 from oneshot.stream import LayerStream
 
@@ -41,9 +40,8 @@ VARIANTS: list[tuple[str, str, int, int]] = [
 @torch.inference_mode()
 def compress_all(folder: Path, token_ids: torch.Tensor, batch_size: int) -> list[dict[str, torch.Tensor]]:
     """The tensors of every variant's model, from one dense pass."""
-    checkpoint = Checkpoint(folder)
-    architecture = get_architecture(checkpoint.config)
-    shape = architecture.shape(checkpoint.config, checkpoint.tensor_names)
+    source = open_model(str(folder), folder)
+    checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
     width = shape.intermediate_size
     damping = CompressionConfig("", "", sparsity=0.0).damping
     stream = LayerStream(checkpoint.config, sequence_length=token_ids.shape[1], device=CPU, dtype=torch.float32)

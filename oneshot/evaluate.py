@@ -20,12 +20,10 @@ from rich.table import Table
 from torch.nn import functional
 from tqdm import tqdm
 
-from oneshot.arch import get_architecture
 from oneshot.calibration import iter_documents, load_tokenizer, pack
-from oneshot.checkpoint import Checkpoint
 from oneshot.config import DTYPES
 from oneshot.errors import CalibrationError, ConfigError, OneshotError, OutputError
-from oneshot.source import resolve_checkpoint
+from oneshot.source import open_model
 from oneshot.stream import resolve_device, resolve_dtype
 
 LATENCY_ROUNDS = 5
@@ -179,32 +177,32 @@ def evaluate(
     where = resolve_device(device)
     compute = resolve_dtype(dtype, where)
     with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
-        folders = [resolve_checkpoint(name, Path(scratch)) for name in checkpoints]
-        opened = [Checkpoint(folder) for folder in folders]
+        opened = [open_model(name, Path(scratch)) for name in checkpoints]
+        folders = [model.checkpoint.folder for model in opened]
         tokenizer = load_tokenizer(folders[0])
         windows = {
             text: load_windows(text, tokenizer, sequence_length=sequence_length, max_windows=max_windows)
             for text in texts
         }
-        for folder, checkpoint in zip(folders, opened, strict=True):
+        for folder, model in zip(folders, opened, strict=True):
             for text, ids in windows.items():
-                if int(ids.max()) >= int(checkpoint.config["vocab_size"]):
+                if int(ids.max()) >= int(model.checkpoint.config["vocab_size"]):
                     raise CalibrationError(
                         f"The tokenizer in {folders[0]} gives tokens of {text} that {folder} has no embedding for; "
                         "give models with one tokenizer, the one that belongs to them."
                     )
-        models = [load_model(folder, device=where, dtype=compute) for folder in folders]
-        scores = [{text: perplexity(model, ids) for text, ids in windows.items()} for model in models]
-        latencies: list[tuple[float | None, float | None]] = [(None, None)] * len(models)
+        loaded = [load_model(folder, device=where, dtype=compute) for folder in folders]
+        scores = [{text: perplexity(model, ids) for text, ids in windows.items()} for model in loaded]
+        latencies: list[tuple[float | None, float | None]] = [(None, None)] * len(loaded)
         if decode_tokens > 0:
             prompt = (
                 next(iter(windows.values()))[:1, :prefill_tokens] if windows else torch.ones(1, prefill_tokens).long()
             )
-            latencies = list(measure_latency(models, prompt, decode_tokens=decode_tokens))
-        del models
+            latencies = list(measure_latency(loaded, prompt, decode_tokens=decode_tokens))
+        del loaded
         results = []
-        for name, checkpoint, score, latency in zip(checkpoints, opened, scores, latencies, strict=True):
-            shape = get_architecture(checkpoint.config).shape(checkpoint.config, checkpoint.tensor_names)
+        for name, model, score, latency in zip(checkpoints, opened, scores, latencies, strict=True):
+            checkpoint, shape = model.checkpoint, model.shape
             results.append(
                 Evaluation(
                     checkpoint=name,

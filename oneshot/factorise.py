@@ -103,17 +103,19 @@ def correct(
         return Factors(kept, corrected, _error_if_known(weight.double(), corrected, kept, statistics))
     if statistics is None:
         raise ValueError(f"the correction {correction!r} needs statistics")
+    residual = statistics.residual if correction == "two-stream" else None
+    if correction == "two-stream" and residual is None:
+        raise ValueError("the two-stream correction needs statistics with a residual")
     interpolation = interpolate(statistics.gram, kept, damping)
-    dense = weight.double()
-    corrected = dense[:, kept].addmm_(dense[:, interpolation.rest], interpolation.coefficients.T)
-    if correction == "two-stream":
-        if statistics.residual is None:
-            raise ValueError("the two-stream correction needs statistics with a residual")
-        step = interpolation.factor.solve(statistics.residual[kept])
-        corrected = corrected + residual_weight * step.T
-    condition_number, fallback = interpolation.factor.condition_number, interpolation.factor.eigenvalue_fallback
+    factor, rest, coefficients = interpolation.factor, interpolation.rest, interpolation.coefficients
     max_interpolation = interpolation.max_coefficient
-    del interpolation  # its factor is as large as the Gram
+    step = None if residual is None else factor.solve(residual[kept])
+    condition_number, fallback = factor.condition_number, factor.eigenvalue_fallback
+    del interpolation, factor  # as large as the Gram in float64
+    dense = weight.double()
+    corrected = dense[:, kept].addmm_(dense[:, rest], coefficients.T)
+    if step is not None:
+        corrected += residual_weight * step.T
     error = _error_if_known(dense, corrected, kept, statistics)
     return Factors(kept, corrected, error, condition_number, max_interpolation, fallback)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from oneshot.arch import Architecture, get_architecture
 from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.checkpoint import Checkpoint, CheckpointWriter
 from oneshot.config import CompressionConfig
@@ -20,7 +19,7 @@ from oneshot.plan import make_plan
 from oneshot.recipes import Recipe, resolve_recipe
 from oneshot.records import CalibrationSet, LayerReport, ModelShape, Plan, Report
 from oneshot.report import ProgressBar, Stopwatch, peak_bytes, peak_device_bytes, versions, write_report
-from oneshot.source import resolve_checkpoint
+from oneshot.source import SourceModel, open_model
 from oneshot.stream import prefetch, resolve_device, resolve_dtype
 
 logger = logging.getLogger(__name__)
@@ -57,13 +56,11 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
         sketch=config.sketch,
     )
     device = resolve_device(config.device)
-    checkpoint = Checkpoint(resolve_checkpoint(config.checkpoint, scratch))
+    source = open_model(config.checkpoint, scratch)
+    checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
     output = Path(config.output).expanduser()
     if checkpoint.folder.resolve().is_relative_to(output.resolve()):
         raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
-    architecture = get_architecture(checkpoint.config)
-    shape = architecture.shape(checkpoint.config, checkpoint.tensor_names)
-    architecture.check_layers(shape, checkpoint.shapes)
     plan = _plan(config, recipe, checkpoint, shape)
     compressed_shape = plan.apply(shape)
     compressed_config = architecture.resize_config(checkpoint.config, compressed_shape)
@@ -86,9 +83,7 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
             )
             _warn_if_short(calibration, shape)
         watch.lap("prepare")
-        layers = _write_weights(
-            config, recipe, checkpoint, architecture, shape, plan, calibration, device, writer, scratch, show_progress
-        )
+        layers = _write_weights(config, recipe, source, plan, calibration, device, writer, scratch, show_progress)
         writer.finish_weights()
         watch.lap("layers")
         write_companions(checkpoint.folder, writer.partial, compressed_config, dtype=save_dtype)
@@ -129,9 +124,7 @@ def _warn_if_short(calibration: CalibrationSet, shape: ModelShape) -> None:
 def _write_weights(
     config: CompressionConfig,
     recipe: Recipe,
-    checkpoint: Checkpoint,
-    architecture: Architecture,
-    shape: ModelShape,
+    source: SourceModel,
     plan: Plan,
     calibration: CalibrationSet | None,
     device: torch.device,
@@ -140,6 +133,7 @@ def _write_weights(
     show_progress: bool,
 ) -> list[LayerReport]:
     """Stream the layers through the compressor into the writer; everything outside the layers passes through."""
+    checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
     prefixes = [architecture.layer_prefix(layer) for layer in range(shape.num_hidden_layers)]
     outside = sorted(name for name in checkpoint.tensor_names if not name.startswith(tuple(prefixes)))
     cast = partial(_cast, config.save_dtype)
@@ -171,6 +165,7 @@ def _write_weights(
                 LayerReport(layer, tuple(blocks), time.perf_counter() - started, peak_bytes(), peak_device_bytes())
             )
             progress.layer_done(layers[-1])
+            del tensors, folded  # or they would wait for the next layer's
     compressor.close()
     return layers
 

@@ -1,14 +1,39 @@
-"""The CHECKPOINT argument -> a local folder of safetensors: a folder, a GGUF file, or a name on the hub."""
+"""The CHECKPOINT argument -> an opened model: a folder of safetensors, a GGUF file, or a name on the hub."""
 
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oneshot.arch import Architecture, get_architecture
+from oneshot.checkpoint import Checkpoint
 from oneshot.errors import CheckpointError, OutputError
+from oneshot.records import ModelShape
 
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """A checkpoint whose family is known and whose layers have the shapes that its config states."""
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    shape: ModelShape
+
+
+def open_model(checkpoint: str, scratch: Path) -> SourceModel:
+    """Find or fetch a checkpoint and open it; reads headers, no weights.
+
+    Raises `CheckpointError` for whatever is missing, damaged, or of a family that is not supported.
+    """
+    opened = Checkpoint(resolve_checkpoint(checkpoint, scratch))
+    architecture = get_architecture(opened.config)
+    shape = architecture.shape(opened.config, opened.tensor_names)
+    architecture.check_layers(shape, opened.shapes)
+    return SourceModel(opened, architecture, shape)
 
 
 def resolve_checkpoint(checkpoint: str, scratch: Path) -> Path:

@@ -38,5 +38,6 @@ def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float) -> I
     in_skeleton = torch.zeros(len(gram), dtype=torch.bool, device=gram.device)
     in_skeleton[skeleton] = True
     rest = (~in_skeleton).nonzero().squeeze(1)
-    factor = RidgeFactor(gram[skeleton][:, skeleton], damping)
-    return Interpolation(skeleton, rest, factor.solve(gram[skeleton][:, rest]), factor)
+    rows = skeleton.unsqueeze(1)  # entries are gathered at once, so that no copy of whole rows is made
+    factor = RidgeFactor(gram[rows, skeleton], damping)
+    return Interpolation(skeleton, rest, factor.solve(gram[rows, rest]), factor)

@@ -23,29 +23,35 @@ class RidgeFactor:
     """
 
     def __init__(self, gram: torch.Tensor, damping: float) -> None:
-        matrix = gram.to(torch.float64, copy=True)
-        self.ridge = damping * matrix.diagonal().mean().clamp_min(0)
-        matrix.diagonal().add_(self.ridge)
-        factor, failed_at = torch.linalg.cholesky_ex(matrix)
-        self.eigenvalue_fallback = bool(failed_at) or not bool(torch.isfinite(factor.diagonal()).all())
+        self.ridge = damping * gram.diagonal().double().mean().clamp_min(0)
+        matrix = self._ridged(gram)
+        # a view in LAPACK's column order is factorised where it lies, so that no second k × k matrix is made
+        self._cholesky = matrix.mT
+        failed_at = torch.empty((), dtype=torch.int32, device=matrix.device)
+        torch.linalg.cholesky_ex(self._cholesky, out=(self._cholesky, failed_at))
+        self.eigenvalue_fallback = bool(failed_at) or not bool(torch.isfinite(self._cholesky.diagonal()).all())
         if self.eigenvalue_fallback:
-            logger.warning("Cholesky of a %d × %d Gram failed; using its eigendecomposition.", *matrix.shape)
-            eigenvalues, vectors = torch.linalg.eigh(matrix)
-            positive = eigenvalues > eigenvalues[-1] * len(matrix) * torch.finfo(matrix.dtype).eps
-            inverse = torch.where(positive, 1 / eigenvalues.clamp_min(torch.finfo(matrix.dtype).tiny), 0)
+            logger.warning("Cholesky of a %d × %d Gram failed; using its eigendecomposition.", *gram.shape)
+            eigenvalues, vectors = torch.linalg.eigh(self._ridged(gram))
+            positive = eigenvalues > eigenvalues[-1] * len(gram) * torch.finfo(eigenvalues.dtype).eps
+            inverse = torch.where(positive, 1 / eigenvalues.clamp_min(torch.finfo(eigenvalues.dtype).tiny), 0)
             self._inverse = (vectors * inverse) @ vectors.T
             kept = eigenvalues[positive]
             self.condition_number = float(kept[-1] / kept[0]) if len(kept) else float("inf")
         else:
-            del matrix
-            self._cholesky = factor
             self.condition_number = self._estimate_condition()
+
+    def _ridged(self, gram: torch.Tensor) -> torch.Tensor:
+        matrix = gram.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+        matrix.diagonal().add_(self.ridge)
+        return matrix
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
         """`K⁻¹ right` in float64, `right (k, p)`."""
         if self.eigenvalue_fallback:
             return self._inverse @ right.double()
-        return torch.cholesky_solve(right.double(), self._cholesky)
+        half = torch.linalg.solve_triangular(self._cholesky, right.double(), upper=False)
+        return torch.linalg.solve_triangular(self._cholesky.mT, half, upper=True)
 
     def _estimate_condition(self) -> float:
         """`λ_max / λ_min` from power iterations on `K` and on `K⁻¹`; a lower bound, good to a few per cent."""

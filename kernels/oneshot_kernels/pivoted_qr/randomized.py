@@ -10,9 +10,10 @@ from oneshot_kernels.pivoted_qr.cholesky import pivoted_cholesky
 from oneshot_kernels.pivoted_qr.factor import PivotedFactor, trailing_errors
 from oneshot_kernels.pivoted_qr.lapack import lapack_pivoted_qr
 
-SKETCH_NONZEROS = 8  # per column of S; 1 (CountSketch) fails on coherent rows, see count_sketch/README.md
+# CQRRPT's defaults: non-zeros per column of S (1, CountSketch, fails on coherent rows) and sketch rows over n
+SKETCH_NONZEROS = 4
+ROWS_PER_COLUMN = 1.25
 OVERSAMPLING = 8  # sketch rows beyond the block size, as in HQRRP and BQRRP
-ROWS_PER_COLUMN = 1.25  # CQRRPT's default sketch size over n
 TRUSTED_PIVOT_RATIO = 1e-3  # preconditioned columns have κ = O(1); a smaller ratio means that the sketch misled
 
 
@@ -30,16 +31,20 @@ def sketched_pivots(
     that of S A: its errors estimate those of A (E‖S x‖² = ‖x‖²), its `r` is not A's. Take the pivots, and the
     interpolation matrix from least squares on A or its Gram. What is below 3e-4 ‖A‖ is rounding.
 
-    matrix [m, n] fp32 or fp64; sketch_size s (None: 2 n), at least `nonzeros`; with s >= m the matrix itself is used.
+    matrix [m, n] fp32 or fp64; sketch_size s (None: 1.25 n), at least `nonzeros`; with s >= m A itself is used.
     Raises as `sketch_` and `pivoted_cholesky`. Cost nonzeros m n + s n² + n³/3 flops; deterministic for one seed.
     """
-    size = 2 * matrix.shape[1] if sketch_size is None else sketch_size
+    size = _sketch_rows(matrix.shape[1]) if sketch_size is None else sketch_size
     rows = matrix
     if size < matrix.shape[0]:
         rows = matrix.new_zeros(size, matrix.shape[1], dtype=torch.float32)
         sketch_(rows, matrix, row_offset=0, seed=seed, nonzeros=min(nonzeros, size))
     gram = matrix.new_zeros(matrix.shape[1], matrix.shape[1], dtype=torch.float32)
     return pivoted_cholesky(gram_(gram, rows), rank=rank)
+
+
+def _sketch_rows(num_columns: int) -> int:
+    return max(int(ROWS_PER_COLUMN * num_columns), num_columns + OVERSAMPLING)
 
 
 def cqrrpt(matrix: torch.Tensor, rank: int, seed: int) -> PivotedFactor:
@@ -51,7 +56,7 @@ def cqrrpt(matrix: torch.Tensor, rank: int, seed: int) -> PivotedFactor:
     Cost 2.5 n³ + 3 m n² flops, all but the Cholesky in GEMMs.
     """
     num_rows, num_columns = matrix.shape
-    sketch_size = min(max(int(ROWS_PER_COLUMN * num_columns), num_columns + OVERSAMPLING), num_rows)
+    sketch_size = min(_sketch_rows(num_columns), num_rows)
     sketched = _sketch(matrix, sketch_size, seed)
     pilot = pivoted_cholesky(sketched.mT @ sketched, rank=rank)
     found = pilot.factorised_rank
