@@ -32,21 +32,25 @@ def latest(rows: list[Row], *keys: str) -> list[Row]:
 
 
 def quality_table() -> str:
-    rows = latest([row for row in read_rows("quality") if not row.get("settings")], "recipe", "asked", "calibration")
+    rows = [row for row in read_rows("quality") if not row.get("settings")]
+    rows = latest(rows, "recipe", "asked", "calibration", "max_windows")
     texts = ("wikitext2", "lambada")
-    dense = next(row for row in rows if row["recipe"] == "dense")["perplexity"]
-    lines = [["0 (134.5 M)", "dense", "–", *(cell for text in texts for cell in (f"{dense[text]:.2f}", "1"))]]
+    dense = {row["max_windows"]: row["perplexity"] for row in rows if row["recipe"] == "dense"}
+    lines = [
+        ["0 (134.5 M)", "dense", "–", str(windows), *(cell for text in texts for cell in (f"{scores[text]:.2f}", "1"))]
+        for windows, scores in dense.items()
+    ]
     for row in sorted((row for row in rows if row["recipe"] != "dense"), key=_order):
-        tokens = row["calibration_tokens"]
+        tokens, windows = row["calibration_tokens"], row["max_windows"]
         name = f"**{row['recipe']}**" if row["recipe"] == "oneshot" else f"{row['recipe']}, no correction"
         source = "none" if tokens is None else f"{row['calibration']}, {tokens // 1024} × 1024"
-        scores = [(row["perplexity"][text], row["perplexity"][text] / dense[text]) for text in texts]
-        lines.append([f"{row['sparsity']:.1%}", name, source, *(_round(value) for pair in scores for value in pair)])
-    first = rows[0]
+        scores = [(row["perplexity"][text], row["perplexity"][text] / dense[windows][text]) for text in texts]
+        cells = [_round(value) for pair in scores for value in pair]
+        lines.append([f"{row['sparsity']:.1%}", name, source, str(windows), *cells])
     return markdown(
-        ["stored removed", "method", "calibration", "WikiText-2", "× dense", "LAMBADA text", "× dense"],
+        ["stored removed", "method", "calibration", "windows", "WikiText-2", "× dense", "LAMBADA text", "× dense"],
         lines,
-        f"{first['model']}, fp32, first {first['max_windows']} windows of {first['sequence_length']} tokens; "
+        f"{rows[0]['model']}, fp32, the first windows of {rows[0]['sequence_length']} tokens of each text; "
         f"{_origin(rows)}.",
     )
 
