@@ -266,7 +266,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--text", action="append", default=[], help="text for perplexity, as for --calibration; may be repeated"
     )
     parser.add_argument("--sequence-length", type=int, default=1024, help="tokens in a window (default: %(default)s)")
-    parser.add_argument("--max-windows", type=int, help="at most this many windows of each text")
+    parser.add_argument(
+        "--max-windows",
+        type=int,
+        help="at most this many windows of each text (default: all of it; c4 has hundreds of millions)",
+    )
     parser.add_argument("--tasks", nargs="+", default=[], help="lm-eval tasks")
     parser.add_argument("--limit", type=int, help="at most this many documents of each task")
     parser.add_argument("--include-path", help="folder with task YAML files of your own, for lm-eval")

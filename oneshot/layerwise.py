@@ -20,7 +20,7 @@ from oneshot.fold import augmented_weight, fold_ffn, fold_heads, head_columns
 from oneshot.recipes import Recipe
 from oneshot.records import BlockReport, BlockStatistics, CalibrationSet, Factors, ModelShape, Plan
 from oneshot.statistics import GramAccumulator, SketchAccumulator, with_constant_column
-from oneshot.stream import ActivationStore, LayerStream, StreamLayer, batches, choose_tier
+from oneshot.stream import ActivationStore, LayerStream, StreamLayer, batches, choose_tier, release_heap
 
 Tensors = dict[str, torch.Tensor]
 
@@ -99,6 +99,7 @@ class LayerCompressor:
         if self._reduce_ffn:
             assert statistics is not None
             del dense, current  # their memory is needed for the factorisation
+            release_heap()
             folded, factors = self._factorise_ffn(folded, statistics)
             del statistics
             current = self._stream_of(folded).layer(folded)

@@ -1,6 +1,8 @@
 """The model, one decoder layer at a time: transformers' own layer class, real weights, off-loaded activations."""
 
 import copy
+import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -206,6 +208,17 @@ def choose_tier(store_bytes: int, *, device: torch.device, max_memory_bytes: int
     if device.type == "cuda" and allowed and store_bytes * 4 <= torch.cuda.mem_get_info(device)[0]:
         return "device"
     return "host" if store_bytes <= budget else "disk"
+
+
+def release_heap() -> None:
+    """Give freed memory back to the system before a peak.
+
+    glibc keeps freed blocks below 32 MiB, such as a layer's weights and a batch's activations, which are of no use to
+    the larger matrices that follow. Other C libraries have no `malloc_trim`, and nothing happens.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def batches(num_sequences: int, batch_size: int) -> list[slice]:
