@@ -118,6 +118,22 @@ def kernels_table() -> str:
     return markdown(["seconds at n =", *map(str, sizes), "exponent"], lines, f"Matrices of 4 n rows, {_origin(rows)}.")
 
 
+def pivots_table() -> str:
+    """Pivots from a sketch and from the exact Gram beside SciPy's, at the sizes where all three were measured."""
+    rows = latest(read_rows("kernels"), "operation", "columns")
+    seconds = {(row["operation"], row["columns"]): row["median_seconds"] for row in rows}
+    lines = []
+    for size in sorted(size for operation, size in seconds if operation == "geqp3"):
+        scipy = seconds["geqp3", size]
+        ours = [seconds[f"pivots, {source}", size] for source in ("fp64 Gram", "sketched")]
+        lines.append([str(size), f"{scipy:.3g} s", *(f"{value:.3g} s ({scipy / value:.1f} ×)" for value in ours)])
+    return markdown(
+        ["n", "SciPy `geqp3`", "ours, exact Gram", "ours, sketched"],
+        lines,
+        f"Column pivots of a 4 n × n matrix in fp64, Gram and sketch included; {_origin(rows)}.",
+    )
+
+
 def pivot_quality_table() -> str:
     """Excess of ‖R22‖ over geqp3's, and max|T|, by input and method."""
     rows = latest(read_rows("pivot_quality"), "input", "method")
@@ -156,19 +172,22 @@ def _origin(rows: list[Row]) -> str:
     return f"{rows[0]['device']}, {threads} threads; commits {commits}"
 
 
+# table: (function, results file)
 TABLES = {
-    "quality": quality_table,
-    "overhead": overhead_table,
-    "memory": memory_table,
-    "sketch_quality": sketch_table,
-    "kernels": kernels_table,
-    "pivot_quality": pivot_quality_table,
+    "quality": (quality_table, "quality"),
+    "overhead": (overhead_table, "overhead"),
+    "memory": (memory_table, "memory"),
+    "pivots": (pivots_table, "kernels"),
+    "kernels": (kernels_table, "kernels"),
+    "pivot_quality": (pivot_quality_table, "pivot_quality"),
+    "sketch_quality": (sketch_table, "sketch_quality"),
 }
 
 
 def table(name: str) -> str:
-    """The table of that name, of the results file of the same name."""
-    return TABLES[name]() if read_rows(name) else "Not measured yet."
+    """The table of that name from the newest rows."""
+    make, results = TABLES[name]
+    return make() if read_rows(results) else "Not measured yet."
 
 
 def render(text: str) -> str:

@@ -11,6 +11,7 @@ class ModelShape:
     """The sizes of a Llama-like model, as its stock config states them.
 
     `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and gate/up/down.
+    `query_key_norms`: whether queries and keys are normed, each by one weight of `head_dim` for all heads.
     """
 
     num_hidden_layers: int
@@ -22,25 +23,30 @@ class ModelShape:
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    query_key_norms: bool = False
 
     @property
     def heads_per_group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_attention_heads // self.num_key_value_heads
 
+    def norm_parameters(self) -> int:
+        """Stored parameters of one decoder layer's norms."""
+        return 2 * self.hidden_size + 2 * self.head_dim * self.query_key_norms
+
     def layer_parameters(self) -> int:
-        """Stored parameters of one decoder layer, its two norms included."""
+        """Stored parameters of one decoder layer, its norms included."""
         query = self.num_attention_heads * self.head_dim
         key_value = 2 * self.num_key_value_heads * self.head_dim
         attention = (query + key_value) * (self.hidden_size + self.attention_bias)
         attention += self.hidden_size * (query + self.output_bias)
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        return attention + mlp + 2 * self.hidden_size
+        return attention + mlp + self.norm_parameters()
 
     def flops_per_token(self, vocab_size: int) -> int:
         """Floating-point operations of all linears for one token, the output head included, attention scores not."""
-        linears = self.layer_parameters() - 2 * self.hidden_size
+        linears = self.layer_parameters() - self.norm_parameters()
         return 2 * (self.num_hidden_layers * linears + vocab_size * self.hidden_size)
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:

@@ -60,7 +60,8 @@ class LayerStream:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         self.device, self.dtype = device, dtype
-        hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(config | {"num_hidden_layers": 1})
+        one_layer = {name: value for name, value in config.items() if name != "layer_types"} | {"num_hidden_layers": 1}
+        hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(one_layer)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa").model
         self._template = skeleton.layers[0].eval().requires_grad_(False)

@@ -36,7 +36,7 @@ def build_model(
     **extra: Any,
 ) -> Any:
     """A random model of a stock class whose every parameter, biases and norms too, matters to its output."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = dict(
         vocab_size=400,
@@ -53,11 +53,10 @@ def build_model(
         **extra,
     )
     if family == "llama":
-        config: Any = LlamaConfig(attention_bias=attention_bias, mlp_bias=mlp_bias, **sizes)
-        model: Any = LlamaForCausalLM(config)
-    else:
-        config = MistralConfig(sliding_window=sliding_window, **sizes)
-        model = MistralForCausalLM(config)
+        sizes |= {"attention_bias": attention_bias, "mlp_bias": mlp_bias}
+    elif family == "mistral":
+        sizes |= {"sliding_window": sliding_window}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -24,6 +24,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-bfloat16-sharded": {"dtype": torch.bfloat16, "shard_size": "20KB"},
     "mistral-window": {"family": "mistral", "sliding_window": 8},
     "mistral-tied": {"family": "mistral", "tied": True, "groups": 1},
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3", "tied": True, "head_dim": 8},
 }
 PROMPT = torch.arange(2, 26).view(1, -1)
 
@@ -60,7 +62,7 @@ def assert_same_tensors(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("variant", ["llama-biases", "llama-bfloat16-sharded"])
+@pytest.mark.parametrize("variant", ["llama-biases", "llama-bfloat16-sharded", "qwen2", "qwen3"])
 def test_removing_nothing_gives_back_the_same_bits(
     recipe: str, variant: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:

@@ -34,6 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"family": "mistral"},
     "mistral-window": {"family": "mistral", "sliding_window": 7},
+    "qwen2": {"family": "qwen2", "layers": 3},
+    "qwen3": {"family": "qwen3", "head_dim": 16},
     "mistral-window-longer-than-the-text": {"family": "mistral", "sliding_window": 100},
 }
 

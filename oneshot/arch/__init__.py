@@ -5,15 +5,18 @@ from typing import Any
 from oneshot.arch.base import Architecture
 from oneshot.arch.llama import LLAMA
 from oneshot.arch.mistral import MISTRAL
+from oneshot.arch.qwen2 import QWEN2
+from oneshot.arch.qwen3 import QWEN3
 from oneshot.errors import CheckpointError
 
-ARCHITECTURES = {architecture.model_type: architecture for architecture in (LLAMA, MISTRAL)}
+ARCHITECTURES = {architecture.model_type: architecture for architecture in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 
 
 def get_architecture(config: dict[str, Any]) -> Architecture:
     """The family that `config["model_type"]` names.
 
-    Raises `CheckpointError`, with the reason, for quantised weights, mixtures of experts and unknown families.
+    Raises `CheckpointError`, with the reason, for quantised weights, mixtures of experts, layers that are not
+    alike, and unknown families.
     """
     model_type = config.get("model_type", "(none)")
     if config.get("quantization_config"):
@@ -25,5 +28,10 @@ def get_architecture(config: dict[str, Any]) -> Architecture:
     if model_type not in ARCHITECTURES:
         raise CheckpointError(
             f"Model type {model_type!r} is not supported; the supported families are {', '.join(ARCHITECTURES)}."
+        )
+    if config.get("use_sliding_window"):
+        raise CheckpointError(
+            "Some layers of the model see all tokens and some a window (use_sliding_window), which is not supported; "
+            "give a model whose layers are alike."
         )
     return ARCHITECTURES[model_type]

@@ -14,6 +14,7 @@ O_PROJ = "self_attn.o_proj"
 GATE_PROJ = "mlp.gate_proj"
 UP_PROJ = "mlp.up_proj"
 DOWN_PROJ = "mlp.down_proj"
+QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class Architecture:
 
     Attributes:
         model_type: the `model_type` of the family's config.json.
-        default_attention_bias: whether q/k/v have a bias when the config does not say.
         resize_config: `(config, shape) -> config`, the stock config that describes the resized model; raises
             `PlanError` where no stock config can.
+        embedding, final_norm, layers: names in the checkpoint.
     """
 
     model_type: str
@@ -38,7 +39,7 @@ class Architecture:
         return f"{self.layers}.{layer}."
 
     def shape(self, config: dict[str, Any], tensor_names: frozenset[str]) -> ModelShape:
-        """The sizes the config states; which linears have biases is read off the stored tensors.
+        """The sizes the config states; which biases and norms a layer has is read off the stored tensors.
 
         Raises `CheckpointError` when a size is missing.
         """
@@ -55,6 +56,7 @@ class Architecture:
                 attention_bias=f"{prefix}{Q_PROJ}.bias" in tensor_names,
                 output_bias=f"{prefix}{O_PROJ}.bias" in tensor_names,
                 mlp_bias=f"{prefix}{DOWN_PROJ}.bias" in tensor_names,
+                query_key_norms=f"{prefix}{QUERY_KEY_NORMS[0]}.weight" in tensor_names,
             )
         except KeyError as error:
             message = f"config.json does not state {error}; give a complete {self.model_type} checkpoint."
@@ -77,6 +79,8 @@ class Architecture:
             "input_layernorm.weight": (shape.hidden_size,),
             "post_attention_layernorm.weight": (shape.hidden_size,),
         }
+        if shape.query_key_norms:
+            expected |= {f"{norm}.weight": (shape.head_dim,) for norm in QUERY_KEY_NORMS}
         for linears, has_bias in (
             ((Q_PROJ, K_PROJ, V_PROJ), shape.attention_bias),
             ((O_PROJ,), shape.output_bias),
