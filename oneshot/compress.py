@@ -13,6 +13,7 @@ from oneshot.config import (
     FFN_SELECTORS,
     HEAD_SELECTORS,
     HEAD_UNITS,
+    HIDDEN_METHODS,
     PIVOTINGS,
     SAVE_DTYPES,
     SKETCHES,
@@ -46,6 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     method.add_argument(
         "--heads", choices=HEAD_SELECTORS, help="how attention heads are chosen (default: the recipe's)"
     )
+    method.add_argument("--hidden", choices=HIDDEN_METHODS, help="how the hidden size shrinks (default: the recipe's)")
+    method.add_argument("--hidden-size", type=int, help="the kept hidden size (default: what the target asks for)")
     method.add_argument("--head-unit", choices=HEAD_UNITS, default=defaults.head_unit, help="what is removed together")
     method.add_argument("--correction", choices=CORRECTIONS, help="least-squares correction (default: the recipe's)")
     method.add_argument("--pivoting", choices=PIVOTINGS, help="how pivots are found (default: the recipe's)")

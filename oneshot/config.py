@@ -9,6 +9,7 @@ from oneshot.errors import ConfigError
 
 FFN_SELECTORS = ("id", "activation-norm", "magnitude", "random", "none")
 HEAD_SELECTORS = ("id", "none")
+HIDDEN_METHODS = ("pca", "none")
 HEAD_UNITS = ("auto", "query-head", "kv-group")
 CORRECTIONS = ("none", "same-layer", "two-stream")
 PIVOTINGS = ("cholesky", "qr", "grouped", "tournament")
@@ -45,9 +46,10 @@ class CompressionConfig:
     """Every choice of one compression run; the same record goes into the report.
 
     Exactly one of `sparsity` (fraction of the stored parameters to remove, in [0, 1)) and `params` (stored
-    parameters to keep) is given. `ffn`, `heads`, `correction`, `pivoting` and `sketch` override the recipe where they
-    are not None. `damping` is the ridge in units of the Gram's mean diagonal; `sketch_size` is in rows (None: twice the
-    FFN width). `max_memory_bytes` bounds the activation store in memory; beyond it activations go to disk.
+    parameters to keep) is given. `ffn`, `heads`, `hidden`, `correction`, `pivoting` and `sketch` override the recipe
+    where they are not None. `hidden_size` is the kept one (None: what the target asks for). `damping` is the ridge in
+    units of the Gram's mean diagonal; `sketch_size` is in rows (None: twice the FFN width). `max_memory_bytes` bounds
+    the activation store in memory; beyond it activations go to disk.
     """
 
     checkpoint: str
@@ -57,6 +59,8 @@ class CompressionConfig:
     recipe: str = "oneshot"
     ffn: str | None = None
     heads: str | None = None
+    hidden: str | None = None
+    hidden_size: int | None = None
     head_unit: str = "auto"
     correction: str | None = None
     damping: float = 3e-2
@@ -91,6 +95,7 @@ class CompressionConfig:
             ("batch_size", 1),
             ("max_shard_bytes", 1),
             ("round_to", 1),
+            ("hidden_size", 1),
             ("sketch_size", 1),
             ("group_size", 1),
             ("max_memory_bytes", 1),
@@ -106,6 +111,7 @@ class CompressionConfig:
         for option, allowed in (
             ("ffn", FFN_SELECTORS),
             ("heads", HEAD_SELECTORS),
+            ("hidden", HIDDEN_METHODS),
             ("head_unit", HEAD_UNITS),
             ("correction", CORRECTIONS),
             ("pivoting", PIVOTINGS),

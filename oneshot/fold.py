@@ -2,7 +2,17 @@
 
 import torch
 
-from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, K_PROJ, O_PROJ, Q_PROJ, UP_PROJ, V_PROJ
+from oneshot.arch.base import (
+    ATTENTION_NORM,
+    DOWN_PROJ,
+    FFN_NORM,
+    GATE_PROJ,
+    K_PROJ,
+    O_PROJ,
+    Q_PROJ,
+    UP_PROJ,
+    V_PROJ,
+)
 from oneshot.records import Factors
 
 Tensors = dict[str, torch.Tensor]
@@ -36,6 +46,32 @@ def fold_heads(
         _keep_rows_(folded, linear, head_columns(groups, head_dim))
     _set_consumer_(folded, O_PROJ, factors)
     return folded
+
+
+def fold_hidden(tensors: Tensors, basis: torch.Tensor) -> Tensors:
+    """The layer inside the subspace `basis` = `P (D, d)` of the residual stream (TCSP section 4; METHODS section 5).
+
+    Inputs become `√(D/d) W diag(γ) P` and outputs `Pᵀ W`; the norms' own weights become ones. A stock RMSNorm over the
+    d coordinates divides by their root mean square; the factor, and `rms_norm_eps · D/d` in the config, make that the
+    division by the root mean square over the original width. Products in float64, the stored dtype is kept.
+    """
+    folded = dict(tensors)
+    for norm, linears in ((ATTENTION_NORM, (Q_PROJ, K_PROJ, V_PROJ)), (FFN_NORM, (GATE_PROJ, UP_PROJ))):
+        for linear in linears:
+            name = f"{linear}.weight"
+            folded[name] = project_input(tensors[name], tensors[f"{norm}.weight"], basis)
+        folded[f"{norm}.weight"] = tensors[f"{norm}.weight"].new_ones(basis.shape[1])
+    for linear in (O_PROJ, DOWN_PROJ):
+        for name in (f"{linear}.weight", f"{linear}.bias"):
+            if name in tensors:
+                folded[name] = (basis.T @ tensors[name].to(basis)).to(tensors[name])
+    return folded
+
+
+def project_input(weight: torch.Tensor, norm: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """`√(D/d) W diag(γ) P`: a linear that reads a norm's output, for coordinates in the subspace."""
+    scale = (basis.shape[0] / basis.shape[1]) ** 0.5
+    return ((weight.to(basis) * norm.to(basis)) @ basis).mul_(scale).to(weight)
 
 
 def head_columns(heads: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""The order of the stages: checkpoint -> plan -> calibration -> (per layer) statistics, factors, fold -> output."""
+"""The order of the stages: checkpoint -> plan -> calibration -> hidden size -> (per layer) statistics, factors, fold
+-> output.
+"""
 
 import logging
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +14,11 @@ import torch
 from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.checkpoint import Checkpoint, CheckpointWriter
 from oneshot.config import CompressionConfig
-from oneshot.errors import DeviceError, OutputError
+from oneshot.errors import ConfigError, DeviceError, OutputError, PlanError
 from oneshot.export.hf import verify_stock, write_companions
+from oneshot.hidden import hidden_subspace, project_model
 from oneshot.layerwise import LayerCompressor
-from oneshot.plan import make_plan
+from oneshot.plan import make_plan, plan_hidden_size, untied_parameters
 from oneshot.recipes import Recipe, resolve_recipe
 from oneshot.records import CalibrationSet, LayerReport, ModelShape, Plan, Report
 from oneshot.report import ProgressBar, Stopwatch, peak_bytes, peak_device_bytes, versions, write_report
@@ -54,23 +57,29 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
         correction=config.correction,
         pivoting=config.pivoting,
         sketch=config.sketch,
+        hidden=config.hidden,
     )
     device = resolve_device(config.device)
+    sparsity = config.sparsity or 0.0
     source = open_model(config.checkpoint, scratch)
     checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
     output = Path(config.output).expanduser()
     if checkpoint.folder.resolve().is_relative_to(output.resolve()):
         raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
-    plan = _plan(config, recipe, checkpoint, shape)
-    compressed_shape = plan.apply(shape)
+    target = config.params if config.params is not None else round(checkpoint.num_parameters * (1 - sparsity))
+    narrow = replace(shape, hidden_size=_hidden_size(config, recipe, source, target))
+    plan = _plan(config, recipe, source, narrow, target)
+    compressed_shape = plan.apply(narrow)
     compressed_config = architecture.resize_config(checkpoint.config, compressed_shape)
+    if narrow != shape:
+        compressed_config |= {"tie_word_embeddings": False}
     save_dtype = None if config.save_dtype == "keep" else config.save_dtype
 
     with CheckpointWriter(
         output,
         max_shard_bytes=config.max_shard_bytes,
         overwrite=config.overwrite,
-        expected_bytes=_expected_bytes(config.save_dtype, checkpoint, shape, compressed_shape),
+        expected_bytes=_expected_bytes(config.save_dtype, checkpoint, target),
     ) as writer:
         calibration = None
         if recipe.reads_activations and compressed_shape != shape:
@@ -83,30 +92,103 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
             )
             _warn_if_short(calibration, shape)
         watch.lap("prepare")
+        hidden_error = None
+        if calibration is not None and narrow != shape:
+            source, hidden_error = _narrow(
+                config, source, calibration, narrow.hidden_size, device, scratch, show_progress
+            )
+            watch.lap("hidden size")
         layers = _write_weights(config, recipe, source, plan, calibration, device, writer, scratch, show_progress)
         writer.finish_weights()
         watch.lap("layers")
         write_companions(checkpoint.folder, writer.partial, compressed_config, dtype=save_dtype)
         verify_stock(writer.partial)
         watch.lap("write")
-        report = _report(config, recipe, checkpoint, shape, compressed_shape, calibration, layers, watch)
+        compressed = Checkpoint(writer.partial).num_parameters
+        report = _report(
+            config, recipe, checkpoint, shape, compressed_shape, compressed, calibration, hidden_error, layers, watch
+        )
         write_report(report, writer.partial)
         writer.commit()
     return report
 
 
-def _plan(config: CompressionConfig, recipe: Recipe, checkpoint: Checkpoint, shape: ModelShape) -> Plan:
-    dense = checkpoint.num_parameters
-    target = config.params if config.params is not None else round(dense * (1 - (config.sparsity or 0.0)))
+def _hidden_size(config: CompressionConfig, recipe: Recipe, source: SourceModel, target: int) -> int:
+    """The kept hidden size: all of it, what the target asks for, or beside other blocks what the user asks for."""
+    shape, dense = source.shape, source.checkpoint.num_parameters
+    if recipe.hidden == "none":
+        if config.hidden_size is not None:
+            raise ConfigError("--hidden-size needs a method for the hidden size; add --hidden pca.")
+        return shape.hidden_size
+    if target >= dense:
+        return shape.hidden_size
+    alone = recipe.ffn == "none" and recipe.heads == "none"
+    if alone != (config.hidden_size is None):
+        raise ConfigError(
+            "Give --hidden-size exactly where FFN or heads shrink, too: alone, the hidden size follows from the target."
+        )
+    if config.hidden_size is None:
+        vocab_size = int(source.checkpoint.config["vocab_size"])
+        return plan_hidden_size(shape, vocab_size=vocab_size, target_parameters=target, round_to=config.round_to)
+    if config.hidden_size >= shape.hidden_size:
+        raise PlanError(
+            f"--hidden-size {config.hidden_size} is not below the model's {shape.hidden_size}; give a smaller one."
+        )
+    return config.hidden_size
+
+
+def _plan(config: CompressionConfig, recipe: Recipe, source: SourceModel, narrow: ModelShape, target: int) -> Plan:
+    """Sizes of the FFN and heads that reach the target, once the hidden size is that of `narrow`."""
+    parameters = source.checkpoint.num_parameters
+    if narrow != source.shape:
+        parameters = untied_parameters(narrow, int(source.checkpoint.config["vocab_size"]))
+        if recipe.ffn == "none" and recipe.heads == "none":
+            target = parameters
+        elif target > parameters:
+            raise PlanError(
+                f"--hidden-size {narrow.hidden_size} leaves {parameters:,} parameters, fewer than the {target:,} asked "
+                "for; give a larger one."
+            )
     return make_plan(
-        shape,
-        dense_parameters=dense,
+        narrow,
+        dense_parameters=parameters,
         target_parameters=target,
         reduce_ffn=recipe.ffn != "none",
         reduce_heads=recipe.heads != "none",
         head_unit=config.head_unit,
         round_to=config.round_to,
     )
+
+
+def _narrow(
+    config: CompressionConfig,
+    source: SourceModel,
+    calibration: CalibrationSet,
+    hidden_size: int,
+    device: torch.device,
+    scratch: Path,
+    show_progress: bool,
+) -> tuple[SourceModel, float]:
+    """The model with a smaller hidden size, in the scratch folder, and what it leaves out of the residual stream."""
+    with ProgressBar(
+        num_layers=source.shape.num_hidden_layers,
+        num_tokens=calibration.num_tokens,
+        visible=show_progress,
+        description="hidden size",
+    ) as progress:
+        subspace = hidden_subspace(
+            config,
+            source,
+            calibration,
+            hidden_size,
+            device=device,
+            dtype=resolve_dtype(config.dtype, device),
+            scratch=scratch,
+            advance=progress.advance,
+        )
+    folder = scratch / "narrow"
+    project_model(source, subspace.basis, folder, max_shard_bytes=config.max_shard_bytes)
+    return open_model(str(folder), scratch), subspace.relative_error
 
 
 def _warn_if_short(calibration: CalibrationSet, shape: ModelShape) -> None:
@@ -184,13 +266,11 @@ def _cast(save_dtype: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.
     }
 
 
-def _expected_bytes(save_dtype: str, checkpoint: Checkpoint, shape: ModelShape, compressed: ModelShape) -> int:
-    """Bytes that the weight files will take, to the size of their headers."""
-    removed = shape.num_hidden_layers * (shape.layer_parameters() - compressed.layer_parameters())
-    kept = checkpoint.num_parameters - removed
+def _expected_bytes(save_dtype: str, checkpoint: Checkpoint, parameters: int) -> int:
+    """Bytes that weight files of so many parameters will take, to the size of their headers."""
     if save_dtype != "keep":
-        return kept * SAVED_DTYPES[save_dtype].itemsize
-    return round(checkpoint.num_bytes * kept / checkpoint.num_parameters)
+        return parameters * SAVED_DTYPES[save_dtype].itemsize
+    return round(checkpoint.num_bytes * parameters / checkpoint.num_parameters)
 
 
 def _report(
@@ -199,7 +279,9 @@ def _report(
     checkpoint: Checkpoint,
     shape: ModelShape,
     compressed_shape: ModelShape,
+    compressed: int,
     calibration: CalibrationSet | None,
+    hidden_error: float | None,
     layers: list[LayerReport],
     watch: Stopwatch,
 ) -> Report:
@@ -207,7 +289,6 @@ def _report(
     vocab_size = int(checkpoint.config["vocab_size"])
     block = {"dense": shape, "compressed": compressed_shape}
     block_parameters = {name: size.num_hidden_layers * size.layer_parameters() for name, size in block.items()}
-    compressed = dense - block_parameters["dense"] + block_parameters["compressed"]
     asked = config.sparsity if config.sparsity is not None else 1 - (config.params or dense) / dense
     return Report(
         config=config.to_dict(),
@@ -233,4 +314,5 @@ def _report(
         seconds=watch.total(),
         peak_bytes=peak_bytes(),
         peak_device_bytes=peak_device_bytes(),
+        hidden_error=hidden_error,
     )

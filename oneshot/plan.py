@@ -1,5 +1,7 @@
 """Budget -> Plan: the kept sizes, one of each kind for the whole model, that reach a number of stored parameters."""
 
+from dataclasses import replace
+
 from oneshot.errors import PlanError
 from oneshot.records import ModelShape, Plan
 
@@ -53,6 +55,31 @@ def make_plan(
     if reduce_ffn:
         plan = _plan_width(shape, plan, surplus, round_to or default_round_to(shape.intermediate_size))
     return plan
+
+
+def untied_parameters(shape: ModelShape, vocab_size: int) -> int:
+    """Stored parameters of a whole model with an output head of its own."""
+    return shape.num_hidden_layers * shape.layer_parameters() + (2 * vocab_size + 1) * shape.hidden_size
+
+
+def plan_hidden_size(shape: ModelShape, *, vocab_size: int, target_parameters: int, round_to: int | None) -> int:
+    """The hidden size, a multiple of `round_to`, whose untied model comes nearest to the target.
+
+    Raises `PlanError` where no smaller hidden size reaches it (untying tied embeddings costs parameters first).
+    """
+    step = round_to or default_round_to(shape.hidden_size)
+    sizes = range(step, shape.hidden_size, step)
+    if not sizes:
+        raise PlanError(f"--round-to {step} is above the hidden size of {shape.hidden_size}; give a smaller one.")
+    parameters = {size: untied_parameters(replace(shape, hidden_size=size), vocab_size) for size in sizes}
+    best = min(sizes, key=lambda size: abs(parameters[size] - target_parameters))
+    largest = untied_parameters(shape, vocab_size)
+    if not parameters[sizes[0]] <= target_parameters <= largest:
+        raise PlanError(
+            f"The hidden size alone cannot reach {target_parameters:,} parameters: {sizes[0]} gives "
+            f"{parameters[sizes[0]]:,}, all of it {largest:,}; ask for less, or shrink the FFN instead (--ffn id)."
+        )
+    return best
 
 
 def removed_parameters(shape: ModelShape, plan: Plan) -> int:

@@ -7,7 +7,7 @@ from oneshot.errors import ConfigError
 
 @dataclass(frozen=True)
 class Recipe:
-    """Selectors for FFN neurons and attention heads, and the correction folded into the consuming linears.
+    """How FFN neurons, attention heads and the hidden size shrink, and the correction of the consuming linears.
 
     Attributes:
         ffn: `id` (output-weighted pivots), `activation-norm`, `magnitude`, `random` or `none`.
@@ -15,6 +15,7 @@ class Recipe:
         correction: `none`, `same-layer` or `two-stream` least squares.
         pivoting: of the `id` selector for neurons: `cholesky` (of the Gram), `qr` (of the sketch), `grouped` or
             `tournament` (of either).
+        hidden: `pca` (one projection of the residual stream for the whole model, TCSP section 4) or `none`.
         sketch: `none`, `count` or `sparse-sign`: what neuron pivots are chosen from instead of the exact Gram.
     """
 
@@ -23,17 +24,19 @@ class Recipe:
     correction: str
     pivoting: str = "cholesky"
     sketch: str = "none"
+    hidden: str = "none"
 
     @property
     def reads_activations(self) -> bool:
         """Whether a forward pass over calibration text is needed at all."""
         weights_only = self.ffn in ("magnitude", "random", "none") and self.heads == "none"
-        return not (weights_only and self.correction == "none")
+        return not (weights_only and self.correction == "none" and self.hidden == "none")
 
 
 RECIPES = {
     "oneshot": Recipe(ffn="id", heads="none", correction="same-layer"),
     "stat": Recipe(ffn="id", heads="id", correction="two-stream", pivoting="grouped", sketch="count"),
+    "tcsp": Recipe(ffn="none", heads="none", correction="none", hidden="pca"),
     "activation-norm": Recipe(ffn="activation-norm", heads="none", correction="none"),
     "magnitude": Recipe(ffn="magnitude", heads="none", correction="none"),
     "random": Recipe(ffn="random", heads="none", correction="none"),

@@ -162,7 +162,10 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything worth knowing about a run; written as `oneshot_report.json` beside the weights."""
+    """Everything worth knowing about a run; written as `oneshot_report.json` beside the weights.
+
+    `hidden_error` is the relative Frobenius norm of what a smaller hidden size leaves out of the residual stream.
+    """
 
     config: dict[str, Any]
     recipe: dict[str, Any]
@@ -179,6 +182,7 @@ class Report:
     seconds: dict[str, float]
     peak_bytes: int
     peak_device_bytes: int
+    hidden_error: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""

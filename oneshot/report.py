@@ -35,14 +35,14 @@ def peak_device_bytes() -> int:
 class ProgressBar:
     """Layer, error, tokens per second, time left and peak memory, on stderr. A context manager."""
 
-    def __init__(self, *, num_layers: int, num_tokens: int, visible: bool) -> None:
+    def __init__(self, *, num_layers: int, num_tokens: int, visible: bool, description: str | None = None) -> None:
         self._num_layers = num_layers
         self._bar = tqdm(
             total=num_layers * num_tokens,
             unit="tok",
             unit_scale=True,
             disable=not visible,
-            desc=f"layer 1/{num_layers}",
+            desc=description or f"layer 1/{num_layers}",
             smoothing=0.1,
         )
 

@@ -91,13 +91,21 @@ def test_every_recipe_gives_a_stock_model_of_the_size_asked_for(
     assert report.stored_parameters["compressed"] == compressed
     assert report.stored_parameters["dense"] == sum(tensor.numel() for tensor in dense.values())
     step = 2 * (3 * 32 + 2) * 4  # layers × parameters of a neuron × rounding of a width of 64
+    if recipe == "tcsp":
+        step = 2 * (2 * (400 + 6 * 64) + 1)  # of the hidden size: embedding, head and linears × rounding of 32
     assert abs(compressed - 0.85 * report.stored_parameters["dense"]) <= step
     assert report.sparsity["reached"] == pytest.approx(1 - compressed / report.stored_parameters["dense"])
     assert {tensor.dtype for tensor in stored.values()} == {tensor.dtype for tensor in dense.values()}
 
     model = load_strictly(output)
-    assert model.config.intermediate_size < 64
-    assert model.config.tie_word_embeddings == VARIANTS[variant].get("tied", False)
+    if recipe == "tcsp":
+        assert model.config.hidden_size < 32
+        assert not model.config.tie_word_embeddings
+        assert report.hidden_error is not None
+        assert 0 < report.hidden_error < 1
+    else:
+        assert model.config.intermediate_size < 64
+        assert model.config.tie_word_embeddings == VARIANTS[variant].get("tied", False)
     if recipe == "stat" and VARIANTS[variant].get("groups") != 1:
         assert model.config.num_attention_heads < 4
     generated = model.generate(PROMPT, max_new_tokens=5, min_new_tokens=5, do_sample=False)

@@ -14,6 +14,8 @@ O_PROJ = "self_attn.o_proj"
 GATE_PROJ = "mlp.gate_proj"
 UP_PROJ = "mlp.up_proj"
 DOWN_PROJ = "mlp.down_proj"
+ATTENTION_NORM = "input_layernorm"
+FFN_NORM = "post_attention_layernorm"
 QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -25,13 +27,14 @@ class Architecture:
         model_type: the `model_type` of the family's config.json.
         resize_config: `(config, shape) -> config`, the stock config that describes the resized model; raises
             `PlanError` where no stock config can.
-        embedding, final_norm, layers: names in the checkpoint.
+        embedding, final_norm, output_head, layers: names in the checkpoint.
     """
 
     model_type: str
     resize_config: Callable[[dict[str, Any], ModelShape], dict[str, Any]]
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
+    output_head: str = "lm_head.weight"
     layers: str = "model.layers"
 
     def layer_prefix(self, layer: int) -> str:
@@ -76,8 +79,8 @@ class Architecture:
             f"{GATE_PROJ}.weight": (shape.intermediate_size, shape.hidden_size),
             f"{UP_PROJ}.weight": (shape.intermediate_size, shape.hidden_size),
             f"{DOWN_PROJ}.weight": (shape.hidden_size, shape.intermediate_size),
-            "input_layernorm.weight": (shape.hidden_size,),
-            "post_attention_layernorm.weight": (shape.hidden_size,),
+            f"{ATTENTION_NORM}.weight": (shape.hidden_size,),
+            f"{FFN_NORM}.weight": (shape.hidden_size,),
         }
         if shape.query_key_norms:
             expected |= {f"{norm}.weight": (shape.head_dim,) for norm in QUERY_KEY_NORMS}
@@ -103,8 +106,13 @@ class Architecture:
 
 
 def set_sizes(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """A copy of a Hugging Face config with the sizes of `shape`; keys of the same name in all families."""
+    """A copy of a Hugging Face config with the sizes of `shape`; keys of the same name in all families.
+
+    `rms_norm_eps` grows as the hidden size shrinks: it stands beside a mean over fewer squares (see `fold_hidden`).
+    """
     return config | {
+        "hidden_size": shape.hidden_size,
+        "rms_norm_eps": config["rms_norm_eps"] * (config["hidden_size"] / shape.hidden_size),
         "intermediate_size": shape.intermediate_size,
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
