@@ -186,7 +186,7 @@ def evaluate(
         }
         for folder, model in zip(folders, opened, strict=True):
             for text, ids in windows.items():
-                if int(ids.max()) >= int(model.checkpoint.config["vocab_size"]):
+                if int(ids.max()) >= model.shape.vocab_size:
                     raise CalibrationError(
                         f"The tokenizer in {folders[0]} gives tokens of {text} that {folder} has no embedding for; "
                         "give models with one tokenizer, the one that belongs to them."
@@ -209,7 +209,7 @@ def evaluate(
                     stored_parameters=checkpoint.num_parameters,
                     block_parameters=shape.num_hidden_layers * shape.layer_parameters(),
                     file_bytes=checkpoint.num_bytes,
-                    flops_per_token=shape.flops_per_token(int(checkpoint.config["vocab_size"])),
+                    flops_per_token=shape.flops_per_token(),
                     kv_bytes_per_token=shape.kv_bytes_per_token(),
                     perplexity={text: value for text, (value, _) in score.items()},
                     tokens_scored={text: count for text, (_, count) in score.items()},

@@ -5,7 +5,7 @@
 import logging
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +14,11 @@ import torch
 from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.checkpoint import Checkpoint, CheckpointWriter
 from oneshot.config import CompressionConfig
-from oneshot.errors import ConfigError, DeviceError, OutputError, PlanError
+from oneshot.errors import DeviceError, OutputError
 from oneshot.export.hf import verify_stock, write_companions
 from oneshot.hidden import hidden_subspace, project_model
 from oneshot.layerwise import LayerCompressor
-from oneshot.plan import make_plan, plan_hidden_size, untied_parameters
+from oneshot.plan import plan_sizes
 from oneshot.recipes import Recipe, resolve_recipe
 from oneshot.records import CalibrationSet, LayerReport, ModelShape, Plan, Report
 from oneshot.report import ProgressBar, Stopwatch, peak_bytes, peak_device_bytes, versions, write_report
@@ -67,8 +67,9 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
     if checkpoint.folder.resolve().is_relative_to(output.resolve()):
         raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
     target = config.params if config.params is not None else round(checkpoint.num_parameters * (1 - sparsity))
-    narrow = replace(shape, hidden_size=_hidden_size(config, recipe, source, target))
-    plan = _plan(config, recipe, source, narrow, target)
+    narrow, plan = plan_sizes(
+        config, recipe, shape, dense_parameters=checkpoint.num_parameters, target_parameters=target
+    )
     compressed_shape = plan.apply(narrow)
     compressed_config = architecture.resize_config(checkpoint.config, compressed_shape)
     if narrow != shape:
@@ -111,53 +112,6 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
         write_report(report, writer.partial)
         writer.commit()
     return report
-
-
-def _hidden_size(config: CompressionConfig, recipe: Recipe, source: SourceModel, target: int) -> int:
-    """The kept hidden size: all of it, what the target asks for, or beside other blocks what the user asks for."""
-    shape, dense = source.shape, source.checkpoint.num_parameters
-    if recipe.hidden == "none":
-        if config.hidden_size is not None:
-            raise ConfigError("--hidden-size needs a method for the hidden size; add --hidden pca.")
-        return shape.hidden_size
-    if target >= dense:
-        return shape.hidden_size
-    alone = recipe.ffn == "none" and recipe.heads == "none"
-    if alone != (config.hidden_size is None):
-        raise ConfigError(
-            "Give --hidden-size exactly where FFN or heads shrink, too: alone, the hidden size follows from the target."
-        )
-    if config.hidden_size is None:
-        vocab_size = int(source.checkpoint.config["vocab_size"])
-        return plan_hidden_size(shape, vocab_size=vocab_size, target_parameters=target, round_to=config.round_to)
-    if config.hidden_size >= shape.hidden_size:
-        raise PlanError(
-            f"--hidden-size {config.hidden_size} is not below the model's {shape.hidden_size}; give a smaller one."
-        )
-    return config.hidden_size
-
-
-def _plan(config: CompressionConfig, recipe: Recipe, source: SourceModel, narrow: ModelShape, target: int) -> Plan:
-    """Sizes of the FFN and heads that reach the target, once the hidden size is that of `narrow`."""
-    parameters = source.checkpoint.num_parameters
-    if narrow != source.shape:
-        parameters = untied_parameters(narrow, int(source.checkpoint.config["vocab_size"]))
-        if recipe.ffn == "none" and recipe.heads == "none":
-            target = parameters
-        elif target > parameters:
-            raise PlanError(
-                f"--hidden-size {narrow.hidden_size} leaves {parameters:,} parameters, fewer than the {target:,} asked "
-                "for; give a larger one."
-            )
-    return make_plan(
-        narrow,
-        dense_parameters=parameters,
-        target_parameters=target,
-        reduce_ffn=recipe.ffn != "none",
-        reduce_heads=recipe.heads != "none",
-        head_unit=config.head_unit,
-        round_to=config.round_to,
-    )
 
 
 def _narrow(
@@ -233,7 +187,7 @@ def _write_weights(
         dtype=resolve_dtype(config.dtype, device),
         scratch=scratch,
     )
-    if calibration is not None:
+    if calibration is not None and plan.apply(shape) != shape:
         compressor.embed(calibration, checkpoint.read([architecture.embedding])[architecture.embedding])
     layers = []
     num_tokens = calibration.num_tokens if calibration is not None else 1
@@ -286,7 +240,6 @@ def _report(
     watch: Stopwatch,
 ) -> Report:
     dense = checkpoint.num_parameters
-    vocab_size = int(checkpoint.config["vocab_size"])
     block = {"dense": shape, "compressed": compressed_shape}
     block_parameters = {name: size.num_hidden_layers * size.layer_parameters() for name, size in block.items()}
     asked = config.sparsity if config.sparsity is not None else 1 - (config.params or dense) / dense
@@ -298,7 +251,7 @@ def _report(
         compressed_shape=asdict(compressed_shape),
         stored_parameters={"dense": dense, "compressed": compressed},
         block_parameters=block_parameters,
-        flops_per_token={name: size.flops_per_token(vocab_size) for name, size in block.items()},
+        flops_per_token={name: size.flops_per_token() for name, size in block.items()},
         kv_bytes_per_token={name: size.kv_bytes_per_token() for name, size in block.items()},
         sparsity={"asked": asked, "reached": 1 - compressed / dense},
         calibration=None

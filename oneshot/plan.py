@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from oneshot.errors import PlanError
+from oneshot.config import CompressionConfig
+from oneshot.errors import ConfigError, PlanError
+from oneshot.recipes import Recipe
 from oneshot.records import ModelShape, Plan
 
 MAX_ROUND_TO = 64
@@ -14,6 +16,53 @@ def default_round_to(intermediate_size: int) -> int:
     while step > 1 and step * 16 > intermediate_size:
         step //= 2
     return step
+
+
+def plan_sizes(
+    config: CompressionConfig,
+    recipe: Recipe,
+    shape: ModelShape,
+    *,
+    dense_parameters: int,
+    target_parameters: int,
+) -> tuple[ModelShape, Plan]:
+    """The shape after the hidden size has shrunk, and the plan for FFN and heads from there on.
+
+    Alone, the hidden size follows from the target; beside FFN or heads the user says it, and they take what is left.
+
+    Raises `ConfigError` where `hidden_size` is missing or has nothing to say, `PlanError` where a size is out of reach.
+    """
+    blocks = recipe.ffn != "none" or recipe.heads != "none"
+    narrow, parameters = shape, dense_parameters
+    if recipe.hidden == "none" and config.hidden_size is not None:
+        raise ConfigError("--hidden-size needs a method for the hidden size; add --hidden pca.")
+    if recipe.hidden != "none" and target_parameters < dense_parameters:
+        if blocks == (config.hidden_size is None):
+            raise ConfigError(
+                "Give --hidden-size exactly where FFN or heads shrink, too: alone it follows from the target."
+            )
+        size = config.hidden_size or plan_hidden_size(
+            shape, target_parameters=target_parameters, round_to=config.round_to
+        )
+        if size >= shape.hidden_size:
+            raise PlanError(f"--hidden-size {size} is not below the model's {shape.hidden_size}; give a smaller one.")
+        narrow = replace(shape, hidden_size=size)
+        parameters = untied_parameters(narrow)
+        if blocks and target_parameters > parameters:
+            raise PlanError(
+                f"--hidden-size {size} leaves {parameters:,} parameters, fewer than the {target_parameters:,} asked "
+                "for; give a larger one."
+            )
+    plan = make_plan(
+        narrow,
+        dense_parameters=parameters,
+        target_parameters=target_parameters if blocks or narrow == shape else parameters,
+        reduce_ffn=recipe.ffn != "none",
+        reduce_heads=recipe.heads != "none",
+        head_unit=config.head_unit,
+        round_to=config.round_to,
+    )
+    return narrow, plan
 
 
 def make_plan(
@@ -57,12 +106,12 @@ def make_plan(
     return plan
 
 
-def untied_parameters(shape: ModelShape, vocab_size: int) -> int:
+def untied_parameters(shape: ModelShape) -> int:
     """Stored parameters of a whole model with an output head of its own."""
-    return shape.num_hidden_layers * shape.layer_parameters() + (2 * vocab_size + 1) * shape.hidden_size
+    return shape.num_hidden_layers * shape.layer_parameters() + (2 * shape.vocab_size + 1) * shape.hidden_size
 
 
-def plan_hidden_size(shape: ModelShape, *, vocab_size: int, target_parameters: int, round_to: int | None) -> int:
+def plan_hidden_size(shape: ModelShape, *, target_parameters: int, round_to: int | None) -> int:
     """The hidden size, a multiple of `round_to`, whose untied model comes nearest to the target.
 
     Raises `PlanError` where no smaller hidden size reaches it (untying tied embeddings costs parameters first).
@@ -71,9 +120,9 @@ def plan_hidden_size(shape: ModelShape, *, vocab_size: int, target_parameters: i
     sizes = range(step, shape.hidden_size, step)
     if not sizes:
         raise PlanError(f"--round-to {step} is above the hidden size of {shape.hidden_size}; give a smaller one.")
-    parameters = {size: untied_parameters(replace(shape, hidden_size=size), vocab_size) for size in sizes}
+    parameters = {size: untied_parameters(replace(shape, hidden_size=size)) for size in sizes}
     best = min(sizes, key=lambda size: abs(parameters[size] - target_parameters))
-    largest = untied_parameters(shape, vocab_size)
+    largest = untied_parameters(shape)
     if not parameters[sizes[0]] <= target_parameters <= largest:
         raise PlanError(
             f"The hidden size alone cannot reach {target_parameters:,} parameters: {sizes[0]} gives "

@@ -24,6 +24,7 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     query_key_norms: bool = False
+    vocab_size: int = 0
 
     @property
     def heads_per_group(self) -> int:
@@ -44,10 +45,10 @@ class ModelShape:
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         return attention + mlp + self.norm_parameters()
 
-    def flops_per_token(self, vocab_size: int) -> int:
+    def flops_per_token(self) -> int:
         """Floating-point operations of all linears for one token, the output head included, attention scores not."""
         linears = self.layer_parameters() - self.norm_parameters()
-        return 2 * (self.num_hidden_layers * linears + vocab_size * self.hidden_size)
+        return 2 * (self.num_hidden_layers * linears + self.vocab_size * self.hidden_size)
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Bytes that one token takes in the KV cache (16-bit values unless told otherwise)."""

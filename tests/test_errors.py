@@ -120,6 +120,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
         ({"num_local_experts": 8}, ("mixture of experts",)),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ("quantised",)),
         ({"intermediate_size": "removed"}, ("intermediate_size",)),
+        ({"vocab_size": "removed"}, ("vocab_size",)),
         ({"intermediate_size": 100}, ("mlp",)),
         ({"num_hidden_layers": 3}, ("model.layers.2",)),
         ({"num_attention_heads": 8}, ("self_attn",)),

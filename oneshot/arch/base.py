@@ -59,6 +59,7 @@ class Architecture:
                 attention_bias=f"{prefix}{Q_PROJ}.bias" in tensor_names,
                 output_bias=f"{prefix}{O_PROJ}.bias" in tensor_names,
                 mlp_bias=f"{prefix}{DOWN_PROJ}.bias" in tensor_names,
+                vocab_size=config["vocab_size"],
                 query_key_norms=f"{prefix}{QUERY_KEY_NORMS[0]}.weight" in tensor_names,
             )
         except KeyError as error:
