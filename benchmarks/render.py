@@ -152,7 +152,7 @@ def _excess(row: Row | None) -> str:
     if row is None:
         return "–"
     rounding = row["excess"] is None or not math.isfinite(row["excess"]) or row["relative_error"] < 1e-12
-    excess = "–" if rounding else f"{row['excess']:+.2%}"
+    excess = "–" if rounding else f"{row['excess']:+.2%}" if row["excess"] < 1 else f"× {1 + row['excess']:.3g}"
     return f"{excess}; {row['max_interpolation']:.3g}"
 
 
