@@ -87,12 +87,13 @@ def compress_all(folder: Path, token_ids: torch.Tensor, batch_size: int) -> list
     return models
 
 
+@torch.inference_mode()
 def judge(
     config: dict[str, Any], tensors: dict[str, torch.Tensor], windows: dict[str, torch.Tensor]
 ) -> dict[str, float]:
     """Perplexities of a stock model with these tensors."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig.from_dict(config)).eval()
+        model = LlamaForCausalLM(LlamaConfig.from_dict(config)).eval().requires_grad_(False)
     model.load_state_dict(tensors, strict=False, assign=True)  # the tied head is not stored
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # has a buffer that is not stored either
