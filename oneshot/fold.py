@@ -17,6 +17,8 @@ from oneshot.records import Factors
 
 Tensors = dict[str, torch.Tensor]
 
+PANEL_ROWS = 8192
+
 
 def augmented_weight(tensors: Tensors, linear: str) -> torch.Tensor:
     """`[W, b] (d, n + 1)` of a linear with a bias, `W (d, n)` of one without."""
@@ -71,7 +73,14 @@ def fold_hidden(tensors: Tensors, basis: torch.Tensor) -> Tensors:
 def project_input(weight: torch.Tensor, norm: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """`√(D/d) W diag(γ) P`: a linear that reads a norm's output, for coordinates in the subspace."""
     scale = (basis.shape[0] / basis.shape[1]) ** 0.5
-    return ((weight.to(basis) * norm.to(basis)) @ basis).mul_(scale).to(weight)
+    return times(weight, scale * norm.to(basis).unsqueeze(1) * basis)
+
+
+def times(weight: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """`weight @ matrix` in the matrix's float64 but in the weight's dtype, a panel of rows at a time: an embedding is
+    large.
+    """
+    return torch.cat([(panel.to(matrix) @ matrix).to(weight) for panel in weight.split(PANEL_ROWS)])
 
 
 def head_columns(heads: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from oneshot.checkpoint import CheckpointWriter
 from oneshot.config import CompressionConfig
-from oneshot.fold import fold_hidden, project_input
+from oneshot.fold import fold_hidden, project_input, times
 from oneshot.linalg.pca import Subspace, principal_subspace
 from oneshot.records import CalibrationSet
 from oneshot.source import SourceModel
@@ -86,7 +86,7 @@ def project_model(source: SourceModel, basis: torch.Tensor, folder: Path, *, max
         norm = checkpoint.read([norm_name])[norm_name]
         embedding = checkpoint.read([architecture.embedding])[architecture.embedding]
         head = checkpoint.read([head_name])[head_name] if head_name in checkpoint.tensor_names else embedding
-        writer.add({architecture.embedding: (embedding.to(basis) @ basis).to(embedding)})
+        writer.add({architecture.embedding: times(embedding, basis)})
         del embedding
         writer.add({norm_name: norm.new_ones(basis.shape[1]), head_name: project_input(head, norm, basis)})
         del head
