@@ -14,7 +14,6 @@ import torch
 from oneshot.arch import Architecture
 from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, O_PROJ, UP_PROJ
 from oneshot.config import CompressionConfig
-from oneshot.errors import CheckpointError
 from oneshot.factorise import correct, select_heads, select_neurons
 from oneshot.fold import augmented_weight, fold_ffn, fold_heads, head_columns
 from oneshot.recipes import Recipe
@@ -138,7 +137,7 @@ class LayerCompressor:
                 target = (attended - x).flatten(0, -2) - dense.project_heads(heads)
             accumulator.update_(with_constant_column(heads) if shape.output_bias else heads, target)
             advance(x.shape[0] * x.shape[1])
-        statistics = self._finish(accumulator)
+        statistics = accumulator.finish()
         width = shape.num_attention_heads * shape.head_dim
         heads = select_heads(
             statistics.gram[:width, :width],
@@ -196,7 +195,7 @@ class LayerCompressor:
         wanted = current.ffn(h) if self._dense_hidden is None else self._dense_hidden.read(batch)
         if accumulator is None:
             return None, wanted
-        return replace(self._finish(accumulator), sketch=None if sketch is None else sketch.finish()), wanted
+        return replace(accumulator.finish(), sketch=None if sketch is None else sketch.finish()), wanted
 
     def _factorise_ffn(self, tensors: Tensors, statistics: BlockStatistics | None) -> tuple[Tensors, Factors]:
         num_neurons = self._shape.intermediate_size
@@ -256,14 +255,6 @@ class LayerCompressor:
             seed=self._config.seed,
             device=self._device,
         )
-
-    def _finish(self, accumulator: GramAccumulator) -> BlockStatistics:
-        statistics = accumulator.finish()
-        if not torch.isfinite(torch.stack(statistics.gram.aminmax())).all():
-            raise CheckpointError(
-                "The activations overflow to NaN or Inf; run with --dtype float32 or check the weights."
-            )
-        return statistics
 
     def _read_streams(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
         assert self._hidden is not None

@@ -3,6 +3,7 @@
 import torch
 from oneshot_kernels import cross_gram_, gram_, sketch_
 
+from oneshot.errors import CheckpointError
 from oneshot.records import BlockStatistics
 
 
@@ -42,7 +43,14 @@ class GramAccumulator:
         self._num_rows += other._num_rows
 
     def finish(self) -> BlockStatistics:
-        """The sums as a record (not copied)."""
+        """The sums as a record (not copied).
+
+        Raises `CheckpointError` where the activations were not finite.
+        """
+        if not torch.isfinite(torch.stack(self._gram.aminmax())).all():
+            raise CheckpointError(
+                "The activations overflow to NaN or Inf; run with --dtype float32 or check the weights."
+            )
         return BlockStatistics(self._gram, self._residual, self._residual_energy, self._num_rows)
 
 

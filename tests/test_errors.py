@@ -197,13 +197,14 @@ def test_weights_that_are_not_finite(
     fails(folder, name, "NaN or Inf", recipe=recipe)
 
 
-def test_activations_that_overflow(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+@pytest.mark.parametrize("recipe", ["oneshot", "tcsp"])
+def test_activations_that_overflow(recipe: str, own_checkpoint: MakeCheckpoint, fails: Check) -> None:
     folder = own_checkpoint()
     tensors = load_file(folder / SINGLE_NAME)
     for name in ("up_proj", "gate_proj"):
-        tensors[f"model.layers.0.mlp.{name}.weight"] *= 1e18
+        tensors[f"model.layers.0.mlp.{name}.weight"] *= 1e25
     save_file(tensors, folder / SINGLE_NAME)
-    fails(folder, "overflow", "--dtype float32")
+    fails(folder, "overflow", "--dtype float32", recipe=recipe)
 
 
 def test_a_damaged_gguf_file(tmp_path: Path, fails: Check) -> None:
