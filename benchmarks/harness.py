@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,3 +77,10 @@ def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{names[0]} × {len(names)}" if names else platform.processor()
+
+
+def fitted_exponent(seconds: dict[int, float]) -> float | None:
+    """p of the least-squares fit seconds = c n^p."""
+    if len(seconds) < 2:
+        return None
+    return float(np.polyfit(np.log(list(seconds)), np.log(list(seconds.values())), 1)[0])

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import scipy.linalg
 import torch
-from harness import provenance
+from harness import fitted_exponent, provenance
 from oneshot_kernels import (
     blocked_pivoted_cholesky,
     gram_,
@@ -136,13 +136,6 @@ def trailing_error_excess(model: str, text: str, tokens: int) -> float:
             errors.append(trailing_error_from_data(matrix, interpolation_from_data(matrix, skeleton), skeleton))
         excesses.append(errors[0] / errors[1] - 1)
     return max(excesses)
-
-
-def fitted_exponent(seconds: dict[int, float]) -> float | None:
-    """p of the least-squares fit seconds = c n^p."""
-    if len(seconds) < 2:
-        return None
-    return float(np.polyfit(np.log(list(seconds)), np.log(list(seconds.values())), 1)[0])
 
 
 def ratio(table: dict[str, dict[int, float]], slow: str, fast: str, size: int) -> float | None:

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from harness import ROOT, read_rows
+from harness import ROOT, fitted_exponent, read_rows
 
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
@@ -111,10 +110,8 @@ def kernels_table() -> str:
     lines = []
     for name, measured in seconds.items():
         cells = [f"{measured[size]:.3g}" if size in measured else "–" for size in sizes]
-        exponent = "–"
-        if len(measured) > 1:
-            exponent = f"{np.polyfit(np.log(list(measured)), np.log(list(measured.values())), 1)[0]:.2f}"
-        lines.append([name, *cells, exponent])
+        exponent = fitted_exponent(measured)
+        lines.append([name, *cells, "–" if exponent is None else f"{exponent:.2f}"])
     return markdown(["seconds at n =", *map(str, sizes), "exponent"], lines, f"Matrices of 4 n rows, {_origin(rows)}.")
 
 

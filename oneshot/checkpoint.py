@@ -106,6 +106,10 @@ class Checkpoint:
                 tensors[name] = tensor
         return tensors
 
+    def read_one(self, name: str) -> torch.Tensor:
+        """One tensor, as `read`."""
+        return self.read([name])[name]
+
     def read_prefix(self, prefix: str) -> dict[str, torch.Tensor]:
         """All tensors whose names begin with `prefix`, under their names without it."""
         names = [name for name in self.shapes if name.startswith(prefix)]

@@ -19,7 +19,7 @@ from oneshot.linalg.pca import Subspace, principal_subspace
 from oneshot.records import CalibrationSet
 from oneshot.source import SourceModel
 from oneshot.statistics import GramAccumulator
-from oneshot.stream import ActivationStore, LayerStream, batches, choose_tier
+from oneshot.stream import LayerStream, embed_text
 
 
 def hidden_subspace(
@@ -40,17 +40,17 @@ def hidden_subspace(
     """
     checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
     token_ids = calibration.token_ids
-    store_shape = (token_ids.shape[0], token_ids.shape[1], shape.hidden_size)
-    store_bytes = token_ids.numel() * shape.hidden_size * dtype.itemsize
-    tier = choose_tier(store_bytes, device=device, max_memory_bytes=config.max_memory_bytes)
-    hidden = ActivationStore(store_shape, dtype, tier=tier, device=device, folder=scratch)
     stream = LayerStream(checkpoint.config, sequence_length=token_ids.shape[1], device=device, dtype=dtype)
+    groups, (hidden,) = embed_text(
+        stream,
+        checkpoint.read_one(architecture.embedding),
+        token_ids,
+        num_stores=1,
+        batch_size=config.batch_size,
+        max_memory_bytes=config.max_memory_bytes,
+        folder=scratch,
+    )
     accumulator = GramAccumulator(shape.hidden_size, output_size=None, device=device)
-    groups = batches(len(token_ids), config.batch_size)
-    embedding = checkpoint.read([architecture.embedding])[architecture.embedding]
-    for batch in groups:
-        hidden.write(batch, stream.embed(embedding, token_ids[batch]))
-    del embedding
     for number in range(shape.num_hidden_layers):
         layer = stream.layer(checkpoint.read_prefix(architecture.layer_prefix(number)))
         for batch in groups:
@@ -83,9 +83,9 @@ def project_model(source: SourceModel, basis: torch.Tensor, folder: Path, *, max
     prefixes = [architecture.layer_prefix(layer) for layer in range(shape.num_hidden_layers)]
     with CheckpointWriter(folder, max_shard_bytes=max_shard_bytes, overwrite=False, expected_bytes=0) as writer:
         head_name, norm_name = architecture.output_head, architecture.final_norm
-        norm = checkpoint.read([norm_name])[norm_name]
-        embedding = checkpoint.read([architecture.embedding])[architecture.embedding]
-        head = checkpoint.read([head_name])[head_name] if head_name in checkpoint.tensor_names else embedding
+        norm = checkpoint.read_one(norm_name)
+        embedding = checkpoint.read_one(architecture.embedding)
+        head = checkpoint.read_one(head_name) if head_name in checkpoint.tensor_names else embedding
         writer.add({architecture.embedding: times(embedding, basis)})
         del embedding
         writer.add({norm_name: norm.new_ones(basis.shape[1]), head_name: project_input(head, norm, basis)})

@@ -19,7 +19,7 @@ from oneshot.fold import augmented_weight, fold_ffn, fold_heads, head_columns
 from oneshot.recipes import Recipe
 from oneshot.records import BlockReport, BlockStatistics, CalibrationSet, Factors, ModelShape, Plan
 from oneshot.statistics import GramAccumulator, SketchAccumulator, with_constant_column
-from oneshot.stream import ActivationStore, LayerStream, StreamLayer, batches, choose_tier, release_heap
+from oneshot.stream import ActivationStore, LayerStream, StreamLayer, embed_text, release_heap
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,22 +56,16 @@ class LayerCompressor:
 
     def embed(self, calibration: CalibrationSet, embedding: torch.Tensor) -> None:
         """Fill the activation stores with the embeddings of the calibration text."""
-        token_ids = calibration.token_ids
-        num_streams = 2 if self._two_streams else 1
-        shape = (token_ids.shape[0], token_ids.shape[1], self._shape.hidden_size)
-        store_bytes = num_streams * shape[0] * shape[1] * shape[2] * self._dtype.itemsize
-        tier = choose_tier(store_bytes, device=self._device, max_memory_bytes=self._config.max_memory_bytes)
-        stores = [
-            ActivationStore(shape, self._dtype, tier=tier, device=self._device, folder=self._scratch)
-            for _ in range(num_streams)
-        ]
-        self._sequence_length = token_ids.shape[1]
-        self._batches = batches(len(token_ids), self._config.batch_size)
-        stream = self._stream(self._shape)
-        for batch in self._batches:
-            embedded = stream.embed(embedding, token_ids[batch])
-            for store in stores:
-                store.write(batch, embedded)
+        self._sequence_length = calibration.token_ids.shape[1]
+        self._batches, stores = embed_text(
+            self._stream(self._shape),
+            embedding,
+            calibration.token_ids,
+            num_stores=2 if self._two_streams else 1,
+            batch_size=self._config.batch_size,
+            max_memory_bytes=self._config.max_memory_bytes,
+            folder=self._scratch,
+        )
         self._hidden = stores[0]
         self._dense_hidden = stores[1] if self._two_streams else None
 

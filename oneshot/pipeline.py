@@ -103,9 +103,8 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
         writer.finish_weights()
         watch.lap("layers")
         write_companions(checkpoint.folder, writer.partial, compressed_config, dtype=save_dtype)
-        verify_stock(writer.partial)
+        compressed = verify_stock(writer.partial).num_parameters
         watch.lap("write")
-        compressed = Checkpoint(writer.partial).num_parameters
         report = _report(
             config, recipe, checkpoint, shape, compressed_shape, compressed, calibration, hidden_error, layers, watch
         )
@@ -188,7 +187,7 @@ def _write_weights(
         scratch=scratch,
     )
     if calibration is not None and plan.apply(shape) != shape:
-        compressor.embed(calibration, checkpoint.read([architecture.embedding])[architecture.embedding])
+        compressor.embed(calibration, checkpoint.read_one(architecture.embedding))
     layers = []
     num_tokens = calibration.num_tokens if calibration is not None else 1
     load = partial(_load_layer, checkpoint, prefixes)

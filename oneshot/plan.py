@@ -10,10 +10,10 @@ from oneshot.records import ModelShape, Plan
 MAX_ROUND_TO = 64
 
 
-def default_round_to(intermediate_size: int) -> int:
+def default_round_to(size: int) -> int:
     """The largest power of two up to 64 that is at most 1/16 of the width (GPUs and quantisers like multiples)."""
     step = MAX_ROUND_TO
-    while step > 1 and step * 16 > intermediate_size:
+    while step > 1 and step * 16 > size:
         step //= 2
     return step
 

@@ -15,8 +15,8 @@ class Recipe:
         correction: `none`, `same-layer` or `two-stream` least squares.
         pivoting: of the `id` selector for neurons: `cholesky` (of the Gram), `qr` (of the sketch), `grouped` or
             `tournament` (of either).
-        hidden: `pca` (one projection of the residual stream for the whole model, TCSP section 4) or `none`.
         sketch: `none`, `count` or `sparse-sign`: what neuron pivots are chosen from instead of the exact Gram.
+        hidden: `pca` (one projection of the residual stream for the whole model, TCSP section 4) or `none`.
     """
 
     ffn: str

@@ -211,6 +211,31 @@ def choose_tier(store_bytes: int, *, device: torch.device, max_memory_bytes: int
     return "host" if store_bytes <= budget else "disk"
 
 
+def embed_text(
+    stream: LayerStream,
+    embedding: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    num_stores: int,
+    batch_size: int,
+    max_memory_bytes: int | None,
+    folder: Path,
+) -> tuple[list[slice], list[ActivationStore]]:
+    """The batches of a text, and stores that all hold its embeddings, where `choose_tier` puts them."""
+    shape = (token_ids.shape[0], token_ids.shape[1], embedding.shape[1])
+    store_bytes = num_stores * token_ids.numel() * embedding.shape[1] * stream.dtype.itemsize
+    tier = choose_tier(store_bytes, device=stream.device, max_memory_bytes=max_memory_bytes)
+    stores = [
+        ActivationStore(shape, stream.dtype, tier=tier, device=stream.device, folder=folder) for _ in range(num_stores)
+    ]
+    parts = batches(len(token_ids), batch_size)
+    for batch in parts:
+        embedded = stream.embed(embedding, token_ids[batch])
+        for store in stores:
+            store.write(batch, embedded)
+    return parts, stores
+
+
 def release_heap() -> None:
     """Give freed memory back to the system before a peak.
 

@@ -39,14 +39,17 @@ def write_companions(source: Path, target: Path, config: dict[str, Any], *, dtyp
             shutil.copyfile(path, target / path.name)
 
 
-def verify_stock(folder: Path) -> None:
+def verify_stock(folder: Path) -> Checkpoint:
     """Check that the stock class has exactly the tensors written, shape by shape; reads headers only.
+
+    Returns the checkpoint that was written.
 
     Raises `OutputError` naming the first tensor that does not fit.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    written = Checkpoint(folder).shapes
+    checkpoint = Checkpoint(folder)
+    written = checkpoint.shapes
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -60,3 +63,4 @@ def verify_stock(folder: Path) -> None:
                 f"{name} was written as {written.get(name)} but {type(model).__name__} expects {expected.get(name)}; "
                 "please report this with the input's config.json."
             )
+    return checkpoint

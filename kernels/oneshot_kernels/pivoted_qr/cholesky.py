@@ -45,10 +45,7 @@ def cholesky_pivots_(gram: torch.Tensor, *, rank: int) -> torch.Tensor:
     in_place = gram.device.type == "cpu" and gram.dtype == torch.float64 and gram.is_contiguous()
     if not in_place or choose_backend(gram) == "reference" or gram.numel() == 0:
         return pivoted_cholesky(gram, rank=rank).pivots[:rank]
-    _, pivots, _, status = lapack.dpstrf(gram.mT.numpy(), tol=rank_tolerance(gram.diagonal()), lower=1, overwrite_a=1)
-    if status < 0:
-        raise ValueError(f"LAPACK dpstrf: argument {-status} is illegal")
-    return torch.from_numpy(pivots.astype("int64") - 1)[:rank]
+    return _pstrf(gram, overwrite=True)[1][:rank]
 
 
 def check_gram(gram: torch.Tensor, rank: int | None) -> int:
@@ -86,19 +83,24 @@ def _lapack_pivoted_cholesky(gram: torch.Tensor, rank: int, overwrite: bool) -> 
     diagonal = gram.diagonal().clone()
     if num_columns == 0 or float(diagonal.max()) <= 0:
         return empty_factor(num_columns, gram.dtype, gram.device)
-    # The transpose of a row-major array is column-major, as LAPACK wants; lower=1 then reads G's upper triangle.
-    tolerance = rank_tolerance(diagonal)
-    lower, order, numerical_rank, status = lapack.dpstrf(gram.mT.numpy(), tol=tolerance, lower=1, overwrite_a=overwrite)
-    if status < 0:
-        raise ValueError(f"LAPACK dpstrf: argument {-status} is illegal")
-    rank = min(rank, int(numerical_rank))
-    order = torch.from_numpy(order.astype("int64") - 1)
+    lower, order, numerical_rank = _pstrf(gram, overwrite)
+    rank = min(rank, numerical_rank)
     pivots = torch.cat([order[:rank], order[rank:].sort().values])
-    r = torch.from_numpy(lower.T)[:rank].triu_()
+    r = lower.mT[:rank].triu_()
     if rank < num_columns:  # the columns after `rank` go back into index order
         r[:, rank:] = r[:, rank + order[rank:].argsort()]
     residual_squares = diagonal[pivots[rank:]] - r[:, rank:].square().sum(dim=0)
     return PivotedFactor(pivots, trailing_errors(r, residual_squares), r)
+
+
+def _pstrf(gram: torch.Tensor, overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(lower factor, int64 order of all columns, numerical rank) of an fp64 `gram`."""
+    # The transpose of a row-major array is column-major, as LAPACK wants; lower=1 then reads G's upper triangle.
+    tolerance = rank_tolerance(gram.diagonal())
+    lower, order, rank, status = lapack.dpstrf(gram.mT.numpy(), tol=tolerance, lower=1, overwrite_a=overwrite)
+    if status < 0:
+        raise ValueError(f"LAPACK dpstrf: argument {-status} is illegal")
+    return torch.from_numpy(lower), torch.from_numpy(order.astype("int64") - 1), int(rank)
 
 
 def blocked_pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size: int = 64) -> PivotedFactor:
