@@ -5,6 +5,7 @@ import importlib.util
 import json
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -67,6 +68,18 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--threads", type=int, default=torch.get_num_threads())
     return result
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """`["damping=0.1", "hidden=pca"]` -> keyword arguments of `CompressionConfig`."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, value = pair.split("=")
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:
+            settings[name] = value
+    return settings
 
 
 def _git(*arguments: str) -> str:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import torch
-from harness import append_row, lambada_text, parser, provenance, smollm2_gguf
+from harness import append_row, lambada_text, parse_settings, parser, provenance, smollm2_gguf
 
 from oneshot import CompressionConfig, compress
 from oneshot.calibration import load_tokenizer
@@ -34,7 +34,7 @@ def main() -> None:
     )
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
-    settings = {name: _number(value) for name, value in (pair.split("=") for pair in arguments.set)}
+    settings = parse_settings(arguments.set)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         dense = resolve_checkpoint(str(smollm2_gguf()), folder)
@@ -89,13 +89,6 @@ def main() -> None:
 def _judge(folder: Path, windows: dict[str, torch.Tensor]) -> dict[str, float]:
     model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     return {name: perplexity(model, ids)[0] for name, ids in windows.items()}
-
-
-def _number(value: str) -> float | str:
-    try:
-        return float(value)
-    except ValueError:
-        return value
 
 
 if __name__ == "__main__":

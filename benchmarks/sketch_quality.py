@@ -44,7 +44,9 @@ def compress_all(folder: Path, token_ids: torch.Tensor, batch_size: int) -> list
     checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
     width = shape.intermediate_size
     damping = CompressionConfig("", "", sparsity=0.0).damping
-    stream = LayerStream(checkpoint.config, sequence_length=token_ids.shape[1], device=CPU, dtype=torch.float32)
+    stream = LayerStream(
+        checkpoint.config, architecture, sequence_length=token_ids.shape[1], device=CPU, dtype=torch.float32
+    )
     prefixes = tuple(architecture.layer_prefix(layer) for layer in range(shape.num_hidden_layers))
     outside = checkpoint.read(name for name in checkpoint.tensor_names if not name.startswith(prefixes))
     models = [dict(outside) for _ in VARIANTS]

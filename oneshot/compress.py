@@ -17,6 +17,8 @@ from oneshot.config import (
     PIVOTINGS,
     SAVE_DTYPES,
     SKETCHES,
+    TIERS,
+    TOKEN_WEIGHTINGS,
     CompressionConfig,
     parse_count,
     parse_size,
@@ -49,12 +51,37 @@ def build_parser() -> argparse.ArgumentParser:
     )
     method.add_argument("--hidden", choices=HIDDEN_METHODS, help="how the hidden size shrinks (default: the recipe's)")
     method.add_argument("--hidden-size", type=int, help="the kept hidden size (default: what the target asks for)")
+    method.add_argument(
+        "--group-size",
+        type=int,
+        help="blocks (attention or FFN) that share a projection of the hidden size, 0 for one in the whole model "
+        "(default: the recipe's)",
+    )
+    method.add_argument(
+        "--shared-weight",
+        type=float,
+        default=defaults.shared_weight,
+        help="weight of all other blocks in a group's projection (default: %(default)s)",
+    )
+    method.add_argument(
+        "--token-weighting",
+        choices=TOKEN_WEIGHTINGS,
+        default=defaults.token_weighting,
+        help="in the hidden size's principal components tokens count alike (unit) or by their energy (raw)",
+    )
+    method.add_argument("--value-size", type=int, help="kept size of every head's values (per-layer tier)")
+    method.add_argument(
+        "--query-key-size", type=int, help="kept size of every head's queries and keys (per-layer tier)"
+    )
+    method.add_argument("--tier", choices=TIERS, help="form of the result: stock, or per-layer with a modelling file")
     method.add_argument("--head-unit", choices=HEAD_UNITS, default=defaults.head_unit, help="what is removed together")
     method.add_argument("--correction", choices=CORRECTIONS, help="least-squares correction (default: the recipe's)")
     method.add_argument("--pivoting", choices=PIVOTINGS, help="how pivots are found (default: the recipe's)")
     method.add_argument("--sketch", choices=SKETCHES, help="what pivots are found in (default: the recipe's)")
     method.add_argument("--sketch-size", type=int, help="rows of the sketch (default: twice the FFN width)")
-    method.add_argument("--group-size", type=int, default=defaults.group_size, help="columns in a group of pivots")
+    method.add_argument(
+        "--pivot-group-size", type=int, default=defaults.pivot_group_size, help="columns in a group of pivots"
+    )
     method.add_argument(
         "--damping", type=float, default=defaults.damping, help="ridge ÷ mean diagonal (default: %(default)s)"
     )

@@ -7,12 +7,14 @@ from typing import Any
 
 from oneshot.errors import ConfigError
 
-FFN_SELECTORS = ("id", "activation-norm", "magnitude", "random", "none")
+FFN_SELECTORS = ("id", "activation-norm", "tcsp-score", "magnitude", "random", "none")
 HEAD_SELECTORS = ("id", "none")
 HIDDEN_METHODS = ("pca", "none")
 HEAD_UNITS = ("auto", "query-head", "kv-group")
 CORRECTIONS = ("none", "same-layer", "two-stream")
 PIVOTINGS = ("cholesky", "qr", "grouped", "tournament")
+TIERS = ("stock", "per-layer")
+TOKEN_WEIGHTINGS = ("unit", "raw")
 SKETCHES = ("none", "count", "sparse-sign")
 DTYPES = ("auto", "float32", "bfloat16")
 SAVE_DTYPES = ("keep", "float32", "bfloat16", "float16")
@@ -46,10 +48,13 @@ class CompressionConfig:
     """Every choice of one compression run; the same record goes into the report.
 
     Exactly one of `sparsity` (fraction of the stored parameters to remove, in [0, 1)) and `params` (stored
-    parameters to keep) is given. `ffn`, `heads`, `hidden`, `correction`, `pivoting` and `sketch` override the recipe
-    where they are not None. `hidden_size` is the kept one (None: what the target asks for). `damping` is the ridge in
-    units of the Gram's mean diagonal; `sketch_size` is in rows (None: twice the FFN width). `max_memory_bytes` bounds
-    the activation store in memory; beyond it activations go to disk.
+    parameters to keep) is given; neither where sizes are given that say everything. `ffn`, `heads`, `hidden`,
+    `group_size`, `correction`, `pivoting`, `sketch` and `tier` override the recipe where they are not None.
+    `hidden_size`, `value_size` and `query_key_size` (per head) are the kept sizes (None: what the target asks for, and
+    all); `group_size` blocks share a projection of the residual stream, in which the statistics of all other blocks
+    count `shared_weight` times, and tokens alike (`unit` `token_weighting`) or by their energy (`raw`). `damping` is
+    the ridge in units of the Gram's mean diagonal; `sketch_size` is in rows (None: twice the FFN width).
+    `max_memory_bytes` bounds the activation store in memory; beyond it activations go to disk.
     """
 
     checkpoint: str
@@ -61,13 +66,19 @@ class CompressionConfig:
     heads: str | None = None
     hidden: str | None = None
     hidden_size: int | None = None
+    group_size: int | None = None
+    shared_weight: float = 0.0
+    token_weighting: str = "unit"
+    value_size: int | None = None
+    query_key_size: int | None = None
+    tier: str | None = None
     head_unit: str = "auto"
     correction: str | None = None
     damping: float = 3e-2
     pivoting: str | None = None
     sketch: str | None = None
     sketch_size: int | None = None
-    group_size: int = 512
+    pivot_group_size: int = 512
     residual_weight: float = 1.0
     round_to: int | None = None
     calibration: str = "c4"
@@ -83,7 +94,10 @@ class CompressionConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if (self.sparsity is None) == (self.params is None):
+        by_sizes = any((self.hidden_size, self.value_size, self.query_key_size))
+        if (self.sparsity is not None) + (self.params is not None) != 1 and not (
+            by_sizes and self.sparsity is None and self.params is None
+        ):
             raise ConfigError("Give exactly one target: --sparsity (such as 0.2) or --params (such as 900M).")
         if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
             raise ConfigError(f"--sparsity {self.sparsity} is out of range: give a fraction from 0 up to below 1.")
@@ -97,14 +111,17 @@ class CompressionConfig:
             ("round_to", 1),
             ("hidden_size", 1),
             ("sketch_size", 1),
-            ("group_size", 1),
+            ("pivot_group_size", 1),
+            ("group_size", 0),
+            ("value_size", 1),
+            ("query_key_size", 1),
             ("max_memory_bytes", 1),
         ):
             value = getattr(self, option)
             if value is not None and value < minimum:
                 flag = _FLAGS.get(option) or option.replace("_", "-")
                 raise ConfigError(f"--{flag} {value} is out of range: give at least {minimum}.")
-        for option in ("damping", "residual_weight"):
+        for option in ("damping", "residual_weight", "shared_weight"):
             value = getattr(self, option)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"--{option.replace('_', '-')} {value} is out of range: give 0 or more.")
@@ -112,6 +129,8 @@ class CompressionConfig:
             ("ffn", FFN_SELECTORS),
             ("heads", HEAD_SELECTORS),
             ("hidden", HIDDEN_METHODS),
+            ("tier", TIERS),
+            ("token_weighting", TOKEN_WEIGHTINGS),
             ("head_unit", HEAD_UNITS),
             ("correction", CORRECTIONS),
             ("pivoting", PIVOTINGS),

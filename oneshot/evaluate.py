@@ -21,9 +21,13 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from oneshot.calibration import iter_documents, load_tokenizer, pack
+from oneshot.checkpoint import Checkpoint
 from oneshot.config import DTYPES
 from oneshot.errors import CalibrationError, ConfigError, OneshotError, OutputError
-from oneshot.source import open_model
+from oneshot.export.per_layer import MODEL_TYPE as PER_LAYER
+from oneshot.export.per_layer import per_layer_shape
+from oneshot.records import StackShape
+from oneshot.source import open_model, resolve_checkpoint
 from oneshot.stream import resolve_device, resolve_dtype
 
 LATENCY_ROUNDS = 5
@@ -72,11 +76,19 @@ def perplexity(model: torch.nn.Module, token_ids: torch.Tensor, *, batch_size: i
     return math.exp(total / scored), scored
 
 
-def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """The stock model of a local checkpoint, for inference."""
+def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) -> Any:
+    """The model of a local checkpoint, for inference; `dtype="auto"` is the stored one.
+
+    A per-layer checkpoint is read by this package's own class: the modelling file in the folder is not run.
+    """
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    from oneshot.modeling_oneshot import OneshotConfig, OneshotForCausalLM
+
+    loader: Any = AutoModelForCausalLM
+    if OneshotConfig.get_config_dict(folder, local_files_only=True)[0].get("model_type") == OneshotConfig.model_type:
+        loader = OneshotForCausalLM
+    model: Any = loader.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device).eval()
 
 
@@ -135,6 +147,7 @@ def run_tasks(
     """lm-eval's own metrics for the tasks, through its stock `hf` model. Raises `ConfigError` where it is missing."""
     try:
         from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError("--tasks needs lm-eval; run pip install 'oneshot[eval]'.") from error
@@ -142,12 +155,12 @@ def run_tasks(
     for task in tasks:
         if task not in manager.all_tasks and not Path(task).is_file():
             raise ConfigError(f"--tasks {task} is not known to lm-eval; check the name, or give --include-path.")
+    tokenizer = load_tokenizer(folder)
+    loaded = load_model(folder, device=device, dtype="auto")
     results = simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(folder), "dtype": "auto"},
+        model=HFLM(pretrained=loaded, tokenizer=tokenizer, device=str(device)),
         tasks=list(tasks),
         limit=limit,
-        device=str(device),
         task_manager=manager,
     )
     return {
@@ -177,16 +190,16 @@ def evaluate(
     where = resolve_device(device)
     compute = resolve_dtype(dtype, where)
     with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
-        opened = [open_model(name, Path(scratch)) for name in checkpoints]
-        folders = [model.checkpoint.folder for model in opened]
+        opened = [_open(name, Path(scratch)) for name in checkpoints]
+        folders = [checkpoint.folder for checkpoint, _ in opened]
         tokenizer = load_tokenizer(folders[0])
         windows = {
             text: load_windows(text, tokenizer, sequence_length=sequence_length, max_windows=max_windows)
             for text in texts
         }
-        for folder, model in zip(folders, opened, strict=True):
+        for folder, (_, shape) in zip(folders, opened, strict=True):
             for text, ids in windows.items():
-                if int(ids.max()) >= model.shape.vocab_size:
+                if int(ids.max()) >= shape.vocab_size:
                     raise CalibrationError(
                         f"The tokenizer in {folders[0]} gives tokens of {text} that {folder} has no embedding for; "
                         "give models with one tokenizer, the one that belongs to them."
@@ -201,13 +214,12 @@ def evaluate(
             latencies = list(measure_latency(loaded, prompt, decode_tokens=decode_tokens))
         del loaded
         results = []
-        for name, model, score, latency in zip(checkpoints, opened, scores, latencies, strict=True):
-            checkpoint, shape = model.checkpoint, model.shape
+        for name, (checkpoint, shape), score, latency in zip(checkpoints, opened, scores, latencies, strict=True):
             results.append(
                 Evaluation(
                     checkpoint=name,
                     stored_parameters=checkpoint.num_parameters,
-                    block_parameters=shape.num_hidden_layers * shape.layer_parameters(),
+                    block_parameters=shape.block_parameters(),
                     file_bytes=checkpoint.num_bytes,
                     flops_per_token=shape.flops_per_token(),
                     kv_bytes_per_token=shape.kv_bytes_per_token(),
@@ -221,6 +233,16 @@ def evaluate(
                 )
             )
     return results
+
+
+def _open(name: str, scratch: Path) -> tuple[Checkpoint, StackShape]:
+    """A checkpoint and its sizes; a per-layer one states them itself."""
+    folder = resolve_checkpoint(name, scratch)
+    checkpoint = Checkpoint(folder)
+    if checkpoint.config.get("model_type") == PER_LAYER:
+        return checkpoint, per_layer_shape(checkpoint.config)
+    model = open_model(str(folder), scratch)
+    return model.checkpoint, model.shape.stack()
 
 
 def print_evaluations(evaluations: Sequence[Evaluation]) -> None:

@@ -3,8 +3,10 @@
 import torch
 
 from oneshot.linalg.interpolative import interpolate
+from oneshot.linalg.low_rank import query_key_maps, strongest_rotary_pairs, value_subspace
 from oneshot.linalg.pivoted_qr import GROUP_SIZE, pivots_with_quota, weighted_pivots
-from oneshot.records import BlockStatistics, Factors
+from oneshot.linalg.psd import RidgeFactor
+from oneshot.records import BlockStatistics, Factors, Moments
 
 ENERGY_PANEL = 1024
 
@@ -13,12 +15,13 @@ def select_neurons(
     selector: str,
     kept_size: int,
     *,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     up: torch.Tensor,
     down: torch.Tensor,
     gram: torch.Tensor | None,
     generator: torch.Generator,
     sketch: torch.Tensor | None = None,
+    moments: Moments | None = None,
     pivoting: str = "cholesky",
     group_size: int = GROUP_SIZE,
 ) -> torch.Tensor:
@@ -26,22 +29,28 @@ def select_neurons(
 
     Args:
         selector: `id`: pivots of the activations, columns weighted by the norms of `down`'s columns (STAT A.3);
-            `activation-norm`: largest `‖a_j‖·‖down[:, j]‖`; `magnitude`: largest norm of a neuron's own weights;
-            `random`: a draw from `generator`.
-        gate, up: `(n, D)`. down: `(D, n)`. gram: `(n, n)`, needed by the first two.
+            `activation-norm`: largest `‖a_j‖·‖down[:, j]‖`; `tcsp-score`: largest `‖down[:, j]‖ (E|a_j| + std a_j)`
+            (TCSP equation 25); `magnitude`: largest norm of a neuron's own weights; `random`: a draw from `generator`.
+        gate, up: `(n, D)`; gate may be None. down: `(D, n)`. gram: `(n, n)`, needed by all but the last two.
+        moments: of the activations, needed by `tcsp-score`.
         sketch, pivoting, group_size: for `id`, as in `linalg.pivoted_qr.weighted_pivots`.
     """
     num_neurons = down.shape[1]
     if selector == "random":
         kept = torch.randperm(num_neurons, generator=generator)[:kept_size].to(down.device)
     elif selector == "magnitude":
-        energy = gate.float().square().sum(1) + up.float().square().sum(1) + down.float().square().sum(0)
+        energy = up.float().square().sum(1) + down.float().square().sum(0)
+        if gate is not None:
+            energy += gate.float().square().sum(1)
         kept = energy.topk(kept_size).indices
     else:
         assert gram is not None
         output_norms = down.double().norm(dim=0)
         if selector == "activation-norm":
             kept = (gram.diagonal().double().clamp_min(0).sqrt() * output_norms).topk(kept_size).indices
+        elif selector == "tcsp-score":
+            assert moments is not None
+            kept = (output_norms * (moments.absolute_mean + moments.deviation)).topk(kept_size).indices
         else:
             kept = weighted_pivots(
                 gram, output_norms, rank=kept_size, sketch=sketch, pivoting=pivoting, group_size=group_size
@@ -98,7 +107,7 @@ def correct(
             `W' = W Pᵀ` with the ridged interpolation matrix. `two-stream` has the target `A Wᵀ + ρ (Y − A Wᵀ)`, `Y` the
             dense stream's next hidden state less this stream's residual, `ρ = residual_weight`.
     """
-    if correction == "none" or len(kept) == weight.shape[1]:
+    if correction == "none" or (len(kept) == weight.shape[1] and correction != "two-stream"):
         corrected = weight[:, kept].double()
         return Factors(kept, corrected, _error_if_known(weight.double(), corrected, kept, statistics))
     if statistics is None:
@@ -118,6 +127,82 @@ def correct(
         corrected += residual_weight * step.T
     error = _error_if_known(dense, corrected, kept, statistics)
     return Factors(kept, corrected, error, condition_number, max_interpolation, fallback)
+
+
+def reduce_values(
+    weight: torch.Tensor,
+    gram: torch.Tensor,
+    *,
+    num_groups: int,
+    head_dim: int,
+    size: int,
+    correct: bool,
+    damping: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A subspace of `size` value coordinates for every KV group, and the `o_proj` that sees nothing else.
+
+    The subspace of a group is the best one for its heads pooled (`linalg.low_rank.value_subspace`); then least squares
+    over all heads at once, `min ‖Z Wᵀ − Z Q W'ᵀ‖² + λ‖W' − W Eᵀ‖²`, with λ as in `correct`.
+
+    Args:
+        weight: `o_proj (D, H·h)`. gram: `ZᵀZ (H·h, H·h)` of what it reads. correct: whether to solve, or keep `W Eᵀ`.
+
+    Returns:
+        `Q (G, h, size)` float64 with orthonormal columns, and `W' Qᵀ (D, H·h)` float64.
+    """
+    num_heads = weight.shape[1] // head_dim
+    heads_per_group = num_heads // num_groups
+    dense, full = weight.double(), gram.double()
+    bases, embeddings = [], []
+    for group in range(num_groups):
+        columns = [
+            slice(head * head_dim, (head + 1) * head_dim)
+            for head in range(group * heads_per_group, (group + 1) * heads_per_group)
+        ]
+        pooled = torch.stack([full[part, part] for part in columns]).sum(0)
+        output = torch.stack([dense[:, part].T @ dense[:, part] for part in columns]).sum(0)
+        basis, embedding = value_subspace(pooled, output, size)
+        bases.append(basis)
+        embeddings.append(embedding)
+    inside = torch.block_diag(*(basis for basis in bases for _ in range(heads_per_group)))
+    outside = torch.block_diag(*(embedding for embedding in embeddings for _ in range(heads_per_group)))
+    inner = dense @ outside.T
+    if correct:
+        crossed = inside.T @ full
+        factor = RidgeFactor(crossed @ inside, damping)
+        inner = inner + factor.solve(crossed @ (dense.T - inside @ inner.T)).T
+    return torch.stack(bases), inner @ inside.T
+
+
+def reduce_queries_keys(
+    query_grams: torch.Tensor, key_grams: torch.Tensor, *, size: int, rotary: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Maps of every head's queries and every KV group's keys to `size` coordinates that give nearly the same scores.
+
+    With rotary positions whole pairs are kept, the same in all query heads of a group, because nothing else commutes
+    with the rotation; without them the maps are of any kind, for one query head per group.
+
+    Args:
+        query_grams: `(H, h, h)`, key_grams: `(G, h, h)`: sums over the tokens of `q qᵀ` and `k kᵀ`, before rotation.
+
+    Returns:
+        `M (H, size, h)` and `N (G, size, h)` float64 with scores `(N k)ᵀ (M q)`, and the kept pairs `(G, size / 2)`.
+    """
+    num_groups, head_dim = key_grams.shape[:2]
+    heads_per_group = len(query_grams) // num_groups
+    if rotary:
+        identity = torch.eye(head_dim, dtype=torch.float64, device=query_grams.device)
+        energies = query_grams.diagonal(dim1=1, dim2=2).double().view(num_groups, heads_per_group, head_dim)
+        pairs = torch.stack(
+            [
+                strongest_rotary_pairs(energies[group], key_grams[group].diagonal().double(), size // 2)
+                for group in range(num_groups)
+            ]
+        )
+        rows = torch.cat((pairs, pairs + head_dim // 2), dim=1)
+        return identity[rows].repeat_interleave(heads_per_group, dim=0), identity[rows], pairs
+    maps = [query_key_maps(query, key, size) for query, key in zip(query_grams, key_grams, strict=True)]
+    return torch.stack([query for query, _ in maps]), torch.stack([key for _, key in maps]), None
 
 
 def _error_if_known(

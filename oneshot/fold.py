@@ -1,15 +1,20 @@
 """Factors -> the tensors of a smaller layer. Names are the family's own; untouched tensors pass through as they are."""
 
+from dataclasses import dataclass
+
 import torch
 
 from oneshot.arch.base import (
     ATTENTION_NORM,
+    ATTENTION_SHORTCUT,
     DOWN_PROJ,
     FFN_NORM,
+    FFN_SHORTCUT,
     GATE_PROJ,
     K_PROJ,
     O_PROJ,
     Q_PROJ,
+    ROTARY_PAIRS,
     UP_PROJ,
     V_PROJ,
 )
@@ -18,6 +23,14 @@ from oneshot.records import Factors
 Tensors = dict[str, torch.Tensor]
 
 PANEL_ROWS = 8192
+
+# Names outside the layers, Llama's and those of the per-layer form
+EMBEDDING = "model.embed_tokens.weight"
+POSITIONS = "model.embed_positions.weight"
+FINAL_NORM = "model.norm.weight"
+OUTPUT_HEAD = "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
+HEAD_MAP = "model.head_map.weight"
 
 
 def augmented_weight(tensors: Tensors, linear: str) -> torch.Tensor:
@@ -31,7 +44,7 @@ def fold_ffn(tensors: Tensors, factors: Factors) -> Tensors:
     """Keep the FFN neurons `factors.kept`; the correction goes into `down_proj` (METHODS section 2)."""
     folded = dict(tensors)
     neurons = _columns_of(tensors, DOWN_PROJ, factors)
-    for linear in (GATE_PROJ, UP_PROJ):
+    for linear in (GATE_PROJ, UP_PROJ):  # a model without gate has none to shrink
         _keep_rows_(folded, linear, neurons)
     _set_consumer_(folded, DOWN_PROJ, factors)
     return folded
@@ -50,24 +63,161 @@ def fold_heads(
     return folded
 
 
-def fold_hidden(tensors: Tensors, basis: torch.Tensor) -> Tensors:
-    """The layer inside the subspace `basis` = `P (D, d)` of the residual stream (TCSP section 4; METHODS section 5).
+@dataclass(frozen=True)
+class InnerMaps:
+    """What becomes of queries, keys and values inside the heads.
 
-    Inputs become `√(D/d) W diag(γ) P` and outputs `Pᵀ W`; the norms' own weights become ones. A stock RMSNorm over the
-    d coordinates divides by their root mean square; the factor, and `rms_norm_eps · D/d` in the config, make that the
-    division by the root mean square over the original width. Products in float64, the stored dtype is kept.
+    Attributes:
+        queries, keys: `(H, k, h)` and `(G, k, h)`: `q' = M q` and `k' = M k` head by head; or None. Rows of the
+            identity where whole rotary pairs are kept.
+        values: `(G, h, v)` with orthonormal columns: `v' = v Q`; or None.
+        rotary_pairs: int64 `(G, k / 2)`: the pairs that each KV group keeps; or None.
+    """
+
+    queries: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    rotary_pairs: torch.Tensor | None = None
+
+
+def keep_heads(maps: InnerMaps, heads: torch.Tensor, heads_per_group: int) -> InnerMaps:
+    """The maps of the query heads `heads` (ascending) and of the KV groups they use."""
+    groups = (heads // heads_per_group).unique()
+    return InnerMaps(
+        queries=None if maps.queries is None else maps.queries[heads],
+        keys=None if maps.keys is None else maps.keys[groups],
+        values=None if maps.values is None else maps.values[groups],
+        rotary_pairs=None if maps.rotary_pairs is None else maps.rotary_pairs[groups],
+    )
+
+
+def fold_inner(tensors: Tensors, maps: InnerMaps) -> Tensors:
+    """A layer that computes with full heads what smaller ones can hold -> the smaller linears (METHODS section 6).
+
+    `o_proj` must ignore what lies outside the values' subspaces: its columns are rewritten for the coordinates inside.
     """
     folded = dict(tensors)
-    for norm, linears in ((ATTENTION_NORM, (Q_PROJ, K_PROJ, V_PROJ)), (FFN_NORM, (GATE_PROJ, UP_PROJ))):
+    for linear, maps_of_heads in ((Q_PROJ, maps.queries), (K_PROJ, maps.keys)):
+        if maps_of_heads is not None:
+            _map_rows_(folded, linear, maps_of_heads)
+    if maps.values is not None:
+        _map_rows_(folded, V_PROJ, maps.values.mT)
+        weight = tensors[f"{O_PROJ}.weight"]
+        groups, head_dim, _ = maps.values.shape
+        heads = weight.shape[1] // head_dim
+        basis = maps.values.repeat_interleave(heads // groups, dim=0)
+        per_head = weight.to(basis).view(len(weight), heads, head_dim)
+        folded[f"{O_PROJ}.weight"] = torch.einsum("dhi,hij->dhj", per_head, basis).flatten(1).to(weight)
+    if maps.rotary_pairs is not None:
+        folded[ROTARY_PAIRS] = maps.rotary_pairs
+    return folded
+
+
+def _map_rows_(tensors: Tensors, linear: str, maps: torch.Tensor) -> None:
+    """Replace the rows of each head, `W_h <- M_h W_h`, for maps `(heads, k, h)`; biases, too."""
+    for name in (f"{linear}.weight", f"{linear}.bias"):
+        if name in tensors:
+            rows = tensors[name]
+            per_head = rows.to(maps).view(maps.shape[0], maps.shape[2], -1)
+            tensors[name] = (maps @ per_head).reshape(-1, *rows.shape[1:]).to(rows)
+
+
+def confine(tensors: Tensors, linear: str, basis: torch.Tensor) -> Tensors:
+    """`P Pᵀ W` for a linear that writes to the residual stream, float32: its output stays in the subspace."""
+    confined = dict(tensors)
+    for name in (f"{linear}.weight", f"{linear}.bias"):
+        if name in tensors:
+            confined[name] = (basis @ (basis.T @ tensors[name].to(basis))).float()
+    return confined
+
+
+def fold_hidden(tensors: Tensors, attention: torch.Tensor, ffn: torch.Tensor, output: torch.Tensor) -> Tensors:
+    """A layer with RMSNorms inside subspaces of the residual stream (TCSP section 4; SP3 equation 34).
+
+    Attention reads coordinates in the subspace `attention (D, d₁)`, the FFN in `ffn (D, d₂)`, and the layer leaves them
+    in `output (D, d₃)`. Inputs become `√(D/d) W diag(γ) P` and outputs `Pᵀ W`; the norms' own weights become ones. A
+    stock RMSNorm over d coordinates divides by their root mean square; the factor, and `rms_norm_eps · D/d` in the
+    config, make that the division by the root mean square over the original width. Where neighbouring subspaces
+    differ (are not one object), a shortcut `P_nextᵀ P` carries the stream over. Products in float64, float32 results.
+    """
+    folded = dict(tensors)
+    inputs = (Q_PROJ, K_PROJ, V_PROJ), tuple(linear for linear in (GATE_PROJ, UP_PROJ) if f"{linear}.weight" in tensors)
+    for norm, linears, basis in ((ATTENTION_NORM, inputs[0], attention), (FFN_NORM, inputs[1], ffn)):
         for linear in linears:
             name = f"{linear}.weight"
-            folded[name] = project_input(tensors[name], tensors[f"{norm}.weight"], basis)
+            folded[name] = project_input(tensors[name].float(), tensors[f"{norm}.weight"], basis)
         folded[f"{norm}.weight"] = tensors[f"{norm}.weight"].new_ones(basis.shape[1])
-    for linear in (O_PROJ, DOWN_PROJ):
+    for linear, basis in ((O_PROJ, ffn), (DOWN_PROJ, output)):
         for name in (f"{linear}.weight", f"{linear}.bias"):
             if name in tensors:
-                folded[name] = (basis.T @ tensors[name].to(basis)).to(tensors[name])
+                folded[name] = (basis.T @ tensors[name].to(basis)).float()
+    if ffn is not attention:
+        folded[f"{ATTENTION_SHORTCUT}.weight"] = (ffn.T @ attention).float()
+    if output is not ffn:
+        folded[f"{FFN_SHORTCUT}.weight"] = (output.T @ ffn).float()
     return folded
+
+
+def fold_ends(
+    *,
+    embedding: torch.Tensor,
+    positions: torch.Tensor | None,
+    norm: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    head: torch.Tensor | None,
+    bases: tuple[torch.Tensor, torch.Tensor] | None,
+    keep_tied: bool,
+) -> Tensors:
+    """What lies outside the layers, under Llama's names, for layers from `fold_hidden` or `to_rms_norms`.
+
+    The embedding becomes `E P₀`. The output head takes the last norm's weight and projection, `√(D/d) W diag(γ) P`; a
+    tied one stays tied behind the matrix `√(D/d) P₀ᵀ diag(γ) P`, which is as good as the embedding's subspace is.
+
+    Args:
+        positions: a learned position embedding `(positions, D)`; norm_bias: of a LayerNorm, which becomes an RMSNorm;
+            head: None where the embedding is tied and stays so, or is to be untied from itself.
+        bases: of the first and of the last position, `(D, d₀)` and `(D, d)`; None at full width.
+    """
+    own = embedding if head is None else head
+    ends: Tensors = {EMBEDDING: embedding} | ({} if positions is None else {POSITIONS: positions})
+    if norm_bias is not None:
+        ends = {name: without_mean(rows) for name, rows in ends.items()}
+        ends[HEAD_BIAS] = (own.double() @ norm_bias.double()).to(own)
+    if bases is None:
+        return ends | {FINAL_NORM: norm} | ({} if keep_tied else {OUTPUT_HEAD: own.clone()})
+    first, last = bases
+    ends |= {name: times(ends[name], first) for name in (EMBEDDING, POSITIONS) if name in ends}
+    ends[FINAL_NORM] = norm.new_ones(last.shape[1])
+    if keep_tied:
+        ends[HEAD_MAP] = project_input(first.T, norm, last).to(embedding)
+    else:
+        ends[OUTPUT_HEAD] = project_input(own, norm, last)
+    return ends
+
+
+def to_rms_norms(tensors: Tensors) -> Tensors:
+    """A layer with LayerNorms -> the same layer with RMSNorms, exactly (Jiang et al. 2023; SP3 appendix F.1).
+
+    What the layer adds to the residual stream loses its mean, so that the stream, whose embedding must have lost it
+    (`without_mean`), never has one; the norms' biases go into the linears behind them.
+    """
+    folded = dict(tensors)
+    inputs = (Q_PROJ, K_PROJ, V_PROJ), tuple(linear for linear in (GATE_PROJ, UP_PROJ) if f"{linear}.weight" in tensors)
+    for norm, linears in ((ATTENTION_NORM, inputs[0]), (FFN_NORM, inputs[1])):
+        shift = folded.pop(f"{norm}.bias").double()
+        for linear in linears:
+            bias = tensors[f"{linear}.bias"]
+            folded[f"{linear}.bias"] = (bias.double() + tensors[f"{linear}.weight"].double() @ shift).to(bias)
+    for linear in (O_PROJ, DOWN_PROJ):
+        weight = tensors[f"{linear}.weight"]
+        folded[f"{linear}.weight"] = without_mean(weight.T).T.contiguous()
+        folded[f"{linear}.bias"] = without_mean(tensors[f"{linear}.bias"])
+    return folded
+
+
+def without_mean(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of the residual stream `(…, D)` less their own mean, which a LayerNorm does not see."""
+    return (rows.double() - rows.double().mean(-1, keepdim=True)).to(rows)
 
 
 def project_input(weight: torch.Tensor, norm: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:

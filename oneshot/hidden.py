@@ -1,98 +1,144 @@
-"""A smaller hidden size: one projection for the whole model, from the principal directions of its residual stream.
+"""The residual stream's principal directions: where every norm reads it, by groups of neighbouring blocks.
 
-One dense pass over the text sums the Gram of what every norm sees; the leading eigenvectors `P (D, d)` then go into
-every weight that touches the residual stream (TCSP section 4; METHODS section 5). The result is a stock checkpoint in
-a scratch folder, which the other stages compress further or pass on as it is.
+One dense pass over the text sums a Gram at the input of every norm; the Grams of a group are summed and decomposed
+(Group-PCA, SP3 appendix F.1; one group for the whole model is TCSP section 4). See METHODS section 5.
 """
 
-import json
-from collections.abc import Callable
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from oneshot.checkpoint import CheckpointWriter
 from oneshot.config import CompressionConfig
-from oneshot.fold import fold_hidden, project_input, times
-from oneshot.linalg.pca import Subspace, principal_subspace
+from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.records import CalibrationSet
 from oneshot.source import SourceModel
 from oneshot.statistics import GramAccumulator
-from oneshot.stream import LayerStream, embed_text
+from oneshot.stream import LayerStream, embed_text, prefetch
 
 
-def hidden_subspace(
+@dataclass(frozen=True)
+class Subspaces:
+    """Principal directions of every group of positions, on disk until asked for (positions as in `HiddenPlan`).
+
+    Attributes:
+        folder: where the directions of each group lie, `(D, D)` float64.
+        group_of: the group of every position.
+        energies: float64 `(positions, D)`, the energy of the rows at a position along each direction of its group.
+    """
+
+    folder: Path
+    group_of: tuple[int, ...]
+    energies: torch.Tensor
+
+    def basis(self, position: int, size: int) -> torch.Tensor:
+        """`P (D, size)` float64 with orthonormal columns, the strongest direction first."""
+        return load_file(_path(self.folder, self.group_of[position]))["directions"][:, :size].clone()
+
+    def relative_error(self, position: int, size: int) -> float:
+        """`‖X − X P Pᵀ‖_F / ‖X‖_F` of the rows at a position."""
+        return float((self.energies[position, size:].sum() / self.energies[position].sum()).sqrt())
+
+    def mean_error(self, sizes: tuple[int, ...]) -> float:
+        """The root mean square of all positions' relative errors."""
+        errors = torch.tensor([self.relative_error(position, size) for position, size in enumerate(sizes)])
+        return float(errors.square().mean().sqrt())
+
+
+def principal_subspaces(
     config: CompressionConfig,
     source: SourceModel,
     calibration: CalibrationSet,
-    size: int,
+    group_of: tuple[int, ...],
     *,
     device: torch.device,
     dtype: torch.dtype,
     scratch: Path,
     advance: Callable[[float], None],
-) -> Subspace:
-    """The `size` directions that hold most of the residual stream, every token and every norm counted alike.
+) -> Subspaces:
+    """The principal directions of what the norms see, group by group.
 
-    Rows are divided by their root mean square, as the norms do: a few tokens with massive activations would be the
-    principal directions otherwise. `advance` hears of tokens done, layer after layer.
+    A group's directions come from its own positions' Grams and, with `shared_weight`, from those of all others, because
+    what the stream carries past a group is lost, too, where the group's subspace does not hold it.
+
+    With `token_weighting = "unit"` rows are divided by their root mean square, as the norms do: a few tokens with
+    massive activations would be the principal directions otherwise. A LayerNorm's rows lose their mean first. `advance`
+    hears of tokens done, layer after layer.
     """
-    checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
-    token_ids = calibration.token_ids
-    stream = LayerStream(checkpoint.config, sequence_length=token_ids.shape[1], device=device, dtype=dtype)
-    groups, (hidden,) = embed_text(
+    shape, token_ids = source.shape, calibration.token_ids
+    stream = LayerStream(
+        source.checkpoint.config, source.architecture, sequence_length=token_ids.shape[1], device=device, dtype=dtype
+    )
+    batches, (hidden,) = embed_text(
         stream,
-        checkpoint.read_one(architecture.embedding),
+        source.checkpoint.read_one(source.architecture.embedding),
         token_ids,
+        source.read_positions(),
         num_stores=1,
         batch_size=config.batch_size,
         max_memory_bytes=config.max_memory_bytes,
         folder=scratch,
     )
-    accumulator = GramAccumulator(shape.hidden_size, output_size=None, device=device)
-    for number in range(shape.num_hidden_layers):
-        layer = stream.layer(checkpoint.read_prefix(architecture.layer_prefix(number)))
-        for batch in groups:
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return weighted_rows(x, centred=shape.norm_bias, weighting=config.token_weighting)
+
+    for number, tensors in enumerate(prefetch(source.read_layer, shape.num_hidden_layers)):
+        layer = stream.layer(tensors)
+        grams = [GramAccumulator(shape.hidden_size, output_size=None, device=device) for _ in range(2)]
+        for batch in batches:
             x = hidden.read(batch)
             h = layer.attention(x)
-            accumulator.update_(_unit_rows(x))
-            accumulator.update_(_unit_rows(h))
+            grams[0].update_(rows(x))
+            grams[1].update_(rows(h))
             hidden.write(batch, layer.ffn(h))
             advance(x.shape[0] * x.shape[1])
-    for batch in groups:
-        accumulator.update_(_unit_rows(hidden.read(batch)))
+        for half, gram in enumerate(grams):
+            save_file({"gram": gram.finish().gram.cpu()}, _gram_path(scratch, 2 * number + half))
+    last = GramAccumulator(shape.hidden_size, output_size=None, device=device)
+    for batch in batches:
+        last.update_(rows(hidden.read(batch)))
     hidden.close()
-    return principal_subspace(accumulator.finish().gram, size)
+    save_file({"gram": last.finish().gram.cpu()}, _gram_path(scratch, 2 * shape.num_hidden_layers))
+    return _decompose(scratch, group_of, config.shared_weight, device)
 
 
-def _unit_rows(x: torch.Tensor) -> torch.Tensor:
+def weighted_rows(x: torch.Tensor, *, centred: bool, weighting: str) -> torch.Tensor:
+    """What a norm reads `(…, D)` as float32 rows, less their mean (`centred`), over their root mean square (`unit`)."""
     rows = x.flatten(0, -2).float()
-    return rows / rows.square().mean(1, keepdim=True).sqrt().clamp_min(torch.finfo(rows.dtype).tiny)
+    if centred:
+        rows = rows - rows.mean(1, keepdim=True)
+    if weighting == "unit":
+        rows = rows / rows.square().mean(1, keepdim=True).sqrt().clamp_min(torch.finfo(rows.dtype).tiny)
+    return rows
 
 
-def project_model(source: SourceModel, basis: torch.Tensor, folder: Path, *, max_shard_bytes: int) -> None:
-    """Write the model inside the subspace `basis` = `P (D, d)` to `folder`: weights and config, no tokenizer.
+def _decompose(folder: Path, group_of: tuple[int, ...], shared_weight: float, device: torch.device) -> Subspaces:
+    """The directions of every group from the Grams on disk, and every position's energies along its group's."""
 
-    Embedding `E P`, layers by `fold_hidden`. The output head takes the last norm's weight and the projection, so tied
-    embeddings are no longer tied.
-    """
-    checkpoint, architecture = source.checkpoint, source.architecture
-    shape = replace(source.shape, hidden_size=basis.shape[1])
-    config = architecture.resize_config(checkpoint.config, shape) | {"tie_word_embeddings": False}
-    prefixes = [architecture.layer_prefix(layer) for layer in range(shape.num_hidden_layers)]
-    with CheckpointWriter(folder, max_shard_bytes=max_shard_bytes, overwrite=False, expected_bytes=0) as writer:
-        head_name, norm_name = architecture.output_head, architecture.final_norm
-        norm = checkpoint.read_one(norm_name)
-        embedding = checkpoint.read_one(architecture.embedding)
-        head = checkpoint.read_one(head_name) if head_name in checkpoint.tensor_names else embedding
-        writer.add({architecture.embedding: times(embedding, basis)})
-        del embedding
-        writer.add({norm_name: norm.new_ones(basis.shape[1]), head_name: project_input(head, norm, basis)})
-        del head
-        for prefix in prefixes:
-            folded = fold_hidden(checkpoint.read_prefix(prefix), basis)
-            writer.add({prefix + name: tensor for name, tensor in folded.items()})
-        writer.finish_weights()
-        (writer.partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        writer.commit()
+    def gram(position: int) -> torch.Tensor:
+        return load_file(_gram_path(folder, position))["gram"].to(device).double()
+
+    def total(positions: Iterable[int]) -> torch.Tensor:
+        return functools.reduce(torch.add, map(gram, positions))
+
+    everywhere = total(range(len(group_of))) if shared_weight else 0.0
+    energies = []
+    for group in range(group_of[-1] + 1):
+        members = [position for position, member in enumerate(group_of) if member == group]
+        own = total(members)
+        directions = principal_directions(own + shared_weight * (everywhere - own) if shared_weight else own)
+        energies += [energies_along(gram(position), directions).cpu() for position in members]
+        save_file({"directions": directions.cpu().contiguous()}, _path(folder, group))
+    return Subspaces(folder, group_of, torch.stack(energies))
+
+
+def _gram_path(folder: Path, position: int) -> Path:
+    return folder / f"gram-{position}.safetensors"
+
+
+def _path(folder: Path, group: int) -> Path:
+    return folder / f"directions-{group}.safetensors"

@@ -5,9 +5,10 @@
 import logging
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,12 +16,14 @@ from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.checkpoint import Checkpoint, CheckpointWriter
 from oneshot.config import CompressionConfig
 from oneshot.errors import DeviceError, OutputError
-from oneshot.export.hf import verify_stock, write_companions
-from oneshot.hidden import hidden_subspace, project_model
-from oneshot.layerwise import LayerCompressor
-from oneshot.plan import plan_sizes
+from oneshot.export.hf import stock_config, verify, write_companions
+from oneshot.export.per_layer import per_layer_config, write_modelling_file
+from oneshot.fold import fold_ends
+from oneshot.hidden import Subspaces, principal_subspaces
+from oneshot.layerwise import LayerCompressor, reads_activations
+from oneshot.plan import plan_sizes, spread_hidden_sizes, wanted_parameters
 from oneshot.recipes import Recipe, resolve_recipe
-from oneshot.records import CalibrationSet, LayerReport, ModelShape, Plan, Report
+from oneshot.records import CalibrationSet, HiddenPlan, LayerReport, ModelShape, Plan, Report
 from oneshot.report import ProgressBar, Stopwatch, peak_bytes, peak_device_bytes, versions, write_report
 from oneshot.source import SourceModel, open_model
 from oneshot.stream import prefetch, resolve_device, resolve_dtype
@@ -28,6 +31,7 @@ from oneshot.stream import prefetch, resolve_device, resolve_dtype
 logger = logging.getLogger(__name__)
 
 TOKENS_PER_NEURON = 4
+PER_LAYER_PREFIX = "model.layers"
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -58,32 +62,28 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
         pivoting=config.pivoting,
         sketch=config.sketch,
         hidden=config.hidden,
+        tier=config.tier,
+        group_size=config.group_size,
     )
     device = resolve_device(config.device)
-    sparsity = config.sparsity or 0.0
+    dtype = resolve_dtype(config.dtype, device)
     source = open_model(config.checkpoint, scratch)
-    checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
+    checkpoint, shape = source.checkpoint, source.shape
     output = Path(config.output).expanduser()
     if checkpoint.folder.resolve().is_relative_to(output.resolve()):
         raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
-    target = config.params if config.params is not None else round(checkpoint.num_parameters * (1 - sparsity))
-    narrow, plan = plan_sizes(
-        config, recipe, shape, dense_parameters=checkpoint.num_parameters, target_parameters=target
-    )
-    compressed_shape = plan.apply(narrow)
-    compressed_config = architecture.resize_config(checkpoint.config, compressed_shape)
-    if narrow != shape:
-        compressed_config |= {"tie_word_embeddings": False}
-    save_dtype = None if config.save_dtype == "keep" else config.save_dtype
+    plan = plan_sizes(config, recipe, shape)
+    if plan.stack(shape) != shape.stack():
+        _output_config(source, plan)  # refuses what the tier's config cannot hold, before any work
 
     with CheckpointWriter(
         output,
         max_shard_bytes=config.max_shard_bytes,
         overwrite=config.overwrite,
-        expected_bytes=_expected_bytes(config.save_dtype, checkpoint, target),
+        expected_bytes=_expected_bytes(config.save_dtype, checkpoint, plan.stack(shape).stored_parameters()),
     ) as writer:
         calibration = None
-        if recipe.reads_activations and compressed_shape != shape:
+        if plan.hidden is not None or reads_activations(recipe, plan, shape):
             calibration = load_calibration(
                 config.calibration,
                 load_tokenizer(checkpoint.folder),
@@ -93,55 +93,76 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
             )
             _warn_if_short(calibration, shape)
         watch.lap("prepare")
-        hidden_error = None
-        if calibration is not None and narrow != shape:
-            source, hidden_error = _narrow(
-                config, source, calibration, narrow.hidden_size, device, scratch, show_progress
-            )
+        subspaces = None
+        if calibration is not None and plan.hidden is not None:
+            subspaces = _find_subspaces(config, source, calibration, plan.hidden, device, dtype, scratch, show_progress)
+            if config.hidden_size is None and plan.hidden.num_groups > 1:
+                plan = spread_hidden_sizes(
+                    plan,
+                    shape,
+                    subspaces.energies,
+                    target_parameters=wanted_parameters(config, shape.stack().stored_parameters()),
+                    round_to=config.round_to,
+                )
             watch.lap("hidden size")
-        layers = _write_weights(config, recipe, source, plan, calibration, device, writer, scratch, show_progress)
+        compressor = LayerCompressor(
+            config, recipe, source, plan, subspaces, device=device, dtype=dtype, scratch=scratch
+        )
+        _write_outside(config, source, plan, subspaces, writer)
+        text = calibration if reads_activations(recipe, plan, shape) else None
+        layers = _write_layers(config, compressor, source, text, writer, show_progress)
         writer.finish_weights()
         watch.lap("layers")
-        write_companions(checkpoint.folder, writer.partial, compressed_config, dtype=save_dtype)
-        compressed = verify_stock(writer.partial).num_parameters
+        save_dtype = None if config.save_dtype == "keep" else config.save_dtype
+        write_companions(checkpoint.folder, writer.partial, _output_config(source, plan), dtype=save_dtype)
+        if plan.tier == "per-layer":
+            write_modelling_file(writer.partial)
+        compressed = verify(writer.partial).num_parameters
         watch.lap("write")
-        report = _report(
-            config, recipe, checkpoint, shape, compressed_shape, compressed, calibration, hidden_error, layers, watch
-        )
+        hidden_error = None
+        if subspaces is not None and plan.hidden is not None:
+            hidden_error = subspaces.mean_error(plan.hidden.sizes)
+        report = _report(config, recipe, source, plan, compressed, calibration, hidden_error, layers, watch)
         write_report(report, writer.partial)
         writer.commit()
     return report
 
 
-def _narrow(
+def _output_config(source: SourceModel, plan: Plan) -> dict[str, Any]:
+    """The config.json of the result; raises `PlanError` where the family's stock config cannot hold it."""
+    config, shape, stack = source.checkpoint.config, source.shape, plan.stack(source.shape)
+    if plan.tier == "per-layer":
+        return per_layer_config(config, shape, stack)
+    resized = replace(plan.apply(shape), hidden_size=stack.embedding_size)
+    return stock_config(source.architecture.resize_config(config, resized), untied=plan.hidden is not None)
+
+
+def _find_subspaces(
     config: CompressionConfig,
     source: SourceModel,
     calibration: CalibrationSet,
-    hidden_size: int,
+    hidden: HiddenPlan,
     device: torch.device,
+    dtype: torch.dtype,
     scratch: Path,
     show_progress: bool,
-) -> tuple[SourceModel, float]:
-    """The model with a smaller hidden size, in the scratch folder, and what it leaves out of the residual stream."""
+) -> Subspaces:
     with ProgressBar(
         num_layers=source.shape.num_hidden_layers,
         num_tokens=calibration.num_tokens,
         visible=show_progress,
         description="hidden size",
     ) as progress:
-        subspace = hidden_subspace(
+        return principal_subspaces(
             config,
             source,
             calibration,
-            hidden_size,
+            hidden.group_of,
             device=device,
-            dtype=resolve_dtype(config.dtype, device),
+            dtype=dtype,
             scratch=scratch,
             advance=progress.advance,
         )
-    folder = scratch / "narrow"
-    project_model(source, subspace.basis, folder, max_shard_bytes=config.max_shard_bytes)
-    return open_model(str(folder), scratch), subspace.relative_error
 
 
 def _warn_if_short(calibration: CalibrationSet, shape: ModelShape) -> None:
@@ -156,58 +177,66 @@ def _warn_if_short(calibration: CalibrationSet, shape: ModelShape) -> None:
         )
 
 
-def _write_weights(
+def _write_outside(
     config: CompressionConfig,
-    recipe: Recipe,
     source: SourceModel,
     plan: Plan,
-    calibration: CalibrationSet | None,
-    device: torch.device,
+    subspaces: Subspaces | None,
     writer: CheckpointWriter,
-    scratch: Path,
-    show_progress: bool,
-) -> list[LayerReport]:
-    """Stream the layers through the compressor into the writer; everything outside the layers passes through."""
-    checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
-    prefixes = [architecture.layer_prefix(layer) for layer in range(shape.num_hidden_layers)]
-    outside = sorted(name for name in checkpoint.tensor_names if not name.startswith(tuple(prefixes)))
+) -> None:
+    """Everything outside the layers: as it is, or folded into the subspaces or the per-layer form."""
+    checkpoint, architecture = source.checkpoint, source.architecture
     cast = partial(_cast, config.save_dtype)
-    for name in outside:
+    if plan.tier == "per-layer" or plan.hidden is not None:
+        first = last = None
+        if subspaces is not None and plan.hidden is not None:
+            first = subspaces.basis(0, plan.hidden.sizes[0])
+            last = subspaces.basis(len(plan.hidden.sizes) - 1, plan.hidden.sizes[-1])
+        ends = fold_ends(
+            embedding=checkpoint.read_one(architecture.embedding),
+            positions=source.read_positions(),
+            norm=checkpoint.read_one(f"{architecture.final_norm}.weight"),
+            norm_bias=checkpoint.read_one(f"{architecture.final_norm}.bias") if architecture.norm_bias else None,
+            head=None if source.shape.tied and not architecture.norm_bias else source.read_head(),
+            bases=None if first is None or last is None else (first, last),
+            keep_tied=plan.stack(source.shape).head != "own",
+        )
+        writer.add(cast(ends))
+        return
+    prefixes = tuple(architecture.layer_prefix(layer) for layer in range(source.shape.num_hidden_layers))
+    for name in sorted(name for name in checkpoint.tensor_names if not name.startswith(prefixes)):
         writer.add(cast(checkpoint.read([name])))
 
-    compressor = LayerCompressor(
-        config,
-        recipe,
-        checkpoint.config,
-        architecture,
-        shape,
-        plan,
-        device=device,
-        dtype=resolve_dtype(config.dtype, device),
-        scratch=scratch,
-    )
-    if calibration is not None and plan.apply(shape) != shape:
-        compressor.embed(calibration, checkpoint.read_one(architecture.embedding))
+
+def _write_layers(
+    config: CompressionConfig,
+    compressor: LayerCompressor,
+    source: SourceModel,
+    calibration: CalibrationSet | None,
+    writer: CheckpointWriter,
+    show_progress: bool,
+) -> list[LayerReport]:
+    """Stream the layers through the compressor into the writer."""
+    num_layers, architecture = source.shape.num_hidden_layers, source.architecture
+    stock = compressor.tier == "stock"
+    if calibration is not None:
+        compressor.embed(calibration)
     layers = []
     num_tokens = calibration.num_tokens if calibration is not None else 1
-    load = partial(_load_layer, checkpoint, prefixes)
-    with ProgressBar(num_layers=len(prefixes), num_tokens=num_tokens, visible=show_progress) as progress:
-        for layer, tensors in enumerate(prefetch(load, len(prefixes))):
+    with ProgressBar(num_layers=num_layers, num_tokens=num_tokens, visible=show_progress) as progress:
+        for layer, tensors in enumerate(prefetch(source.read_layer, num_layers)):
             started = time.perf_counter()
-            folded, blocks = compressor.compress_layer(tensors, progress.advance)
-            writer.add(cast({prefixes[layer] + name: tensor for name, tensor in folded.items()}))
+            folded, blocks = compressor.compress_layer(layer, tensors, progress.advance)
+            prefix = architecture.layer_prefix(layer) if stock else f"{PER_LAYER_PREFIX}.{layer}."
+            named = architecture.to_own_names(folded) if stock else folded
+            writer.add(_cast(config.save_dtype, {prefix + name: tensor for name, tensor in named.items()}))
             layers.append(
                 LayerReport(layer, tuple(blocks), time.perf_counter() - started, peak_bytes(), peak_device_bytes())
             )
             progress.layer_done(layers[-1])
-            del tensors, folded  # or they would wait for the next layer's
+            del tensors, folded, named  # or they would wait for the next layer's
     compressor.close()
     return layers
-
-
-def _load_layer(checkpoint: Checkpoint, prefixes: list[str], layer: int) -> dict[str, torch.Tensor]:
-    with torch.inference_mode():  # the mode is per thread, and this runs in the prefetching one
-        return checkpoint.read_prefix(prefixes[layer])
 
 
 def _cast(save_dtype: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -229,30 +258,28 @@ def _expected_bytes(save_dtype: str, checkpoint: Checkpoint, parameters: int) ->
 def _report(
     config: CompressionConfig,
     recipe: Recipe,
-    checkpoint: Checkpoint,
-    shape: ModelShape,
-    compressed_shape: ModelShape,
+    source: SourceModel,
+    plan: Plan,
     compressed: int,
     calibration: CalibrationSet | None,
     hidden_error: float | None,
     layers: list[LayerReport],
     watch: Stopwatch,
 ) -> Report:
-    dense = checkpoint.num_parameters
-    block = {"dense": shape, "compressed": compressed_shape}
-    block_parameters = {name: size.num_hidden_layers * size.layer_parameters() for name, size in block.items()}
-    asked = config.sparsity if config.sparsity is not None else 1 - (config.params or dense) / dense
+    dense = source.checkpoint.num_parameters
+    stacks = {"dense": source.shape.stack(), "compressed": plan.stack(source.shape)}
+    asked = config.sparsity if config.params is None else 1 - config.params / dense
     return Report(
         config=config.to_dict(),
         recipe=asdict(recipe),
         versions=versions(),
-        dense_shape=asdict(shape),
-        compressed_shape=asdict(compressed_shape),
+        plan=asdict(plan),
         stored_parameters={"dense": dense, "compressed": compressed},
-        block_parameters=block_parameters,
-        flops_per_token={name: size.flops_per_token() for name, size in block.items()},
-        kv_bytes_per_token={name: size.kv_bytes_per_token() for name, size in block.items()},
+        block_parameters={name: stack.block_parameters() for name, stack in stacks.items()},
+        flops_per_token={name: stack.flops_per_token() for name, stack in stacks.items()},
+        kv_bytes_per_token={name: stack.kv_bytes_per_token() for name, stack in stacks.items()},
         sparsity={"asked": asked, "reached": 1 - compressed / dense},
+        dense_shape=asdict(source.shape),
         calibration=None
         if calibration is None
         else {

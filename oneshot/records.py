@@ -7,11 +7,112 @@ import torch
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a Llama-like model, as its stock config states them.
+class LayerShape:
+    """The sizes of one decoder layer; in a per-layer checkpoint every layer has its own.
 
-    `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and gate/up/down.
-    `query_key_norms`: whether queries and keys are normed, each by one weight of `head_dim` for all heads.
+    The residual stream has `hidden_size` coordinates where attention reads it, `middle_size` where the FFN does and
+    `output_size` behind it. Where two neighbours lie in different subspaces, a *shortcut* matrix takes the stream
+    from one to the other. `query_key_size` and `value_size` are per head; `rotary_selected`: the layer stores which
+    rotary pairs each KV group keeps.
+
+    `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and the FFN's. `norm_bias`:
+    LayerNorm instead of RMSNorm. `query_key_norms`: queries and keys are normed, each by one weight for all heads.
+    `gated`: the FFN has a gate beside its up projection.
+    """
+
+    hidden_size: int
+    middle_size: int
+    output_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    query_key_size: int
+    value_size: int
+    attention_shortcut: bool = False
+    ffn_shortcut: bool = False
+    rotary_selected: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
+    query_key_norms: bool = False
+    gated: bool = True
+
+    def linear_parameters(self) -> int:
+        """Stored parameters of the layer's linears, shortcuts included."""
+        heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
+        projected = (heads + groups) * self.query_key_size + groups * self.value_size
+        attention = projected * (self.hidden_size + self.attention_bias)
+        attention += self.middle_size * (heads * self.value_size + self.output_bias)
+        inputs = 1 + self.gated
+        mlp = inputs * width * (self.middle_size + self.mlp_bias) + self.output_size * (width + self.mlp_bias)
+        shortcuts = self.attention_shortcut * self.hidden_size * self.middle_size
+        shortcuts += self.ffn_shortcut * self.middle_size * self.output_size
+        return attention + mlp + shortcuts
+
+    def parameters(self) -> int:
+        """Stored parameters, norms included."""
+        norms = (self.hidden_size + self.middle_size) * (1 + self.norm_bias)
+        pairs = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
+        return self.linear_parameters() + norms + pairs + 2 * self.query_key_size * self.query_key_norms
+
+    def key_value_size(self) -> int:
+        """Values that one token takes in the layer's KV cache."""
+        return self.num_key_value_heads * (self.query_key_size + self.value_size)
+
+
+@dataclass(frozen=True)
+class StackShape:
+    """The sizes of a whole model, layer by layer.
+
+    `head` says where the output head comes from: `own` weights, the `tied` embedding, or the tied embedding behind a
+    matrix from the last subspace to the embedding's (`mapped`). `num_positions`: rows of a learned position embedding.
+    """
+
+    layers: tuple[LayerShape, ...]
+    vocab_size: int
+    head: str
+    head_bias: bool = False
+    num_positions: int = 0
+
+    @property
+    def embedding_size(self) -> int:
+        """Width of the embedding."""
+        return self.layers[0].hidden_size
+
+    @property
+    def final_size(self) -> int:
+        """Width of the last norm."""
+        return self.layers[-1].output_size
+
+    def block_parameters(self) -> int:
+        """Stored parameters of the decoder layers."""
+        return sum(layer.parameters() for layer in self.layers)
+
+    def stored_parameters(self) -> int:
+        """Stored parameters of everything."""
+        embeddings = (self.vocab_size + self.num_positions) * self.embedding_size
+        norm = self.final_size * (1 + self.layers[-1].norm_bias)
+        head = {"own": self.vocab_size, "tied": 0, "mapped": self.embedding_size}[self.head] * self.final_size
+        return embeddings + self.block_parameters() + norm + head + self.head_bias * self.vocab_size
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations of all linears for one token, the output head included, attention scores not."""
+        linears = sum(layer.linear_parameters() for layer in self.layers)
+        mapped = self.head == "mapped"
+        head = self.vocab_size * (self.embedding_size if mapped else self.final_size)
+        return 2 * (linears + head + mapped * self.embedding_size * self.final_size)
+
+    def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
+        """Bytes that one token takes in the KV cache (16-bit values unless told otherwise)."""
+        return sum(layer.key_value_size() for layer in self.layers) * bytes_per_value
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model whose layers are alike, as its stock config states them; flags as in `LayerShape`.
+
+    `num_positions`: rows of a learned position embedding that tokens use, `unused_positions`: stored before them.
     """
 
     num_hidden_layers: int
@@ -25,57 +126,128 @@ class ModelShape:
     mlp_bias: bool = False
     query_key_norms: bool = False
     vocab_size: int = 0
+    norm_bias: bool = False
+    gated: bool = True
+    tied: bool = False
+    num_positions: int = 0
+    unused_positions: int = 0
 
     @property
     def heads_per_group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_attention_heads // self.num_key_value_heads
 
-    def norm_parameters(self) -> int:
-        """Stored parameters of one decoder layer's norms."""
-        return 2 * self.hidden_size + 2 * self.head_dim * self.query_key_norms
+    def layer(self) -> LayerShape:
+        """The shape of each layer."""
+        return LayerShape(
+            hidden_size=self.hidden_size,
+            middle_size=self.hidden_size,
+            output_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            query_key_size=self.head_dim,
+            value_size=self.head_dim,
+            attention_bias=self.attention_bias,
+            output_bias=self.output_bias,
+            mlp_bias=self.mlp_bias,
+            norm_bias=self.norm_bias,
+            query_key_norms=self.query_key_norms,
+            gated=self.gated,
+        )
 
     def layer_parameters(self) -> int:
         """Stored parameters of one decoder layer, its norms included."""
-        query = self.num_attention_heads * self.head_dim
-        key_value = 2 * self.num_key_value_heads * self.head_dim
-        attention = (query + key_value) * (self.hidden_size + self.attention_bias)
-        attention += self.hidden_size * (query + self.output_bias)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        return attention + mlp + self.norm_parameters()
+        return self.layer().parameters()
 
-    def flops_per_token(self) -> int:
-        """Floating-point operations of all linears for one token, the output head included, attention scores not."""
-        linears = self.layer_parameters() - self.norm_parameters()
-        return 2 * (self.num_hidden_layers * linears + self.vocab_size * self.hidden_size)
+    def stack(self) -> StackShape:
+        """The same sizes, layer by layer."""
+        head = "tied" if self.tied else "own"
+        layers = (self.layer(),) * self.num_hidden_layers
+        return StackShape(layers, self.vocab_size, head, num_positions=self.num_positions + self.unused_positions)
 
-    def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Bytes that one token takes in the KV cache (16-bit values unless told otherwise)."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
+
+@dataclass(frozen=True)
+class HiddenPlan:
+    """The widths of the residual stream where a norm reads it, `2 · layers + 1` of them, and who shares a subspace.
+
+    `group_of[p]` is the group of position `p`: positions 2 l and 2 l + 1 are the inputs of attention and FFN of layer
+    l, the last one is the input of the last norm. A position's width is its group's.
+    """
+
+    group_of: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def changes_at(self, position: int) -> bool:
+        """Whether the stream enters another subspace at this position."""
+        return position > 0 and self.group_of[position] != self.group_of[position - 1]
+
+    @property
+    def num_groups(self) -> int:
+        return self.group_of[-1] + 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The kept sizes, one of each kind for the whole model (the `stock` tier).
+    """The kept sizes.
 
-    `head_unit` says what a removed head is: a whole `kv-group` (KV head and its query heads), or the same number of
-    `query-head`s out of every group.
+    FFN width and heads are one for the whole model. `head_unit` says what a removed head is: a whole `kv-group` (KV
+    head and its query heads), or the same number of `query-head`s out of every group. `query_key_size`, `value_size`:
+    kept per head, None for all. `hidden`: None where the residual stream keeps its width. `tier` is the form of the
+    result: `stock` or `per-layer`.
     """
 
     kept_intermediate_size: int
     kept_num_attention_heads: int
     kept_num_key_value_heads: int
     head_unit: str
+    query_key_size: int | None = None
+    value_size: int | None = None
+    hidden: HiddenPlan | None = None
+    tier: str = "stock"
 
     def apply(self, shape: ModelShape) -> ModelShape:
-        """The shape of the compressed model."""
+        """The shape with the kept FFN width and heads: what a stock layer in the original coordinates has."""
         return replace(
             shape,
             intermediate_size=self.kept_intermediate_size,
             num_attention_heads=self.kept_num_attention_heads,
             num_key_value_heads=self.kept_num_key_value_heads,
         )
+
+    def stack(self, shape: ModelShape) -> StackShape:
+        """The shape of the compressed model, layer by layer.
+
+        A LayerNorm model in the per-layer form becomes an RMSNorm model: the norms' biases go into the linears'.
+        """
+        narrow = self.apply(shape)
+        layer = replace(
+            narrow.layer(),
+            query_key_size=self.query_key_size or shape.head_dim,
+            value_size=self.value_size or shape.head_dim,
+            rotary_selected=self.query_key_size is not None and shape.num_positions == 0,
+        )
+        stack = narrow.stack()
+        if shape.norm_bias and self.tier == "per-layer":
+            layer = replace(layer, norm_bias=False)
+            stack = replace(stack, head="own", head_bias=True, num_positions=shape.num_positions)
+        layers = [layer] * shape.num_hidden_layers
+        if self.hidden is not None:
+            hidden = self.hidden
+            layers = [
+                replace(
+                    layer,
+                    hidden_size=hidden.sizes[2 * index],
+                    middle_size=hidden.sizes[2 * index + 1],
+                    output_size=hidden.sizes[2 * index + 2],
+                    attention_shortcut=hidden.changes_at(2 * index + 1),
+                    ffn_shortcut=hidden.changes_at(2 * index + 2),
+                )
+                for index in range(shape.num_hidden_layers)
+            ]
+            if stack.head == "tied":
+                stack = replace(stack, head="mapped" if self.tier == "per-layer" else "own")
+        return replace(stack, layers=tuple(layers))
 
 
 @dataclass(frozen=True)
@@ -95,6 +267,20 @@ class CalibrationSet:
 
 
 @dataclass(frozen=True)
+class Moments:
+    """First moments of activations, float64 `(n,)`: `E a`, `E|a|` and `E a²`."""
+
+    mean: torch.Tensor
+    absolute_mean: torch.Tensor
+    square_mean: torch.Tensor
+
+    @property
+    def deviation(self) -> torch.Tensor:
+        """Standard deviations `(n,)`."""
+        return (self.square_mean - self.mean.square()).clamp_min(0).sqrt()
+
+
+@dataclass(frozen=True)
 class BlockStatistics:
     """What the calibration text says about the activations `A` that a linear `W` consumes.
 
@@ -104,6 +290,7 @@ class BlockStatistics:
         residual_energy: `‖Y − A Wᵀ‖²`, a float64 scalar; zero without a residual.
         num_rows: tokens seen.
         sketch: `S A (s, n)` float32 for pivots alone, where the recipe asks for one; or None.
+        moments: of the activations, where the recipe asks for them; or None.
     """
 
     gram: torch.Tensor
@@ -111,6 +298,7 @@ class BlockStatistics:
     residual_energy: torch.Tensor
     num_rows: int
     sketch: torch.Tensor | None = None
+    moments: Moments | None = None
 
 
 @dataclass(frozen=True)
@@ -165,14 +353,15 @@ class LayerReport:
 class Report:
     """Everything worth knowing about a run; written as `oneshot_report.json` beside the weights.
 
-    `hidden_error` is the relative Frobenius norm of what a smaller hidden size leaves out of the residual stream.
+    `dense_shape` and `plan` are a `ModelShape` and a `Plan`. `hidden_error` is the relative Frobenius norm of what a
+    smaller hidden size leaves out of the residual stream.
     """
 
     config: dict[str, Any]
     recipe: dict[str, Any]
     versions: dict[str, str]
     dense_shape: dict[str, Any]
-    compressed_shape: dict[str, Any]
+    plan: dict[str, Any]
     stored_parameters: dict[str, int]
     block_parameters: dict[str, int]
     flops_per_token: dict[str, int]

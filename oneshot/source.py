@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from oneshot.arch import Architecture, get_architecture
 from oneshot.checkpoint import Checkpoint
 from oneshot.errors import CheckpointError, OutputError
@@ -23,6 +25,24 @@ class SourceModel:
     architecture: Architecture
     shape: ModelShape
 
+    def read_layer(self, layer: int) -> dict[str, torch.Tensor]:
+        """The tensors of a decoder layer under Llama's names."""
+        with torch.inference_mode():  # the mode is per thread, and the prefetching one reads, too
+            prefix = self.architecture.layer_prefix(layer)
+            return self.architecture.to_llama_names(self.checkpoint.read_prefix(prefix))
+
+    def read_head(self) -> torch.Tensor:
+        """The output head `(vocabulary, D)`, which may be the embedding."""
+        return self.checkpoint.read_one(
+            self.architecture.embedding if self.shape.tied else self.architecture.output_head
+        )
+
+    def read_positions(self) -> torch.Tensor | None:
+        """The rows of a learned position embedding that tokens use, `(positions, D)`; None without one."""
+        if self.architecture.positions is None:
+            return None
+        return self.checkpoint.read_one(self.architecture.positions)[self.architecture.position_offset :]
+
 
 def open_model(checkpoint: str, scratch: Path) -> SourceModel:
     """Find or fetch a checkpoint and open it; reads headers, no weights.
@@ -31,7 +51,7 @@ def open_model(checkpoint: str, scratch: Path) -> SourceModel:
     """
     opened = Checkpoint(resolve_checkpoint(checkpoint, scratch))
     architecture = get_architecture(opened.config)
-    shape = architecture.shape(opened.config, opened.tensor_names)
+    shape = architecture.shape(opened.config, opened.shapes)
     architecture.check_layers(shape, opened.shapes)
     return SourceModel(opened, architecture, shape)
 
@@ -79,7 +99,6 @@ def _convert_gguf(path: Path, scratch: Path) -> Path:
         import gguf  # noqa: F401  (transformers needs it and only says so after reading the file)
     except ImportError as error:
         raise CheckpointError(f"Reading {path} needs the package gguf; run pip install 'oneshot[demo]'.") from error
-    import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

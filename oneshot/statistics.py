@@ -4,7 +4,7 @@ import torch
 from oneshot_kernels import cross_gram_, gram_, sketch_
 
 from oneshot.errors import CheckpointError
-from oneshot.records import BlockStatistics
+from oneshot.records import BlockStatistics, Moments
 
 
 class GramAccumulator:
@@ -77,6 +77,45 @@ class SketchAccumulator:
     def finish(self) -> torch.Tensor:
         """`S A (s, n)` float32 (not copied)."""
         return self._sketch
+
+
+class MomentAccumulator:
+    """Means of `a`, `|a|` and `a²` over all rows seen, summed in float64."""
+
+    def __init__(self, size: int, *, device: torch.device) -> None:
+        self._sums = torch.zeros(3, size, dtype=torch.float64, device=device)
+        self._num_rows = 0
+
+    def update_(self, activations: torch.Tensor) -> None:
+        """Add rows `(m, n)`."""
+        rows = activations.float()
+        self._sums += torch.stack((rows.sum(0), rows.abs().sum(0), rows.square().sum(0)))
+        self._num_rows += len(rows)
+
+    def merge_(self, other: "MomentAccumulator") -> None:
+        """Add the sums over other rows."""
+        self._sums += other._sums
+        self._num_rows += other._num_rows
+
+    def finish(self) -> Moments:
+        """The means as a record."""
+        return Moments(*(self._sums / self._num_rows))
+
+
+class HeadGramAccumulator:
+    """`Σ xᵀx (heads, h, h)` of every head's part of the rows, float32; for queries and keys."""
+
+    def __init__(self, num_heads: int, head_dim: int, *, device: torch.device) -> None:
+        self._grams = torch.zeros(num_heads, head_dim, head_dim, device=device)
+
+    def update_(self, rows: torch.Tensor) -> None:
+        """Add rows `(m, heads · h)`."""
+        per_head = rows.float().view(len(rows), *self._grams.shape[:2]).transpose(0, 1)
+        self._grams.baddbmm_(per_head.mT, per_head)
+
+    def finish(self) -> torch.Tensor:
+        """The Grams `(heads, h, h)` (not copied)."""
+        return self._grams
 
 
 def with_constant_column(activations: torch.Tensor) -> torch.Tensor:

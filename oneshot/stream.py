@@ -13,6 +13,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from oneshot.arch.base import (
+    ATTENTION_NORM,
+    DOWN_PROJ,
+    FFN_NORM,
+    GATE_PROJ,
+    K_PROJ,
+    O_PROJ,
+    Q_PROJ,
+    UP_PROJ,
+    Architecture,
+)
 from oneshot.errors import CalibrationError, DeviceError, OutputError
 
 STREAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,75 +64,102 @@ class LayerStream:
     """
 
     def __init__(
-        self, config: dict[str, Any], *, sequence_length: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: dict[str, Any],
+        architecture: Architecture,
+        *,
+        sequence_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.masking_utils import create_sliding_window_causal_mask
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         self.device, self.dtype = device, dtype
+        self._architecture = architecture
         one_layer = {name: value for name, value in config.items() if name != "layer_types"} | {"num_hidden_layers": 1}
         hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(one_layer)
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa").model
-        self._template = skeleton.layers[0].eval().requires_grad_(False)
-        rotary = type(skeleton.rotary_emb)(skeleton.config).to(device)
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+        self._template = model.get_submodule(architecture.layers)[0].eval().requires_grad_(False)
         positions = torch.arange(sequence_length, device=device).unsqueeze(0)
         example = torch.zeros(1, sequence_length, hf_config.hidden_size, dtype=dtype, device=device)
         window = getattr(hf_config, "sliding_window", None)
         mask = None  # scaled dot product attention is causal by itself
         if window is not None and window < sequence_length:
             mask = create_sliding_window_causal_mask(
-                config=skeleton.config,
+                config=model.config,
                 inputs_embeds=example,
                 attention_mask=None,
                 past_key_values=None,
                 position_ids=positions,
             )
-        self._call_arguments = {
-            "position_embeddings": rotary(example, positions),
-            "attention_mask": mask,
-            "position_ids": positions,
-        }
+        self._call_arguments: dict[str, Any] = {"attention_mask": mask}
+        if architecture.positions is None:
+            rotary = type(model.model.rotary_emb)(model.config).to(device)
+            self._call_arguments |= {"position_embeddings": rotary(example, positions), "position_ids": positions}
 
-    def embed(self, embedding: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token embeddings `(sequences, length, D)` on the stream's device.
+    def embed(
+        self, embedding: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Token embeddings, and learned positions `(at least length, D)`, as `(sequences, length, D)` on the device.
 
-        Raises `CalibrationError` for tokens that the embedding has no row for.
+        Raises `CalibrationError` for tokens and positions that have no row.
         """
         if int(token_ids.max()) >= len(embedding):
             raise CalibrationError(
                 f"The tokenizer gives token {int(token_ids.max())} but the embedding has {len(embedding)} rows; "
                 "give the tokenizer that belongs to the model."
             )
-        return functional.embedding(token_ids, embedding).to(self.device, self.dtype)
+        embedded = functional.embedding(token_ids, embedding).to(self.device, self.dtype)
+        if positions is None:
+            return embedded
+        if token_ids.shape[1] > len(positions):
+            raise CalibrationError(
+                f"--sequence-length {token_ids.shape[1]} is beyond the model's {len(positions)} positions; "
+                "give a smaller one."
+            )
+        return embedded + positions[: token_ids.shape[1]].to(self.device, self.dtype)
 
     def layer(self, tensors: dict[str, torch.Tensor]) -> "StreamLayer":
-        """A layer with these weights, cast to the stream's dtype on its device."""
+        """A layer with these weights, under Llama's names, cast to the stream's dtype on its device."""
         module = copy.deepcopy(self._template)
         weights = {
             name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items() if "rotary_emb" not in name
         }
-        module.load_state_dict(weights, assign=True)
-        return StreamLayer(module.requires_grad_(False), self._call_arguments)
+        module.load_state_dict(self._architecture.to_own_names(weights), assign=True)
+        return StreamLayer(module.requires_grad_(False), self._architecture, self._call_arguments)
 
 
 class StreamLayer:
     """One pre-norm decoder layer, `h = x + attn(norm(x))` and `h + ffn(norm(h))`, callable in its two halves."""
 
-    def __init__(self, module: nn.Module, call_arguments: dict[str, Any]) -> None:
-        self._module: Any = module
+    def __init__(self, module: nn.Module, architecture: Architecture, call_arguments: dict[str, Any]) -> None:
+        def part(name: str) -> Any:
+            return module.get_submodule(architecture.own_name(name))
+
         self._call_arguments = call_arguments
+        self._attention, self._attention_norm, self._ffn_norm = part("self_attn"), part(ATTENTION_NORM), part(FFN_NORM)
+        self._q_proj, self._k_proj, self._o_proj = part(Q_PROJ), part(K_PROJ), part(O_PROJ)
+        self._gate_proj = part(GATE_PROJ) if architecture.gated else None
+        self._up_proj, self._down_proj = part(UP_PROJ), part(DOWN_PROJ)
+        self._activation = module.get_submodule(architecture.activation)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         """`x + attn(norm(x))`, `(sequences, length, D)`."""
-        output, _ = self._module.self_attn(hidden_states=self._module.input_layernorm(x), **self._call_arguments)
+        output, _ = self._attention(hidden_states=self._attention_norm(x), **self._call_arguments)
         return x + output
+
+    def queries_keys(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `q_proj` and `k_proj` give, before norms and rotation, as rows `(tokens, H·h)` and `(tokens, G·h)`."""
+        normed = self._attention_norm(x).flatten(0, -2)
+        return self._q_proj(normed), self._k_proj(normed)
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """The concatenated head outputs that `o_proj` consumes, as rows `(tokens, H·h)`."""
         consumed: list[torch.Tensor] = []
-        handle = self._module.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: consumed.append(inputs[0]))
+        handle = self._o_proj.register_forward_pre_hook(lambda _, inputs: consumed.append(inputs[0]))
         try:
             self.attention(x)
         finally:
@@ -130,21 +168,22 @@ class StreamLayer:
 
     def neurons(self, h: torch.Tensor) -> torch.Tensor:
         """The FFN activations that `down_proj` consumes, as rows `(tokens, n)`."""
-        mlp = self._module.mlp
-        normed = self._module.post_attention_layernorm(h)
-        return (mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)).flatten(0, -2)
+        normed = self._ffn_norm(h)
+        if self._gate_proj is None:
+            return self._activation(self._up_proj(normed)).flatten(0, -2)
+        return (self._activation(self._gate_proj(normed)) * self._up_proj(normed)).flatten(0, -2)
 
     def project_heads(self, heads: torch.Tensor) -> torch.Tensor:
         """`o_proj` of rows `(tokens, H·h)`."""
-        return self._module.self_attn.o_proj(heads)
+        return self._o_proj(heads)
 
     def project_neurons(self, neurons: torch.Tensor) -> torch.Tensor:
         """`down_proj` of rows `(tokens, n)`."""
-        return self._module.mlp.down_proj(neurons)
+        return self._down_proj(neurons)
 
     def ffn(self, h: torch.Tensor) -> torch.Tensor:
         """`h + ffn(norm(h))`, `(sequences, length, D)`."""
-        return h + self._module.mlp(self._module.post_attention_layernorm(h))
+        return h + self._down_proj(self.neurons(h)).view_as(h)
 
 
 class ActivationStore:
@@ -215,6 +254,7 @@ def embed_text(
     stream: LayerStream,
     embedding: torch.Tensor,
     token_ids: torch.Tensor,
+    positions: torch.Tensor | None = None,
     *,
     num_stores: int,
     batch_size: int,
@@ -230,7 +270,7 @@ def embed_text(
     ]
     parts = batches(len(token_ids), batch_size)
     for batch in parts:
-        embedded = stream.embed(embedding, token_ids[batch])
+        embedded = stream.embed(embedding, token_ids[batch], positions)
         for store in stores:
             store.write(batch, embedded)
     return parts, stores

@@ -128,7 +128,7 @@ def make_config(tmp_path: Path, text_file: Path) -> MakeConfig:
             "device": "cpu",
             "dtype": "float32",
         }
-        if "params" not in changes:
+        if not changes.keys() & {"params", "hidden_size", "value_size", "query_key_size"}:
             options["sparsity"] = 0.2
         return CompressionConfig(**options | changes)
 

@@ -56,12 +56,15 @@ def build_model(
         sizes |= {"attention_bias": attention_bias, "mlp_bias": mlp_bias}
     elif family == "mistral":
         sizes |= {"sliding_window": sliding_window}
+    elif family == "opt":
+        sizes |= {"ffn_dim": sizes.pop("intermediate_size"), "dropout": 0.0}
+        del sizes["num_key_value_heads"]
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "positions.weight")):
                 parameter.copy_(1 + 0.1 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)

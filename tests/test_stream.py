@@ -10,8 +10,10 @@ import torch
 from factories import MakeCheckpoint, build_model
 from strategies import TOLERANCES
 
+from oneshot.arch import LLAMA, OPT
 from oneshot.checkpoint import Checkpoint
-from oneshot.errors import DeviceError
+from oneshot.errors import CalibrationError, DeviceError
+from oneshot.source import open_model
 from oneshot.stream import ActivationStore, LayerStream, StreamLayer, batches, choose_tier, prefetch, resolve_device
 
 CPU = torch.device("cpu")
@@ -43,8 +45,32 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def open_stream(folder: Path) -> tuple[Checkpoint, LayerStream]:
     checkpoint = Checkpoint(folder)
     return checkpoint, LayerStream(
-        checkpoint.config, sequence_length=TOKEN_IDS.shape[1], device=CPU, dtype=torch.float32
+        checkpoint.config, LLAMA, sequence_length=TOKEN_IDS.shape[1], device=CPU, dtype=torch.float32
     )
+
+
+@torch.inference_mode()
+def test_layers_of_another_family_equal_transformers_hidden_states(make_checkpoint: MakeCheckpoint) -> None:
+    source = open_model(str(make_checkpoint(family="opt", layers=3)), Path())
+    model = build_model("opt", layers=3)
+    wanted = model(TOKEN_IDS, output_hidden_states=True).hidden_states
+    stream = LayerStream(
+        source.checkpoint.config, OPT, sequence_length=TOKEN_IDS.shape[1], device=CPU, dtype=torch.float32
+    )
+    x = stream.embed(source.checkpoint.read_one(OPT.embedding), TOKEN_IDS, source.read_positions())
+    for number in range(3):
+        torch.testing.assert_close(x, wanted[number], rtol=1e-5, atol=1e-5)
+        layer = stream.layer(source.read_layer(number))
+        x = layer.ffn(layer.attention(x))
+    torch.testing.assert_close(model.model.decoder.final_layer_norm(x), wanted[3], rtol=1e-5, atol=1e-5)
+
+
+def test_a_text_longer_than_the_positions_is_refused(make_checkpoint: MakeCheckpoint) -> None:
+    source = open_model(str(make_checkpoint(family="opt")), Path())
+    ids = torch.zeros(1, 600, dtype=torch.int64)
+    stream = LayerStream(source.checkpoint.config, OPT, sequence_length=600, device=CPU, dtype=torch.float32)
+    with pytest.raises(CalibrationError, match="512 positions"):
+        stream.embed(source.checkpoint.read_one(OPT.embedding), ids, source.read_positions())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -96,7 +122,7 @@ def test_a_bfloat16_stream_is_near_the_float32_one(make_checkpoint: MakeCheckpoi
     x = torch.randn(2, 24, 32)
     results: list[torch.Tensor] = []
     for dtype in (torch.float32, torch.bfloat16):
-        stream = LayerStream(checkpoint.config, sequence_length=24, device=CPU, dtype=dtype)
+        stream = LayerStream(checkpoint.config, LLAMA, sequence_length=24, device=CPU, dtype=dtype)
         layer = stream.layer(checkpoint.read_prefix("model.layers.0."))
         results.append(layer.ffn(layer.attention(x.to(dtype))))
     assert results[1].dtype == torch.bfloat16

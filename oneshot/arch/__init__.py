@@ -5,11 +5,12 @@ from typing import Any
 from oneshot.arch.base import Architecture
 from oneshot.arch.llama import LLAMA
 from oneshot.arch.mistral import MISTRAL
+from oneshot.arch.opt import OPT
 from oneshot.arch.qwen2 import QWEN2
 from oneshot.arch.qwen3 import QWEN3
 from oneshot.errors import CheckpointError
 
-ARCHITECTURES = {architecture.model_type: architecture for architecture in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+ARCHITECTURES = {architecture.model_type: architecture for architecture in (LLAMA, MISTRAL, QWEN2, QWEN3, OPT)}
 
 
 def get_architecture(config: dict[str, Any]) -> Architecture:
@@ -34,4 +35,6 @@ def get_architecture(config: dict[str, Any]) -> Architecture:
             "Some layers of the model see all tokens and some a window (use_sliding_window), which is not supported; "
             "give a model whose layers are alike."
         )
-    return ARCHITECTURES[model_type]
+    architecture = ARCHITECTURES[model_type]
+    architecture.check_config(config)
+    return architecture

@@ -1,8 +1,10 @@
 """What a model family must say about itself: its tensor names and what its stock config can hold."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from oneshot.errors import CheckpointError
 from oneshot.records import ModelShape
@@ -16,6 +18,9 @@ UP_PROJ = "mlp.up_proj"
 DOWN_PROJ = "mlp.down_proj"
 ATTENTION_NORM = "input_layernorm"
 FFN_NORM = "post_attention_layernorm"
+ATTENTION_SHORTCUT = "attention_shortcut"  # only in the per-layer form, as the next
+FFN_SHORTCUT = "ffn_shortcut"
+ROTARY_PAIRS = "self_attn.rotary_pairs"
 QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -23,44 +28,82 @@ QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 class Architecture:
     """A family of pre-norm decoder-only models whose layer is `x + attn(norm(x))`, then `h + ffn(norm(h))`.
 
+    Everywhere else the tensors of a layer go by Llama's names; a family with names of its own says here which.
+
     Attributes:
         model_type: the `model_type` of the family's config.json.
         resize_config: `(config, shape) -> config`, the stock config that describes the resized model; raises
             `PlanError` where no stock config can.
-        embedding, final_norm, output_head, layers: names in the checkpoint.
+        check_config: raises `CheckpointError` for variants of the family that are not supported.
+        embedding, positions, final_norm, output_head, layers: names in the checkpoint; `positions` (a learned position
+            embedding whose first `position_offset` rows no token uses) may be None.
+        own_names: Llama's name of a linear or norm of a layer -> the family's.
+        activation: name of the activation function within a layer. width_key: the config's name of the FFN width.
+        norm_bias: LayerNorm instead of RMSNorm. gated: whether the FFN has a gate.
     """
 
     model_type: str
     resize_config: Callable[[dict[str, Any], ModelShape], dict[str, Any]]
+    check_config: Callable[[dict[str, Any]], None] = lambda config: None
     embedding: str = "model.embed_tokens.weight"
-    final_norm: str = "model.norm.weight"
+    positions: str | None = None
+    position_offset: int = 0
+    final_norm: str = "model.norm"
     output_head: str = "lm_head.weight"
     layers: str = "model.layers"
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    activation: str = "mlp.act_fn"
+    width_key: str = "intermediate_size"
+    norm_bias: bool = False
+    gated: bool = True
 
     def layer_prefix(self, layer: int) -> str:
         """`model.layers.3.` for layer 3."""
         return f"{self.layers}.{layer}."
 
-    def shape(self, config: dict[str, Any], tensor_names: frozenset[str]) -> ModelShape:
+    def own_name(self, module: str) -> str:
+        """The family's name of a layer's linear or norm."""
+        return self.own_names.get(module, module)
+
+    def to_own_names(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A layer's tensors, named by Llama's names, under the family's."""
+        return {_renamed(name, self.own_names): tensor for name, tensor in tensors.items()}
+
+    def to_llama_names(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A layer's tensors, named by the family's names, under Llama's."""
+        llama_names = {own: llama for llama, own in self.own_names.items()}
+        return {_renamed(name, llama_names): tensor for name, tensor in tensors.items()}
+
+    def shape(self, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> ModelShape:
         """The sizes the config states; which biases and norms a layer has is read off the stored tensors.
 
         Raises `CheckpointError` when a size is missing.
         """
+        num_positions = 0
+        if self.positions is not None:
+            if self.positions not in stored:
+                raise CheckpointError(f"The checkpoint lacks the tensor {self.positions}; give a complete one.")
+            num_positions = stored[self.positions][0] - self.position_offset
         try:
             num_attention_heads = config["num_attention_heads"]
             prefix = self.layer_prefix(0)
             return ModelShape(
                 num_hidden_layers=config["num_hidden_layers"],
                 hidden_size=config["hidden_size"],
-                intermediate_size=config["intermediate_size"],
+                intermediate_size=config[self.width_key],
                 num_attention_heads=num_attention_heads,
                 num_key_value_heads=config.get("num_key_value_heads") or num_attention_heads,
                 head_dim=config.get("head_dim") or config["hidden_size"] // num_attention_heads,
-                attention_bias=f"{prefix}{Q_PROJ}.bias" in tensor_names,
-                output_bias=f"{prefix}{O_PROJ}.bias" in tensor_names,
-                mlp_bias=f"{prefix}{DOWN_PROJ}.bias" in tensor_names,
+                attention_bias=f"{prefix}{self.own_name(Q_PROJ)}.bias" in stored,
+                output_bias=f"{prefix}{self.own_name(O_PROJ)}.bias" in stored,
+                mlp_bias=f"{prefix}{self.own_name(DOWN_PROJ)}.bias" in stored,
                 vocab_size=config["vocab_size"],
-                query_key_norms=f"{prefix}{QUERY_KEY_NORMS[0]}.weight" in tensor_names,
+                query_key_norms=f"{prefix}{QUERY_KEY_NORMS[0]}.weight" in stored,
+                norm_bias=self.norm_bias,
+                gated=self.gated,
+                tied=self.output_head not in stored,
+                num_positions=num_positions,
+                unused_positions=self.position_offset,
             )
         except KeyError as error:
             message = f"config.json does not state {error}; give a complete {self.model_type} checkpoint."
@@ -77,23 +120,25 @@ class Architecture:
             f"{K_PROJ}.weight": (keys, shape.hidden_size),
             f"{V_PROJ}.weight": (keys, shape.hidden_size),
             f"{O_PROJ}.weight": (shape.hidden_size, queries),
-            f"{GATE_PROJ}.weight": (shape.intermediate_size, shape.hidden_size),
             f"{UP_PROJ}.weight": (shape.intermediate_size, shape.hidden_size),
             f"{DOWN_PROJ}.weight": (shape.hidden_size, shape.intermediate_size),
             f"{ATTENTION_NORM}.weight": (shape.hidden_size,),
             f"{FFN_NORM}.weight": (shape.hidden_size,),
         }
+        if shape.gated:
+            expected[f"{GATE_PROJ}.weight"] = expected[f"{UP_PROJ}.weight"]
         if shape.query_key_norms:
             expected |= {f"{norm}.weight": (shape.head_dim,) for norm in QUERY_KEY_NORMS}
-        for linears, has_bias in (
+        for modules, has_bias in (
             ((Q_PROJ, K_PROJ, V_PROJ), shape.attention_bias),
             ((O_PROJ,), shape.output_bias),
-            ((GATE_PROJ, UP_PROJ, DOWN_PROJ), shape.mlp_bias),
+            ((GATE_PROJ, UP_PROJ, DOWN_PROJ) if shape.gated else (UP_PROJ, DOWN_PROJ), shape.mlp_bias),
+            ((ATTENTION_NORM, FFN_NORM), shape.norm_bias),
         ):
             if has_bias:
-                expected |= {f"{linear}.bias": expected[f"{linear}.weight"][:1] for linear in linears}
+                expected |= {f"{module}.bias": expected[f"{module}.weight"][:1] for module in modules}
         expected_names = {
-            self.layer_prefix(layer) + name: size
+            self.layer_prefix(layer) + _renamed(name, self.own_names): size
             for layer in range(shape.num_hidden_layers)
             for name, size in expected.items()
         }
@@ -104,6 +149,11 @@ class Architecture:
                     f"{name} has shape {stored.get(name)} where config.json of a {self.model_type} model asks for "
                     f"{expected_names.get(name)}; give a complete, unmodified checkpoint."
                 )
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    module, _, part = name.rpartition(".")
+    return f"{names.get(module, module)}.{part}"
 
 
 def set_sizes(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Tier A, `stock`: a checkpoint that transformers and everything built on it loads with no code of ours."""
+"""Tier A, `stock`: a checkpoint that transformers and everything built on it loads with no code of ours; and what every
+checkpoint needs beside its weights.
+"""
 
 import json
 import shutil
@@ -9,6 +11,7 @@ import torch
 
 from oneshot.checkpoint import Checkpoint
 from oneshot.errors import OutputError
+from oneshot.export.per_layer import MODEL_TYPE
 
 COMPANION_FILES = (
     "generation_config.json",
@@ -27,10 +30,8 @@ COMPANION_FILES = (
 def write_companions(source: Path, target: Path, config: dict[str, Any], *, dtype: str | None) -> None:
     """Write `config.json` and copy the tokenizer, chat template, generation config and licence as they are.
 
-    `dtype` replaces the dtype that the config states; None keeps it. A modelling file that the input names
-    (`auto_map`) is left behind: the result is stock.
+    `dtype` replaces the dtype that the config states; None keeps it.
     """
-    config = {name: value for name, value in config.items() if name != "auto_map"}
     if dtype is not None:
         config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -39,8 +40,14 @@ def write_companions(source: Path, target: Path, config: dict[str, Any], *, dtyp
             shutil.copyfile(path, target / path.name)
 
 
-def verify_stock(folder: Path) -> Checkpoint:
-    """Check that the stock class has exactly the tensors written, shape by shape; reads headers only.
+def stock_config(config: dict[str, Any], *, untied: bool) -> dict[str, Any]:
+    """A config without the modelling file that the input may name (`auto_map`): the result is stock."""
+    stock = {name: value for name, value in config.items() if name != "auto_map"}
+    return stock | {"tie_word_embeddings": False} if untied else stock
+
+
+def verify(folder: Path) -> Checkpoint:
+    """Check that the model class has exactly the tensors written, shape by shape; reads headers only.
 
     Returns the checkpoint that was written.
 
@@ -50,11 +57,16 @@ def verify_stock(folder: Path) -> Checkpoint:
 
     checkpoint = Checkpoint(folder)
     written = checkpoint.shapes
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    model: Any
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        if checkpoint.config["model_type"] == MODEL_TYPE:
+            from oneshot.modeling_oneshot import OneshotConfig, OneshotForCausalLM
+
+            model = OneshotForCausalLM(OneshotConfig.from_pretrained(folder, local_files_only=True))
+        else:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     for name in sorted((expected.keys() | written.keys()) - tied):
         if name.endswith("rotary_emb.inv_freq"):
             continue

@@ -1,0 +1,84 @@
+"""Tier B, `per-layer`: a checkpoint with sizes of every layer's own, and the modelling file that reads it."""
+
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from oneshot.errors import PlanError
+from oneshot.records import LayerShape, ModelShape, StackShape
+
+KEPT_KEYS = (
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "hidden_act",
+    "initializer_range",
+    "max_position_embeddings",
+    "pad_token_id",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+    "use_cache",
+)
+MODEL_TYPE = "oneshot"
+MODELLING_FILE = Path(__file__).parent.parent / "modeling_oneshot.py"
+
+
+def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:
+    """The config.json of a per-layer checkpoint, from that of the model that was compressed and the new sizes.
+
+    Raises `PlanError` for a model with a sliding attention window, which the per-layer form does not have.
+    """
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        raise PlanError(
+            f"The model attends within a window of {config['sliding_window']} tokens, which the per-layer form cannot "
+            "hold; use a recipe with --tier stock."
+        )
+    kept = {name: config[name] for name in KEPT_KEYS if name in config}
+    if "hidden_act" not in kept and "activation_function" in config:
+        kept["hidden_act"] = config["activation_function"]
+    if "rms_norm_eps" not in kept:
+        kept["rms_norm_eps"] = 1e-5  # of a LayerNorm, which no config states
+    return kept | {
+        "model_type": MODEL_TYPE,
+        "architectures": ["OneshotForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{MODELLING_FILE.stem}.OneshotConfig",
+            "AutoModel": f"{MODELLING_FILE.stem}.OneshotModel",
+            "AutoModelForCausalLM": f"{MODELLING_FILE.stem}.OneshotForCausalLM",
+        },
+        "vocab_size": stack.vocab_size,
+        "hidden_size": stack.embedding_size,
+        "intermediate_size": stack.layers[0].intermediate_size,
+        "num_hidden_layers": len(stack.layers),
+        "num_attention_heads": stack.layers[0].num_attention_heads,
+        "num_key_value_heads": stack.layers[0].num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "tie_word_embeddings": stack.head != "own",
+        "head_map": stack.head == "mapped",
+        "head_bias": stack.head_bias,
+        "num_positions": stack.num_positions,
+        "norm_width": shape.hidden_size,
+        "layers": [asdict(layer) for layer in stack.layers],
+    }
+
+
+def per_layer_shape(config: dict[str, Any]) -> StackShape:
+    """The sizes that the config.json of a per-layer checkpoint states."""
+    names = {field.name for field in fields(LayerShape)}
+    return StackShape(
+        tuple(LayerShape(**{name: layer[name] for name in names}) for layer in config["layers"]),
+        config["vocab_size"],
+        "mapped" if config["head_map"] else "tied" if config["tie_word_embeddings"] else "own",
+        head_bias=config["head_bias"],
+        num_positions=config["num_positions"],
+    )
+
+
+def write_modelling_file(folder: Path) -> None:
+    """Copy the modelling file that `auto_map` names beside the weights."""
+    shutil.copyfile(MODELLING_FILE, folder / MODELLING_FILE.name)

@@ -1,0 +1,59 @@
+"""Low rank inside attention heads, from Grams: subspaces of values, and of queries and keys together."""
+
+import torch
+
+
+def value_subspace(gram: torch.Tensor, output_gram: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Q (h, size)` with orthonormal columns and `E (size, h)`: head outputs `z ≈ z Q E`, as far as `o_proj` sees them.
+
+    `Q E` is the matrix M of that rank with the smallest `‖Z (I − M) W‖_F` (SP3 equation 10; TCSP equation 27; DA-WID
+    equation 9, whose features are weighted by the softmax as `Z` is): with the singular vectors `U` of
+    `(ZᵀZ)^½ (W Wᵀ)^½`, `M = (ZᵀZ)^-½ U Uᵀ (ZᵀZ)^½`.
+
+    Args:
+        gram: `ZᵀZ (h, h)`. output_gram: `W Wᵀ (h, h)` of the part of `o_proj` that reads the head, `W (h, D)`.
+    """
+    root, inverse_root = _roots(gram)
+    output_root, _ = _roots(output_gram)
+    left = torch.linalg.svd(root @ output_root).U[:, :size]
+    orthonormal, triangular = torch.linalg.qr(inverse_root @ left)
+    return orthonormal, triangular @ left.T @ root
+
+
+def query_key_maps(query_gram: torch.Tensor, key_gram: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(M_q, M_k)`, each `(size, h)`: `(M_k k)ᵀ (M_q q)` is the best approximation of `kᵀ q` of that rank.
+
+    The smallest `‖K (I − M_kᵀ M_q) Qᵀ‖_F` over all queries and keys (DRONE; TCSP equation 26; SP3 equations 11, 12).
+    Does not commute with rotary positions.
+
+    Args:
+        query_gram, key_gram: `QᵀQ` and `KᵀK (h, h)`.
+    """
+    query_root, query_inverse = _roots(query_gram)
+    key_root, key_inverse = _roots(key_gram)
+    left, values, right = torch.linalg.svd(key_root @ query_root)
+    scale = values[:size].sqrt().unsqueeze(1)
+    return scale * (right[:size] @ query_inverse), scale * (left[:, :size].T @ key_inverse)
+
+
+def strongest_rotary_pairs(query_energy: torch.Tensor, key_energy: torch.Tensor, num_pairs: int) -> torch.Tensor:
+    """The rotary pairs of one KV group with the largest part in its attention scores, ascending int64 `(num_pairs,)`.
+
+    Rotation keeps the energy of a pair, so a pair's score is the sum over the group's query heads of
+    `E‖q_pair‖² E‖k_pair‖²`: what its removal takes from the squared scores where queries and keys are independent.
+
+    Args:
+        query_energy: `(heads, h)` mean squares, pair p at p and p + h/2. key_energy: `(h,)`.
+    """
+    halves = query_energy.shape[1] // 2
+    queries = query_energy[:, :halves] + query_energy[:, halves:]
+    keys = key_energy[:halves] + key_energy[halves:]
+    return (queries.sum(0) * keys).topk(num_pairs).indices.sort().values
+
+
+def _roots(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`G^½` and its inverse in float64; directions below rounding count as rounding."""
+    values, vectors = torch.linalg.eigh(gram.double())
+    floor = values[-1].clamp_min(torch.finfo(values.dtype).tiny) * len(gram) * torch.finfo(torch.float32).eps
+    roots = values.clamp_min(floor).sqrt()
+    return (vectors * roots) @ vectors.T, (vectors / roots) @ vectors.T

@@ -1,0 +1,219 @@
+"""The per-layer form of a compressed model: a Llama whose every layer has sizes of its own.
+
+This file is shipped with every per-layer checkpoint; `AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True)`
+runs it. It needs torch and transformers and nothing else. Beyond Llama it knows what its input families need:
+biases, norms of queries and keys, learned positions, an FFN without a gate.
+"""
+
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+
+@strict
+class OneshotConfig(LlamaConfig):
+    """A Llama config, and the sizes of every layer.
+
+    `layers` has a dictionary for each layer with the fields of `LayerShape` in the package oneshot. `norm_width` is the
+    hidden size that norms divide by: that of the model that was compressed. `head_dim` is that of its queries and
+    keys. `head_map`: the tied output head reads the last hidden state through a matrix. `num_positions`: rows of a
+    learned position embedding, 0 for rotary positions.
+    """
+
+    model_type = "oneshot"
+
+    layers: list[dict] | None = None
+    norm_width: int = 4096
+    head_map: bool = False
+    head_bias: bool = False
+    num_positions: int = 0
+
+    def validate_architecture(self) -> None:
+        """Heads need not divide the hidden size here."""
+
+
+class OneshotAttention(nn.Module):
+    """Grouped-query attention with sizes of its own, and rotary pairs chosen by each KV group where they are fewer."""
+
+    def __init__(self, config: OneshotConfig, sizes: dict[str, Any], layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        self.query_key_size, self.value_size = sizes["query_key_size"], sizes["value_size"]
+        heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+        self.num_key_value_groups = heads // groups  # transformers' name for query heads in a group
+        assert config.head_dim is not None
+        self.scaling = config.head_dim**-0.5
+        self.rotary = config.num_positions == 0
+        width, bias = sizes["hidden_size"], sizes["attention_bias"]
+        self.q_proj = nn.Linear(width, heads * self.query_key_size, bias=bias)
+        self.k_proj = nn.Linear(width, groups * self.query_key_size, bias=bias)
+        self.v_proj = nn.Linear(width, groups * self.value_size, bias=bias)
+        self.o_proj = nn.Linear(heads * self.value_size, sizes["middle_size"], bias=sizes["output_bias"])
+        norms = sizes["query_key_norms"]
+        self.q_norm = LlamaRMSNorm(self.query_key_size, eps=config.rms_norm_eps) if norms else nn.Identity()
+        self.k_norm = LlamaRMSNorm(self.query_key_size, eps=config.rms_norm_eps) if norms else nn.Identity()
+        self.rotary_selected = sizes["rotary_selected"]
+        if self.rotary_selected:
+            self.rotary_pairs: torch.Tensor
+            self.register_buffer("rotary_pairs", torch.zeros(groups, self.query_key_size // 2, dtype=torch.int64))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shape = hidden_states.shape[:-1]
+        queries = self.q_norm(self.q_proj(hidden_states).view(*shape, -1, self.query_key_size)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(hidden_states).view(*shape, -1, self.query_key_size)).transpose(1, 2)
+        values = self.v_proj(hidden_states).view(*shape, -1, self.value_size).transpose(1, 2)
+        if self.rotary:
+            cos, sin = (self.of_group(table) for table in position_embeddings)
+            queries, keys = self.rotate(queries, cos, sin), self.rotate(keys, cos, sin)
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attend(
+            self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
+        return self.o_proj(output.reshape(*shape, -1).contiguous()), weights
+
+    def of_group(self, table: torch.Tensor) -> torch.Tensor:
+        """Cosines or sines `(batch, length, head_dim)` -> those of each KV group's pairs `(batch, G, length, k)`."""
+        if not self.rotary_selected:
+            return table.unsqueeze(1)
+        chosen = table[..., self.rotary_pairs]
+        return torch.cat((chosen, chosen), dim=-1).transpose(1, 2)
+
+    def rotate(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotary positions for `(batch, heads, length, k)`."""
+        if cos.shape[1] > 1:
+            repeats = states.shape[1] // cos.shape[1]
+            cos, sin = cos.repeat_interleave(repeats, dim=1), sin.repeat_interleave(repeats, dim=1)
+        return states * cos + rotate_half(states) * sin
+
+
+class OneshotMLP(nn.Module):
+    """The FFN, with or without a gate."""
+
+    def __init__(self, config: OneshotConfig, sizes: dict[str, Any]) -> None:
+        super().__init__()
+        width, middle, bias = sizes["intermediate_size"], sizes["middle_size"], sizes["mlp_bias"]
+        self.gate_proj = nn.Linear(middle, width, bias=bias) if sizes["gated"] else None
+        self.up_proj = nn.Linear(middle, width, bias=bias)
+        self.down_proj = nn.Linear(width, sizes["output_size"], bias=bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(self.up_proj(x)))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OneshotDecoderLayer(nn.Module):
+    """`W x + attn(norm(x))`, then `V h + ffn(norm(h))`; W and V only where the stream enters another subspace."""
+
+    def __init__(self, config: OneshotConfig, layer_idx: int) -> None:
+        super().__init__()
+        assert config.layers is not None
+        sizes = config.layers[layer_idx]
+        hidden, middle, output = sizes["hidden_size"], sizes["middle_size"], sizes["output_size"]
+        self.hidden_size = hidden
+        self.self_attn = OneshotAttention(config, sizes, layer_idx)
+        self.mlp = OneshotMLP(config, sizes)
+        self.input_layernorm = norm_of(config, hidden)
+        self.post_attention_layernorm = norm_of(config, middle)
+        self.attention_shortcut = (
+            nn.Linear(hidden, middle, bias=False) if sizes["attention_shortcut"] else nn.Identity()
+        )
+        self.ffn_shortcut = nn.Linear(middle, output, bias=False) if sizes["ffn_shortcut"] else nn.Identity()
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = self.attention_shortcut(hidden_states) + attended
+        return self.ffn_shortcut(hidden_states) + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def norm_of(config: OneshotConfig, width: int) -> LlamaRMSNorm:
+    """An RMSNorm whose epsilon stands beside a mean over `width` squares as it did beside one over `norm_width`."""
+    return LlamaRMSNorm(width, eps=config.rms_norm_eps * config.norm_width / width)
+
+
+class OneshotModel(LlamaModel):
+    """The stack without its output head."""
+
+    config_class = OneshotConfig
+    supports_gradient_checkpointing = False
+    _no_split_modules = ["OneshotDecoderLayer"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": OneshotDecoderLayer, "attentions": OneshotAttention}  # noqa: RUF012
+
+    def __init__(self, config: OneshotConfig) -> None:
+        LlamaPreTrainedModel.__init__(self, config)
+        assert config.layers is not None
+        first, last = config.layers[0]["hidden_size"], config.layers[-1]["output_size"]
+        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, first, self.padding_idx)
+        self.embed_positions = nn.Embedding(config.num_positions, first) if config.num_positions else None
+        self.layers = nn.ModuleList([OneshotDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm = norm_of(config, last)
+        self.head_map = nn.Linear(last, first, bias=False) if config.head_map else nn.Identity()
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if self.embed_positions is not None:
+            if position_ids is None:
+                past = past_key_values.get_seq_length() if past_key_values is not None else 0
+                position_ids = past + torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
+            inputs_embeds = inputs_embeds + self.embed_positions(position_ids)
+        output = super().forward(
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        output.last_hidden_state = self.head_map(output.last_hidden_state)
+        return output
+
+
+class OneshotForCausalLM(LlamaForCausalLM):
+    """The model with its output head."""
+
+    config_class = OneshotConfig
+    supports_gradient_checkpointing = False
+    _no_split_modules = ["OneshotDecoderLayer"]  # noqa: RUF012
+
+    def __init__(self, config: OneshotConfig) -> None:
+        LlamaPreTrainedModel.__init__(self, config)
+        self.model = OneshotModel(config)
+        self.vocab_size = config.vocab_size
+        assert config.layers is not None
+        width = config.layers[0 if config.head_map else -1]["hidden_size" if config.head_map else "output_size"]
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=config.head_bias)
+        self.post_init()

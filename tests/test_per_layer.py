@@ -1,0 +1,300 @@
+"""The per-layer form: the same model as the stock one where both can hold it, and a complete transformers model."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, build_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oneshot import compress
+from oneshot.evaluate import evaluate, load_model
+from oneshot.export.per_layer import MODELLING_FILE
+from oneshot.factorise import reduce_queries_keys, reduce_values
+from oneshot.linalg.low_rank import query_key_maps, strongest_rotary_pairs, value_subspace
+
+CPU = torch.device("cpu")
+TOKEN_IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))
+PARTS: dict[str, dict[str, Any]] = {
+    "groups": {"recipe": "group-pca", "group_size": 1, "hidden_size": 24},
+    "one-subspace": {"recipe": "group-pca", "group_size": 0, "hidden_size": 24},
+    "values": {"tier": "per-layer", "value_size": 6, "sparsity": 0.2},
+    "queries-keys": {"tier": "per-layer", "query_key_size": 4, "sparsity": 0.2},
+    "all": {
+        "recipe": "group-pca", "group_size": 3, "hidden_size": 26, "ffn": "id", "correction": "two-stream",
+        "query_key_size": 6, "value_size": 4, "sparsity": 0.4,
+    },
+}  # fmt: skip
+
+
+def logits(folder: Path, ids: torch.Tensor = TOKEN_IDS) -> torch.Tensor:
+    with torch.inference_mode():
+        return load_model(folder, device=CPU, dtype=torch.float32)(ids).logits
+
+
+@pytest.mark.parametrize("recipe", ["oneshot", "stat"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tied": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"family": "qwen2"},
+        {"family": "qwen3", "head_dim": 8},
+    ],
+    ids=["llama", "tied", "biases", "qwen2", "qwen3"],
+)
+def test_both_tiers_of_one_plan_give_equal_logits(
+    recipe: str,
+    options: dict[str, Any],
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    tmp_path: Path,
+) -> None:
+    folder = make_checkpoint(**options)
+    reports = {}
+    for tier in ("stock", "per-layer"):
+        reports[tier] = compress(make_config(folder, recipe=recipe, tier=tier, output=str(tmp_path / tier)))
+    assert reports["stock"].stored_parameters == reports["per-layer"].stored_parameters
+    stock, per_layer = logits(tmp_path / "stock"), logits(tmp_path / "per-layer")
+    torch.testing.assert_close(per_layer, stock, rtol=0, atol=1e-6 * float(stock.abs().max()))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_layer_norm_model_without_cuts_keeps_its_logits(
+    tied: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(family="opt", tied=tied)
+    config = make_config(folder, tier="per-layer", sparsity=0.0)
+    compress(config)
+    wanted = logits(folder)
+    torch.testing.assert_close(logits(Path(config.output)), wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+
+
+@pytest.fixture(params=PARTS)
+def compressed(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> Path:
+    config = make_config(make_checkpoint(tied=request.param != "values"), **PARTS[request.param])
+    compress(config)
+    return Path(config.output)
+
+
+def test_transformers_loads_it_with_remote_code_and_saves_it_again(compressed: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(compressed, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules")
+    with torch.inference_mode():
+        first = model(TOKEN_IDS).logits
+    torch.testing.assert_close(first, logits(compressed), rtol=0, atol=0)
+    model.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / MODELLING_FILE.name).read_text() == MODELLING_FILE.read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
+    with torch.inference_mode():
+        torch.testing.assert_close(again(TOKEN_IDS).logits, first, rtol=0, atol=0)
+
+
+def test_nothing_runs_without_consent(compressed: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(compressed, trust_remote_code=False)
+
+
+def test_the_cache_changes_nothing(compressed: Path) -> None:
+    model = load_model(compressed, device=CPU, dtype=torch.float32)
+    prompt = TOKEN_IDS[:1, :5]
+    settings = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 1}
+    with_cache = model.generate(prompt, use_cache=True, **settings)
+    assert with_cache.shape == (1, 13)
+    assert torch.equal(model.generate(prompt, use_cache=False, **settings), with_cache)
+    with torch.inference_mode():
+        whole = model(with_cache, use_cache=False).logits
+        half = model(with_cache[:, :7], use_cache=True)
+        rest = model(with_cache[:, 7:], past_key_values=half.past_key_values).logits
+    torch.testing.assert_close(torch.cat((half.logits, rest), 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_padding_and_attention_kernels_change_nothing(compressed: Path, attention: str) -> None:
+    model = load_model(compressed, device=CPU, dtype=torch.float32)
+    model.set_attn_implementation(attention)
+    long, short = TOKEN_IDS[:1, :12], TOKEN_IDS[1:, :7]
+    batch = torch.cat((long, torch.cat((torch.ones(1, 5, dtype=torch.int64), short), 1)))
+    mask = torch.ones_like(batch)
+    mask[1, :5] = 0
+    settings = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 1}
+    together = model.generate(batch, attention_mask=mask, **settings)
+    assert torch.equal(together[:1], model.generate(long, **settings))
+    assert torch.equal(together[1:, 5:], model.generate(short, **settings))
+
+
+def test_learned_positions_follow_the_cache_and_the_padding(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    config = make_config(make_checkpoint(family="opt"), recipe="group-pca", hidden_size=24, query_key_size=5)
+    with pytest.raises(Exception, match="odd"):
+        compress(config)
+    config = make_config(make_checkpoint(family="opt"), recipe="group-pca", hidden_size=24, query_key_size=6)
+    compress(config)
+    test_the_cache_changes_nothing(Path(config.output))
+    test_padding_and_attention_kernels_change_nothing(Path(config.output), "sdpa")
+
+
+def test_the_modelling_file_stands_alone() -> None:
+    modules = set()
+    for node in ast.walk(ast.parse(MODELLING_FILE.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(node.module.split(".")[0])
+    assert modules == {"typing", "torch", "huggingface_hub", "transformers"}
+
+
+def test_the_evaluator_and_its_command_read_it(compressed: Path, text_file: Path, tmp_path: Path) -> None:
+    report = json.loads((compressed / "oneshot_report.json").read_text())
+    (result,) = evaluate(
+        [str(compressed)], [str(text_file)], sequence_length=32, max_windows=2, decode_tokens=2, prefill_tokens=8
+    )
+    assert result.stored_parameters == report["stored_parameters"]["compressed"]
+    assert result.block_parameters == report["block_parameters"]["compressed"]
+    assert result.kv_bytes_per_token == report["kv_bytes_per_token"]["compressed"]
+    model = load_model(compressed, device=CPU, dtype=torch.float32)
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    biases = sum(module.bias.numel() for module in linears if module.bias is not None)
+    assert result.flops_per_token == 2 * (sum(module.weight.numel() for module in linears) + biases)
+    command = [
+        sys.executable,
+        "-m",
+        "oneshot.evaluate",
+        str(compressed),
+        "--decode-tokens",
+        "0",
+        "--text",
+        str(text_file),
+    ]
+    command += ["--sequence-length", "32", "--max-windows", "1", "--output", str(tmp_path / "numbers.json")]
+    subprocess.run(command, check=True, capture_output=True)
+    assert json.loads((tmp_path / "numbers.json").read_text())[0]["stored_parameters"] == result.stored_parameters
+
+
+def test_fewer_rotary_pairs_are_a_model_without_the_others(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Against the stock model with the rows of the dropped pairs set to zero."""
+    folder = make_checkpoint(attention_bias=True)
+    config = make_config(folder, tier="per-layer", query_key_size=4, ffn="none", correction="none")
+    compress(config)
+    small = load_model(Path(config.output), device=CPU, dtype=torch.float32)
+    stock = load_model(folder, device=CPU, dtype=torch.float32)
+    with torch.no_grad():
+        for layer, source in zip(stock.model.layers, small.model.layers, strict=True):
+            pairs = source.self_attn.rotary_pairs
+            assert pairs.shape == (2, 2)
+            for group in range(2):
+                dropped = [pair for pair in range(4) if pair not in pairs[group].tolist()]
+                rows = torch.tensor(dropped + [pair + 4 for pair in dropped])
+                for parameter in layer.self_attn.k_proj.parameters():
+                    parameter[8 * group + rows] = 0
+    with torch.inference_mode():
+        torch.testing.assert_close(small(TOKEN_IDS).logits, stock(TOKEN_IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+def rows_of(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(0, -1.5, shape[-1], dtype=torch.float64)
+    mixed = torch.linalg.qr(torch.randn(shape[-1], shape[-1], dtype=torch.float64, generator=generator))[0]
+    return torch.randn(*shape, dtype=torch.float64, generator=generator) * spread @ mixed
+
+
+@given(st.integers(0, 10**6), st.integers(1, 8))
+def test_the_value_subspace_reaches_the_best_rank(seed: int, size: int) -> None:
+    """‖Z W − Z Q E W‖ equals the tail of the singular values of Z W (Eckart and Young)."""
+    heads, weight = rows_of(60, 8, seed=seed), rows_of(8, 20, seed=seed + 1)
+    basis, embedding = value_subspace(heads.T @ heads, weight @ weight.T, size)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-9)
+    lost = float((heads @ weight - heads @ basis @ embedding @ weight).norm())
+    best = torch.linalg.svdvals(heads @ weight)[size:].square().sum().sqrt()
+    assert lost == pytest.approx(float(best), rel=1e-5, abs=1e-4)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 8))
+def test_query_key_maps_reach_the_best_rank(seed: int, size: int) -> None:
+    queries, keys = rows_of(50, 8, seed=seed), rows_of(50, 8, seed=seed + 1)
+    query_map, key_map = query_key_maps(queries.T @ queries, keys.T @ keys, size)
+    assert query_map.shape == key_map.shape == (size, 8)
+    scores = keys @ queries.T
+    lost = float((scores - (keys @ key_map.T) @ (queries @ query_map.T).T).norm())
+    best = torch.linalg.svdvals(scores)[size:].square().sum().sqrt()
+    assert lost == pytest.approx(float(best), rel=1e-5, abs=1e-4)
+
+
+def test_the_rotary_pairs_with_the_least_score_energy_go() -> None:
+    """Brute force over all choices of two pairs out of four, with independent queries and keys."""
+    import itertools
+
+    queries, keys = rows_of(3, 4000, 8, seed=0), rows_of(4000, 8, seed=9)
+    energy = queries.square().mean(1), keys.square().mean(0)
+    chosen = strongest_rotary_pairs(*energy, 2).tolist()
+
+    def kept(pairs: tuple[int, ...]) -> float:
+        columns = [*pairs, *(pair + 4 for pair in pairs)]
+        pair_energy = [
+            float((energy[0][:, c] + energy[0][:, c + 4]).sum() * (energy[1][c] + energy[1][c + 4])) for c in pairs
+        ]
+        assert len(columns) == 4
+        return sum(pair_energy)
+
+    assert tuple(chosen) == max(itertools.combinations(range(4), 2), key=kept)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([(4, 4), (4, 2), (4, 1)]))
+def test_values_that_live_in_a_subspace_lose_nothing(seed: int, heads_and_groups: tuple[int, int]) -> None:
+    heads, groups = heads_and_groups
+    generator = torch.Generator().manual_seed(seed)
+    spans = torch.randn(groups, 6, 3, dtype=torch.float64, generator=generator)
+    inside = torch.randn(heads, 50, 3, dtype=torch.float64, generator=generator)
+    consumed = torch.cat([inside[head] @ spans[head * groups // heads].T for head in range(heads)], dim=1)
+    weight = rows_of(10, 6 * heads, seed=seed + 50)
+    for correct in (False, True):
+        bases, folded = reduce_values(
+            weight, consumed.T @ consumed, num_groups=groups, head_dim=6, size=3, correct=correct, damping=0.0
+        )
+        assert bases.shape == (groups, 6, 3)
+        torch.testing.assert_close(consumed @ folded.T, consumed @ weight.T, rtol=0, atol=1e-3)  # of values near 10
+        outside = torch.block_diag(*(bases[head * groups // heads] for head in range(heads)))
+        torch.testing.assert_close(folded @ outside @ outside.T, folded, rtol=0, atol=1e-8)
+
+
+def test_correcting_values_over_all_heads_is_never_worse() -> None:
+    consumed = rows_of(400, 24, seed=3)
+    weight = rows_of(10, 24, seed=4)
+    errors = {}
+    for correct in (False, True):
+        _, folded = reduce_values(
+            weight, consumed.T @ consumed, num_groups=2, head_dim=6, size=3, correct=correct, damping=1e-6
+        )
+        errors[correct] = float((consumed @ (folded - weight).T).norm())
+    assert 0 < errors[True] < errors[False]
+
+
+def test_maps_of_queries_and_keys_without_rotation_are_per_head() -> None:
+    queries, keys = rows_of(3, 50, 8, seed=1), rows_of(3, 50, 8, seed=2)
+    grams = [rows.mT @ rows for rows in (queries, keys)]
+    query_maps, key_maps, pairs = reduce_queries_keys(*grams, size=8, rotary=False)
+    assert pairs is None
+    scores = (keys @ key_maps.mT) @ (queries @ query_maps.mT).mT
+    torch.testing.assert_close(scores, keys @ queries.mT, rtol=0, atol=1e-6)
+
+
+def test_no_model_here_is_trivial() -> None:
+    """The tiny models' logits differ from token to token and from each other: equal logits above mean something."""
+    model = build_model()
+    with torch.inference_mode():
+        values = model(TOKEN_IDS).logits
+    assert float(values.std()) > 0.1
