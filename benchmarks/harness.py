@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from oneshot.evaluate import load_model, perplexity
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -68,6 +70,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--threads", type=int, default=torch.get_num_threads())
     return result
+
+
+def perplexities(folder: Path, windows: dict[str, torch.Tensor]) -> dict[str, float]:
+    """A model's perplexity on every text, in float32 on the CPU."""
+    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    return {name: perplexity(model, ids)[0] for name, ids in windows.items()}
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import append_row, lambada_text, parse_settings, parser, provenance, smollm2_gguf
+from harness import append_row, lambada_text, parse_settings, parser, perplexities, provenance, smollm2_gguf
 
 from oneshot import CompressionConfig, compress
 from oneshot.calibration import load_tokenizer
-from oneshot.evaluate import load_model, load_windows, perplexity
+from oneshot.evaluate import load_windows
 from oneshot.source import resolve_checkpoint
 
 GROUP_SIZES = (0, 1, 2, 4, 8, 15)
@@ -24,11 +24,12 @@ GROUP_SIZES = (0, 1, 2, 4, 8, 15)
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
-    options.add_argument("--group-sizes", type=int, nargs="+", default=list(GROUP_SIZES))
+    options.add_argument("--group-sizes", type=int, nargs="*", default=list(GROUP_SIZES))
     options.add_argument("--corrections", nargs="+", default=["none", "two-stream"])
     options.add_argument("--hidden-size", type=int, default=480)
     options.add_argument("--num-sequences", type=int, default=16)
     options.add_argument("--max-windows", type=int, default=8)
+    options.add_argument("--no-dense", action="store_true", help="the dense row is there already")
     options.add_argument(
         "--set", nargs="*", default=[], help="further settings, such as token_weighting=raw tier=stock"
     )
@@ -47,6 +48,9 @@ def main() -> None:
             name: load_windows(str(path), tokenizer, sequence_length=1024, max_windows=arguments.max_windows)
             for name, path in texts.items()
         }
+        shared = provenance(model="SmolLM2-135M-Instruct", sequence_length=1024, max_windows=arguments.max_windows)
+        if not arguments.no_dense:
+            append_row("hidden_size", shared | {"group_size": None, "perplexity": perplexities(dense, windows)})
         for group_size in arguments.group_sizes:
             for correction in arguments.corrections:
                 options_of_run: dict[str, Any] = {
@@ -66,11 +70,10 @@ def main() -> None:
                 started = time.perf_counter()
                 report = compress(config)
                 seconds = time.perf_counter() - started
-                model = load_model(folder / "compressed", device=torch.device("cpu"), dtype=torch.float32)
                 inputs = [block for layer in report.layers for block in layer.blocks if block.kind.endswith("input")]
                 append_row(
                     "hidden_size",
-                    provenance(model="SmolLM2-135M-Instruct", sequence_length=1024, max_windows=arguments.max_windows)
+                    shared
                     | {
                         "hidden_size": arguments.hidden_size,
                         "group_size": group_size,
@@ -86,7 +89,7 @@ def main() -> None:
                         "seconds": seconds,
                         "predicted_error": [block.predicted_error for block in inputs],
                         "measured_error": [block.measured_error for block in inputs],
-                        "perplexity": {name: perplexity(model, ids)[0] for name, ids in windows.items()},
+                        "perplexity": perplexities(folder / "compressed", windows),
                     },
                 )
 

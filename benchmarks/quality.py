@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import torch
-from harness import append_row, lambada_text, parse_settings, parser, provenance, smollm2_gguf
+from harness import append_row, lambada_text, parse_settings, parser, perplexities, provenance, smollm2_gguf
 
 from oneshot import CompressionConfig, compress
 from oneshot.calibration import load_tokenizer
-from oneshot.evaluate import load_model, load_windows, perplexity
+from oneshot.evaluate import load_windows
 from oneshot.source import resolve_checkpoint
 
 RECIPES = ("oneshot", "activation-norm", "magnitude", "random")
@@ -49,7 +49,9 @@ def main() -> None:
         }
         shared = provenance(model="SmolLM2-135M-Instruct", sequence_length=1024, max_windows=arguments.max_windows)
         if not arguments.no_dense:
-            append_row("quality", shared | {"recipe": "dense", "sparsity": 0.0, "perplexity": _judge(dense, windows)})
+            append_row(
+                "quality", shared | {"recipe": "dense", "sparsity": 0.0, "perplexity": perplexities(dense, windows)}
+            )
         for sparsity in arguments.sparsity:
             for recipe in arguments.recipes:
                 output = folder / "compressed"
@@ -81,14 +83,9 @@ def main() -> None:
                         "calibration_hash": report.calibration and report.calibration["token_hash"],
                         "seed": config.seed,
                         "seconds": time.perf_counter() - started,
-                        "perplexity": _judge(output, windows),
+                        "perplexity": perplexities(output, windows),
                     },
                 )
-
-
-def _judge(folder: Path, windows: dict[str, torch.Tensor]) -> dict[str, float]:
-    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
-    return {name: perplexity(model, ids)[0] for name, ids in windows.items()}
 
 
 if __name__ == "__main__":

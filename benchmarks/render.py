@@ -12,6 +12,7 @@ from harness import ROOT, fitted_exponent, read_rows
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
+    ROOT / "docs" / "recipes" / "group-pca.md",
     KERNELS / "pivoted_qr" / "README.md",
     KERNELS / "count_sketch" / "README.md",
 )
@@ -169,6 +170,56 @@ def _origin(rows: list[Row]) -> str:
     return f"{rows[0]['device']}, {threads} threads; commits {commits}"
 
 
+def hidden_size_table() -> str:
+    """Perplexity against stored and block parameters by group size, correction and further settings."""
+    rows = latest(read_rows("hidden_size"), "group_size", "correction", "settings", "hidden_size")
+    texts = ("wikitext2", "lambada")
+    dense = next(row["perplexity"] for row in rows if row["group_size"] is None)
+    lines = [["dense", "–", "–", "0", "0", *(cell for text in texts for cell in (f"{dense[text]:.2f}", "1"))]]
+    rows = [row for row in rows if row["group_size"] is not None]
+    for row in sorted(rows, key=lambda row: (row["correction"], len(row["settings"]), row["group_size"])):
+        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["settings"].items())
+        removed = (
+            1 - row["stored_parameters"] / row["dense_parameters"],
+            1 - row["block_parameters"] / row["dense_block_parameters"],
+        )
+        scores = [(row["perplexity"][text], row["perplexity"][text] / dense[text]) for text in texts]
+        cells = [_round(value) for pair in scores for value in pair]
+        group = "one for all" if row["group_size"] == 0 else str(row["group_size"])
+        lines.append([group, row["correction"], settings or "–", *(f"{share:.1%}" for share in removed), *cells])
+    return markdown(
+        [
+            *("blocks in a group", "correction", "further settings", "stored removed", "block removed"),
+            *("WikiText-2", "× dense", "LAMBADA text", "× dense"),
+        ],
+        lines,
+        f"{rows[0]['model']}, every group {rows[0]['hidden_size']} of 576 wide, general.jsonl, "
+        f"{rows[0]['calibration_tokens'] // 1024} × 1024 tokens; first {rows[0]['max_windows']} windows; "
+        f"{_origin(rows)}.",
+    )
+
+
+def hidden_error_table() -> str:
+    """What the subspaces leave out of the inputs of attention, predicted and measured, by depth."""
+    rows = [row for row in read_rows("hidden_size") if row.get("measured_error") and row["measured_error"][0]]
+    rows = latest(rows, "group_size")
+    if not rows:
+        return "Not measured yet."
+    depth = len(rows[0]["measured_error"]) // 2
+    layers = [*range(0, depth, 5), depth - 1]
+    lines = []
+    for row in sorted(rows, key=lambda row: row["group_size"]):
+        pairs = [(row["predicted_error"][2 * layer], row["measured_error"][2 * layer]) for layer in layers]
+        group = "one for all" if row["group_size"] == 0 else str(row["group_size"])
+        lines.append([group, *(f"{predicted:.3f} / {measured:.3f}" for predicted, measured in pairs)])
+    return markdown(
+        ["blocks in a group", *(f"layer {layer}" for layer in layers)],
+        lines,
+        "Relative error of attention's input, predicted from the statistics / measured on the last batch of the "
+        f"calibration text; {_origin(rows)}.",
+    )
+
+
 # table: (function, results file)
 TABLES = {
     "quality": (quality_table, "quality"),
@@ -177,6 +228,8 @@ TABLES = {
     "pivots": (pivots_table, "kernels"),
     "kernels": (kernels_table, "kernels"),
     "pivot_quality": (pivot_quality_table, "pivot_quality"),
+    "hidden_size": (hidden_size_table, "hidden_size"),
+    "hidden_error": (hidden_error_table, "hidden_size"),
     "sketch_quality": (sketch_table, "sketch_quality"),
 }
 

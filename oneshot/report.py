@@ -131,6 +131,14 @@ def model_card(report: Report) -> str:
         if calibration
         else "none: this recipe reads weights only"
     )
+    form, loading = {
+        "stock": ("A stock checkpoint", "It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`."),
+        "per-layer": (
+            "A checkpoint whose layers have sizes of their own",
+            "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
+            "modelling file in this folder.",
+        ),
+    }[report.plan["tier"]]
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -138,15 +146,15 @@ tags: [oneshot, compressed, structured-pruning]
 ---
 # Compressed from {Path(str(report.config["checkpoint"])).name}
 
-A stock checkpoint, made smaller in one shot, without training, by `oneshot` {report.versions["oneshot"]}.
-It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`. Its licence and terms of use apply.
+{form}, made smaller in one shot, without training, by `oneshot` {report.versions["oneshot"]}. {loading}
+Its licence and terms of use apply.
 
 | | dense | compressed |
 |---|---|---|
 {rows}
 
-- Recipe: `{report.config["recipe"]}` (FFN `{report.recipe["ffn"]}`, heads `{report.recipe["heads"]}`, correction
-  `{report.recipe["correction"]}`), seed {report.config["seed"]}.
+- Recipe: `{report.config["recipe"]}` (FFN `{report.recipe["ffn"]}`, heads `{report.recipe["heads"]}`, hidden size
+  `{report.recipe["hidden"]}`, correction `{report.recipe["correction"]}`), seed {report.config["seed"]}.
 - Calibration text: {text}.
 
 A compressed model answers worse than the original, most so on text unlike the calibration's. Measure it on

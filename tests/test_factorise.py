@@ -12,7 +12,7 @@ from strategies import TOLERANCES, Matrix, matrices
 
 from oneshot.factorise import correct, select_heads, select_neurons
 from oneshot.records import BlockStatistics, Factors
-from oneshot.statistics import GramAccumulator, with_constant_column
+from oneshot.statistics import GramAccumulator, MomentAccumulator, with_constant_column
 
 ROWS, NEURONS, OUTPUTS = 120, 16, 6
 
@@ -248,3 +248,23 @@ def test_every_kept_group_keeps_the_same_number_of_heads(
     counts = (heads // per_group).bincount(minlength=groups).tolist()
     assert sorted(counts) == [0] * (groups - kept_groups) + [kept_each] * kept_groups
     assert heads.tolist() == sorted(set(heads.tolist()))
+
+
+def test_the_tcsp_score_is_equation_25() -> None:
+    rng = np.random.default_rng(5)
+    activations = rng.standard_normal((300, NEURONS)) * rng.random(NEURONS) + rng.standard_normal(NEURONS)
+    down = rng.standard_normal((OUTPUTS, NEURONS))
+    score = np.linalg.norm(down, axis=0) * (np.abs(activations).mean(0) + activations.std(0))
+    accumulator = MomentAccumulator(NEURONS, device=torch.device("cpu"))
+    accumulator.update_(torch.from_numpy(activations))
+    kept = select_neurons(
+        "tcsp-score",
+        6,
+        gate=None,
+        up=torch.zeros(NEURONS, 4),
+        down=torch.from_numpy(down),
+        gram=torch.from_numpy(activations.T @ activations),
+        moments=accumulator.finish(),
+        generator=torch.Generator(),
+    )
+    assert set(kept.tolist()) == set(np.argsort(-score)[:6].tolist())

@@ -144,7 +144,30 @@ metric_list:
 """
 
 
+def test_both_tiers_of_one_plan_give_the_same_model(
+    compressed: tuple[Path, Report], smollm2: Path, tmp_path: Path
+) -> None:
+    """The real model: one plan, two forms, equal logits and equal answers in an lm-eval task."""
+    report = compress(settings(smollm2, tmp_path / "per-layer", tier="per-layer"))
+    assert report.stored_parameters == compressed[1].stored_parameters
+    ids = load_tokenizer(smollm2)(STORY, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        stock, per_layer = (
+            load_model(folder, device=CPU, dtype=torch.float32)(ids).logits
+            for folder in (compressed[0], tmp_path / "per-layer")
+        )
+    torch.testing.assert_close(per_layer, stock, rtol=0, atol=1e-5 * float(stock.abs().max()))
+    answers = [run_capitals(folder, tmp_path) for folder in (compressed[0], tmp_path / "per-layer")]
+    assert answers[0] == answers[1]
+
+
 def test_an_lm_eval_task_runs_from_local_data(compressed: tuple[Path, Report], tmp_path: Path) -> None:
+    accuracy = run_capitals(compressed[0], tmp_path)["acc,none"]
+    assert accuracy in (pytest.approx(0), pytest.approx(1 / 3), pytest.approx(2 / 3), pytest.approx(1))
+
+
+def run_capitals(folder: Path, tmp_path: Path) -> dict[str, float]:
+    """Three documents of a multiple-choice task of our own."""
     capitals = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Egypt": "Cairo"}
     names = sorted(capitals.values())
     rows = [
@@ -155,7 +178,7 @@ def test_an_lm_eval_task_runs_from_local_data(compressed: tuple[Path, Report], t
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "local_capitals.yaml").write_text(TASK.format(file=data))
     (result,) = evaluate(
-        [str(compressed[0])],
+        [str(folder)],
         [],
         decode_tokens=0,
         tasks=["local_capitals"],
@@ -164,5 +187,4 @@ def test_an_lm_eval_task_runs_from_local_data(compressed: tuple[Path, Report], t
         device="cpu",
     )
     assert result.tasks is not None
-    accuracy = result.tasks["local_capitals"]["acc,none"]
-    assert accuracy in (pytest.approx(0), pytest.approx(1 / 3), pytest.approx(2 / 3), pytest.approx(1))
+    return result.tasks["local_capitals"]

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from strategies import TOLERANCES, Matrix, matrices
 
 from oneshot.records import BlockStatistics
-from oneshot.statistics import GramAccumulator, SketchAccumulator, with_constant_column
+from oneshot.statistics import (
+    GramAccumulator,
+    HeadGramAccumulator,
+    MomentAccumulator,
+    SketchAccumulator,
+    with_constant_column,
+)
 
 CPU = torch.device("cpu")
 
@@ -111,3 +117,32 @@ def test_a_count_sketch_is_one_signed_row_per_row() -> None:
         assert (matrices[-1].abs().sum(0) == 1).all()
         assert set(matrices[-1].unique().tolist()) == {-1.0, 0.0, 1.0}
     assert not torch.equal(matrices[0], matrices[1])
+
+
+@given(matrix=matrices(), cut=st.integers(0, 16))
+def test_moments_are_those_of_all_rows(matrix: Matrix, cut: int) -> None:
+    rows = torch.from_numpy(matrix)
+    whole, other = (MomentAccumulator(rows.shape[1], device=CPU) for _ in range(2))
+    whole.update_(rows[:cut])
+    other.update_(rows[cut:])
+    whole.merge_(other)
+    moments = whole.finish()
+    single = matrix.astype(np.float32).astype(np.float64)
+    scale = max(float(np.abs(single).max()), 1e-30)
+    for got, wanted in (
+        (moments.mean, single.mean(0)),
+        (moments.absolute_mean, np.abs(single).mean(0)),
+        (moments.deviation, single.std(0)),
+    ):
+        assert np.abs(got.numpy() - wanted).max() <= 1e-3 * scale
+
+
+def test_grams_of_heads_are_the_diagonal_blocks() -> None:
+    rows = torch.randn(50, 12, generator=torch.Generator().manual_seed(0))
+    accumulator = HeadGramAccumulator(3, 4, device=CPU)
+    accumulator.update_(rows[:20])
+    accumulator.update_(rows[20:])
+    gram = rows.double().T @ rows.double()
+    for head in range(3):
+        part = slice(4 * head, 4 * head + 4)
+        torch.testing.assert_close(accumulator.finish()[head].double(), gram[part, part], rtol=1e-5, atol=1e-5)
