@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from oneshot.config import CompressionConfig
 from oneshot.linalg.pca import energies_along, principal_directions
-from oneshot.records import CalibrationSet
+from oneshot.records import CalibrationSet, HiddenPlan
 from oneshot.source import SourceModel
 from oneshot.statistics import GramAccumulator
 from oneshot.stream import LayerStream, embed_text, prefetch
@@ -42,10 +42,43 @@ class Subspaces:
         """`‖X − X P Pᵀ‖_F / ‖X‖_F` of the rows at a position."""
         return float((self.energies[position, size:].sum() / self.energies[position].sum()).sqrt())
 
-    def mean_error(self, sizes: tuple[int, ...]) -> float:
+
+class StreamSubspaces:
+    """The subspaces of a plan, and the residual stream inside them, in the model's own coordinates."""
+
+    def __init__(self, subspaces: Subspaces, plan: HiddenPlan, device: torch.device) -> None:
+        self._subspaces, self._plan, self._device = subspaces, plan, device
+        self._bases: dict[int, torch.Tensor] = {}
+
+    def size(self, position: int) -> int:
+        """The width d of the stream at a position."""
+        return self._plan.sizes[position]
+
+    def relative_error(self, position: int) -> float:
+        """`‖X − X P Pᵀ‖_F / ‖X‖_F` of the rows that the norm at a position reads in the dense model."""
+        return self._subspaces.relative_error(position, self.size(position))
+
+    def mean_error(self) -> float:
         """The root mean square of all positions' relative errors."""
-        errors = torch.tensor([self.relative_error(position, size) for position, size in enumerate(sizes)])
+        errors = torch.tensor([self.relative_error(position) for position in range(len(self._plan.sizes))])
         return float(errors.square().mean().sqrt())
+
+    def basis(self, position: int) -> torch.Tensor:
+        """`P (D, d)` float64 of a position; one object for one group. The last three groups stay in memory."""
+        group = self._plan.group_of[position]
+        if group not in self._bases:
+            self._bases = {kept: basis for kept, basis in self._bases.items() if kept >= group - 2}
+            self._bases[group] = self._subspaces.basis(position, self.size(position)).to(self._device)
+        return self._bases[group]
+
+    def inside(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        """The residual stream `(…, D)` within the subspace of a position, `x P Pᵀ`."""
+        basis = self.basis(position).to(x)
+        return x @ basis @ basis.T
+
+    def enter(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        """The stream behind a block whose output lies in the subspace of the next position already."""
+        return self.inside(x, position) if self._plan.changes_at(position) else x
 
 
 def principal_subspaces(

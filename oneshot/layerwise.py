@@ -32,7 +32,7 @@ from oneshot.fold import (
     keep_heads,
     to_rms_norms,
 )
-from oneshot.hidden import Subspaces, weighted_rows
+from oneshot.hidden import StreamSubspaces, weighted_rows
 from oneshot.recipes import WEIGHT_SELECTORS, Recipe
 from oneshot.records import BlockReport, BlockStatistics, CalibrationSet, Factors, ModelShape, Plan
 from oneshot.source import SourceModel
@@ -72,7 +72,7 @@ class LayerCompressor:
         recipe: Recipe,
         source: SourceModel,
         plan: Plan,
-        subspaces: Subspaces | None,
+        subspaces: StreamSubspaces | None,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -92,7 +92,6 @@ class LayerCompressor:
         self._solve_ffn = self._reduce_ffn or self._correct_slices
         self._generator = torch.Generator().manual_seed(config.seed)
         self._streams: dict[ModelShape, LayerStream] = {}
-        self._bases: dict[int, torch.Tensor] = {}
         self._hidden: ActivationStore | None = None
         self._dense_hidden: ActivationStore | None = None
 
@@ -118,7 +117,7 @@ class LayerCompressor:
         self._dense_hidden = stores[1] if self._two_streams else None
         if self._subspaces is not None:
             for batch in self._batches:
-                self._hidden.write(batch, self._inside(self._hidden.read(batch), 0))
+                self._hidden.write(batch, self._subspaces.inside(self._hidden.read(batch), 0))
 
     def close(self) -> None:
         """Release the activations."""
@@ -131,15 +130,19 @@ class LayerCompressor:
     ) -> tuple[Tensors, list[BlockReport]]:
         """The layer's smaller tensors and what was lost. `advance` hears of tokens done, as parts of the layer."""
         self._layer = layer
-        working, maps, reports = self._confined(tensors), InnerMaps(), self._hidden_reports(tensors)
+        working, maps = self._confined(tensors), InnerMaps()
         if self._hidden is None:
-            working, ffn_reports = self._compress_without_text(working)
-            reports += ffn_reports
+            working, reports = self._compress_without_text(working)
             advance(1)
-            return self._fold(tensors, working, maps), reports
+            return self._fold(tensors, working, maps), self._hidden_reports(None) + reports
         passes = 2 + self._solve_attention
-        part = lambda tokens: advance(tokens / passes)  # noqa: E731
-        dense, current = self._stream(self._shape).layer(tensors), self._stream(self._shape).layer(working)
+
+        def part(tokens: float) -> None:
+            advance(tokens / passes)
+
+        dense = self._stream(self._shape).layer(tensors)
+        current = dense if working is tensors else self._stream(self._shape).layer(working)
+        reports = self._hidden_reports(dense)
         if self._plan.query_key_size is not None:
             working, maps = self._compress_queries_keys(working, current, self._plan.query_key_size)
             current = self._stream(self._shape).layer(working)
@@ -172,34 +175,23 @@ class LayerCompressor:
 
     # Subspaces of the residual stream. Positions: 2 l reads attention, 2 l + 1 the FFN, 2 l + 2 the next layer.
 
-    def _basis(self, position: int) -> torch.Tensor:
-        """`P (D, d)` float64 of a position; one object for one group."""
-        assert self._subspaces is not None
-        assert self._plan.hidden is not None
-        group = self._plan.hidden.group_of[position]
-        if group not in self._bases:
-            self._bases = {kept: basis for kept, basis in self._bases.items() if kept >= group - 2}
-            basis = self._subspaces.basis(position, self._plan.hidden.sizes[position])
-            self._bases[group] = basis.to(self._device)
-        return self._bases[group]
-
-    def _inside(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        """The residual stream within the subspace of a position, `x P Pᵀ`."""
-        basis = self._basis(position).to(x)
-        return x @ basis @ basis.T
-
-    def _enter(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        """The stream behind a block, where the next position may lie in another subspace."""
-        changes = self._plan.hidden is not None and self._plan.hidden.changes_at(position)
-        return self._inside(x, position) if changes else x
-
     def _confined(self, tensors: Tensors) -> Tensors:
         """The layer with outputs inside the subspaces that read them."""
         if self._subspaces is None:
             return tensors
         on_device = {name: tensor.to(self._device) for name, tensor in tensors.items()}
-        confined = confine(on_device, O_PROJ, self._basis(2 * self._layer + 1))
-        return confine(confined, DOWN_PROJ, self._basis(2 * self._layer + 2))
+        confined = confine(on_device, O_PROJ, self._subspaces.basis(2 * self._layer + 1))
+        return confine(confined, DOWN_PROJ, self._subspaces.basis(2 * self._layer + 2))
+
+    def _enter(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        """The stream behind a block, on its way to a position."""
+        return x if self._subspaces is None else self._subspaces.enter(x, position)
+
+    def _reachable(self, statistics: BlockStatistics, position: int) -> BlockStatistics:
+        """The residual within the subspace that the block writes to; its energy counts what lies outside, too."""
+        if self._subspaces is None or statistics.residual is None:
+            return statistics
+        return replace(statistics, residual=self._subspaces.inside(statistics.residual, position))
 
     def _fold(self, tensors: Tensors, working: Tensors, maps: InnerMaps) -> Tensors:
         """What the checkpoint stores: smaller coordinates, the dtypes of the input."""
@@ -208,30 +200,29 @@ class LayerCompressor:
             folded = to_rms_norms(folded)
         if self._subspaces is not None:
             first = 2 * self._layer
-            folded = fold_hidden(folded, *(self._basis(position) for position in (first, first + 1, first + 2)))
+            folded = fold_hidden(folded, *(self._subspaces.basis(first + step) for step in range(3)))
         like = tensors[f"{O_PROJ}.weight"]
         return {
-            name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor
+            name: tensor.to("cpu", tensors.get(name, like).dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in folded.items()
         }
 
-    def _hidden_reports(self, tensors: Tensors) -> list[BlockReport]:
+    def _hidden_reports(self, dense: StreamLayer | None) -> list[BlockReport]:
         """What the subspaces leave out of the dense stream where norms read it; measured on its last batch."""
-        if self._subspaces is None or self._plan.hidden is None:
+        if self._subspaces is None:
             return []
         seen: list[torch.Tensor | None] = [None, None]
-        if self._dense_hidden is not None:
+        if dense is not None and self._dense_hidden is not None:
             entering = self._dense_hidden.read(self._batches[-1])
-            seen = [entering, self._stream(self._shape).layer(tensors).attention(entering)]
+            seen = [entering, dense.attention(entering)]
         reports = []
         for half, x in enumerate(seen):
             position = 2 * self._layer + half
-            size = self._plan.hidden.sizes[position]
-            predicted = self._subspaces.relative_error(position, size)
+            size, predicted = self._subspaces.size(position), self._subspaces.relative_error(position)
             measured = None
             if x is not None:
                 rows = weighted_rows(x, centred=self._shape.norm_bias, weighting=self._config.token_weighting)
-                measured = _relative_error(rows, self._inside(rows, position))
+                measured = _relative_error(rows, self._subspaces.inside(rows, position))
             kind = ("attention input", "ffn input")[half]
             reports.append(BlockReport(kind, self._shape.hidden_size, size, predicted, measured, None, None))
         return reports
@@ -279,15 +270,17 @@ class LayerCompressor:
             advance(x.shape[0] * x.shape[1])
         statistics = self._reachable(accumulator.finish(), 2 * self._layer + 1)
         width = shape.num_attention_heads * shape.head_dim
-        heads = select_heads(
-            statistics.gram[:width, :width],
-            weight[:, :width],
-            num_groups=shape.num_key_value_heads,
-            heads_per_group=shape.heads_per_group,
-            head_dim=shape.head_dim,
-            kept_groups=plan.kept_num_key_value_heads,
-            kept_heads_per_group=plan.kept_num_attention_heads // plan.kept_num_key_value_heads,
-        )
+        heads = torch.arange(shape.num_attention_heads, device=self._device)
+        if self._reduce_heads:
+            heads = select_heads(
+                statistics.gram[:width, :width],
+                weight[:, :width],
+                num_groups=shape.num_key_value_heads,
+                heads_per_group=shape.heads_per_group,
+                head_dim=shape.head_dim,
+                kept_groups=plan.kept_num_key_value_heads,
+                kept_heads_per_group=plan.kept_num_attention_heads // plan.kept_num_key_value_heads,
+            )
         columns = head_columns(heads, shape.head_dim)
         factors = self._correct(weight, columns, statistics, has_bias=shape.output_bias)
         maps = keep_heads(maps, heads, shape.heads_per_group)
@@ -394,12 +387,6 @@ class LayerCompressor:
         return _relative_error(wanted - h, moved - h)
 
     # Shared by both blocks
-
-    def _reachable(self, statistics: BlockStatistics, position: int) -> BlockStatistics:
-        """The residual within the subspace that the block writes to; its energy counts what lies outside, too."""
-        if self._subspaces is None or statistics.residual is None:
-            return statistics
-        return replace(statistics, residual=self._inside(statistics.residual, position))
 
     def _correct(
         self, weight: torch.Tensor, columns: torch.Tensor, statistics: BlockStatistics | None, *, has_bias: bool

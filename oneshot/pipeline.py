@@ -19,7 +19,7 @@ from oneshot.errors import DeviceError, OutputError
 from oneshot.export.hf import stock_config, verify, write_companions
 from oneshot.export.per_layer import per_layer_config, write_modelling_file
 from oneshot.fold import fold_ends
-from oneshot.hidden import Subspaces, principal_subspaces
+from oneshot.hidden import StreamSubspaces, Subspaces, principal_subspaces
 from oneshot.layerwise import LayerCompressor, reads_activations
 from oneshot.plan import plan_sizes, spread_hidden_sizes, wanted_parameters
 from oneshot.recipes import Recipe, resolve_recipe
@@ -95,15 +95,17 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
         watch.lap("prepare")
         subspaces = None
         if calibration is not None and plan.hidden is not None:
-            subspaces = _find_subspaces(config, source, calibration, plan.hidden, device, dtype, scratch, show_progress)
+            found = _find_subspaces(config, source, calibration, plan.hidden, device, dtype, scratch, show_progress)
             if config.hidden_size is None and plan.hidden.num_groups > 1:
                 plan = spread_hidden_sizes(
                     plan,
                     shape,
-                    subspaces.energies,
+                    found.energies,
                     target_parameters=wanted_parameters(config, shape.stack().stored_parameters()),
                     round_to=config.round_to,
                 )
+            assert plan.hidden is not None
+            subspaces = StreamSubspaces(found, plan.hidden, device)
             watch.lap("hidden size")
         compressor = LayerCompressor(
             config, recipe, source, plan, subspaces, device=device, dtype=dtype, scratch=scratch
@@ -119,9 +121,7 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
             write_modelling_file(writer.partial)
         compressed = verify(writer.partial).num_parameters
         watch.lap("write")
-        hidden_error = None
-        if subspaces is not None and plan.hidden is not None:
-            hidden_error = subspaces.mean_error(plan.hidden.sizes)
+        hidden_error = None if subspaces is None else subspaces.mean_error()
         report = _report(config, recipe, source, plan, compressed, calibration, hidden_error, layers, watch)
         write_report(report, writer.partial)
         writer.commit()
@@ -181,24 +181,24 @@ def _write_outside(
     config: CompressionConfig,
     source: SourceModel,
     plan: Plan,
-    subspaces: Subspaces | None,
+    subspaces: StreamSubspaces | None,
     writer: CheckpointWriter,
 ) -> None:
     """Everything outside the layers: as it is, or folded into the subspaces or the per-layer form."""
     checkpoint, architecture = source.checkpoint, source.architecture
     cast = partial(_cast, config.save_dtype)
     if plan.tier == "per-layer" or plan.hidden is not None:
-        first = last = None
-        if subspaces is not None and plan.hidden is not None:
-            first = subspaces.basis(0, plan.hidden.sizes[0])
-            last = subspaces.basis(len(plan.hidden.sizes) - 1, plan.hidden.sizes[-1])
+        bases = None
+        if subspaces is not None:
+            last = 2 * source.shape.num_hidden_layers
+            bases = subspaces.basis(0).cpu(), subspaces.basis(last).cpu()
         ends = fold_ends(
             embedding=checkpoint.read_one(architecture.embedding),
             positions=source.read_positions(),
             norm=checkpoint.read_one(f"{architecture.final_norm}.weight"),
             norm_bias=checkpoint.read_one(f"{architecture.final_norm}.bias") if architecture.norm_bias else None,
             head=None if source.shape.tied and not architecture.norm_bias else source.read_head(),
-            bases=None if first is None or last is None else (first, last),
+            bases=bases,
             keep_tied=plan.stack(source.shape).head != "own",
         )
         writer.add(cast(ends))

@@ -238,7 +238,8 @@ def test_the_stored_model_is_the_one_that_was_streamed(
 
     def watched(self: LayerCompressor) -> None:
         assert self._hidden is not None
-        streamed.append(self._hidden.read(slice(0, 16)).double() @ self._basis(4))
+        assert self._subspaces is not None
+        streamed.append(self._hidden.read(slice(0, 16)).double() @ self._subspaces.basis(4))
         original(self)
 
     monkeypatch.setattr(LayerCompressor, "close", watched)

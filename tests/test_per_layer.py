@@ -13,7 +13,7 @@ from factories import MakeCheckpoint, MakeConfig, build_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oneshot import compress
+from oneshot import OneshotError, compress
 from oneshot.evaluate import evaluate, load_model
 from oneshot.export.per_layer import MODELLING_FILE
 from oneshot.factorise import reduce_queries_keys, reduce_values
@@ -104,6 +104,11 @@ def test_nothing_runs_without_consent(compressed: Path) -> None:
 
     with pytest.raises(ValueError, match="trust_remote_code"):
         AutoModelForCausalLM.from_pretrained(compressed, trust_remote_code=False)
+
+
+def test_it_is_not_compressed_twice(compressed: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(OneshotError, match="the model it came from"):
+        compress(make_config(compressed, output=str(tmp_path / "twice")))
 
 
 def test_the_cache_changes_nothing(compressed: Path) -> None:

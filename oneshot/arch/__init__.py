@@ -26,6 +26,8 @@ def get_architecture(config: dict[str, Any]) -> Architecture:
         raise CheckpointError(
             f"The model ({model_type}) is a mixture of experts, which is not supported; give a dense one."
         )
+    if model_type == "oneshot":
+        raise CheckpointError("The checkpoint is a compressed one in the per-layer form; give the model it came from.")
     if model_type not in ARCHITECTURES:
         raise CheckpointError(
             f"Model type {model_type!r} is not supported; the supported families are {', '.join(ARCHITECTURES)}."
