@@ -20,7 +20,7 @@ from oneshot.config import CompressionConfig
 from oneshot.evaluate import load_windows, perplexity
 from oneshot.factorise import correct, select_neurons
 from oneshot.fold import fold_ffn
-from oneshot.layerwise import NONZEROS
+from oneshot.layerwise.ffn import NONZEROS
 from oneshot.source import open_model, resolve_checkpoint
 from oneshot.statistics import GramAccumulator, SketchAccumulator
 from oneshot.stream import LayerStream

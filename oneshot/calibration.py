@@ -29,7 +29,7 @@ def load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CalibrationError(f"{folder} holds no tokenizer; copy the model's tokenizer files there.")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the readers of tokenizers raise many unrelated types; the cause is named and chained
         raise CalibrationError(
             f"The tokenizer in {folder} cannot be read ({error}); copy the model's files again."

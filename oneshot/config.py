@@ -79,7 +79,7 @@ class CompressionConfig:
     sketch: str | None = None
     sketch_size: int | None = None
     pivot_group_size: int = 512
-    residual_weight: float = 1.0
+    residual_weight: float = 0.5
     round_to: int | None = None
     calibration: str = "c4"
     num_sequences: int = 128

@@ -112,7 +112,7 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
         )
         _write_outside(config, source, plan, subspaces, writer)
         text = calibration if reads_activations(recipe, plan, shape) else None
-        layers = _write_layers(config, compressor, source, text, writer, show_progress)
+        layers = _write_layers(config, compressor, plan.tier, source, text, writer, show_progress)
         writer.finish_weights()
         watch.lap("layers")
         save_dtype = None if config.save_dtype == "keep" else config.save_dtype
@@ -211,14 +211,14 @@ def _write_outside(
 def _write_layers(
     config: CompressionConfig,
     compressor: LayerCompressor,
+    tier: str,
     source: SourceModel,
     calibration: CalibrationSet | None,
     writer: CheckpointWriter,
     show_progress: bool,
 ) -> list[LayerReport]:
     """Stream the layers through the compressor into the writer."""
-    num_layers, architecture = source.shape.num_hidden_layers, source.architecture
-    stock = compressor.tier == "stock"
+    num_layers, architecture, stock = source.shape.num_hidden_layers, source.architecture, tier == "stock"
     if calibration is not None:
         compressor.embed(calibration)
     layers = []

@@ -1,0 +1,124 @@
+"""The attention block: fewer heads, smaller queries, keys and values, and the correction of `o_proj`.
+
+The streams do not move here: `ffn.py` moves them through the compressed attention.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from oneshot.arch.base import O_PROJ
+from oneshot.factorise import predicted_error, reduce_queries_keys, reduce_values, select_heads
+from oneshot.fold import InnerMaps, augmented_weight, fold_heads, fold_inner, head_columns, keep_heads
+from oneshot.layerwise.block import Block, block_report, relative_error
+from oneshot.layerwise.streams import Tensors
+from oneshot.records import BlockReport, BlockStatistics
+from oneshot.statistics import HeadGramAccumulator, with_constant_column
+from oneshot.stream import StreamLayer
+
+
+class AttentionBlock(Block):
+    """Queries and keys come first, because everything behind them sees the scores; then `compress`."""
+
+    @property
+    def reduces_heads(self) -> bool:
+        return self.plan.kept_num_attention_heads < self.shape.num_attention_heads
+
+    @property
+    def is_solved_for(self) -> bool:
+        """Whether `o_proj` changes, and statistics of its input are needed."""
+        return self.reduces_heads or self.plan.value_size is not None or self.corrects_slices
+
+    def reduce_queries_keys(self, tensors: Tensors, current: StreamLayer, size: int) -> tuple[Tensors, InnerMaps]:
+        """A layer whose full queries and keys give the scores of the smaller ones, and the maps to those."""
+        shape = self.shape
+        queries = HeadGramAccumulator(shape.num_attention_heads, shape.head_dim, device=self.device)
+        keys = HeadGramAccumulator(shape.num_key_value_heads, shape.head_dim, device=self.device)
+        for _, x, _ in self.streams.read():
+            query, key = current.queries_keys(x)
+            queries.update_(query)
+            keys.update_(key)
+        query_maps, key_maps, pairs = reduce_queries_keys(
+            queries.finish(), keys.finish(), size=size, rotary=shape.num_positions == 0
+        )
+        # Full queries M⁺ M q and keys Mᵀ N k have the scores (N k)ᵀ (M q); M and (M⁺)ᵀ take them to the smaller ones.
+        inverses = torch.linalg.pinv(query_maps)
+        group_of_head = slice(None, None, shape.heads_per_group)
+        full = InnerMaps(queries=inverses @ query_maps, keys=query_maps[group_of_head].mT @ key_maps)
+        return fold_inner(tensors, full), InnerMaps(query_maps, inverses[group_of_head].mT, rotary_pairs=pairs)
+
+    def compress(
+        self,
+        layer: int,
+        tensors: Tensors,
+        maps: InnerMaps,
+        dense: StreamLayer,
+        current: StreamLayer,
+        advance: Callable[[float], None],
+    ) -> tuple[Tensors, InnerMaps, BlockReport]:
+        """The layer with fewer heads, values in subspaces and a corrected `o_proj`; moves the dense stream alone."""
+        shape, plan = self.shape, self.plan
+        weight = augmented_weight(tensors, O_PROJ).to(self.device)
+        statistics = self.reachable(self._statistics(weight, dense, current, advance), 2 * layer + 1)
+        heads = self._select(weight, statistics)
+        columns = head_columns(heads, shape.head_dim)
+        factors = self.correct(weight, columns, statistics, has_bias=shape.output_bias)
+        maps = keep_heads(maps, heads, shape.heads_per_group)
+        if plan.value_size is not None:
+            values, restricted = reduce_values(
+                factors.weight[:, : len(columns)],
+                statistics.gram[columns.unsqueeze(1), columns],
+                num_groups=plan.kept_num_key_value_heads,
+                head_dim=shape.head_dim,
+                size=plan.value_size,
+                correct=self.recipe.correction != "none",
+                damping=self.config.damping,
+            )
+            new_weight = torch.cat((restricted, factors.weight[:, len(columns) :]), dim=1)
+            error = predicted_error(weight.double(), new_weight, factors.kept, statistics)
+            factors = replace(factors, weight=new_weight, predicted_error=error)
+            maps = replace(maps, values=values)
+        folded = fold_heads(
+            tensors, factors, heads=heads, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim
+        )
+        measured = self._measure(dense, self.streams.layer(folded))
+        report = block_report("heads", shape.num_attention_heads, plan.kept_num_attention_heads, factors, measured)
+        return folded, maps, report
+
+    def _statistics(
+        self, weight: torch.Tensor, dense: StreamLayer, current: StreamLayer, advance: Callable[[float], None]
+    ) -> BlockStatistics:
+        accumulator = self.accumulator(weight)
+        for batch, x, x_dense in self.streams.read():
+            heads = current.heads(x)
+            target = None
+            if x_dense is not None:
+                attended = dense.attention(x_dense)
+                self.streams.write_dense(batch, attended)
+                target = (attended - x).flatten(0, -2) - current.project_heads(heads)
+            accumulator.update_(with_constant_column(heads) if self.shape.output_bias else heads, target)
+            advance(x.shape[0] * x.shape[1])
+        return accumulator.finish()
+
+    def _select(self, weight: torch.Tensor, statistics: BlockStatistics) -> torch.Tensor:
+        """The query heads to keep, ascending."""
+        shape, plan = self.shape, self.plan
+        if not self.reduces_heads:
+            return torch.arange(shape.num_attention_heads, device=self.device)
+        width = shape.num_attention_heads * shape.head_dim
+        return select_heads(
+            statistics.gram[:width, :width],
+            weight[:, :width],
+            num_groups=shape.num_key_value_heads,
+            heads_per_group=shape.heads_per_group,
+            head_dim=shape.head_dim,
+            kept_groups=plan.kept_num_key_value_heads,
+            kept_heads_per_group=plan.kept_num_attention_heads // plan.kept_num_key_value_heads,
+        )
+
+    def _measure(self, dense: StreamLayer, compressed: StreamLayer) -> float:
+        """Relative error of the block's output on the last batch."""
+        x, attended = self.streams.read_last()
+        wanted = dense.attention(x) if attended is None else attended
+        return relative_error(wanted - x, compressed.attention(x) - x)

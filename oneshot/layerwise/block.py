@@ -1,0 +1,81 @@
+"""What compressing attention and compressing the FFN have in common."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from oneshot.config import CompressionConfig
+from oneshot.factorise import correct
+from oneshot.hidden import StreamSubspaces
+from oneshot.layerwise.streams import Streams
+from oneshot.recipes import Recipe
+from oneshot.records import BlockReport, BlockStatistics, Factors, ModelShape, Plan
+from oneshot.statistics import GramAccumulator
+
+
+@dataclass(frozen=True)
+class Block:
+    """One of the two blocks of a layer: what is wanted of it, and the streams that pass it."""
+
+    config: CompressionConfig
+    recipe: Recipe
+    shape: ModelShape
+    plan: Plan
+    subspaces: StreamSubspaces | None
+    streams: Streams
+    device: torch.device
+
+    @property
+    def corrects_slices(self) -> bool:
+        """Whether there is something to correct though every neuron and head stays: a stream inside subspaces."""
+        return self.subspaces is not None and self.recipe.correction == "two-stream"
+
+    def accumulator(self, weight: torch.Tensor) -> GramAccumulator:
+        """Statistics of what a linear `(d, n)` consumes, with the dense stream's residual where there is one."""
+        output_size = weight.shape[0] if self.recipe.correction == "two-stream" else None
+        return GramAccumulator(weight.shape[1], output_size=output_size, device=self.device)
+
+    def enter(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        """The compressed stream behind a block, on its way to a position."""
+        return x if self.subspaces is None else self.subspaces.enter(x, position)
+
+    def reachable(self, statistics: BlockStatistics, position: int) -> BlockStatistics:
+        """The residual within the subspace that the block writes to; its energy counts what lies outside, too."""
+        if self.subspaces is None or statistics.residual is None:
+            return statistics
+        return replace(statistics, residual=self.subspaces.inside(statistics.residual, position))
+
+    def correct(
+        self, weight: torch.Tensor, columns: torch.Tensor, statistics: BlockStatistics | None, *, has_bias: bool
+    ) -> Factors:
+        """Correct a consuming linear over the kept columns; `has_bias`: its last column is the bias, which stays."""
+        if has_bias:
+            columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
+        return correct(
+            weight,
+            columns,
+            statistics,
+            correction=self.recipe.correction,
+            damping=self.config.damping,
+            residual_weight=self.config.residual_weight,
+        )
+
+
+def relative_error(wanted: torch.Tensor, reached: torch.Tensor) -> float:
+    """`‖wanted − reached‖ / ‖wanted‖`."""
+    energy = wanted.double().norm().clamp_min(torch.finfo(torch.float64).tiny)  # a block may give nothing at all
+    return float((wanted - reached).double().norm() / energy)
+
+
+def block_report(kind: str, dense_size: int, kept_size: int, factors: Factors, measured: float | None) -> BlockReport:
+    """What the factors say about a block, and what was measured."""
+    return BlockReport(
+        kind=kind,
+        dense_size=dense_size,
+        kept_size=kept_size,
+        predicted_error=factors.predicted_error,
+        measured_error=measured,
+        condition_number=factors.condition_number,
+        max_interpolation=factors.max_interpolation,
+        eigenvalue_fallback=factors.eigenvalue_fallback,
+    )

@@ -1,0 +1,124 @@
+"""The FFN block: fewer neurons and the correction of `down_proj`; both streams move to the next layer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
+from oneshot.factorise import select_neurons
+from oneshot.fold import augmented_weight, fold_ffn
+from oneshot.layerwise.block import Block, relative_error
+from oneshot.layerwise.streams import Tensors
+from oneshot.records import BlockStatistics, Factors
+from oneshot.statistics import MomentAccumulator, SketchAccumulator, with_constant_column
+from oneshot.stream import StreamLayer
+
+NONZEROS = {"count": 1, "sparse-sign": 8}  # per column of the sketching matrix
+
+
+@dataclass(frozen=True)
+class FfnBlock(Block):
+    """In this order: `run_attention` for the statistics of `down_proj`'s input, `factorise`, `run_ffn`."""
+
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+    @property
+    def reduces_neurons(self) -> bool:
+        return self.plan.kept_intermediate_size < self.shape.intermediate_size
+
+    @property
+    def is_solved_for(self) -> bool:
+        """Whether `down_proj` changes, and statistics of its input are needed where there is text."""
+        return self.reduces_neurons or self.corrects_slices
+
+    def run_attention(
+        self,
+        layer: int,
+        tensors: Tensors,
+        dense: StreamLayer,
+        current: StreamLayer,
+        advance: Callable[[float], None],
+        *,
+        dense_attended: bool,
+    ) -> tuple[BlockStatistics | None, torch.Tensor]:
+        """Move both streams through attention (the dense one through its FFN, too) and gather the FFN's statistics.
+
+        `dense_attended`: the dense stream has gone through attention already. Also returns the hidden states that the
+        last batch ought to have after the FFN, to measure the error against.
+        """
+        accumulator = self.accumulator(augmented_weight(tensors, DOWN_PROJ)) if self.is_solved_for else None
+        sketch = self._sketch() if self.reduces_neurons and self.recipe.sketch != "none" else None
+        moments = None
+        if self.recipe.ffn == "tcsp-score":
+            moments = MomentAccumulator(self.shape.intermediate_size, device=self.device)
+        for batch, x, x_dense in self.streams.read():
+            h = self.enter(current.attention(x), 2 * layer + 1)
+            self.streams.write(batch, h)
+            target = None
+            if x_dense is not None:
+                target = dense.ffn(x_dense if dense_attended else dense.attention(x_dense))
+                self.streams.write_dense(batch, target)
+            if accumulator is not None:
+                neurons = current.neurons(h)
+                if target is not None:
+                    target = (target - h).flatten(0, -2) - current.project_neurons(neurons)
+                accumulator.update_(with_constant_column(neurons) if self.shape.mlp_bias else neurons, target)
+                if sketch is not None:
+                    sketch.update_(neurons)
+                if moments is not None:
+                    moments.update_(neurons)
+            advance(x.shape[0] * x.shape[1])
+        _, dense_state = self.streams.read_last()
+        wanted = current.ffn(h) if dense_state is None else dense_state
+        if accumulator is None:
+            return None, wanted
+        statistics = replace(
+            self.reachable(accumulator.finish(), 2 * layer + 2),
+            sketch=None if sketch is None else sketch.finish(),
+            moments=None if moments is None else moments.finish(),
+        )
+        return statistics, wanted
+
+    def factorise(self, tensors: Tensors, statistics: BlockStatistics | None) -> tuple[Tensors, Factors]:
+        """The layer with the kept neurons and the corrected `down_proj`."""
+        num_neurons = self.shape.intermediate_size
+        weight = augmented_weight(tensors, DOWN_PROJ).to(self.device)
+        gate = tensors.get(f"{GATE_PROJ}.weight")
+        neurons = torch.arange(num_neurons, device=self.device)
+        if self.reduces_neurons:
+            neurons = select_neurons(
+                self.recipe.ffn,
+                self.plan.kept_intermediate_size,
+                gate=None if gate is None else gate.to(self.device),
+                up=tensors[f"{UP_PROJ}.weight"].to(self.device),
+                down=weight[:, :num_neurons],
+                gram=None if statistics is None else statistics.gram[:num_neurons, :num_neurons],
+                generator=self.generator,
+                sketch=None if statistics is None else statistics.sketch,
+                moments=None if statistics is None else statistics.moments,
+                pivoting=self.recipe.pivoting,
+                group_size=self.config.pivot_group_size,
+            )
+        factors = self.correct(weight, neurons, statistics, has_bias=self.shape.mlp_bias)
+        return fold_ffn(tensors, factors), factors
+
+    def run_ffn(
+        self, layer: int, current: StreamLayer, wanted: torch.Tensor, advance: Callable[[float], None]
+    ) -> float:
+        """Move the compressed stream through the FFN; the relative error of its output on the last batch."""
+        for batch, h, _ in self.streams.read():
+            moved = current.ffn(h)
+            self.streams.write(batch, self.enter(moved, 2 * layer + 2))
+            advance(h.shape[0] * h.shape[1])
+        return relative_error(wanted - h, moved - h)
+
+    def _sketch(self) -> SketchAccumulator:
+        width = self.shape.intermediate_size
+        return SketchAccumulator(
+            self.config.sketch_size or 2 * width,
+            width,
+            nonzeros=NONZEROS[self.recipe.sketch],
+            seed=self.config.seed,
+            device=self.device,
+        )

@@ -1,0 +1,114 @@
+"""The hidden states that walk through the model, and the layers that move them.
+
+The *compressed* stream is the one that every layer that is compressed will really see; the *dense* one, of the
+untouched model, is there only where the correction's target comes from it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from oneshot.arch.base import DOWN_PROJ, O_PROJ
+from oneshot.config import CompressionConfig
+from oneshot.hidden import StreamSubspaces
+from oneshot.records import CalibrationSet, ModelShape, Plan
+from oneshot.source import SourceModel
+from oneshot.stream import ActivationStore, LayerStream, StreamLayer, embed_text
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Streams:
+    """Both streams, batch by batch. `embed` comes first; without it there is no text, and nothing to read.
+
+    Args:
+        two: whether the dense stream is there, too.
+        subspaces: where the compressed stream is kept; None at full width.
+    """
+
+    def __init__(
+        self,
+        config: CompressionConfig,
+        source: SourceModel,
+        plan: Plan,
+        subspaces: StreamSubspaces | None,
+        *,
+        two: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        scratch: Path,
+    ) -> None:
+        self._config, self._source, self._plan, self._subspaces = config, source, plan, subspaces
+        self._two, self._device, self._dtype, self._scratch = two, device, dtype, scratch
+        self._builders: dict[ModelShape, LayerStream] = {}
+        self._stores: list[ActivationStore] = []
+
+    def embed(self, calibration: CalibrationSet) -> None:
+        """Fill the activation stores with the embeddings of the calibration text."""
+        self._sequence_length = calibration.token_ids.shape[1]
+        self._batches, self._stores = embed_text(
+            self._builder(self._source.shape),
+            self._source.checkpoint.read_one(self._source.architecture.embedding),
+            calibration.token_ids,
+            self._source.read_positions(),
+            num_stores=2 if self._two else 1,
+            batch_size=self._config.batch_size,
+            max_memory_bytes=self._config.max_memory_bytes,
+            folder=self._scratch,
+        )
+        if self._subspaces is not None:
+            for batch, x, _ in self.read():
+                self.write(batch, self._subspaces.inside(x, 0))
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is anything to read."""
+        return bool(self._stores)
+
+    def read(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+        """The batches of both streams: the compressed one's states, and the dense one's where it is there."""
+        for batch in self._batches:
+            yield batch, *self._read(batch)
+
+    def read_last(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The last batch of both streams."""
+        return self._read(self._batches[-1])
+
+    def write(self, batch: slice, values: torch.Tensor) -> None:
+        """Move the compressed stream on."""
+        self._stores[0].write(batch, values)
+
+    def write_dense(self, batch: slice, values: torch.Tensor) -> None:
+        """Move the dense stream on."""
+        self._stores[1].write(batch, values)
+
+    def layer(self, tensors: Tensors) -> StreamLayer:
+        """The layer of the stock class with these weights, whose FFN and heads may be fewer than the model's."""
+        shape, plan = self._source.shape, self._plan
+        num_heads = tensors[f"{O_PROJ}.weight"].shape[1] // shape.head_dim
+        fewer = num_heads < shape.num_attention_heads
+        groups = plan.kept_num_key_value_heads if fewer else shape.num_key_value_heads
+        width = tensors[f"{DOWN_PROJ}.weight"].shape[1]
+        return self._builder(Plan(width, num_heads, groups, plan.head_unit).apply(shape)).layer(tensors)
+
+    def close(self) -> None:
+        """Release the activations."""
+        for store in self._stores:
+            store.close()
+
+    def _read(self, batch: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._stores[0].read(batch), self._stores[1].read(batch) if self._two else None
+
+    def _builder(self, shape: ModelShape) -> LayerStream:
+        """The layer builder for a shape, made once."""
+        if shape not in self._builders:
+            architecture = self._source.architecture
+            self._builders[shape] = LayerStream(
+                architecture.resize_config(self._source.checkpoint.config, shape),
+                architecture,
+                sequence_length=self._sequence_length,
+                device=self._device,
+                dtype=self._dtype,
+            )
+        return self._builders[shape]
