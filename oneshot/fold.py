@@ -25,8 +25,6 @@ Tensors = dict[str, torch.Tensor]
 PANEL_ROWS = 8192
 
 # Names outside the layers, Llama's and those of the per-layer form
-EMBEDDING = "model.embed_tokens.weight"
-POSITIONS = "model.embed_positions.weight"
 FINAL_NORM = "model.norm.weight"
 OUTPUT_HEAD = "lm_head.weight"
 HEAD_BIAS = "lm_head.bias"
@@ -141,9 +139,8 @@ def fold_hidden(tensors: Tensors, attention: torch.Tensor, ffn: torch.Tensor, ou
     differ (are not one object), a shortcut `P_nextᵀ P` carries the stream over. Products in float64, float32 results.
     """
     folded = dict(tensors)
-    inputs = (Q_PROJ, K_PROJ, V_PROJ), tuple(linear for linear in (GATE_PROJ, UP_PROJ) if f"{linear}.weight" in tensors)
-    for norm, linears, basis in ((ATTENTION_NORM, inputs[0], attention), (FFN_NORM, inputs[1], ffn)):
-        for linear in linears:
+    for norm, basis in ((ATTENTION_NORM, attention), (FFN_NORM, ffn)):
+        for linear in _readers(tensors, norm):
             name = f"{linear}.weight"
             folded[name] = project_input(tensors[name].float(), tensors[f"{norm}.weight"], basis)
         folded[f"{norm}.weight"] = tensors[f"{norm}.weight"].new_ones(basis.shape[1])
@@ -158,41 +155,41 @@ def fold_hidden(tensors: Tensors, attention: torch.Tensor, ffn: torch.Tensor, ou
     return folded
 
 
-def fold_ends(
-    *,
-    embedding: torch.Tensor,
-    positions: torch.Tensor | None,
+def fold_embedding(embedding: torch.Tensor, basis: torch.Tensor | None, *, centred: bool) -> torch.Tensor:
+    """`E P (rows, d)` of a token or position embedding; `centred`: its rows lose their mean first (`to_rms_norms`)."""
+    if centred:
+        embedding = without_mean(embedding)
+    return embedding if basis is None else times(embedding, basis)
+
+
+def fold_head(
+    head: torch.Tensor,
     norm: torch.Tensor,
     norm_bias: torch.Tensor | None,
-    head: torch.Tensor | None,
     bases: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
     keep_tied: bool,
 ) -> Tensors:
-    """What lies outside the layers, under Llama's names, for layers from `fold_hidden` or `to_rms_norms`.
+    """The last norm and the output head `(vocabulary, D)`, under Llama's names.
 
-    The embedding becomes `E P₀`. The output head takes the last norm's weight and projection, `√(D/d) W diag(γ) P`; a
-    tied one stays tied behind the matrix `√(D/d) P₀ᵀ diag(γ) P`, which is as good as the embedding's subspace is.
+    The head takes the norm's weight and projection, `√(D/d) W diag(γ) P`; a tied one stays tied behind the matrix
+    `√(D/d) P₀ᵀ diag(γ) P`, which is as good as the embedding's subspace is. A LayerNorm's bias becomes the head's.
 
     Args:
-        positions: a learned position embedding `(positions, D)`; norm_bias: of a LayerNorm, which becomes an RMSNorm;
-            head: None where the embedding is tied and stays so, or is to be untied from itself.
-        bases: of the first and of the last position, `(D, d₀)` and `(D, d)`; None at full width.
+        bases: of the first and of the last position, `P₀ (D, d₀)` and `P (D, d)`; None at full width.
     """
-    own = embedding if head is None else head
-    ends: Tensors = {EMBEDDING: embedding} | ({} if positions is None else {POSITIONS: positions})
+    folded: Tensors = {}
     if norm_bias is not None:
-        ends = {name: without_mean(rows) for name, rows in ends.items()}
-        ends[HEAD_BIAS] = (own.double() @ norm_bias.double()).to(own)
+        folded[HEAD_BIAS] = times(head, norm_bias.double().unsqueeze(1)).squeeze(1)
     if bases is None:
-        return ends | {FINAL_NORM: norm} | ({} if keep_tied else {OUTPUT_HEAD: own.clone()})
+        return folded | {FINAL_NORM: norm} | ({} if keep_tied else {OUTPUT_HEAD: head})
     first, last = bases
-    ends |= {name: times(ends[name], first) for name in (EMBEDDING, POSITIONS) if name in ends}
-    ends[FINAL_NORM] = norm.new_ones(last.shape[1])
+    folded[FINAL_NORM] = norm.new_ones(last.shape[1])
     if keep_tied:
-        ends[HEAD_MAP] = project_input(first.T, norm, last).to(embedding)
+        folded[HEAD_MAP] = project_input(first.T, norm, last).to(head)
     else:
-        ends[OUTPUT_HEAD] = project_input(own, norm, last)
-    return ends
+        folded[OUTPUT_HEAD] = project_input(head, norm, last)
+    return folded
 
 
 def to_rms_norms(tensors: Tensors) -> Tensors:
@@ -202,22 +199,27 @@ def to_rms_norms(tensors: Tensors) -> Tensors:
     (`without_mean`), never has one; the norms' biases go into the linears behind them.
     """
     folded = dict(tensors)
-    inputs = (Q_PROJ, K_PROJ, V_PROJ), tuple(linear for linear in (GATE_PROJ, UP_PROJ) if f"{linear}.weight" in tensors)
-    for norm, linears in ((ATTENTION_NORM, inputs[0]), (FFN_NORM, inputs[1])):
+    for norm in (ATTENTION_NORM, FFN_NORM):
         shift = folded.pop(f"{norm}.bias").double()
-        for linear in linears:
+        for linear in _readers(tensors, norm):
             bias = tensors[f"{linear}.bias"]
             folded[f"{linear}.bias"] = (bias.double() + tensors[f"{linear}.weight"].double() @ shift).to(bias)
     for linear in (O_PROJ, DOWN_PROJ):
         weight = tensors[f"{linear}.weight"]
         folded[f"{linear}.weight"] = without_mean(weight.T).T.contiguous()
-        folded[f"{linear}.bias"] = without_mean(tensors[f"{linear}.bias"])
+        folded[f"{linear}.bias"] = without_mean(tensors[f"{linear}.bias"].unsqueeze(0)).squeeze(0)
     return folded
 
 
 def without_mean(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of the residual stream `(…, D)` less their own mean, which a LayerNorm does not see."""
-    return (rows.double() - rows.double().mean(-1, keepdim=True)).to(rows)
+    """Rows of the residual stream `(rows, D)` less their own mean, which a LayerNorm does not see."""
+    return torch.cat([(panel - panel.double().mean(1, keepdim=True)).to(rows) for panel in rows.split(PANEL_ROWS)])
+
+
+def _readers(tensors: Tensors, norm: str) -> tuple[str, ...]:
+    """The linears that read a norm's output; a model without gate has only `up_proj` behind its second."""
+    linears = {ATTENTION_NORM: (Q_PROJ, K_PROJ, V_PROJ), FFN_NORM: (GATE_PROJ, UP_PROJ)}[norm]
+    return tuple(linear for linear in linears if f"{linear}.weight" in tensors)
 
 
 def project_input(weight: torch.Tensor, norm: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from oneshot.arch import LLAMA
 from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.checkpoint import Checkpoint, CheckpointWriter
 from oneshot.config import CompressionConfig
 from oneshot.errors import DeviceError, OutputError
 from oneshot.export.hf import stock_config, verify, write_companions
 from oneshot.export.per_layer import per_layer_config, write_modelling_file
-from oneshot.fold import fold_ends
+from oneshot.fold import fold_embedding, fold_head
 from oneshot.hidden import StreamSubspaces, Subspaces, principal_subspaces
 from oneshot.layerwise import LayerCompressor, reads_activations
 from oneshot.plan import plan_sizes, spread_hidden_sizes, wanted_parameters
@@ -31,7 +32,7 @@ from oneshot.stream import prefetch, resolve_device, resolve_dtype
 logger = logging.getLogger(__name__)
 
 TOKENS_PER_NEURON = 4
-PER_LAYER_PREFIX = "model.layers"
+POSITIONS = "model.embed_positions.weight"  # in the per-layer form
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -185,25 +186,25 @@ def _write_outside(
     writer: CheckpointWriter,
 ) -> None:
     """Everything outside the layers: as it is, or folded into the subspaces or the per-layer form."""
-    checkpoint, architecture = source.checkpoint, source.architecture
+    checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
     cast = partial(_cast, config.save_dtype)
-    if plan.tier == "per-layer" or plan.hidden is not None:
+    if plan.tier == "per-layer" or subspaces is not None:
         bases = None
         if subspaces is not None:
-            last = 2 * source.shape.num_hidden_layers
-            bases = subspaces.basis(0).cpu(), subspaces.basis(last).cpu()
-        ends = fold_ends(
-            embedding=checkpoint.read_one(architecture.embedding),
-            positions=source.read_positions(),
-            norm=checkpoint.read_one(f"{architecture.final_norm}.weight"),
-            norm_bias=checkpoint.read_one(f"{architecture.final_norm}.bias") if architecture.norm_bias else None,
-            head=None if source.shape.tied and not architecture.norm_bias else source.read_head(),
-            bases=bases,
-            keep_tied=plan.stack(source.shape).head != "own",
-        )
-        writer.add(cast(ends))
+            bases = subspaces.basis(0).cpu(), subspaces.basis(2 * shape.num_hidden_layers).cpu()
+        first = None if bases is None else bases[0]
+        head = checkpoint.read_one(architecture.embedding)
+        writer.add(cast({LLAMA.embedding: fold_embedding(head, first, centred=shape.norm_bias)}))
+        positions = source.read_positions()
+        if positions is not None:
+            writer.add(cast({POSITIONS: fold_embedding(positions, first, centred=shape.norm_bias)}))
+        if not shape.tied:
+            head = checkpoint.read_one(architecture.output_head)
+        norm = checkpoint.read_one(f"{architecture.final_norm}.weight")
+        norm_bias = checkpoint.read_one(f"{architecture.final_norm}.bias") if shape.norm_bias else None
+        writer.add(cast(fold_head(head, norm, norm_bias, bases, keep_tied=plan.stack(shape).head != "own")))
         return
-    prefixes = tuple(architecture.layer_prefix(layer) for layer in range(source.shape.num_hidden_layers))
+    prefixes = tuple(architecture.layer_prefix(layer) for layer in range(shape.num_hidden_layers))
     for name in sorted(name for name in checkpoint.tensor_names if not name.startswith(prefixes)):
         writer.add(cast(checkpoint.read([name])))
 
@@ -227,7 +228,7 @@ def _write_layers(
         for layer, tensors in enumerate(prefetch(source.read_layer, num_layers)):
             started = time.perf_counter()
             folded, blocks = compressor.compress_layer(layer, tensors, progress.advance)
-            prefix = architecture.layer_prefix(layer) if stock else f"{PER_LAYER_PREFIX}.{layer}."
+            prefix = architecture.layer_prefix(layer) if stock else LLAMA.layer_prefix(layer)
             named = architecture.to_own_names(folded) if stock else folded
             writer.add(_cast(config.save_dtype, {prefix + name: tensor for name, tensor in named.items()}))
             layers.append(

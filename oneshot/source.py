@@ -31,12 +31,6 @@ class SourceModel:
             prefix = self.architecture.layer_prefix(layer)
             return self.architecture.to_llama_names(self.checkpoint.read_prefix(prefix))
 
-    def read_head(self) -> torch.Tensor:
-        """The output head `(vocabulary, D)`, which may be the embedding."""
-        return self.checkpoint.read_one(
-            self.architecture.embedding if self.shape.tied else self.architecture.output_head
-        )
-
     def read_positions(self) -> torch.Tensor | None:
         """The rows of a learned position embedding that tokens use, `(positions, D)`; None without one."""
         if self.architecture.positions is None:

@@ -17,7 +17,7 @@ from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.evaluate import load_model
 from oneshot.export.hf import stock_config
 from oneshot.export.per_layer import per_layer_config, per_layer_shape
-from oneshot.fold import fold_ends, fold_hidden, to_rms_norms
+from oneshot.fold import fold_embedding, fold_head, fold_hidden, to_rms_norms
 from oneshot.layerwise import LayerCompressor
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.plan import groups_of_positions, spread_hidden_sizes
@@ -63,13 +63,16 @@ def write_folded(
         tier=tier,
     )
     stack = plan.stack(shape)
-    tensors = fold_ends(
-        embedding=checkpoint.read_one(architecture.embedding),
-        positions=source.read_positions(),
-        norm=checkpoint.read_one(f"{architecture.final_norm}.weight"),
-        norm_bias=checkpoint.read_one(f"{architecture.final_norm}.bias") if shape.norm_bias else None,
-        head=None if shape.tied else source.read_head(),
-        bases=(bases[group_of[0]], bases[group_of[-1]]),
+    ends = bases[group_of[0]], bases[group_of[-1]]
+    embedding, positions = checkpoint.read_one(architecture.embedding), source.read_positions()
+    tensors = {"model.embed_tokens.weight": fold_embedding(embedding, ends[0], centred=shape.norm_bias)}
+    if positions is not None:
+        tensors["model.embed_positions.weight"] = fold_embedding(positions, ends[0], centred=True)
+    tensors |= fold_head(
+        embedding if shape.tied else checkpoint.read_one(architecture.output_head),
+        checkpoint.read_one(f"{architecture.final_norm}.weight"),
+        checkpoint.read_one(f"{architecture.final_norm}.bias") if shape.norm_bias else None,
+        ends,
         keep_tied=stack.head != "own",
     )
     for layer in range(shape.num_hidden_layers):

@@ -1,4 +1,4 @@
-"""One layer through its stages: statistics of its activations, factors, folded tensors, the next layer's activations."""
+"""One layer through its stages: statistics of its activations, factors, folded tensors; then the streams move on."""
 
 from collections.abc import Callable
 from pathlib import Path
