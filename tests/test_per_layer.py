@@ -106,6 +106,31 @@ def test_nothing_runs_without_consent(compressed: Path) -> None:
         AutoModelForCausalLM.from_pretrained(compressed, trust_remote_code=False)
 
 
+def test_older_spellings_and_defaults_of_a_config_survive(
+    own_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """As on the hub: `rope_theta` and `rope_scaling` at the top, no head size, no epsilon."""
+    folder = own_checkpoint()
+    written = json.loads((folder / "config.json").read_text())
+    for name in ("rope_parameters", "head_dim", "dtype", "hidden_act", "attention_dropout"):
+        written.pop(name, None)
+    written |= {
+        "torch_dtype": "float32",
+        "rope_theta": 777.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 16,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(written))
+    config = make_config(folder, tier="per-layer", sparsity=0.0)
+    compress(config)
+    torch.testing.assert_close(logits(Path(config.output)), logits(folder), rtol=1e-5, atol=1e-6)
+
+
 def test_it_is_not_compressed_twice(compressed: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(OneshotError, match="the model it came from"):
         compress(make_config(compressed, output=str(tmp_path / "twice")))

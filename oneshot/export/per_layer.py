@@ -19,11 +19,9 @@ KEPT_KEYS = (
     "pad_token_id",
     "rms_norm_eps",
     "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "torch_dtype",
     "use_cache",
 )
+LAYER_NORM_EPSILON = 1e-5  # PyTorch's default, which no config states
 MODEL_TYPE = "oneshot"
 MODELLING_FILE = Path(__file__).parent.parent / "modeling_oneshot.py"
 
@@ -38,11 +36,13 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
             f"The model attends within a window of {config['sliding_window']} tokens, which the per-layer form cannot "
             "hold; use a recipe with --tier stock."
         )
-    kept = {name: config[name] for name in KEPT_KEYS if name in config}
-    if "hidden_act" not in kept and "activation_function" in config:
-        kept["hidden_act"] = config["activation_function"]
-    if "rms_norm_eps" not in kept:
-        kept["rms_norm_eps"] = 1e-5  # of a LayerNorm, which no config states
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    # what the config leaves to its family's defaults, and older spellings of it, must not become Llama's defaults
+    complete = CONFIG_MAPPING[config["model_type"]].from_dict(config).to_dict()
+    kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
+    if shape.norm_bias:
+        kept |= {"hidden_act": complete["activation_function"], "rms_norm_eps": LAYER_NORM_EPSILON}
     return kept | {
         "model_type": MODEL_TYPE,
         "architectures": ["OneshotForCausalLM"],
