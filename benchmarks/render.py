@@ -220,6 +220,27 @@ def hidden_error_table() -> str:
     )
 
 
+def combined_table() -> str:
+    """The hidden size beside FFN and heads in one run, and these alone, at equal stored parameters."""
+    rows = [row for row in read_rows("quality") if row["max_windows"] == 4 and row.get("settings")]
+    rows = latest(rows, "settings")
+    if not rows:
+        return "Not measured yet."
+    texts = ("wikitext2", "lambada")
+    dense = next(row["perplexity"] for row in read_rows("hidden_size") if row["group_size"] is None)
+    lines = []
+    for row in sorted(rows, key=lambda row: row["perplexity"]["wikitext2"]):
+        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["settings"].items())
+        scores = [(row["perplexity"][text], row["perplexity"][text] / dense[text]) for text in texts]
+        lines.append([settings, f"{row['sparsity']:.1%}", *(_round(value) for pair in scores for value in pair)])
+    return markdown(
+        ["`oneshot` with", "stored removed", "WikiText-2", "× dense", "LAMBADA text", "× dense"],
+        lines,
+        f"{rows[0]['model']}, {rows[0]['calibration']}, {rows[0]['calibration_tokens'] // 1024} × 1024 tokens; first "
+        f"{rows[0]['max_windows']} windows; {_origin(rows)}.",
+    )
+
+
 # table: (function, results file)
 TABLES = {
     "quality": (quality_table, "quality"),
@@ -229,6 +250,7 @@ TABLES = {
     "kernels": (kernels_table, "kernels"),
     "pivot_quality": (pivot_quality_table, "pivot_quality"),
     "hidden_size": (hidden_size_table, "hidden_size"),
+    "combined": (combined_table, "quality"),
     "hidden_error": (hidden_error_table, "hidden_size"),
     "sketch_quality": (sketch_table, "sketch_quality"),
 }
