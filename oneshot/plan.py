@@ -108,7 +108,7 @@ def _check_inner_sizes(config: CompressionConfig, shape: ModelShape) -> None:
         return
     if shape.query_key_norms:
         raise PlanError("--query-key-size is not possible where queries and keys are normed (Qwen3); leave it out.")
-    if config.query_key_size % 2:
+    if config.query_key_size % 2 and shape.num_positions == 0:
         raise PlanError(f"--query-key-size {config.query_key_size} is odd; rotary pairs need an even one.")
 
 
