@@ -5,6 +5,7 @@ import importlib.util
 import json
 import platform
 import subprocess
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneshot.evaluate import load_model, perplexity
+from oneshot import CompressionConfig, Report, compress
+from oneshot.evaluate import load_model, load_windows, perplexity
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -70,6 +72,45 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--threads", type=int, default=torch.get_num_threads())
     return result
+
+
+def add_compression_options(options: argparse.ArgumentParser, *, num_sequences: int) -> None:
+    """Options of the benchmarks that compress the demo model and judge it on texts of the data folder."""
+    options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
+    options.add_argument("--num-sequences", type=int, default=num_sequences)
+    options.add_argument("--max-windows", type=int, default=8)
+
+
+def add_setting_options(options: argparse.ArgumentParser) -> None:
+    """Options of the benchmarks that run `compress` and write a dense row, too."""
+    options.add_argument("--no-dense", action="store_true", help="the dense row is there already")
+    options.add_argument(
+        "--set", nargs="*", default=[], help="further settings, such as correction=two-stream damping=0.1"
+    )
+
+
+def judging_windows(data_dir: Path, folder: Path, tokenizer: Any, max_windows: int) -> dict[str, torch.Tensor]:
+    """The first windows of 1024 tokens of every text that models are judged on; `folder` takes a temporary file."""
+    texts = {"wikitext2": data_dir / "wikitext2_test.txt", "lambada": lambada_text(data_dir, folder)}
+    return {
+        name: load_windows(str(path), tokenizer, sequence_length=1024, max_windows=max_windows)
+        for name, path in texts.items()
+    }
+
+
+def compress_and_judge(config: CompressionConfig, windows: dict[str, torch.Tensor]) -> tuple[Report, dict[str, Any]]:
+    """Compress a model; its report, and what a row says of its size, its calibration, its time and its perplexities."""
+    started = time.perf_counter()
+    report = compress(config)
+    return report, {
+        "stored_parameters": report.stored_parameters["compressed"],
+        "block_parameters": report.block_parameters["compressed"],
+        "calibration": Path(config.calibration).name,
+        "calibration_tokens": report.calibration and report.calibration["num_tokens"],
+        "calibration_hash": report.calibration and report.calibration["token_hash"],
+        "seconds": time.perf_counter() - started,
+        "perplexity": perplexities(Path(config.output), windows),
+    }
 
 
 def perplexities(folder: Path, windows: dict[str, torch.Tensor]) -> dict[str, float]:

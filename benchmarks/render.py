@@ -17,6 +17,8 @@ DOCUMENTS = (
     KERNELS / "count_sketch" / "README.md",
 )
 
+TEXTS = ("wikitext2", "lambada")
+
 Row = dict[str, Any]
 
 
@@ -34,19 +36,16 @@ def latest(rows: list[Row], *keys: str) -> list[Row]:
 def quality_table() -> str:
     rows = [row for row in read_rows("quality") if not row.get("settings")]
     rows = latest(rows, "recipe", "asked", "calibration", "max_windows")
-    texts = ("wikitext2", "lambada")
     dense = {row["max_windows"]: row["perplexity"] for row in rows if row["recipe"] == "dense"}
     lines = [
-        ["0 (134.5 M)", "dense", "–", str(windows), *(cell for text in texts for cell in (f"{scores[text]:.2f}", "1"))]
+        ["0 (134.5 M)", "dense", "–", str(windows), *(cell for text in TEXTS for cell in (f"{scores[text]:.2f}", "1"))]
         for windows, scores in dense.items()
     ]
     for row in sorted((row for row in rows if row["recipe"] != "dense"), key=_order):
         tokens, windows = row["calibration_tokens"], row["max_windows"]
         name = f"**{row['recipe']}**" if row["recipe"] == "oneshot" else f"{row['recipe']}, no correction"
         source = "none" if tokens is None else f"{row['calibration']}, {tokens // 1024} × 1024"
-        scores = [(row["perplexity"][text], row["perplexity"][text] / dense[windows][text]) for text in texts]
-        cells = [_round(value) for pair in scores for value in pair]
-        lines.append([f"{row['sparsity']:.1%}", name, source, str(windows), *cells])
+        lines.append([f"{row['sparsity']:.1%}", name, source, str(windows), *_scores(row, dense[windows])])
     return markdown(
         ["stored removed", "method", "calibration", "windows", "WikiText-2", "× dense", "LAMBADA text", "× dense"],
         lines,
@@ -85,13 +84,12 @@ def memory_table() -> str:
 
 def sketch_table() -> str:
     rows = latest(read_rows("sketch_quality"), "pivoting", "sketch", "sketch_rows_per_column")
-    texts = ("wikitext2", "lambada")
     exact = next(row for row in rows if (row["pivoting"], row["sketch"]) == ("cholesky", "none"))["perplexity"]
     lines = []
     for row in rows:
         times = row["sketch_rows_per_column"]
         source = "exact Gram" if row["sketch"] == "none" else f"{row['sketch']} sketch, {times} n rows"
-        cells = [(f"{row['perplexity'][text]:.2f}", f"{row['perplexity'][text] / exact[text]:.3f}") for text in texts]
+        cells = [(f"{row['perplexity'][text]:.2f}", f"{row['perplexity'][text] / exact[text]:.3f}") for text in TEXTS]
         lines.append([source, row["pivoting"], *(cell for pair in cells for cell in pair)])
     return markdown(
         ["pivots from", "pivoting", "WikiText-2", "÷ exact", "LAMBADA text", "÷ exact"],
@@ -159,6 +157,20 @@ def _order(row: Row) -> tuple[bool, float, float]:
     return row["calibration"] != "general.jsonl", row["asked"], row["perplexity"]["wikitext2"]
 
 
+def _scores(row: Row, dense: dict[str, float]) -> list[str]:
+    """Perplexity and its ratio to the dense model's, for every text that models are judged on."""
+    pairs = [(row["perplexity"][text], row["perplexity"][text] / dense[text]) for text in TEXTS]
+    return [_round(value) for pair in pairs for value in pair]
+
+
+def _settings(row: Row) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["settings"].items())
+
+
+def _group(row: Row) -> str:
+    return str(row["group_size"] or "one for all")
+
+
 def _round(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
@@ -173,20 +185,16 @@ def _origin(rows: list[Row]) -> str:
 def hidden_size_table() -> str:
     """Perplexity against stored and block parameters by group size, correction and further settings."""
     rows = latest(read_rows("hidden_size"), "group_size", "correction", "settings", "hidden_size")
-    texts = ("wikitext2", "lambada")
     dense = next(row["perplexity"] for row in rows if row["group_size"] is None)
-    lines = [["dense", "–", "–", "0", "0", *(cell for text in texts for cell in (f"{dense[text]:.2f}", "1"))]]
+    lines = [["dense", "–", "–", "0", "0", *(cell for text in TEXTS for cell in (f"{dense[text]:.2f}", "1"))]]
     rows = [row for row in rows if row["group_size"] is not None]
     for row in sorted(rows, key=lambda row: (row["correction"], len(row["settings"]), row["group_size"])):
-        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["settings"].items())
         removed = (
             1 - row["stored_parameters"] / row["dense_parameters"],
             1 - row["block_parameters"] / row["dense_block_parameters"],
         )
-        scores = [(row["perplexity"][text], row["perplexity"][text] / dense[text]) for text in texts]
-        cells = [_round(value) for pair in scores for value in pair]
-        group = "one for all" if row["group_size"] == 0 else str(row["group_size"])
-        lines.append([group, row["correction"], settings or "–", *(f"{share:.1%}" for share in removed), *cells])
+        shares = [f"{share:.1%}" for share in removed]
+        lines.append([_group(row), row["correction"], _settings(row) or "–", *shares, *_scores(row, dense)])
     return markdown(
         [
             *("blocks in a group", "correction", "further settings", "stored removed", "block removed"),
@@ -210,8 +218,7 @@ def hidden_error_table() -> str:
     lines = []
     for row in sorted(rows, key=lambda row: row["group_size"]):
         pairs = [(row["predicted_error"][2 * layer], row["measured_error"][2 * layer]) for layer in layers]
-        group = "one for all" if row["group_size"] == 0 else str(row["group_size"])
-        lines.append([group, *(f"{predicted:.3f} / {measured:.3f}" for predicted, measured in pairs)])
+        lines.append([_group(row), *(f"{predicted:.3f} / {measured:.3f}" for predicted, measured in pairs)])
     return markdown(
         ["blocks in a group", *(f"layer {layer}" for layer in layers)],
         lines,
@@ -226,13 +233,10 @@ def combined_table() -> str:
     rows = latest(rows, "settings")
     if not rows:
         return "Not measured yet."
-    texts = ("wikitext2", "lambada")
     dense = next(row["perplexity"] for row in read_rows("hidden_size") if row["group_size"] is None)
     lines = []
     for row in sorted(rows, key=lambda row: row["perplexity"]["wikitext2"]):
-        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["settings"].items())
-        scores = [(row["perplexity"][text], row["perplexity"][text] / dense[text]) for text in texts]
-        lines.append([settings, f"{row['sparsity']:.1%}", *(_round(value) for pair in scores for value in pair)])
+        lines.append([_settings(row), f"{row['sparsity']:.1%}", *_scores(row, dense)])
     return markdown(
         ["`oneshot` with", "stored removed", "WikiText-2", "× dense", "LAMBADA text", "× dense"],
         lines,

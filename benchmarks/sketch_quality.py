@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import append_row, lambada_text, parser, provenance, smollm2_gguf
+from harness import add_compression_options, append_row, judging_windows, parser, provenance, smollm2_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
 from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import CompressionConfig
-from oneshot.evaluate import load_windows, perplexity
+from oneshot.evaluate import perplexity
 from oneshot.factorise import correct, select_neurons
 from oneshot.fold import fold_ffn
 from oneshot.layerwise.ffn import NONZEROS
@@ -104,9 +104,7 @@ def judge(
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
-    options.add_argument("--num-sequences", type=int, default=32)
-    options.add_argument("--max-windows", type=int, default=8)
+    add_compression_options(options, num_sequences=32)
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
@@ -120,14 +118,7 @@ def main() -> None:
             sequence_length=1024,
             seed=0,
         )
-        texts = {
-            "wikitext2": arguments.data_dir / "wikitext2_test.txt",
-            "lambada": lambada_text(arguments.data_dir, folder),
-        }
-        windows = {
-            name: load_windows(str(path), tokenizer, sequence_length=1024, max_windows=arguments.max_windows)
-            for name, path in texts.items()
-        }
+        windows = judging_windows(arguments.data_dir, folder, tokenizer, arguments.max_windows)
         config = Checkpoint(dense).config | {"intermediate_size": KEPT}
         models = compress_all(dense, text.token_ids, batch_size=4)
         for variant, tensors in zip(VARIANTS, models, strict=True):

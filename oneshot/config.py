@@ -94,10 +94,9 @@ class CompressionConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        by_sizes = any((self.hidden_size, self.value_size, self.query_key_size))
-        if (self.sparsity is not None) + (self.params is not None) != 1 and not (
-            by_sizes and self.sparsity is None and self.params is None
-        ):
+        targets = (self.sparsity is not None) + (self.params is not None)
+        sizes_given = any((self.hidden_size, self.value_size, self.query_key_size))
+        if targets > 1 or (targets == 0 and not sizes_given):
             raise ConfigError("Give exactly one target: --sparsity (such as 0.2) or --params (such as 900M).")
         if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
             raise ConfigError(f"--sparsity {self.sparsity} is out of range: give a fraction from 0 up to below 1.")

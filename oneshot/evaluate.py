@@ -20,14 +20,14 @@ from rich.table import Table
 from torch.nn import functional
 from tqdm import tqdm
 
+from oneshot.arch.base import PER_LAYER_MODEL_TYPE
 from oneshot.calibration import iter_documents, load_tokenizer, pack
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import DTYPES
 from oneshot.errors import CalibrationError, ConfigError, OneshotError, OutputError
-from oneshot.export.per_layer import MODEL_TYPE as PER_LAYER
-from oneshot.export.per_layer import per_layer_shape
+from oneshot.export.per_layer import model_classes, per_layer_shape
 from oneshot.records import StackShape
-from oneshot.source import open_model, resolve_checkpoint
+from oneshot.source import identify, resolve_checkpoint
 from oneshot.stream import resolve_device, resolve_dtype
 
 LATENCY_ROUNDS = 5
@@ -81,14 +81,8 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) 
 
     A per-layer checkpoint is read by this package's own class: the modelling file in the folder is not run.
     """
-    from transformers import AutoModelForCausalLM
-
-    from oneshot.modeling_oneshot import OneshotConfig, OneshotForCausalLM
-
-    loader: Any = AutoModelForCausalLM
-    if OneshotConfig.get_config_dict(folder, local_files_only=True)[0].get("model_type") == OneshotConfig.model_type:
-        loader = OneshotForCausalLM
-    model: Any = loader.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    _, model_class = model_classes(json.loads((folder / "config.json").read_text()))
+    model: Any = model_class.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device).eval()
 
 
@@ -237,12 +231,10 @@ def evaluate(
 
 def _open(name: str, scratch: Path) -> tuple[Checkpoint, StackShape]:
     """A checkpoint and its sizes; a per-layer one states them itself."""
-    folder = resolve_checkpoint(name, scratch)
-    checkpoint = Checkpoint(folder)
-    if checkpoint.config.get("model_type") == PER_LAYER:
+    checkpoint = Checkpoint(resolve_checkpoint(name, scratch))
+    if checkpoint.config.get("model_type") == PER_LAYER_MODEL_TYPE:
         return checkpoint, per_layer_shape(checkpoint.config)
-    model = open_model(str(folder), scratch)
-    return model.checkpoint, model.shape.stack()
+    return checkpoint, identify(checkpoint).shape.stack()
 
 
 def print_evaluations(evaluations: Sequence[Evaluation]) -> None:

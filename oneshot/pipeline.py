@@ -84,7 +84,8 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
         expected_bytes=_expected_bytes(config.save_dtype, checkpoint, plan.stack(shape).stored_parameters()),
     ) as writer:
         calibration = None
-        if plan.hidden is not None or reads_activations(recipe, plan, shape):
+        layers_read_text = reads_activations(recipe, plan, shape)
+        if plan.hidden is not None or layers_read_text:
             calibration = load_calibration(
                 config.calibration,
                 load_tokenizer(checkpoint.folder),
@@ -112,7 +113,7 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
             config, recipe, source, plan, subspaces, device=device, dtype=dtype, scratch=scratch
         )
         _write_outside(config, source, plan, subspaces, writer)
-        text = calibration if reads_activations(recipe, plan, shape) else None
+        text = calibration if layers_read_text else None
         layers = _write_layers(config, compressor, plan.tier, source, text, writer, show_progress)
         writer.finish_weights()
         watch.lap("layers")

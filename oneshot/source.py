@@ -43,11 +43,15 @@ def open_model(checkpoint: str, scratch: Path) -> SourceModel:
 
     Raises `CheckpointError` for whatever is missing, damaged, or of a family that is not supported.
     """
-    opened = Checkpoint(resolve_checkpoint(checkpoint, scratch))
-    architecture = get_architecture(opened.config)
-    shape = architecture.shape(opened.config, opened.shapes)
-    architecture.check_layers(shape, opened.shapes)
-    return SourceModel(opened, architecture, shape)
+    return identify(Checkpoint(resolve_checkpoint(checkpoint, scratch)))
+
+
+def identify(checkpoint: Checkpoint) -> SourceModel:
+    """The family and the sizes of an opened checkpoint. Raises `CheckpointError` as `open_model`."""
+    architecture = get_architecture(checkpoint.config)
+    shape = architecture.shape(checkpoint.config, checkpoint.shapes)
+    architecture.check_layers(shape, checkpoint.shapes)
+    return SourceModel(checkpoint, architecture, shape)
 
 
 def resolve_checkpoint(checkpoint: str, scratch: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from oneshot.arch.base import Architecture
+from oneshot.arch.base import PER_LAYER_MODEL_TYPE, Architecture
 from oneshot.arch.llama import LLAMA
 from oneshot.arch.mistral import MISTRAL
 from oneshot.arch.opt import OPT
@@ -26,7 +26,7 @@ def get_architecture(config: dict[str, Any]) -> Architecture:
         raise CheckpointError(
             f"The model ({model_type}) is a mixture of experts, which is not supported; give a dense one."
         )
-    if model_type == "oneshot":
+    if model_type == PER_LAYER_MODEL_TYPE:
         raise CheckpointError("The checkpoint is a compressed one in the per-layer form; give the model it came from.")
     if model_type not in ARCHITECTURES:
         raise CheckpointError(

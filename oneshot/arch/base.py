@@ -21,6 +21,7 @@ FFN_NORM = "post_attention_layernorm"
 ATTENTION_SHORTCUT = "attention_shortcut"  # only in the per-layer form, as the next
 FFN_SHORTCUT = "ffn_shortcut"
 ROTARY_PAIRS = "self_attn.rotary_pairs"
+PER_LAYER_MODEL_TYPE = "oneshot"
 QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 

@@ -11,7 +11,7 @@ import torch
 
 from oneshot.checkpoint import Checkpoint
 from oneshot.errors import OutputError
-from oneshot.export.per_layer import MODEL_TYPE
+from oneshot.export.per_layer import model_classes
 
 COMPANION_FILES = (
     "generation_config.json",
@@ -53,18 +53,11 @@ def verify(folder: Path) -> Checkpoint:
 
     Raises `OutputError` naming the first tensor that does not fit.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     checkpoint = Checkpoint(folder)
     written = checkpoint.shapes
-    model: Any
+    config_class, model_class = model_classes(checkpoint.config)
     with torch.device("meta"):
-        if checkpoint.config["model_type"] == MODEL_TYPE:
-            from oneshot.modeling_oneshot import OneshotConfig, OneshotForCausalLM
-
-            model = OneshotForCausalLM(OneshotConfig.from_pretrained(folder, local_files_only=True))
-        else:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        model = model_class(config_class.from_pretrained(folder, local_files_only=True))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     for name in sorted((expected.keys() | written.keys()) - tied):

@@ -5,6 +5,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from oneshot.arch.base import PER_LAYER_MODEL_TYPE
 from oneshot.errors import PlanError
 from oneshot.records import LayerShape, ModelShape, StackShape
 
@@ -22,7 +23,6 @@ KEPT_KEYS = (
     "use_cache",
 )
 LAYER_NORM_EPSILON = 1e-5  # PyTorch's default, which no config states
-MODEL_TYPE = "oneshot"
 MODELLING_FILE = Path(__file__).parent.parent / "modeling_oneshot.py"
 
 
@@ -44,7 +44,7 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
     if shape.norm_bias:
         kept |= {"hidden_act": complete["activation_function"], "rms_norm_eps": LAYER_NORM_EPSILON}
     return kept | {
-        "model_type": MODEL_TYPE,
+        "model_type": PER_LAYER_MODEL_TYPE,
         "architectures": ["OneshotForCausalLM"],
         "auto_map": {
             "AutoConfig": f"{MODELLING_FILE.stem}.OneshotConfig",
@@ -77,6 +77,19 @@ def per_layer_shape(config: dict[str, Any]) -> StackShape:
         head_bias=config["head_bias"],
         num_positions=config["num_positions"],
     )
+
+
+def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """The config and the model class for a config.json; for the per-layer form our own, so that no file is run."""
+    if config.get("model_type") == PER_LAYER_MODEL_TYPE:
+        from oneshot.modeling_oneshot import OneshotConfig, OneshotForCausalLM
+
+        return OneshotConfig, OneshotForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[config["model_type"]]
+    return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 
 
 def write_modelling_file(folder: Path) -> None:

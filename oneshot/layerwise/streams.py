@@ -5,6 +5,7 @@ untouched model, is there only where the correction's target comes from it.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -90,7 +91,8 @@ class Streams:
         fewer = num_heads < shape.num_attention_heads
         groups = plan.kept_num_key_value_heads if fewer else shape.num_key_value_heads
         width = tensors[f"{DOWN_PROJ}.weight"].shape[1]
-        return self._builder(Plan(width, num_heads, groups, plan.head_unit).apply(shape)).layer(tensors)
+        held = replace(shape, intermediate_size=width, num_attention_heads=num_heads, num_key_value_heads=groups)
+        return self._builder(held).layer(tensors)
 
     def close(self) -> None:
         """Release the activations."""
