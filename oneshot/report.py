@@ -1,4 +1,4 @@
-"""What a run tells: the progress bar, the table on the terminal, `oneshot_report.json` and the model card."""
+"""What a run tells: the progress bar, the table on the terminal, and the files beside the weights."""
 
 import json
 import platform
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from oneshot.records import LayerReport, Report
+from oneshot.records import LayerReport, Profile, Report
 
 PACKAGES = ("oneshot", "torch", "transformers", "safetensors", "datasets", "scipy", "numpy")
 
@@ -83,8 +83,11 @@ class Stopwatch:
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write `oneshot_report.json` and the model card `README.md`."""
+    """Write `oneshot_report.json`, `report.html` and the model card `README.md`."""
+    from oneshot.report_page import report_page  # matplotlib: only a finished run draws
+
     (folder / "oneshot_report.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    (folder / "report.html").write_text(report_page(report), encoding="utf-8")
     (folder / "README.md").write_text(model_card(report))
 
 
@@ -118,6 +121,36 @@ def print_report(report: Report) -> None:
         f"sparsity asked {_show(asked, '.4f')}, reached {_show(reached, '.4f')} of the stored parameters; "
         f"{report.seconds['total']:.1f} s, peak memory {report.peak_bytes / 2**30:.2f} GiB"
     )
+
+
+def print_profile(profile: Profile) -> None:
+    """A table on stdout: what each layer would lose, and what that would do to the model's output."""
+    width = profile.ffn_errors.shape[1] - 1
+    table = Table(
+        "layer",
+        "FFN error, ¾ kept",
+        "½ kept",
+        "FFN sensitivity",
+        "head sensitivity",
+        "KL without the layer",
+        "block influence",
+        title="sensitivity: KL divergence of the output, in nats per token, per relative squared error of the block",
+    )
+    for layer, errors in enumerate(profile.ffn_errors):
+        table.add_row(
+            str(layer),
+            *(f"{float(errors[round(share * width)]) ** 0.5:.4f}" for share in (3 / 4, 1 / 2)),
+            *(
+                f"{float(values[layer]):.4f}"
+                for values in (
+                    profile.ffn_sensitivity,
+                    profile.head_sensitivity,
+                    profile.layer_divergence,
+                    profile.block_influence,
+                )
+            ),
+        )
+    Console().print(table)
 
 
 def model_card(report: Report) -> str:

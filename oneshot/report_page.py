@@ -1,0 +1,121 @@
+"""`report.html`: a run on one self-contained page, for people who would rather look than read JSON."""
+
+import math
+import re
+from importlib import resources
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from jinja2 import Environment, StrictUndefined
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from oneshot.records import BlockReport, Report
+
+# Block kind -> name, colour (safe for the colour-blind), marker.
+KINDS = {
+    "ffn": ("FFN width", "#0072b2", "o"),
+    "heads": ("heads", "#d55e00", "s"),
+    "attention input": ("hidden size at attention", "#009e73", "^"),
+    "ffn input": ("hidden size at FFN", "#aa4499", "v"),
+}
+
+
+def report_page(report: Report) -> str:
+    """The report as HTML that asks for no other file and runs no script. The same report gives the same text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["show"] = _show
+    template = resources.files("oneshot").joinpath("report_page.html.jinja").read_text(encoding="utf-8")
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # not the user's matplotlibrc
+        matplotlib.rcParams.update(
+            {
+                "svg.fonttype": "none",  # text stays text
+                "axes.spines.top": False,
+                "axes.spines.right": False,
+                "axes.grid": True,
+                "grid.color": "#cccccc",
+                "grid.linewidth": 0.6,
+                "legend.frameon": False,
+            }
+        )
+        plots = {"sizes_plot": _sizes_plot(report), "errors_plot": _errors_plot(report)}
+    checkpoint = str(report.config["checkpoint"])
+    return environment.from_string(template).render(report=report, name=Path(checkpoint).name or checkpoint, **plots)
+
+
+def _sizes_plot(report: Report) -> str:
+    """Kept share of the dense size by layer; a layer without a block of neurons or heads kept them all."""
+    figure, axes = _figure(report)
+    for kind in KINDS:
+        blocks = _blocks(report, kind)
+        if kind in ("ffn", "heads") or any(blocks):
+            _draw(axes, report, kind, [100 * block.kept_size / block.dense_size if block else 100 for block in blocks])
+    axes.set_ylim(0, 105)
+    axes.yaxis.set_major_formatter(PercentFormatter())
+    axes.set_ylabel("kept of the dense size")
+    return _svg(figure, "sizes")
+
+
+def _errors_plot(report: Report) -> str | None:
+    """Relative errors by layer, predicted as lines and measured as markers; None where there are none."""
+    figure, axes = _figure(report)
+    for kind in KINDS:
+        blocks = _blocks(report, kind)
+        predicted = [_drawable(block.predicted_error if block else None) for block in blocks]
+        measured = [_drawable(block.measured_error if block else None) for block in blocks]
+        if not all(math.isnan(error) for error in predicted + measured):
+            _draw(axes, report, kind, predicted, marker=".", label="_")
+            _draw(axes, report, kind, measured, linestyle="")
+    if not axes.lines:
+        return None
+    axes.set_ylim(0, 1.08 * axes.dataLim.y1 or 1)
+    axes.set_ylabel("relative error")
+    return _svg(figure, "errors")
+
+
+def _blocks(report: Report, kind: str) -> list[BlockReport | None]:
+    """The block of this kind in every layer."""
+    return [next((block for block in layer.blocks if block.kind == kind), None) for layer in report.layers]
+
+
+def _drawable(value: float | None) -> float:
+    """The value, or the NaN that leaves a gap."""
+    return value if value is not None and math.isfinite(value) else math.nan
+
+
+def _figure(report: Report) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(4.2, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel("layer")
+    num_layers = len(report.layers)
+    axes.set_xlim(-0.6, max(1, num_layers) - 0.4)
+    axes.set_xticks(range(0, num_layers, max(1, round(num_layers / 8))))
+    return figure, axes
+
+
+def _draw(axes: Axes, report: Report, kind: str, values: list[float], **options: Any) -> None:
+    name, colour, marker = KINDS[kind]
+    layers = [layer.layer for layer in report.layers]
+    size = min(5.0, max(2.0, 130 / max(1, len(layers))))
+    usual: dict[str, Any] = {"label": name, "color": colour, "marker": marker, "markersize": size, "linewidth": 1.2}
+    axes.plot(layers, values, fillstyle="none", **usual | options)
+
+
+def _svg(figure: Figure, salt: str) -> str:
+    """The figure as an SVG element; `salt` keeps what it defines apart from other figures on the page."""
+    text = StringIO()
+    figure.legend(loc="outside upper center", ncols=2)
+    with matplotlib.rc_context({"svg.hashsalt": salt}):
+        figure.savefig(
+            text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    svg = text.getvalue()
+    return re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
+
+
+def _show(value: float | None, spec: str) -> str:
+    return "–" if value is None else format(value, spec)
