@@ -6,7 +6,8 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -16,10 +17,23 @@ import numpy as np
 import torch
 
 from oneshot import CompressionConfig, Report, compress
-from oneshot.evaluate import load_model, load_windows, perplexity
+from oneshot.comparison import text_record
+from oneshot.evaluate import load_model, load_windows
+from oneshot.scoring import perplexity, relative_score
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+TASKS = ROOT / "benchmarks" / "tasks"
+# Texts that models are judged on, none of the calibration's kind; results name them so.
+KINDS = {
+    "wikitext2": "encyclopedia",
+    "lambada": "novels",
+    "boolq": "web passages",
+    "piqa": "how-to dialogue",
+    "pydoc": "technical prose",
+}
+
+Row = dict[str, Any]
 
 
 def smollm2_gguf() -> Path:
@@ -59,12 +73,37 @@ def read_rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def lambada_text(data_dir: Path, folder: Path) -> Path:
-    """The LAMBADA passages (contemporary fiction) of `lambada_openai.jsonl` as one text file in `folder`."""
-    rows = [json.loads(line) for line in (data_dir / "lambada_openai.jsonl").read_text().splitlines()]
-    path = folder / "lambada.txt"
-    path.write_text("\n\n".join(f"{row['context']} {row['continuation']}" for row in rows))
-    return path
+def kind_text(kind: str, data_dir: Path) -> str:
+    """A text of one of the `KINDS`, from the data folder or, `pydoc`, from Python's own help topics."""
+    if kind == "wikitext2":
+        return (data_dir / "wikitext2_test.txt").read_text()
+    if kind == "pydoc":
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[name] for name in sorted(topics))
+    name = "lambada_openai" if kind == "lambada" else kind
+    rows = [json.loads(line) for line in (data_dir / f"{name}.jsonl").read_text().splitlines()]
+    if kind == "lambada":
+        documents = [f"{row['context']} {row['continuation']}" for row in rows]
+    elif kind == "boolq":  # several questions share a passage
+        passages = (row["query"].removeprefix("Passage: ").rpartition("\nQuestion:")[0] for row in rows)
+        documents = list(dict.fromkeys(passages))
+    else:
+        documents = [f"{row['query'].strip()}\nAnswer: {row['choices'][row['gold']]}" for row in rows]
+    return "\n\n".join(documents)
+
+
+def local_tasks(data_dir: Path, folder: Path) -> Path:
+    """lm-eval's tasks over the JSON lines of `data_dir`: their YAML files, for `--include-path`, in `folder/tasks`.
+
+    What datasets makes of the lines goes to `folder/datasets`.
+    """
+    target = folder / "tasks"
+    target.mkdir()
+    for path in sorted(TASKS.glob("*.yaml")):
+        text = path.read_text().replace("DATA_DIR", str(data_dir.resolve()))
+        (target / path.name).write_text(text.replace("CACHE_DIR", str(folder.resolve() / "datasets")))
+    return target
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -89,13 +128,47 @@ def add_setting_options(options: argparse.ArgumentParser) -> None:
     )
 
 
-def judging_windows(data_dir: Path, folder: Path, tokenizer: Any, max_windows: int) -> dict[str, torch.Tensor]:
-    """The first windows of 1024 tokens of every text that models are judged on; `folder` takes a temporary file."""
-    texts = {"wikitext2": data_dir / "wikitext2_test.txt", "lambada": lambada_text(data_dir, folder)}
-    return {
-        name: load_windows(str(path), tokenizer, sequence_length=1024, max_windows=max_windows)
-        for name, path in texts.items()
-    }
+def judging_windows(
+    data_dir: Path, folder: Path, tokenizer: Any, max_windows: int, *, kinds: Sequence[str] = tuple(KINDS)
+) -> dict[str, torch.Tensor]:
+    """The first windows of 1024 tokens of every text that models are judged on; `folder` takes temporary files."""
+    windows = {}
+    for kind in kinds:
+        path = folder / f"{kind}.txt"
+        path.write_text(kind_text(kind, data_dir))
+        windows[kind] = load_windows(str(path), tokenizer, sequence_length=1024, max_windows=max_windows)
+    return windows
+
+
+def text_records(windows: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """What a row says of the windows that it was judged on: rows with equal records can be compared."""
+    return {name: asdict(text_record(ids)) for name, ids in windows.items()}
+
+
+def score(perplexities: Mapping[str, float], dense: Mapping[str, float]) -> Row:
+    """Geometric mean over the kinds of perplexity ÷ the dense model's, and the kind where this ratio is worst."""
+    mean, worst, ratio = relative_score(perplexities, dense)
+    return {"score": mean, "worst": worst, "worst_ratio": ratio}
+
+
+def quality_rows() -> list[Row]:
+    """The rows of `quality.jsonl` with all five kinds of text, those on the windows of the dense row that has the most.
+
+    The dense row comes first; then the newest row for every model, size, tier and setting, in the order of first
+    appearance. Empty where there is no dense row.
+    """
+    rows = [row for row in read_rows("quality") if set(row["perplexity"]) == set(KINDS)]
+    denses = [row for row in rows if row["recipe"] == "dense"]
+    if not denses:
+        return []
+    dense = max(denses, key=lambda row: (row["max_windows"], row["date"]))
+    same = [row for row in rows if row["recipe"] != "dense" and row["texts"] == dense["texts"]]
+    return [dense, *latest(same, "model", "recipe", "asked", "tier", "settings", "calibration", "calibration_tokens")]
+
+
+def latest(rows: list[Row], *keys: str) -> list[Row]:
+    """The newest row for every combination of the keys, in the order of first appearance."""
+    return list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
 
 
 def compress_and_judge(config: CompressionConfig, windows: dict[str, torch.Tensor]) -> tuple[Report, dict[str, Any]]:

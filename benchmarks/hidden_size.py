@@ -43,7 +43,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         dense = resolve_checkpoint(str(smollm2_gguf()), folder)
-        windows = judging_windows(arguments.data_dir, folder, load_tokenizer(dense), arguments.max_windows)
+        windows = judging_windows(
+            arguments.data_dir, folder, load_tokenizer(dense), arguments.max_windows, kinds=("wikitext2", "lambada")
+        )
         shared = provenance(model="SmolLM2-135M-Instruct", sequence_length=1024, max_windows=arguments.max_windows)
         if not arguments.no_dense:
             append_row("hidden_size", shared | {"group_size": None, "perplexity": perplexities(dense, windows)})

@@ -1,31 +1,75 @@
 """Perplexity of SmolLM2-135M at several sizes, beside dense and beside trivial baselines of the same code path.
 
-Every model is calibrated on one text and judged on two kinds that are not the calibration's. Rows go to
-`results/quality.jsonl`; `render.py` makes the README's table of them.
+Every model is calibrated on one text and judged on five kinds that are not the calibration's, with `--tasks` on lm-eval
+tasks over local files, too. One row for every recipe, size and tier goes to `results/quality.jsonl`; `render.py` makes
+the README's table of them, `plot.py` the plot.
 """
 
+import argparse
+import statistics
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness import (
+    RESULTS,
+    TASKS,
     add_compression_options,
     add_setting_options,
     append_row,
     compress_and_judge,
     judging_windows,
+    local_tasks,
     parse_settings,
     parser,
     perplexities,
     provenance,
+    read_rows,
+    score,
     smollm2_gguf,
+    text_records,
 )
 
 from oneshot import CompressionConfig
 from oneshot.calibration import load_tokenizer
+from oneshot.checkpoint import Checkpoint
+from oneshot.config import TIERS
+from oneshot.evaluate import run_tasks
 from oneshot.source import resolve_checkpoint
 
 RECIPES = ("oneshot", "activation-norm", "magnitude", "random")
+
+
+def judge_tasks(model: Path, arguments: argparse.Namespace, include_path: Path) -> dict[str, Any]:
+    """Accuracies of a model in the tasks (normalised by length where the task has that), in float32 on the CPU."""
+    if not arguments.tasks:
+        return {}
+    results = run_tasks(
+        model,
+        arguments.tasks,
+        limit=arguments.task_limit,
+        include_path=str(include_path),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    accuracies = [metrics.get("acc_norm,none", metrics["acc,none"]) for metrics in results.values()]
+    return {
+        "tasks": results,
+        "task_limit": arguments.task_limit,
+        "mean_accuracy": statistics.fmean(accuracies),
+        "lm_eval": version("lm-eval"),
+    }
+
+
+def dense_perplexities(texts: dict[str, Any]) -> dict[str, float]:
+    """Of the newest dense row on the same windows."""
+    for row in reversed(read_rows("quality")):
+        if row["recipe"] == "dense" and row.get("texts") == texts:
+            perplexity: dict[str, float] = row["perplexity"]
+            return perplexity
+    raise SystemExit(f"{RESULTS / 'quality.jsonl'} has no dense row on these windows; run without --no-dense.")
 
 
 def main() -> None:
@@ -36,6 +80,9 @@ def main() -> None:
     options.add_argument("--sequence-length", type=int, default=1024)
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    options.add_argument("--tiers", nargs="+", choices=TIERS, default=["stock"])
+    options.add_argument("--tasks", nargs="+", choices=sorted(path.stem for path in TASKS.glob("*.yaml")), default=[])
+    options.add_argument("--task-limit", type=int, help="at most this many documents of each task")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     settings = parse_settings(arguments.set)
@@ -43,33 +90,47 @@ def main() -> None:
         folder = Path(scratch)
         dense = resolve_checkpoint(str(smollm2_gguf()), folder)
         windows = judging_windows(arguments.data_dir, folder, load_tokenizer(dense), arguments.max_windows)
-        shared = provenance(model="SmolLM2-135M-Instruct", sequence_length=1024, max_windows=arguments.max_windows)
-        if not arguments.no_dense:
-            append_row(
-                "quality", shared | {"recipe": "dense", "sparsity": 0.0, "perplexity": perplexities(dense, windows)}
-            )
+        include_path = local_tasks(arguments.data_dir, folder)
+        shared = provenance(
+            model="SmolLM2-135M-Instruct",
+            sequence_length=1024,
+            max_windows=arguments.max_windows,
+            texts=text_records(windows),
+        )
+        if arguments.no_dense:
+            dense_perplexity = dense_perplexities(shared["texts"])
+        else:
+            dense_perplexity = perplexities(dense, windows)
+            row = {"recipe": "dense", "sparsity": 0.0, "stored_parameters": Checkpoint(dense).num_parameters}
+            row |= {"perplexity": dense_perplexity} | judge_tasks(dense, arguments, include_path)
+            append_row("quality", shared | row)
         for sparsity in arguments.sparsity:
             for recipe in arguments.recipes:
-                config = CompressionConfig(
-                    checkpoint=str(dense),
-                    output=str(folder / "compressed"),
-                    sparsity=sparsity,
-                    recipe=recipe,
-                    calibration=str(arguments.data_dir / arguments.calibration),
-                    num_sequences=arguments.num_sequences,
-                    sequence_length=arguments.sequence_length,
-                    overwrite=True,
-                    **settings,
-                )
-                report, measured = compress_and_judge(config, windows)
-                row = {
-                    "recipe": recipe,
-                    "settings": settings,
-                    "sparsity": report.sparsity["reached"],
-                    "asked": sparsity,
-                    "seed": config.seed,
-                }
-                append_row("quality", shared | row | measured)
+                for tier in arguments.tiers:
+                    config = CompressionConfig(
+                        checkpoint=str(dense),
+                        output=str(folder / "compressed"),
+                        sparsity=sparsity,
+                        recipe=recipe,
+                        tier=tier,
+                        calibration=str(arguments.data_dir / arguments.calibration),
+                        num_sequences=arguments.num_sequences,
+                        sequence_length=arguments.sequence_length,
+                        overwrite=True,
+                        **settings,
+                    )
+                    report, measured = compress_and_judge(config, windows)
+                    row = {
+                        "recipe": recipe,
+                        "tier": tier,
+                        "settings": settings,
+                        "sparsity": report.sparsity["reached"],
+                        "asked": sparsity,
+                        "seed": config.seed,
+                    }
+                    measured |= score(measured["perplexity"], dense_perplexity)
+                    measured |= judge_tasks(Path(config.output), arguments, include_path)
+                    append_row("quality", shared | row | measured)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Renders the tables of the documents from the rows in `results/`; `--check` fails where they differ from the rows."""
+"""Renders the tables of the documents, and the plot, from the rows in `results/`; `--check` fails where they differ."""
 
 import argparse
 import math
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from harness import ROOT, fitted_exponent, read_rows
+from harness import KINDS, ROOT, Row, fitted_exponent, latest, quality_rows, read_rows
+from plot import SVG, quality_svg
 
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
@@ -17,9 +17,7 @@ DOCUMENTS = (
     KERNELS / "count_sketch" / "README.md",
 )
 
-TEXTS = ("wikitext2", "lambada")
-
-Row = dict[str, Any]
+TEXTS = ("wikitext2", "lambada")  # of the tables that have two
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str) -> str:
@@ -28,13 +26,66 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str
     return "\n".join([*("| " + " | ".join(cells) + " |" for cells in body), "", caption])
 
 
-def latest(rows: list[Row], *keys: str) -> list[Row]:
-    """The newest row for every combination of the keys, in the order of first appearance."""
-    return list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
-
-
 def quality_table() -> str:
-    rows = [row for row in read_rows("quality") if not row.get("settings")]
+    """Score, worst kind of text, ratios and task accuracies of every model, over five kinds of text."""
+    rows = quality_rows()
+    if not rows:
+        return two_text_quality_table()
+    dense, *compressed = rows
+    lines = [[f"0 ({dense['stored_parameters'] / 1e6:.1f} M)", "dense", "–", "–", "1", "–", *["1"] * len(KINDS)]]
+    lines[0].append(_accuracy(dense, dense))
+    for row in sorted(compressed, key=lambda row: (row["asked"], row["score"])):
+        ratios = {kind: row["perplexity"][kind] / dense["perplexity"][kind] for kind in KINDS}
+        lines.append(
+            [
+                f"{row['sparsity']:.1%}",
+                f"**{row['recipe']}**" if row["recipe"] == "oneshot" else row["recipe"],
+                row["tier"],
+                _calibrated(row, compressed),
+                _round(row["score"]),
+                KINDS[row["worst"]],
+                *(_round(ratio) for ratio in ratios.values()),
+                _accuracy(row, dense),
+            ]
+        )
+    tasks = dense.get("tasks", {})
+    dense_values = ", ".join(f"{dense['perplexity'][kind]:.2f}" for kind in KINDS)
+    accuracies = (
+        f" Accuracy (by length-normalised likelihood where the task has that): mean over {', '.join(tasks)}."
+        if tasks
+        else ""
+    )
+    return markdown(
+        [
+            *("stored removed", "method", "tier", "settings", "score", "worst kind"),
+            *(f"{text} ({kind})" for text, kind in KINDS.items()),
+            "mean accuracy",
+        ],
+        lines,
+        f"Perplexity ÷ dense for every kind of text (dense: {dense_values}); score: their geometric mean.{accuracies} "
+        f"{dense['model']}, fp32, "
+        f"first {dense['max_windows']} windows of {dense['sequence_length']} tokens of each text; {_origin(rows)}.",
+    )
+
+
+def _calibrated(row: Row, rows: list[Row]) -> str:
+    """Settings of a row, and its calibration where it is not that of all rows."""
+    texts = {(other["calibration"], other["calibration_tokens"]) for other in rows if other["calibration_tokens"]}
+    parts = [_settings(row)] if row["settings"] else []
+    if len(texts) > 1 and row["calibration_tokens"]:
+        parts.append(f"{row['calibration']}, {row['calibration_tokens']:,} tokens")
+    return "; ".join(parts) or "–"
+
+
+def _accuracy(row: Row, dense: Row) -> str:
+    """Mean accuracy where it is over the same documents as the dense model's."""
+    known = row.get("tasks") and list(row["tasks"]) == list(dense.get("tasks", ()))
+    return f"{row['mean_accuracy']:.1%}" if known and row["task_limit"] == dense["task_limit"] else "–"
+
+
+def two_text_quality_table() -> str:
+    """The table of the rows that have two kinds of text only; goes when there are rows with five."""
+    rows = [row for row in read_rows("quality") if not row.get("settings") and set(row["perplexity"]) == set(TEXTS)]
     rows = latest(rows, "recipe", "asked", "calibration", "max_windows")
     dense = {row["max_windows"]: row["perplexity"] for row in rows if row["recipe"] == "dense"}
     lines = [
@@ -230,7 +281,7 @@ def hidden_error_table() -> str:
 def combined_table() -> str:
     """The hidden size beside FFN and heads in one run, and these alone, at equal stored parameters."""
     rows = [row for row in read_rows("quality") if row["max_windows"] == 4 and row.get("settings")]
-    rows = latest(rows, "settings")
+    rows = latest([row for row in rows if set(row["perplexity"]) == set(TEXTS)], "settings")
     if not rows:
         return "Not measured yet."
     dense = next(row["perplexity"] for row in read_rows("hidden_size") if row["group_size"] is None)
@@ -287,6 +338,11 @@ def main() -> int:
         stale = stale or before != after
         if not check:
             document.write_text(after)
+    if rows := quality_rows():
+        plot = quality_svg(rows)
+        stale = stale or not SVG.exists() or SVG.read_text() != plot
+        if not check:
+            SVG.write_text(plot)
     return int(check and stale)
 
 

@@ -17,10 +17,10 @@ from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
 from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import CompressionConfig
-from oneshot.evaluate import perplexity
 from oneshot.factorise import correct, select_neurons
 from oneshot.fold import fold_ffn
 from oneshot.layerwise.ffn import NONZEROS
+from oneshot.scoring import perplexity
 from oneshot.source import open_model, resolve_checkpoint
 from oneshot.statistics import GramAccumulator, SketchAccumulator
 from oneshot.stream import LayerStream
@@ -118,7 +118,9 @@ def main() -> None:
             sequence_length=1024,
             seed=0,
         )
-        windows = judging_windows(arguments.data_dir, folder, tokenizer, arguments.max_windows)
+        windows = judging_windows(
+            arguments.data_dir, folder, tokenizer, arguments.max_windows, kinds=("wikitext2", "lambada")
+        )
         config = Checkpoint(dense).config | {"intermediate_size": KEPT}
         models = compress_all(dense, text.token_ids, batch_size=4)
         for variant, tensors in zip(VARIANTS, models, strict=True):

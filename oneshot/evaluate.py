@@ -3,77 +3,32 @@
 import argparse
 import json
 import logging
-import math
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch.nn import functional
-from tqdm import tqdm
 
 from oneshot.arch.base import PER_LAYER_MODEL_TYPE
 from oneshot.calibration import iter_documents, load_tokenizer, pack
 from oneshot.checkpoint import Checkpoint
+from oneshot.comparison import Evaluation, print_evaluations, text_record, write_json
 from oneshot.config import DTYPES
 from oneshot.errors import CalibrationError, ConfigError, OneshotError, OutputError
 from oneshot.export.per_layer import model_classes, per_layer_shape
 from oneshot.records import StackShape
+from oneshot.scoring import relative_score, score_windows
 from oneshot.source import identify, resolve_checkpoint
 from oneshot.stream import resolve_device, resolve_dtype
 
 LATENCY_ROUNDS = 5
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One model's numbers. Perplexities by text; latencies in seconds, medians over rounds.
-
-    `prefill_seconds` is one forward pass over `prefill_tokens` tokens; `decode_seconds` is per generated token.
-    """
-
-    checkpoint: str
-    stored_parameters: int
-    block_parameters: int
-    file_bytes: int
-    flops_per_token: int
-    kv_bytes_per_token: int
-    perplexity: dict[str, float]
-    tokens_scored: dict[str, int]
-    prefill_seconds: float | None = None
-    decode_seconds: float | None = None
-    tasks: dict[str, dict[str, float]] | None = None
-
-
-@torch.inference_mode()
-def perplexity(model: torch.nn.Module, token_ids: torch.Tensor, *, batch_size: int = 4) -> tuple[float, int]:
-    """`exp` of the mean negative log-likelihood of each window's tokens 2 … L, log-softmax in float32.
-
-    Windows do not overlap and see nothing of each other.
-
-    Args:
-        model: a causal language model of transformers. token_ids: int64 `(windows, L)`.
-
-    Returns:
-        The perplexity and the number of tokens scored, `windows · (L − 1)`.
-    """
-    device = next(model.parameters()).device
-    total, scored = 0.0, 0
-    for batch in tqdm(token_ids.split(batch_size), desc="perplexity", unit="batch", leave=False):
-        batch = batch.to(device)
-        for window in batch:  # one window of logits at a time: vocabulary × length in float32 is large
-            logits = model(window.unsqueeze(0), use_cache=False).logits[0, :-1].float()
-            total += functional.cross_entropy(logits, window[1:], reduction="sum").item()
-            scored += len(window) - 1
-    return math.exp(total / scored), scored
+BOOTSTRAP_ROUNDS = 1000  # for lm-eval's standard error of a perplexity; its default of 100,000 takes minutes
 
 
 def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) -> Any:
@@ -136,26 +91,31 @@ def load_windows(text: str, tokenizer: Any, *, sequence_length: int, max_windows
 
 
 def run_tasks(
-    folder: Path, tasks: Sequence[str], *, limit: int | None, include_path: str | None, device: torch.device
+    folder: Path,
+    tasks: Sequence[str],
+    *,
+    limit: int | None,
+    include_path: str | None,
+    device: torch.device,
+    dtype: torch.dtype | str = "auto",
+    manager: Any = None,
 ) -> dict[str, dict[str, float]]:
-    """lm-eval's own metrics for the tasks, through its stock `hf` model. Raises `ConfigError` where it is missing."""
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ConfigError("--tasks needs lm-eval; run pip install 'oneshot[eval]'.") from error
-    manager = TaskManager(include_path=include_path)
-    for task in tasks:
-        if task not in manager.all_tasks and not Path(task).is_file():
-            raise ConfigError(f"--tasks {task} is not known to lm-eval; check the name, or give --include-path.")
+    """lm-eval's own metrics for the tasks, through its stock `hf` model.
+
+    `manager` is that of `task_manager`, where it is there already. Raises `ConfigError` as `task_manager` does.
+    """
+    manager = manager or task_manager(tasks, include_path)
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
     tokenizer = load_tokenizer(folder)
-    loaded = load_model(folder, device=device, dtype="auto")
+    loaded = load_model(folder, device=device, dtype=dtype)
     results = simple_evaluate(
         model=HFLM(pretrained=loaded, tokenizer=tokenizer, device=str(device)),
         tasks=list(tasks),
         limit=limit,
         task_manager=manager,
+        bootstrap_iters=BOOTSTRAP_ROUNDS,
     )
     return {
         task: {name: value for name, value in metrics.items() if isinstance(value, float)}
@@ -163,10 +123,34 @@ def run_tasks(
     }
 
 
+def task_manager(tasks: Sequence[str], include_path: str | None) -> Any:
+    """lm-eval's index of tasks: those of `include_path` where they are enough (its own take ten seconds), or both.
+
+    A task defined in `include_path` is that one, also where lm-eval has one of the same name. Raises `ConfigError`
+    where lm-eval is missing or does not know a task.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError("--tasks needs lm-eval; run pip install 'oneshot[eval]'.") from error
+    if include_path is not None:
+        if not Path(include_path).is_dir():
+            raise ConfigError(f"--include-path {include_path} is not a folder; give the one with your task YAML files.")
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if set(tasks) <= set(manager.all_subtasks):
+            return manager
+    manager = TaskManager(include_path=include_path)  # the later definition wins: that of include_path
+    for task in tasks:
+        if task not in manager.all_tasks and not Path(task).is_file():
+            raise ConfigError(f"--tasks {task} is not known to lm-eval; check the name, or give --include-path.")
+    return manager
+
+
 def evaluate(
     checkpoints: Sequence[str],
     texts: Sequence[str],
     *,
+    baseline: str | None = None,
     sequence_length: int = 1024,
     max_windows: int | None = None,
     device: str = "auto",
@@ -177,14 +161,16 @@ def evaluate(
     limit: int | None = None,
     include_path: str | None = None,
 ) -> list[Evaluation]:
-    """Evaluate checkpoints side by side on the same windows; all are in memory at once.
+    """Evaluate checkpoints side by side on the same windows: in order, then the baseline. All are in memory at once.
 
     `decode_tokens=0` leaves the latency out. Raises a subclass of `OneshotError` for what a user can mend.
     """
     where = resolve_device(device)
     compute = resolve_dtype(dtype, where)
+    manager = task_manager(tasks, include_path) if tasks else None  # a wrong name is known before hours of scoring
+    names = [*checkpoints, baseline] if baseline is not None else [*checkpoints]
     with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
-        opened = [_open(name, Path(scratch)) for name in checkpoints]
+        opened = [_open(name, Path(scratch)) for name in names]
         folders = [checkpoint.folder for checkpoint, _ in opened]
         tokenizer = load_tokenizer(folders[0])
         windows = {
@@ -199,16 +185,19 @@ def evaluate(
                         "give models with one tokenizer, the one that belongs to them."
                     )
         loaded = [load_model(folder, device=where, dtype=compute) for folder in folders]
-        scores = [{text: perplexity(model, ids) for text, ids in windows.items()} for model in loaded]
+        models, reference = (loaded[:-1], loaded[-1]) if baseline is not None else (loaded, None)
+        scores = {text: score_windows(models, ids, baseline=reference) for text, ids in windows.items()}
         latencies: list[tuple[float | None, float | None]] = [(None, None)] * len(loaded)
         if decode_tokens > 0:
             prompt = (
                 next(iter(windows.values()))[:1, :prefill_tokens] if windows else torch.ones(1, prefill_tokens).long()
             )
             latencies = list(measure_latency(loaded, prompt, decode_tokens=decode_tokens))
-        del loaded
+        del loaded, models, reference
+        records = {text: text_record(ids) for text, ids in windows.items()}
         results = []
-        for name, (checkpoint, shape), score, latency in zip(checkpoints, opened, scores, latencies, strict=True):
+        for position, (name, (checkpoint, shape)) in enumerate(zip(names, opened, strict=True)):
+            score = {text: of_models[position] for text, of_models in scores.items()}
             results.append(
                 Evaluation(
                     checkpoint=name,
@@ -217,16 +206,41 @@ def evaluate(
                     file_bytes=checkpoint.num_bytes,
                     flops_per_token=shape.flops_per_token(),
                     kv_bytes_per_token=shape.kv_bytes_per_token(),
-                    perplexity={text: value for text, (value, _) in score.items()},
-                    tokens_scored={text: count for text, (_, count) in score.items()},
-                    prefill_seconds=latency[0],
-                    decode_seconds=latency[1],
-                    tasks=run_tasks(checkpoint.folder, tasks, limit=limit, include_path=include_path, device=where)
+                    perplexity={text: value.perplexity for text, value in score.items()},
+                    tokens_scored={text: value.tokens_scored for text, value in score.items()},
+                    top1_agreement=_known({text: value.top1_agreement for text, value in score.items()}),
+                    kl_divergence=_known({text: value.kl_divergence for text, value in score.items()}),
+                    prefill_seconds=latencies[position][0],
+                    decode_seconds=latencies[position][1],
+                    tasks=run_tasks(
+                        checkpoint.folder,
+                        tasks,
+                        limit=limit,
+                        include_path=include_path,
+                        device=where,
+                        dtype=compute,
+                        manager=manager,
+                    )
                     if tasks
                     else None,
+                    texts=records,
                 )
             )
-    return results
+    if baseline is None or not windows:
+        return results
+    *compared, dense = results
+    return [*(_beside(result, dense) for result in compared), dense]
+
+
+def _known(values: dict[str, float | None]) -> dict[str, float] | None:
+    """The values that are known; None where there is none."""
+    return {text: value for text, value in values.items() if value is not None} or None
+
+
+def _beside(result: Evaluation, baseline: Evaluation) -> Evaluation:
+    """The result with its score relative to the baseline."""
+    score, _, worst_ratio = relative_score(result.perplexity, baseline.perplexity)
+    return replace(result, score=score, worst_ratio=worst_ratio)
 
 
 def _open(name: str, scratch: Path) -> tuple[Checkpoint, StackShape]:
@@ -237,45 +251,11 @@ def _open(name: str, scratch: Path) -> tuple[Checkpoint, StackShape]:
     return checkpoint, identify(checkpoint).shape.stack()
 
 
-def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
-    """A table with a column for each model and, for two, the ratio of the first to the second."""
-    table = Table("", *(Path(evaluation.checkpoint).name for evaluation in evaluations))
-    if len(evaluations) == 2:
-        table.add_column("ratio")
-    flat = [_flatten(evaluation) for evaluation in evaluations]
-    for name in flat[0]:
-        values = [row.get(name) for row in flat]
-        cells = [
-            "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.4f}" for value in values
-        ]
-        if len(values) == 2:
-            cells.append(f"{values[0] / values[1]:.3f}" if values[0] is not None and values[1] else "–")
-        table.add_row(name, *cells)
-    Console().print(table)
-
-
-def _flatten(evaluation: Evaluation) -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    for name, value in asdict(evaluation).items():
-        if name in ("checkpoint", "tokens_scored") or value is None:
-            continue
-        if name == "perplexity":
-            rows |= {
-                f"perplexity {Path(text).name} ({evaluation.tokens_scored[text]:,} tokens)": score
-                for text, score in value.items()
-            }
-        elif name == "tasks":
-            rows |= {f"{task} {metric}": score for task, metrics in value.items() for metric, score in metrics.items()}
-        else:
-            rows[name.replace("_", " ")] = value
-    return rows
-
-
 def build_parser() -> argparse.ArgumentParser:
     """All options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m oneshot.evaluate", description=__doc__)
     parser.add_argument("checkpoint", help="a folder of safetensors, a .gguf file, or a hub name")
-    parser.add_argument("--baseline", help="the checkpoint to stand beside it, usually the dense one")
+    parser.add_argument("--baseline", help="the checkpoint to compare it with, usually the dense one")
     parser.add_argument(
         "--text", action="append", default=[], help="text for perplexity, as for --calibration; may be repeated"
     )
@@ -287,12 +267,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="lm-eval tasks")
     parser.add_argument("--limit", type=int, help="at most this many documents of each task")
-    parser.add_argument("--include-path", help="folder with task YAML files of your own, for lm-eval")
+    parser.add_argument(
+        "--include-path", help="folder with task YAML files of your own; they win over lm-eval's of the same name"
+    )
     parser.add_argument("--prefill-tokens", type=int, default=512, help="(default: %(default)s)")
     parser.add_argument("--decode-tokens", type=int, default=32, help="0 leaves latency out (default: %(default)s)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--output", help="write the numbers as JSON here, too")
+    parser.add_argument("--output", help="write the numbers, and where they come from, as JSON here, too")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
@@ -309,8 +291,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.output and not Path(arguments.output).absolute().parent.is_dir():
             raise OutputError(f"{arguments.output} cannot be written: its folder does not exist; create it first.")
         evaluations = evaluate(
-            [arguments.checkpoint] + ([arguments.baseline] if arguments.baseline else []),
+            [arguments.checkpoint],
             arguments.text,
+            baseline=arguments.baseline,
             sequence_length=arguments.sequence_length,
             max_windows=arguments.max_windows,
             device=arguments.device,
@@ -321,16 +304,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             limit=arguments.limit,
             include_path=arguments.include_path,
         )
+        print_evaluations(evaluations)
+        if arguments.output:
+            write_json(Path(arguments.output), evaluations, vars(arguments))
     except OneshotError as error:
         if arguments.debug:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print_evaluations(evaluations)
-    if arguments.output:
-        Path(arguments.output).write_text(
-            json.dumps([asdict(evaluation) for evaluation in evaluations], indent=2) + "\n"
-        )
     return 0
 
 

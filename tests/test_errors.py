@@ -495,6 +495,7 @@ def test_a_good_run_of_the_command_line(make_checkpoint: MakeCheckpoint, output:
         (["--text={text}", "--sequence-length=100000000"], ("less than one sequence",)),
         (["--text={text}", "--output=/no/such/folder/out.json"], ("/no/such/folder/out.json",)),
         (["--text={text}", "--max-windows=0"], ("--max-windows",)),
+        (["--tasks=piqa", "--include-path=/no/such/folder"], ("--include-path /no/such/folder",)),
     ],
 )
 def test_evaluation_errors(

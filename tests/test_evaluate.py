@@ -1,18 +1,24 @@
-"""Evaluation against transformers' own loss, exact counts, and what the command line prints and writes."""
+"""Evaluation against transformers' own loss and SciPy, exact counts, and what the command line prints and writes."""
 
+import hashlib
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, build_model
 from safetensors.torch import load_file
+from scipy.special import log_softmax, rel_entr
 from strategies import TOLERANCES
 
 from oneshot import compress
-from oneshot.evaluate import evaluate, load_windows, main, measure_latency, perplexity
+from oneshot.comparison import write_json
+from oneshot.errors import OutputError
+from oneshot.evaluate import evaluate, load_windows, main, measure_latency
+from oneshot.scoring import POSITIONS, perplexity, relative_score, score_windows
 
 OPTIONS: dict[str, Any] = {"sequence_length": 32, "max_windows": 6, "device": "cpu", "dtype": "float32"}
 
@@ -41,6 +47,73 @@ def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity() -> None:
     assert perplexity(model, torch.randint(0, 400, (2, 10)))[0] == pytest.approx(400, rel=1e-5)
 
 
+@torch.no_grad()
+def reference_agreement(model: Any, baseline: Any, windows: torch.Tensor) -> tuple[float, float]:
+    """Top-1 agreement and mean KL(baseline ‖ model), by SciPy in float64, all windows in one batch."""
+    p, q = (log_softmax(one(windows).logits[:, :-1].double().numpy(), axis=-1) for one in (model, baseline))
+    agreement = np.mean(p.argmax(-1) == q.argmax(-1))
+    return float(agreement), float(rel_entr(np.exp(q), np.exp(p)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_agreement_equals_scipy(batch_size: int) -> None:
+    """Also where a window is longer than the slice of positions that is turned to float32."""
+    baseline = build_model(seed=0)
+    near = build_model(seed=0)
+    with torch.no_grad():
+        for parameter in near.parameters():
+            parameter.add_(0.005 * torch.randn_like(parameter))
+    far = build_model(seed=1)
+    windows = torch.randint(0, 400, (4, POSITIONS + 50))
+    scores = score_windows([near, far], windows, baseline=baseline, batch_size=batch_size)
+    assert len(scores) == 3
+    for score, model in zip(scores, (near, far, baseline), strict=True):
+        assert score.tokens_scored == 4 * (POSITIONS + 49)
+        assert score.perplexity == pytest.approx(reference_perplexity(model, windows), rel=TOLERANCES["perplexity"])
+    for score, model in zip(scores[:2], (near, far), strict=True):
+        agreement, divergence = reference_agreement(model, baseline, windows)
+        assert score.top1_agreement == pytest.approx(agreement, abs=2 / score.tokens_scored), "ties by rounding"
+        assert score.kl_divergence == pytest.approx(divergence, rel=1e-4)
+    assert scores[0].top1_agreement is not None
+    assert 0.5 < scores[0].top1_agreement < 1, "the case is neither trivial nor hopeless"
+    assert scores[2].top1_agreement is scores[2].kl_divergence is None
+
+
+def test_every_model_runs_once_over_a_window() -> None:
+    models = [build_model(seed=seed) for seed in range(3)]
+    calls: list[int] = []
+    for position, model in enumerate(models):
+        model.register_forward_pre_hook(lambda *_, position=position: calls.append(position))
+    score_windows(models[:2], torch.randint(0, 400, (2, 8)), baseline=models[2])
+    assert sorted(calls[:3]) == sorted(calls[3:]) == [0, 1, 2]
+
+
+def test_logits_of_another_width_have_no_agreement() -> None:
+    model = build_model()
+    wider = build_model()
+    wider.resize_token_embeddings(408)
+    (score, _) = score_windows([wider], torch.randint(0, 400, (2, 8)), baseline=model)
+    assert score.top1_agreement is score.kl_divergence is None
+    assert score.perplexity > 1
+
+
+def test_score_is_the_geometric_mean_of_ratios() -> None:
+    score, worst, ratio = relative_score({"a": 20.0, "b": 90.0}, {"a": 10.0, "b": 20.0})
+    assert (score, worst, ratio) == (pytest.approx(3.0), "b", 4.5)
+
+
+def test_a_model_beside_itself(make_checkpoint: MakeCheckpoint, text_file: Path, other_text_file: Path) -> None:
+    folder = str(make_checkpoint())
+    texts = [str(text_file), str(other_text_file)]
+    same, dense = evaluate([folder], texts, baseline=folder, decode_tokens=0, **OPTIONS)
+    assert same.top1_agreement == dict.fromkeys(texts, 1.0)
+    assert same.kl_divergence == dict.fromkeys(texts, 0.0)
+    assert same.score == same.worst_ratio == pytest.approx(1.0, abs=1e-12)
+    assert dense.score is dense.worst_ratio is dense.top1_agreement is dense.kl_divergence is None
+    (alone,) = evaluate([folder], texts, decode_tokens=0, **OPTIONS)
+    assert alone == dense, "a baseline changes nothing in the other numbers"
+
+
 def test_windows_are_the_text_in_order(text_file: Path, tokenizer: Any) -> None:
     windows = load_windows(str(text_file), tokenizer, sequence_length=20, max_windows=3)
     tokens = tokenizer(text_file.read_text())["input_ids"]
@@ -60,11 +133,12 @@ def test_numbers_of_two_models_side_by_side(
     config = make_config(folder)
     report = compress(config)
     texts = [str(text_file), str(other_text_file)]
-    results = evaluate([config.output, str(folder)], texts, decode_tokens=0, **OPTIONS)
+    results = evaluate([config.output], texts, baseline=str(folder), decode_tokens=0, **OPTIONS)
     from transformers import AutoModelForCausalLM
 
-    for result, path, name in zip(results, (Path(config.output), folder), ("compressed", "dense"), strict=True):
-        model = AutoModelForCausalLM.from_pretrained(path).eval()
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (config.output, folder)]
+    paths, names = (Path(config.output), folder), ("compressed", "dense")
+    for result, path, name, model in zip(results, paths, names, models, strict=True):
         for text in texts:
             windows = load_windows(text, tokenizer, sequence_length=32, max_windows=6)
             assert result.perplexity[text] == pytest.approx(reference_perplexity(model, windows), rel=1e-4)
@@ -77,7 +151,18 @@ def test_numbers_of_two_models_side_by_side(
         assert result.flops_per_token == report.flops_per_token[name]
         assert result.kv_bytes_per_token == report.kv_bytes_per_token[name]
         assert result.prefill_seconds is None
-    assert results[0].perplexity != results[1].perplexity
+    compressed, dense = results
+    ratios = [compressed.perplexity[text] / dense.perplexity[text] for text in texts]
+    assert ratios[0] != 1
+    assert compressed.score == pytest.approx(float(np.exp(np.mean(np.log(ratios)))))
+    assert compressed.worst_ratio == max(ratios)
+    for text in texts:
+        windows = load_windows(text, tokenizer, sequence_length=32, max_windows=6)
+        agreement, divergence = reference_agreement(*models, windows)
+        assert compressed.top1_agreement is not None
+        assert compressed.kl_divergence is not None
+        assert compressed.top1_agreement[text] == pytest.approx(agreement, abs=1 / (6 * 31))
+        assert compressed.kl_divergence[text] == pytest.approx(divergence, rel=1e-3)
 
 
 def test_latency_is_measured_with_a_growing_cache() -> None:
@@ -100,6 +185,7 @@ def test_the_command_line_prints_a_table_and_writes_json(
     make_checkpoint: MakeCheckpoint,
     make_config: MakeConfig,
     text_file: Path,
+    tokenizer: Any,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -110,11 +196,31 @@ def test_the_command_line_prints_a_table_and_writes_json(
     arguments += ["--sequence-length=32", "--max-windows=4", "--decode-tokens=2", "--prefill-tokens=16", "--device=cpu"]
     assert main(arguments) == 0
     written = json.loads(target.read_text())
-    assert [row["checkpoint"] for row in written] == [config.output, config.checkpoint]
-    assert all(row["prefill_seconds"] > 0 and row["decode_seconds"] > 0 for row in written)
-    printed = capsys.readouterr().out
-    for part in ("stored parameters", "perplexity text.txt (124", "ratio", f"{written[0]['stored_parameters']:,}"):
+    rows = written["evaluations"]
+    assert [row["checkpoint"] for row in rows] == [config.output, config.checkpoint]
+    assert all(row["prefill_seconds"] > 0 and row["decode_seconds"] > 0 for row in rows)
+    assert 0 <= rows[0]["top1_agreement"][str(text_file)] < 1
+    assert rows[0]["score"] == rows[0]["worst_ratio"], "one text"
+    assert rows[1]["score"] is None
+    windows = load_windows(str(text_file), tokenizer, sequence_length=32, max_windows=4)
+    digest = hashlib.sha256(windows.numpy().astype("<i8").tobytes()).hexdigest()
+    assert written["texts"] == {str(text_file): {"windows": 4, "tokens": 128, "token_hash": digest}}
+    assert set(written) == {"date", "versions", "settings", "texts", "evaluations"}
+    assert written["versions"]["torch"] == torch.__version__
+    assert written["settings"] | {"baseline": config.checkpoint, "max_windows": 4} == written["settings"]
+    assert not list(tmp_path.glob(".*")), "no partial file stays"
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in ("stored parameters", "perplexity text.txt", "ratio", f"{rows[0]['stored_parameters']:,}"):
         assert part in printed
+    for part in ("top-1 agreement", "KL divergence", "worst text", f"{rows[0]['score']:.4f}"):
+        assert part in printed
+
+
+def test_an_unwritable_result_leaves_no_partial_file(tmp_path: Path) -> None:
+    (tmp_path / "numbers.json").mkdir()
+    with pytest.raises(OutputError, match=r"numbers\.json"):
+        write_json(tmp_path / "numbers.json", [], {})
+    assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
 
 
 def test_two_gguf_files_of_the_same_name_are_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,8 @@ def test_modelling_files_are_never_run(
     add_auto_map(folder / "tokenizer_config.json", {"AutoTokenizer": [None, "hostile.HostileTokenizer"]})
     config = make_config(folder)
     compress(config)
-    evaluate([config.output, str(folder)], [str(text_file)], sequence_length=32, max_windows=1, decode_tokens=0)
+    options = {"sequence_length": 32, "max_windows": 1, "decode_tokens": 0}
+    evaluate([config.output], [str(text_file)], baseline=str(folder), **options)
     assert not marker.exists()
     output = Path(config.output)
     assert not list(output.glob("*.py"))

@@ -207,7 +207,8 @@ def test_the_evaluator_and_its_command_read_it(compressed: Path, text_file: Path
     ]
     command += ["--sequence-length", "32", "--max-windows", "1", "--output", str(tmp_path / "numbers.json")]
     subprocess.run(command, check=True, capture_output=True)
-    assert json.loads((tmp_path / "numbers.json").read_text())[0]["stored_parameters"] == result.stored_parameters
+    (written,) = json.loads((tmp_path / "numbers.json").read_text())["evaluations"]
+    assert written["stored_parameters"] == result.stored_parameters
 
 
 def test_fewer_rotary_pairs_are_a_model_without_the_others(

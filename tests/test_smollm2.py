@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from oneshot import CompressionConfig, Report, compress
 from oneshot.calibration import load_tokenizer
-from oneshot.evaluate import evaluate, load_model, load_windows, perplexity
+from oneshot.evaluate import evaluate, load_model, load_windows
+from oneshot.scoring import perplexity
 
 CPU = torch.device("cpu")
 
