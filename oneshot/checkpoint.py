@@ -1,5 +1,6 @@
 """Safetensors checkpoints: a lazy reader that holds a few tensors at a time, and an atomic sharded writer."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -83,6 +84,17 @@ class Checkpoint:
     def num_bytes(self) -> int:
         """Bytes of the weight files."""
         return sum((self.folder / shard).stat().st_size for shard in set(self._shard_of.values()))
+
+    def content_hash(self) -> str:
+        """SHA-256 of every tensor's name, dtype, shape and first row: which model this is, without reading it all."""
+        digest = hashlib.sha256()
+        for shard in sorted(set(self._shard_of.values())):
+            with _open_shard(self.folder / shard) as handle:
+                for name in sorted(name for name, place in self._shard_of.items() if place == shard):
+                    digest.update(repr((name, self.dtypes[name], self.shapes[name])).encode())
+                    first = handle.get_slice(name)[:1] if self.shapes[name] else handle.get_tensor(name)
+                    digest.update(first.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The named tensors, copied into memory of their own; the files are closed again.

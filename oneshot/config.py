@@ -13,6 +13,7 @@ HIDDEN_METHODS = ("pca", "none")
 HEAD_UNITS = ("auto", "query-head", "kv-group")
 CORRECTIONS = ("none", "same-layer", "two-stream")
 PIVOTINGS = ("cholesky", "qr", "grouped", "tournament")
+ALLOCATIONS = ("auto", "uniform", "error", "stat", "block-influence", "sensitivity")
 TIERS = ("stock", "per-layer")
 TOKEN_WEIGHTINGS = ("unit", "raw")
 SKETCHES = ("none", "count", "sparse-sign")
@@ -48,12 +49,13 @@ class CompressionConfig:
     """Every choice of one compression run; the same record goes into the report.
 
     Exactly one of `sparsity` (fraction of the stored parameters to remove, in [0, 1)) and `params` (stored
-    parameters to keep) is given; neither where sizes are given that say everything. `ffn`, `heads`, `hidden`,
-    `group_size`, `correction`, `pivoting`, `sketch` and `tier` override the recipe where they are not None.
+    parameters to keep) is given; neither where sizes are given that say everything. Parts of the recipe (`ffn`, `heads`,
+    `hidden`, `group_size`, `correction`, `pivoting`, `sketch`, `tier`, `allocation`) override it where they are not None.
     `hidden_size`, `value_size` and `query_key_size` (per head) are the kept sizes (None: what the target asks for, and
     all); `group_size` blocks share a projection of the residual stream, in which the statistics of all other blocks
     count `shared_weight` times, and tokens alike (`unit` `token_weighting`) or by their energy (`raw`). `damping` is
     the ridge in units of the Gram's mean diagonal; `sketch_size` is in rows (None: twice the FFN width).
+    `profile` is the folder of a profile to plan from (None: the run makes one where its allocation needs it).
     `max_memory_bytes` bounds the activation store in memory; beyond it activations go to disk.
     """
 
@@ -72,6 +74,8 @@ class CompressionConfig:
     value_size: int | None = None
     query_key_size: int | None = None
     tier: str | None = None
+    allocation: str | None = None
+    profile: str | None = None
     head_unit: str = "auto"
     correction: str | None = None
     damping: float = 3e-2
@@ -129,6 +133,7 @@ class CompressionConfig:
             ("heads", HEAD_SELECTORS),
             ("hidden", HIDDEN_METHODS),
             ("tier", TIERS),
+            ("allocation", ALLOCATIONS),
             ("token_weighting", TOKEN_WEIGHTINGS),
             ("head_unit", HEAD_UNITS),
             ("correction", CORRECTIONS),

@@ -17,6 +17,10 @@ class CalibrationError(OneshotError):
     """The calibration or evaluation text is missing, empty or too short."""
 
 
+class ProfileError(OneshotError):
+    """The profile is missing, damaged, or of another model or calibration text."""
+
+
 class PlanError(OneshotError):
     """No plan reaches the wanted size, or the export tier cannot hold the plan."""
 

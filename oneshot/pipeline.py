@@ -5,6 +5,8 @@
 import logging
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +18,16 @@ from oneshot.arch import LLAMA
 from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.checkpoint import Checkpoint, CheckpointWriter
 from oneshot.config import CompressionConfig
-from oneshot.errors import DeviceError, OutputError
+from oneshot.errors import ConfigError, DeviceError, OutputError
 from oneshot.export.hf import stock_config, verify, write_companions
 from oneshot.export.per_layer import per_layer_config, write_modelling_file
 from oneshot.fold import fold_embedding, fold_head
 from oneshot.hidden import StreamSubspaces, Subspaces, principal_subspaces
-from oneshot.layerwise import LayerCompressor, reads_activations
-from oneshot.plan import plan_sizes, spread_hidden_sizes, wanted_parameters
+from oneshot.layerwise import LayerCompressor, LayerProfiler, reads_activations
+from oneshot.plan import head_unit, plan_sizes, profiled_damages, spread_hidden_sizes, wanted_parameters
+from oneshot.profiles import load_profile, refuse_existing, refuse_other, save_profile
 from oneshot.recipes import Recipe, resolve_recipe
-from oneshot.records import CalibrationSet, HiddenPlan, LayerReport, ModelShape, Plan, Report
+from oneshot.records import CalibrationSet, HiddenPlan, LayerReport, ModelShape, Plan, Profile, ProfileOrigin, Report
 from oneshot.report import ProgressBar, Stopwatch, peak_bytes, peak_device_bytes, versions, write_report
 from oneshot.source import SourceModel, open_model
 from oneshot.stream import prefetch, resolve_device, resolve_dtype
@@ -44,31 +47,132 @@ def compress(config: CompressionConfig, *, show_progress: bool = False) -> Repor
 
     Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
     """
+    with _inputs(config, show_progress) as inputs:
+        return _compress(config, inputs)
+
+
+def compress_sizes(
+    config: CompressionConfig, sparsities: Sequence[float], *, show_progress: bool = False
+) -> list[Report]:
+    """As `compress`, once for every sparsity, into `OUT/sparsity-0.10` and so on; what they share is done once.
+
+    All targets are planned before the first run, so that one out of reach is refused before any work.
+    """
+    configs = [
+        replace(config, sparsity=sparsity, output=str(Path(config.output) / f"sparsity-{sparsity:.2f}"))
+        for sparsity in sparsities
+    ]
+    if len({one.output for one in configs}) < len(configs):
+        raise ConfigError("Two of the --sparsity values are equal to two decimals; give each once.")
+    with _inputs(config, show_progress) as inputs:
+        for one in configs:
+            plan_sizes(one, inputs.recipe, inputs.source.shape)
+            if Path(one.output).exists() and not one.overwrite:
+                raise OutputError(f"{one.output} exists already; choose another --output or give --overwrite.")
+        return [_compress(one, inputs) for one in configs]
+
+
+def profile(config: CompressionConfig, *, show_progress: bool = False) -> Profile:
+    """Profile a checkpoint into the folder `config.output`: the error curves that plans are made from.
+
+    Raises as `compress`.
+    """
+    output = Path(config.output).expanduser()
+    refuse_existing(output)
+    with _inputs(config, show_progress) as inputs:
+        found = inputs.read_profile(config)
+        save_profile(found, output)
+        return found
+
+
+@contextmanager
+def _inputs(config: CompressionConfig, show_progress: bool) -> Iterator["_Inputs"]:
+    """The inputs of a run, with a scratch folder for as long as it takes."""
     with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch, torch.inference_mode():
         try:
-            return _compress(config, Path(scratch), show_progress)
+            yield _Inputs(config, Path(scratch), show_progress)
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceError(
                 "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give --max-memory."
             ) from error
 
 
-def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> Report:
-    watch = Stopwatch()
-    recipe = resolve_recipe(
-        config.recipe,
-        ffn=config.ffn,
-        heads=config.heads,
-        correction=config.correction,
-        pivoting=config.pivoting,
-        sketch=config.sketch,
-        hidden=config.hidden,
-        tier=config.tier,
-        group_size=config.group_size,
-    )
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    source = open_model(config.checkpoint, scratch)
+class _Inputs:
+    """What runs with other targets have in common: the model, the method, the text, the profile. Each is read once."""
+
+    def __init__(self, config: CompressionConfig, scratch: Path, show_progress: bool) -> None:
+        self.watch = Stopwatch()
+        self.recipe = resolve_recipe(
+            config.recipe,
+            ffn=config.ffn,
+            heads=config.heads,
+            correction=config.correction,
+            pivoting=config.pivoting,
+            sketch=config.sketch,
+            hidden=config.hidden,
+            tier=config.tier,
+            group_size=config.group_size,
+            allocation=config.allocation,
+        )
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, self.device)
+        self.source = open_model(config.checkpoint, scratch)
+        self.scratch, self.show_progress = scratch, show_progress
+        self._calibration: CalibrationSet | None = None
+        self._profile: Profile | None = None
+
+    def read_text(self, config: CompressionConfig) -> CalibrationSet:
+        """The calibration text."""
+        if self._calibration is None:
+            self._calibration = load_calibration(
+                config.calibration,
+                load_tokenizer(self.source.checkpoint.folder),
+                num_sequences=config.num_sequences,
+                sequence_length=config.sequence_length,
+                seed=config.seed,
+            )
+            _warn_if_short(self._calibration, self.source.shape)
+        return self._calibration
+
+    def read_profile(self, config: CompressionConfig) -> Profile:
+        """The profile given, if it belongs to this model and text, or one made now."""
+        if self._profile is None:
+            text, model_hash = self.read_text(config), self.source.checkpoint.content_hash()
+            if config.profile is not None:
+                self._profile = load_profile(Path(config.profile).expanduser())
+                refuse_other(self._profile, config.profile, model_hash=model_hash, token_hash=text.token_hash)
+            else:
+                self._profile = self._make_profile(config, text, model_hash)
+        return self._profile
+
+    def _make_profile(self, config: CompressionConfig, text: CalibrationSet, model_hash: str) -> Profile:
+        shape, unit = self.source.shape, head_unit(config, self.source.shape)
+        profiler = LayerProfiler(config, self.source, unit, device=self.device, dtype=self.dtype, scratch=self.scratch)
+        profiler.embed(text)
+        with ProgressBar(
+            num_layers=shape.num_hidden_layers,
+            num_tokens=text.num_tokens,
+            visible=self.show_progress,
+            description="profile",
+        ) as progress:
+            for layer, tensors in enumerate(prefetch(self.source.read_layer, shape.num_hidden_layers)):
+                profiler.profile_layer(layer, tensors, progress.advance)
+                del tensors  # or they would wait for the next layer's
+        return profiler.finish(
+            ProfileOrigin(
+                model_hash=model_hash,
+                token_hash=text.token_hash,
+                head_unit=unit,
+                damping=config.damping,
+                probe_tokens=profiler.num_probe_tokens,
+                versions=versions(),
+            )
+        )
+
+
+def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
+    watch, recipe, source, scratch = inputs.watch, inputs.recipe, inputs.source, inputs.scratch
+    device, dtype, show_progress = inputs.device, inputs.dtype, inputs.show_progress
     checkpoint, shape = source.checkpoint, source.shape
     output = Path(config.output).expanduser()
     if checkpoint.folder.resolve().is_relative_to(output.resolve()):
@@ -83,18 +187,16 @@ def _compress(config: CompressionConfig, scratch: Path, show_progress: bool) -> 
         overwrite=config.overwrite,
         expected_bytes=_expected_bytes(config.save_dtype, checkpoint, plan.stack(shape).stored_parameters()),
     ) as writer:
-        calibration = None
+        calibration, damages = None, None
         layers_read_text = reads_activations(recipe, plan, shape)
-        if plan.hidden is not None or layers_read_text:
-            calibration = load_calibration(
-                config.calibration,
-                load_tokenizer(checkpoint.folder),
-                num_sequences=config.num_sequences,
-                sequence_length=config.sequence_length,
-                seed=config.seed,
-            )
-            _warn_if_short(calibration, shape)
+        by_profile = recipe.reads_profile and plan.reduces_blocks(shape)
+        if plan.hidden is not None or layers_read_text or by_profile:
+            calibration = inputs.read_text(config)
         watch.lap("prepare")
+        if by_profile:
+            damages = profiled_damages(inputs.read_profile(config), recipe.allocation)
+            plan = plan_sizes(config, recipe, shape, damages)
+            watch.lap("profile")
         subspaces = None
         if calibration is not None and plan.hidden is not None:
             found = _find_subspaces(config, source, calibration, plan.hidden, device, dtype, scratch, show_progress)
@@ -135,7 +237,7 @@ def _output_config(source: SourceModel, plan: Plan) -> dict[str, Any]:
     config, shape, stack = source.checkpoint.config, source.shape, plan.stack(source.shape)
     if plan.tier == "per-layer":
         return per_layer_config(config, shape, stack)
-    resized = replace(plan.apply(shape), hidden_size=stack.embedding_size)
+    resized = replace(plan.shape_of_layer(shape, 0), hidden_size=stack.embedding_size)
     return stock_config(source.architecture.resize_config(config, resized), untied=plan.hidden is not None)
 
 

@@ -1,17 +1,38 @@
 """Budget -> Plan: the kept sizes that reach a number of stored parameters, within what the tier can hold."""
 
+import contextlib
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from oneshot.config import CompressionConfig
 from oneshot.errors import ConfigError, PlanError
+from oneshot.linalg.allocation import least_damage
 from oneshot.recipes import Recipe
-from oneshot.records import HiddenPlan, ModelShape, Plan
+from oneshot.records import HiddenPlan, LayerPlan, ModelShape, Plan, Profile, StackShape
 
 MAX_ROUND_TO = 64
 PRICE_STEPS = 60  # bisection steps for the price of a parameter
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a plan may take: `measure` of its sizes, at most (or as near as can be to) `target`, in `unit`s."""
+
+    target: float
+    measure: Callable[[StackShape], float] = StackShape.stored_parameters
+    unit: str = "parameters"
+
+
+@dataclass(frozen=True)
+class Damages:
+    """What is lost by keeping k neurons, `ffn (layers, n + 1)`, or k head units, `heads (layers, units + 1)`."""
+
+    ffn: torch.Tensor
+    heads: torch.Tensor
 
 
 def default_round_to(size: int) -> int:
@@ -22,13 +43,15 @@ def default_round_to(size: int) -> int:
     return step
 
 
-def plan_sizes(config: CompressionConfig, recipe: Recipe, shape: ModelShape) -> Plan:
+def plan_sizes(config: CompressionConfig, recipe: Recipe, shape: ModelShape, damages: Damages | None = None) -> Plan:
     """The kept sizes of every kind whose whole model comes nearest to the target.
 
     What the user says is kept as said (`hidden_size`, `value_size`, `query_key_size`). FFN and heads, where the recipe
     reduces them, take what is left; the hidden size does where nothing else is reduced. Where groups of blocks have
     subspaces of their own and no width was said, all widths are equal here, and `spread_hidden_sizes` shares the
     parameters out once the spectra are known.
+
+    With damages, FFN and heads take the sizes of which the least is predicted.
 
     Raises `ConfigError` for sizes that do not go together, `PlanError` where a size or the target is out of reach, or
     the tier cannot hold it.
@@ -41,12 +64,10 @@ def plan_sizes(config: CompressionConfig, recipe: Recipe, shape: ModelShape) -> 
     if target_parameters == dense:  # nothing was asked for, or nothing beyond the sizes said
         blocks = False
     _check_inner_sizes(config, shape)
-    unit = config.head_unit
+    whole = LayerPlan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads)
     plan = Plan(
-        shape.intermediate_size,
-        shape.num_attention_heads,
-        shape.num_key_value_heads,
-        ("query-head" if shape.heads_per_group > 1 else "kv-group") if unit == "auto" else unit,
+        (whole,) * shape.num_hidden_layers,
+        head_unit(config, shape),
         query_key_size=config.query_key_size,
         value_size=config.value_size,
         tier=recipe.tier,
@@ -66,12 +87,20 @@ def plan_sizes(config: CompressionConfig, recipe: Recipe, shape: ModelShape) -> 
         plan = make_plan(
             shape,
             plan,
-            target_parameters=target_parameters,
+            Budget(target_parameters),
             reduce_ffn=recipe.ffn != "none",
             reduce_heads=recipe.heads != "none",
             round_to=config.round_to,
+            damages=damages,
         )
     return plan
+
+
+def head_unit(config: CompressionConfig, shape: ModelShape) -> str:
+    """What a removed head is: as asked for, or by default what is smaller."""
+    if config.head_unit != "auto":
+        return config.head_unit
+    return "query-head" if shape.heads_per_group > 1 else "kv-group"
 
 
 def wanted_parameters(config: CompressionConfig, dense_parameters: int) -> int:
@@ -85,6 +114,7 @@ def refuse_if_not_held(plan: Plan, shape: ModelShape) -> None:
     """Raise `PlanError`, naming the size, where the plan's tier cannot hold it."""
     if plan.tier != "stock":
         return
+    assert plan.is_uniform()
     for flag, size in (("value-size", plan.value_size), ("query-key-size", plan.query_key_size)):
         if size is not None:
             raise PlanError(f"--{flag} {size} has no place in a stock config; add --tier per-layer.")
@@ -200,81 +230,167 @@ def spread_hidden_sizes(
 def make_plan(
     shape: ModelShape,
     plan: Plan,
+    budget: Budget,
     *,
-    target_parameters: int,
     reduce_ffn: bool,
     reduce_heads: bool,
     round_to: int | None,
+    damages: Damages | None = None,
 ) -> Plan:
-    """The plan with fewer neurons and heads whose stored parameters come nearest to the target.
+    """The plan with fewer neurons and heads that meets the budget; FFN widths are multiples of `round_to`.
 
-    With both kinds reduced, heads take the fraction nearest to the one that all blocks have to give, never more than
-    one head per group below it; FFN width takes what is left, to a multiple of `round_to`.
+    Without `damages` all layers are alike and come as near to the budget as they can: with both kinds reduced, heads
+    take the fraction nearest to the one that all blocks have to give, never more than one head per group below it,
+    and the FFN takes what is left. With them the least damage within the budget is chosen: among plans whose layers
+    are alike in the stock tier, among all others.
 
     Args:
-        plan: what is decided already; its neurons and heads are all there. target_parameters: of the whole model.
+        plan: what is decided already; its neurons and heads are all there.
 
-    Raises `PlanError` when nothing may be reduced or the target is out of reach.
+    Raises `PlanError` when nothing may be reduced or the budget is out of reach.
     """
-    before = plan.stack(shape)
-    surplus = before.stored_parameters() - target_parameters
+    surplus = budget.measure(plan.stack(shape)) - budget.target
     if surplus == 0:
         return plan
     if not reduce_ffn and not reduce_heads:
         raise PlanError("Nothing may be reduced (--ffn none --heads none); allow one, or ask for --sparsity 0.")
-    if reduce_heads:
-        fraction = surplus / before.block_parameters() if reduce_ffn else None
-        plan = _plan_heads(shape, plan, surplus, fraction)
-    if reduce_ffn:
-        plan = _plan_width(shape, plan, target_parameters, round_to or default_round_to(shape.intermediate_size))
-    return plan
+    step = round_to or default_round_to(shape.intermediate_size)
+    if reduce_ffn and step > shape.intermediate_size:
+        raise PlanError(f"--round-to {step} is above the FFN width of {shape.intermediate_size}; give a smaller one.")
+    if damages is not None and plan.tier == "per-layer":
+        return _spread(shape, plan, budget, damages, step if reduce_ffn else None, reduce_heads=reduce_heads)
+    if not reduce_heads:
+        return _with_width(shape, plan, budget, step)
+    options = _head_options(shape, plan)
+    if not reduce_ffn:
+        return _nearest_heads(shape, plan, options, budget, surplus)
+    if damages is not None:
+        return _least_damage(shape, options, budget, damages, step)
+    fraction = surplus / sum(layer.parameters() for layer in plan.stack(shape).layers)
+    kept = max(1, len(options) - round(fraction * len(options)))
+    # where attention outweighs the FFN one head may be more than is asked for; all of them remove nothing
+    fitting = (option for option in options[kept - 1 :] if budget.measure(option.stack(shape)) >= budget.target)
+    return _with_width(shape, next(fitting), budget, step)
 
 
-def removed_parameters(shape: ModelShape, before: Plan, after: Plan) -> int:
-    """Stored parameters that one plan keeps beyond another."""
-    return before.stack(shape).stored_parameters() - after.stack(shape).stored_parameters()
+def _alike(plan: Plan, **sizes: int) -> Plan:
+    """The plan with these sizes in every layer."""
+    return replace(plan, layers=tuple(replace(layer, **sizes) for layer in plan.layers))
 
 
-def _plan_heads(shape: ModelShape, plan: Plan, surplus: int, fraction: float | None) -> Plan:
-    """Remove heads: the given fraction of them, or (None) as many as come nearest to the surplus."""
-    units = shape.num_key_value_heads if plan.head_unit == "kv-group" else shape.heads_per_group
-    options = [_keep_units(shape, plan, kept) for kept in range(1, units + 1)]
-    if fraction is not None:
-        kept = max(1, units - round(fraction * units))
-        # where attention outweighs the FFN one head may be more than is asked for; all of them remove nothing
-        return next(option for option in options[kept - 1 :] if removed_parameters(shape, plan, option) <= surplus)
-    best = min(options, key=lambda option: abs(removed_parameters(shape, plan, option) - surplus))
-    most = removed_parameters(shape, plan, options[0])
+def _head_sizes(shape: ModelShape, head_unit: str) -> list[dict[str, int]]:
+    """Heads for every number of kept units, from one to all of them."""
+    groups, per_group = shape.num_key_value_heads, shape.heads_per_group
+    if head_unit == "kv-group":
+        kept = [(units * per_group, units) for units in range(1, groups + 1)]
+    else:
+        kept = [(units * groups, groups) for units in range(1, per_group + 1)]
+    return [{"num_attention_heads": heads, "num_key_value_heads": left} for heads, left in kept]
+
+
+def _head_options(shape: ModelShape, plan: Plan) -> list[Plan]:
+    """The plan with one head unit in every layer, with two, up to all."""
+    return [_alike(plan, **sizes) for sizes in _head_sizes(shape, plan.head_unit)]
+
+
+def _nearest_heads(shape: ModelShape, plan: Plan, options: list[Plan], budget: Budget, surplus: float) -> Plan:
+    """As many heads as come nearest to the budget."""
+    most = budget.measure(plan.stack(shape)) - budget.measure(options[0].stack(shape))
     if surplus > most:
         raise PlanError(
-            f"Heads alone can give up {most:,} parameters of the {surplus:,} asked for; ask for less or allow --ffn id."
+            f"Heads alone can give up {most:,.0f} {budget.unit} of the {surplus:,.0f} asked for; "
+            "ask for less or allow --ffn id."
         )
-    return best
+    return min(options, key=lambda option: abs(budget.measure(option.stack(shape)) - budget.target))
 
 
-def _keep_units(shape: ModelShape, plan: Plan, kept: int) -> Plan:
-    if plan.head_unit == "kv-group":
-        return replace(plan, kept_num_attention_heads=kept * shape.heads_per_group, kept_num_key_value_heads=kept)
-    groups = shape.num_key_value_heads
-    return replace(plan, kept_num_attention_heads=kept * groups)
-
-
-def _plan_width(shape: ModelShape, plan: Plan, target_parameters: int, round_to: int) -> Plan:
-    """The FFN width, a multiple of `round_to`, that comes nearest to the target."""
-    if round_to > shape.intermediate_size:
+def _with_width(shape: ModelShape, plan: Plan, budget: Budget, step: int) -> Plan:
+    """The FFN width of all layers, a multiple of `step`, that comes nearest to the budget."""
+    widths = [*range(step, shape.intermediate_size, step), shape.intermediate_size]
+    options = [_alike(plan, intermediate_size=width) for width in widths]
+    measures = [budget.measure(option.stack(shape)) for option in options]
+    if budget.target < measures[0] - (measures[1] - measures[0] if len(measures) > 1 else 0) / 2:
         raise PlanError(
-            f"--round-to {round_to} is above the FFN width of {shape.intermediate_size}; give a smaller one."
+            f"The target is {budget.target:,.0f} {budget.unit}, but this recipe can get down to {measures[0]:,.0f} at "
+            "best; ask for a smaller --sparsity, or allow --heads id as well."
         )
-    start = plan.stack(shape).stored_parameters()
-    per_neuron = (
-        start - replace(plan, kept_intermediate_size=shape.intermediate_size - 1).stack(shape).stored_parameters()
-    )
-    exact = shape.intermediate_size - (start - target_parameters) / per_neuron
-    width = min(round(exact / round_to) * round_to, shape.intermediate_size)
-    if width < round_to:
-        least = start - per_neuron * (shape.intermediate_size - round_to)
+    return min(zip(options, measures, strict=True), key=lambda pair: abs(pair[1] - budget.target))[0]
+
+
+def _least_damage(shape: ModelShape, options: list[Plan], budget: Budget, damages: Damages, step: int) -> Plan:
+    """Of every number of heads, with the FFN width that meets the budget beside it, the least predicted damage."""
+    fitting = []
+    for option in options:
+        if budget.measure(option.stack(shape)) >= budget.target:
+            with contextlib.suppress(PlanError):
+                fitting.append(_with_width(shape, option, budget, step))
+    if not fitting:
         raise PlanError(
-            f"The target is {target_parameters:,} parameters, but this recipe can get down to {least:,} at best; "
+            f"No FFN width and no number of heads reaches {budget.target:,.0f} {budget.unit}; ask for more."
+        )
+    return min(fitting, key=lambda plan: predicted_damage(plan, shape, damages))
+
+
+def _spread(
+    shape: ModelShape, plan: Plan, budget: Budget, damages: Damages, step: int | None, *, reduce_heads: bool
+) -> Plan:
+    """Sizes of every layer's own with the least sum of damages within the budget (`linalg.allocation`)."""
+    whole = [shape.intermediate_size]
+    widths = whole if step is None else [*range(step, shape.intermediate_size, step), shape.intermediate_size]
+    heads = _head_sizes(shape, plan.head_unit) if reduce_heads else _head_sizes(shape, plan.head_unit)[-1:]
+    first_units = len(_head_sizes(shape, plan.head_unit)) - len(heads) + 1
+    total = budget.measure(plan.stack(shape))
+    tables, costs = [], []
+    for layer, kept in enumerate(plan.layers):
+        for kind, choices in (("ffn", [{"intermediate_size": width} for width in widths]), ("heads", heads)):
+            changed = [replace(plan, layers=_at(plan.layers, layer, replace(kept, **choice))) for choice in choices]
+            costs.append(np.array([budget.measure(option.stack(shape)) - total for option in changed]))
+            curve = damages.ffn[layer, widths] if kind == "ffn" else damages.heads[layer, first_units:]
+            tables.append(curve.numpy())
+    chosen = least_damage(tables, costs, budget.target - total)
+    if chosen is None:
+        least = total + sum(float(cost.min()) for cost in costs)
+        raise PlanError(
+            f"The target is {budget.target:,.0f} {budget.unit}, but this recipe can get down to {least:,.0f} at best; "
             "ask for a smaller --sparsity, or allow --heads id as well."
         )
-    return replace(plan, kept_intermediate_size=width)
+    layers = tuple(
+        LayerPlan(widths[width], **heads[units]) for width, units in zip(chosen[::2], chosen[1::2], strict=True)
+    )
+    return replace(plan, layers=layers)
+
+
+def _at(layers: tuple[LayerPlan, ...], index: int, layer: LayerPlan) -> tuple[LayerPlan, ...]:
+    return (*layers[:index], layer, *layers[index + 1 :])
+
+
+def profiled_damages(profile: Profile, allocation: str) -> Damages:
+    """What every size of every block is taken to cost.
+
+    `error`: the relative squared error of the block's output. `stat`: its root times `l + 50` (STAT A.4).
+    `block-influence`: the squared error times the layer's block influence (ShortGPT). `sensitivity`: times what the
+    model's output was measured to diverge by, so in nats per token, as if damages of blocks added up.
+    """
+    depth = torch.arange(len(profile.block_influence), dtype=torch.float64).unsqueeze(1)
+    if allocation == "stat":
+        return Damages((depth + 50) * profile.ffn_errors.sqrt(), (depth + 50) * profile.head_errors.sqrt())
+    ones = torch.ones(len(depth), dtype=torch.float64)
+    ffn, heads = {
+        "error": (ones, ones),
+        "block-influence": (profile.block_influence, profile.block_influence),
+        "sensitivity": (profile.ffn_sensitivity, profile.head_sensitivity),
+    }[allocation]
+    return Damages(ffn.unsqueeze(1) * profile.ffn_errors, heads.unsqueeze(1) * profile.head_errors)
+
+
+def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
+    """The sum of the damages of a plan's sizes."""
+    total = 0.0
+    for layer, kept in enumerate(plan.layers):
+        units = (
+            kept.num_key_value_heads
+            if plan.head_unit == "kv-group"
+            else kept.num_attention_heads // shape.num_key_value_heads
+        )
+        total += float(damages.ffn[layer, kept.intermediate_size] + damages.heads[layer, units])
+    return total

@@ -22,6 +22,8 @@ class Recipe:
         hidden: `pca` (projections of the residual stream: TCSP section 4, SP3 appendix F.1) or `none`.
         group_size: blocks that share a projection, 0 for one in the whole model.
         tier: `stock`, or `per-layer` for what no stock config holds.
+        allocation: how sizes are shared out: `uniform`, or by a profile's `error`, `stat`, `block-influence` or
+            `sensitivity` (see `plan.profiled_damages`); `auto` is `sensitivity` where layers may differ.
     """
 
     ffn: str
@@ -32,6 +34,12 @@ class Recipe:
     hidden: str = "none"
     group_size: int = 0
     tier: str = "stock"
+    allocation: str = "auto"
+
+    @property
+    def reads_profile(self) -> bool:
+        """Whether sizes come from a profile."""
+        return self.allocation != "uniform" and (self.ffn != "none" or self.heads != "none")
 
 
 RECIPES = {
@@ -56,4 +64,7 @@ def resolve_recipe(name: str, **parts: str | int | None) -> Recipe:
     recipe = replace(RECIPES[name], **chosen)
     if recipe.pivoting == "qr" and recipe.sketch == "none":
         raise ConfigError("--pivoting qr needs a matrix to factorise; add --sketch count or --sketch sparse-sign.")
+    if recipe.allocation == "auto":
+        by_profile = recipe.tier == "per-layer" and recipe.hidden == "none"
+        recipe = replace(recipe, allocation="sensitivity" if by_profile else "uniform")
     return recipe

@@ -188,50 +188,61 @@ class HiddenPlan:
 
 
 @dataclass(frozen=True)
+class LayerPlan:
+    """The kept FFN width and heads of one layer."""
+
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """The kept sizes.
 
-    FFN width and heads are one for the whole model. `head_unit` says what a removed head is: a whole `kv-group` (KV
-    head and its query heads), or the same number of `query-head`s out of every group. `query_key_size`, `value_size`:
-    kept per head, None for all. `hidden`: None where the residual stream keeps its width. `tier` is the form of the
-    result: `stock` or `per-layer`.
+    FFN width and heads are those of `layers`, all alike in the stock tier. `head_unit` says what a removed head is: a
+    whole `kv-group` (KV head and its query heads), or the same number of `query-head`s out of every group of a layer.
+    `query_key_size`, `value_size`: kept per head, None for all. `hidden`: None where the residual stream keeps its
+    width. `tier` is the form of the result: `stock` or `per-layer`.
     """
 
-    kept_intermediate_size: int
-    kept_num_attention_heads: int
-    kept_num_key_value_heads: int
+    layers: tuple[LayerPlan, ...]
     head_unit: str
     query_key_size: int | None = None
     value_size: int | None = None
     hidden: HiddenPlan | None = None
     tier: str = "stock"
 
-    def apply(self, shape: ModelShape) -> ModelShape:
-        """The shape with the kept FFN width and heads: what a stock layer in the original coordinates has."""
-        return replace(
-            shape,
-            intermediate_size=self.kept_intermediate_size,
-            num_attention_heads=self.kept_num_attention_heads,
-            num_key_value_heads=self.kept_num_key_value_heads,
-        )
+    def is_uniform(self) -> bool:
+        """Whether all layers have the same sizes, as a stock config demands."""
+        return len(set(self.layers)) == 1
+
+    def shape_of_layer(self, shape: ModelShape, layer: int) -> ModelShape:
+        """The shape with a layer's kept FFN width and heads: what a stock layer in the original coordinates has."""
+        return replace(shape, **asdict(self.layers[layer]))
+
+    def reduces_blocks(self, shape: ModelShape) -> bool:
+        """Whether any layer loses neurons or heads."""
+        return any(self.shape_of_layer(shape, layer) != shape for layer in range(shape.num_hidden_layers))
 
     def stack(self, shape: ModelShape) -> StackShape:
         """The shape of the compressed model, layer by layer.
 
         A LayerNorm model in the per-layer form becomes an RMSNorm model: the norms' biases go into the linears'.
         """
-        narrow = self.apply(shape)
-        layer = replace(
-            narrow.layer(),
-            query_key_size=self.query_key_size or shape.head_dim,
-            value_size=self.value_size or shape.head_dim,
-            rotary_selected=self.query_key_size is not None and shape.num_positions == 0,
-        )
-        stack = narrow.stack()
+        stack = shape.stack()
         if shape.norm_bias and self.tier == "per-layer":
-            layer = replace(layer, norm_bias=False)
             stack = replace(stack, head="own", head_bias=True, num_positions=shape.num_positions)
-        layers = [layer] * shape.num_hidden_layers
+        layers = [
+            replace(
+                self.shape_of_layer(shape, layer).layer(),
+                query_key_size=self.query_key_size or shape.head_dim,
+                value_size=self.value_size or shape.head_dim,
+                rotary_selected=self.query_key_size is not None and shape.num_positions == 0,
+                norm_bias=shape.norm_bias and self.tier != "per-layer",
+            )
+            for layer in range(shape.num_hidden_layers)
+        ]
         if self.hidden is not None:
             hidden = self.hidden
             layers = [
@@ -243,11 +254,46 @@ class Plan:
                     attention_shortcut=hidden.changes_at(2 * index + 1),
                     ffn_shortcut=hidden.changes_at(2 * index + 2),
                 )
-                for index in range(shape.num_hidden_layers)
+                for index, layer in enumerate(layers)
             ]
             if stack.head == "tied":
                 stack = replace(stack, head="mapped" if self.tier == "per-layer" else "own")
         return replace(stack, layers=tuple(layers))
+
+
+@dataclass(frozen=True)
+class ProfileOrigin:
+    """What a profile was made of: the model, the text, and the settings that shape its curves."""
+
+    model_hash: str
+    token_hash: str
+    head_unit: str
+    damping: float
+    probe_tokens: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What smaller blocks cost, layer by layer, in the dense model; float64 tensors with a row for every layer.
+
+    Attributes:
+        ffn_errors: `(layers, n + 1)`: relative squared error of the FFN's output with the k best neurons and the best
+            correction, for every k.
+        head_errors: `(layers, units + 1)`: the same of attention, for every number of kept head units.
+        ffn_sensitivity, head_sensitivity: `(layers,)`: mean KL divergence (nats per token) of the model's output from
+            the dense one's, when this block alone is reduced, per unit of its relative squared error.
+        layer_divergence: `(layers,)`: the same divergence when this layer alone is left out.
+        block_influence: `(layers,)`: one less the mean cosine of the layer's input and output (ShortGPT equation 1).
+    """
+
+    ffn_errors: torch.Tensor
+    head_errors: torch.Tensor
+    ffn_sensitivity: torch.Tensor
+    head_sensitivity: torch.Tensor
+    layer_divergence: torch.Tensor
+    block_influence: torch.Tensor
+    origin: ProfileOrigin
 
 
 @dataclass(frozen=True)

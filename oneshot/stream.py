@@ -5,6 +5,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ class LayerStream:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
         self._template = model.get_submodule(architecture.layers)[0].eval().requires_grad_(False)
+        self._final_norm = model.get_submodule(architecture.final_norm).requires_grad_(False)
         positions = torch.arange(sequence_length, device=device).unsqueeze(0)
         example = torch.zeros(1, sequence_length, hf_config.hidden_size, dtype=dtype, device=device)
         window = getattr(hf_config, "sliding_window", None)
@@ -130,6 +132,24 @@ class LayerStream:
         }
         module.load_state_dict(self._architecture.to_own_names(weights), assign=True)
         return StreamLayer(module.requires_grad_(False), self._architecture, self._call_arguments)
+
+    def output_head(self, norm: dict[str, torch.Tensor], weight: torch.Tensor) -> "OutputHead":
+        """The last norm (its own tensors) and the head `(vocabulary, D)`, cast to the stream's dtype on its device."""
+        module = copy.deepcopy(self._final_norm)
+        module.load_state_dict({name: tensor.to(self.device, self.dtype) for name, tensor in norm.items()}, assign=True)
+        return OutputHead(module.requires_grad_(False), weight.to(self.device, self.dtype))
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """From the last hidden states to the vocabulary."""
+
+    norm: nn.Module
+    weight: torch.Tensor
+
+    def log_probabilities(self, x: torch.Tensor) -> torch.Tensor:
+        """`(length, D)` -> float32 `(length, vocabulary)`."""
+        return functional.log_softmax(functional.linear(self.norm(x), self.weight).float(), dim=-1)
 
 
 class StreamLayer:

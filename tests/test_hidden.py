@@ -247,7 +247,7 @@ def test_the_stored_model_is_the_one_that_was_streamed(
 
     monkeypatch.setattr(LayerCompressor, "close", watched)
     report = compress(config)
-    assert report.plan["kept_intermediate_size"] < 64
+    assert report.plan["layers"][0]["intermediate_size"] < 64
     calibration = load_calibration(
         config.calibration, load_tokenizer(folder), num_sequences=16, sequence_length=32, seed=config.seed
     )

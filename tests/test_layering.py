@@ -31,7 +31,6 @@ def test_only_some_modules_know_transformers() -> None:
         "stream.py",
         "evaluate.py",
         "source.py",
-        "hf.py",
         "per_layer.py",
         "modeling_oneshot.py",
     }

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from oneshot import OneshotError, compress
 from oneshot.checkpoint import INDEX_NAME, Checkpoint
-from oneshot.recipes import RECIPES
+from oneshot.recipes import RECIPES, resolve_recipe
 from oneshot.stream import StreamLayer
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -223,7 +223,7 @@ def test_the_report_is_complete(make_checkpoint: MakeCheckpoint, make_config: Ma
     assert written == json.loads(json.dumps(report.to_dict()))
     assert written["config"]["seed"] == 3
     assert written["config"]["checkpoint"] == str(folder)
-    assert written["recipe"] == asdict(RECIPES["stat"])
+    assert written["recipe"] == asdict(resolve_recipe("stat"))
     assert {"python", "torch", "transformers", "oneshot"} <= written["versions"].keys()
     calibration = written["calibration"]
     assert calibration["source"] == str(text_file)

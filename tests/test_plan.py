@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from oneshot.arch import get_architecture
 from oneshot.config import parse_count, parse_size
 from oneshot.errors import ConfigError, PlanError
-from oneshot.plan import default_round_to, make_plan
-from oneshot.records import ModelShape, Plan
+from oneshot.plan import Budget, default_round_to, make_plan
+from oneshot.records import LayerPlan, ModelShape, Plan
 
 SHAPE = ModelShape(
     num_hidden_layers=4,
@@ -27,13 +27,17 @@ SHAPE = ModelShape(
 def plan_for(shape: ModelShape, surplus: int, **changes: Any) -> Plan:
     options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": False, "round_to": None}
     plan = whole(shape, changes.pop("head_unit", "auto"))
-    return make_plan(shape, plan, target_parameters=shape.stack().stored_parameters() - surplus, **options | changes)
+    return make_plan(shape, plan, Budget(shape.stack().stored_parameters() - surplus), **options | changes)
+
+
+def alike(shape: ModelShape, width: int, heads: int, groups: int, unit: str) -> Plan:
+    return Plan((LayerPlan(width, heads, groups),) * shape.num_hidden_layers, unit)
 
 
 def whole(shape: ModelShape, head_unit: str) -> Plan:
     unit = "query-head" if shape.heads_per_group > 1 else "kv-group"
     sizes = shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads
-    return Plan(*sizes, unit if head_unit == "auto" else head_unit)
+    return alike(shape, *sizes, unit if head_unit == "auto" else head_unit)
 
 
 def removed_parameters(shape: ModelShape, plan: Plan) -> int:
@@ -91,8 +95,8 @@ def test_ffn_plan_is_within_one_rounding_step(
     surplus = round(share * per_neuron * width)
     plan = plan_for(shape, surplus, round_to=round_to)
     assert abs(removed_parameters(shape, plan) - surplus) <= per_neuron * step
-    assert plan.kept_intermediate_size % step == 0 or plan.kept_intermediate_size == width
-    assert plan.kept_num_attention_heads == 4
+    assert plan.layers[0].intermediate_size % step == 0 or plan.layers[0].intermediate_size == width
+    assert plan.layers[0].num_attention_heads == 4
 
 
 @settings(max_examples=300)
@@ -130,13 +134,13 @@ def test_heads_alone_come_within_one_unit(heads_per_group: int, groups: int, hea
     heads = heads_per_group * groups
     shape = ModelShape(3, 64, 256, heads, groups, 16)
     units = groups if head_unit == "kv-group" else heads_per_group
-    smallest = Plan(256, heads_per_group if head_unit == "kv-group" else groups, 1, head_unit)
+    smallest = alike(shape, 256, heads_per_group if head_unit == "kv-group" else groups, 1, head_unit)
     if head_unit == "query-head":
-        smallest = Plan(256, groups, groups, head_unit)
+        smallest = alike(shape, 256, groups, groups, head_unit)
     most = removed_parameters(shape, smallest)
     plan = plan_for(shape, round(share * most), reduce_ffn=False, reduce_heads=True, head_unit=head_unit)
     assert abs(removed_parameters(shape, plan) - share * most) <= most / max(1, units - 1)
-    assert plan.kept_intermediate_size == 256
+    assert plan.layers[0].intermediate_size == 256
 
 
 @pytest.mark.parametrize(
@@ -145,14 +149,15 @@ def test_heads_alone_come_within_one_unit(heads_per_group: int, groups: int, hea
 )
 def test_half_of_the_heads_in_either_unit(groups: int, unit: str, kept_heads: int, kept_groups: int) -> None:
     shape = ModelShape(1, 64, 256, 8, groups, 8)
-    half = Plan(256, kept_heads, kept_groups, unit)
+    half = alike(shape, 256, kept_heads, kept_groups, unit)
     plan = plan_for(shape, removed_parameters(shape, half), reduce_ffn=False, reduce_heads=True, head_unit=unit)
-    assert (plan.kept_num_attention_heads, plan.kept_num_key_value_heads) == (kept_heads, kept_groups)
+    assert (plan.layers[0].num_attention_heads, plan.layers[0].num_key_value_heads) == (kept_heads, kept_groups)
 
 
 def test_removing_nothing_is_the_identity_even_where_nothing_may_be_reduced() -> None:
     plan = plan_for(SHAPE, 0, reduce_ffn=False)
-    assert plan.apply(SHAPE) == SHAPE
+    assert plan.shape_of_layer(SHAPE, 0) == SHAPE
+    assert not plan.reduces_blocks(SHAPE)
 
 
 @pytest.mark.parametrize(

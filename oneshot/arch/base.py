@@ -41,6 +41,7 @@ class Architecture:
         own_names: Llama's name of a linear or norm of a layer -> the family's.
         activation: name of the activation function within a layer. width_key: the config's name of the FFN width.
         norm_bias: LayerNorm instead of RMSNorm. gated: whether the FFN has a gate.
+        removable_heads: whether the family's layer class can have fewer heads of the same size.
     """
 
     model_type: str
@@ -57,6 +58,7 @@ class Architecture:
     width_key: str = "intermediate_size"
     norm_bias: bool = False
     gated: bool = True
+    removable_heads: bool = True
 
     def layer_prefix(self, layer: int) -> str:
         """`model.layers.3.` for layer 3."""

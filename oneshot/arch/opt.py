@@ -50,4 +50,5 @@ OPT = Architecture(
     width_key="ffn_dim",
     norm_bias=True,
     gated=False,
+    removable_heads=False,
 )

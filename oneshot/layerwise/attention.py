@@ -23,7 +23,7 @@ class AttentionBlock(Block):
 
     @property
     def reduces_heads(self) -> bool:
-        return self.plan.kept_num_attention_heads < self.shape.num_attention_heads
+        return self.kept.num_attention_heads < self.shape.num_attention_heads
 
     @property
     def is_solved_for(self) -> bool:
@@ -69,7 +69,7 @@ class AttentionBlock(Block):
             values, restricted = reduce_values(
                 factors.weight[:, : len(columns)],
                 statistics.gram[columns.unsqueeze(1), columns],
-                num_groups=plan.kept_num_key_value_heads,
+                num_groups=self.kept.num_key_value_heads,
                 head_dim=shape.head_dim,
                 size=plan.value_size,
                 correct=self.recipe.correction != "none",
@@ -83,7 +83,7 @@ class AttentionBlock(Block):
             tensors, factors, heads=heads, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim
         )
         measured = self._measure(dense, self.streams.layer(folded))
-        report = block_report("heads", shape.num_attention_heads, plan.kept_num_attention_heads, factors, measured)
+        report = block_report("heads", shape.num_attention_heads, self.kept.num_attention_heads, factors, measured)
         return folded, maps, report
 
     def _statistics(
@@ -103,7 +103,7 @@ class AttentionBlock(Block):
 
     def _select(self, weight: torch.Tensor, statistics: BlockStatistics) -> torch.Tensor:
         """The query heads to keep, ascending."""
-        shape, plan = self.shape, self.plan
+        shape = self.shape
         if not self.reduces_heads:
             return torch.arange(shape.num_attention_heads, device=self.device)
         width = shape.num_attention_heads * shape.head_dim
@@ -113,8 +113,8 @@ class AttentionBlock(Block):
             num_groups=shape.num_key_value_heads,
             heads_per_group=shape.heads_per_group,
             head_dim=shape.head_dim,
-            kept_groups=plan.kept_num_key_value_heads,
-            kept_heads_per_group=plan.kept_num_attention_heads // plan.kept_num_key_value_heads,
+            kept_groups=self.kept.num_key_value_heads,
+            kept_heads_per_group=self.kept.num_attention_heads // self.kept.num_key_value_heads,
         )
 
     def _measure(self, dense: StreamLayer, compressed: StreamLayer) -> float:

@@ -9,18 +9,19 @@ from oneshot.factorise import correct
 from oneshot.hidden import StreamSubspaces
 from oneshot.layerwise.streams import Streams
 from oneshot.recipes import Recipe
-from oneshot.records import BlockReport, BlockStatistics, Factors, ModelShape, Plan
+from oneshot.records import BlockReport, BlockStatistics, Factors, LayerPlan, ModelShape, Plan
 from oneshot.statistics import GramAccumulator
 
 
 @dataclass(frozen=True)
 class Block:
-    """One of the two blocks of a layer: what is wanted of it, and the streams that pass it."""
+    """One of the two blocks of a layer: what is wanted of it (`kept`), and the streams that pass it."""
 
     config: CompressionConfig
     recipe: Recipe
     shape: ModelShape
     plan: Plan
+    kept: LayerPlan
     subspaces: StreamSubspaces | None
     streams: Streams
     device: torch.device

@@ -25,7 +25,7 @@ class FfnBlock(Block):
 
     @property
     def reduces_neurons(self) -> bool:
-        return self.plan.kept_intermediate_size < self.shape.intermediate_size
+        return self.kept.intermediate_size < self.shape.intermediate_size
 
     @property
     def is_solved_for(self) -> bool:
@@ -89,7 +89,7 @@ class FfnBlock(Block):
         if self.reduces_neurons:
             neurons = select_neurons(
                 self.recipe.ffn,
-                self.plan.kept_intermediate_size,
+                self.kept.intermediate_size,
                 gate=None if gate is None else gate.to(self.device),
                 up=tensors[f"{UP_PROJ}.weight"].to(self.device),
                 down=weight[:, :num_neurons],

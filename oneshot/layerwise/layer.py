@@ -1,6 +1,7 @@
 """One layer through its stages: statistics of its activations, factors, folded tensors; then the streams move on."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ def reads_activations(recipe: Recipe, plan: Plan, shape: ModelShape) -> bool:
     inner = plan.query_key_size is not None or plan.value_size is not None
     sliced = plan.hidden is not None and recipe.correction == "two-stream"
     by_weights = recipe.ffn in WEIGHT_SELECTORS and recipe.heads == "none" and recipe.correction == "none"
-    return inner or sliced or (plan.apply(shape) != shape and not by_weights)
+    return inner or sliced or (plan.reduces_blocks(shape) and not by_weights)
 
 
 class LayerCompressor:
@@ -53,14 +54,13 @@ class LayerCompressor:
         self.streams = Streams(
             config,
             source,
-            plan,
             subspaces,
             two=recipe.correction == "two-stream",
             device=device,
             dtype=dtype,
             scratch=scratch,
         )
-        shared = (config, recipe, source.shape, plan, subspaces, self.streams, device)
+        shared = (config, recipe, source.shape, plan, plan.layers[0], subspaces, self.streams, device)
         self._attention = AttentionBlock(*shared)
         self._ffn = FfnBlock(*shared, generator=torch.Generator().manual_seed(config.seed))
 
@@ -76,8 +76,9 @@ class LayerCompressor:
         self, layer: int, tensors: Tensors, advance: Callable[[float], None]
     ) -> tuple[Tensors, list[BlockReport]]:
         """The layer's smaller tensors and what was lost. `advance` hears of tokens done, as parts of the layer."""
-        attention, ffn = self._attention, self._ffn
-        sizes = self._shape.intermediate_size, self._plan.kept_intermediate_size
+        kept = self._plan.layers[layer]
+        attention, ffn = replace(self._attention, kept=kept), replace(self._ffn, kept=kept)
+        sizes = self._shape.intermediate_size, kept.intermediate_size
         working, maps = self._confined(layer, tensors), InnerMaps()
         if not self.streams.has_text:
             reports = self._input_reports(layer, None)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from oneshot.arch.base import DOWN_PROJ, O_PROJ
+from oneshot.arch.base import DOWN_PROJ, K_PROJ, O_PROJ
 from oneshot.config import CompressionConfig
 from oneshot.hidden import StreamSubspaces
-from oneshot.records import CalibrationSet, ModelShape, Plan
+from oneshot.records import CalibrationSet, ModelShape
 from oneshot.source import SourceModel
-from oneshot.stream import ActivationStore, LayerStream, StreamLayer, embed_text
+from oneshot.stream import ActivationStore, LayerStream, OutputHead, StreamLayer, embed_text
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,7 +32,6 @@ class Streams:
         self,
         config: CompressionConfig,
         source: SourceModel,
-        plan: Plan,
         subspaces: StreamSubspaces | None,
         *,
         two: bool,
@@ -40,7 +39,7 @@ class Streams:
         dtype: torch.dtype,
         scratch: Path,
     ) -> None:
-        self._config, self._source, self._plan, self._subspaces = config, source, plan, subspaces
+        self._config, self._source, self._subspaces = config, source, subspaces
         self._two, self._device, self._dtype, self._scratch = two, device, dtype, scratch
         self._builders: dict[ModelShape, LayerStream] = {}
         self._stores: list[ActivationStore] = []
@@ -61,6 +60,18 @@ class Streams:
         if self._subspaces is not None:
             for batch, x, _ in self.read():
                 self.write(batch, self._subspaces.inside(x, 0))
+
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of further sequences `(sequences, length, D)` of the same length, on the device."""
+        embedding = self._source.checkpoint.read_one(self._source.architecture.embedding)
+        return self._builder(self._source.shape).embed(embedding, token_ids, self._source.read_positions())
+
+    def output_head(self) -> OutputHead:
+        """What follows the last layer of the dense model."""
+        checkpoint, architecture = self._source.checkpoint, self._source.architecture
+        norm = checkpoint.read_prefix(f"{architecture.final_norm}.")
+        name = architecture.embedding if self._source.shape.tied else architecture.output_head
+        return self._builder(self._source.shape).output_head(norm, checkpoint.read_one(name))
 
     @property
     def has_text(self) -> bool:
@@ -86,10 +97,9 @@ class Streams:
 
     def layer(self, tensors: Tensors) -> StreamLayer:
         """The layer of the stock class with these weights, whose FFN and heads may be fewer than the model's."""
-        shape, plan = self._source.shape, self._plan
+        shape = self._source.shape
         num_heads = tensors[f"{O_PROJ}.weight"].shape[1] // shape.head_dim
-        fewer = num_heads < shape.num_attention_heads
-        groups = plan.kept_num_key_value_heads if fewer else shape.num_key_value_heads
+        groups = tensors[f"{K_PROJ}.weight"].shape[0] // shape.head_dim
         width = tensors[f"{DOWN_PROJ}.weight"].shape[1]
         held = replace(shape, intermediate_size=width, num_attention_heads=num_heads, num_key_value_heads=groups)
         return self._builder(held).layer(tensors)

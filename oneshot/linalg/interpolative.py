@@ -6,6 +6,8 @@ import torch
 
 from oneshot.linalg.psd import RidgeFactor
 
+SMALLEST_RIDGE, LARGEST_RIDGE = 1e-7, 1.0  # of the mean diagonal; the first is what float32 sums know
+
 
 @dataclass(frozen=True)
 class Interpolation:
@@ -41,3 +43,25 @@ def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float) -> I
     rows = skeleton.unsqueeze(1)  # entries are gathered at once, so that no copy of whole rows is made
     factor = RidgeFactor(gram[rows, skeleton], damping)
     return Interpolation(skeleton, rest, factor.solve(gram[rows, rest]), factor)
+
+
+def nested_errors(gram: torch.Tensor, weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """`min_W' ‖A Wᵀ − A[:, order[:k]] W'ᵀ‖² / ‖A Wᵀ‖²` for every k in 0 … n; float64 `(n + 1,)`.
+
+    With `A[:, order] = Q R`, the first k columns span the first k of Q; so of `A Wᵀ = Q (R W[:, order]ᵀ)` they miss the
+    rows of the bracket from k on. R is the Cholesky factor of the permuted Gram, with the smallest ridge (of powers of
+    ten times its mean diagonal) that makes it positive definite.
+
+    Args:
+        gram: `AᵀA (n, n)`. weight: `(d, n)`. order: int64 `(n,)`, all columns, the first to keep first.
+    """
+    square = gram[order.unsqueeze(1), order].double()
+    mean = square.diagonal().mean().clamp_min(torch.finfo(square.dtype).tiny)
+    ridge, failed_at = SMALLEST_RIDGE, torch.ones(())
+    while failed_at and ridge <= LARGEST_RIDGE:
+        factor, failed_at = torch.linalg.cholesky_ex(square + ridge * mean * torch.eye(len(square)).to(square))
+        ridge *= 10
+    energies = (factor.T @ weight.double()[:, order].T).square().sum(1)
+    missed = energies.flip(0).cumsum(0).flip(0)
+    total = missed[0].clamp_min(torch.finfo(missed.dtype).tiny)
+    return torch.cat((missed / total, missed.new_zeros(1)))

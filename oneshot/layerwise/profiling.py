@@ -1,0 +1,196 @@
+"""The dense model, layer by layer: what every smaller size of every block would cost, and what that does to the output.
+
+A few *probe* sequences, not used for the statistics, walk through the model once for every block that is reduced alone,
+all of them side by side, so that every layer is read once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from oneshot.arch.base import DOWN_PROJ, O_PROJ
+from oneshot.config import CompressionConfig
+from oneshot.factorise import correct, select_heads
+from oneshot.fold import augmented_weight, fold_ffn, fold_heads, head_columns
+from oneshot.layerwise.streams import Streams, Tensors
+from oneshot.linalg.interpolative import nested_errors
+from oneshot.linalg.pivoted_qr import weighted_pivots
+from oneshot.records import BlockStatistics, CalibrationSet, Factors, Profile, ProfileOrigin
+from oneshot.source import SourceModel
+from oneshot.statistics import GramAccumulator, with_constant_column
+from oneshot.stream import StreamLayer
+
+PROBE_SEQUENCES = 2
+PROBE_SHARE = 3 / 4  # of a block's neurons or heads stays where it is reduced alone
+SMALLEST_ERROR = 1e-12
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Hidden states of the probe sequences in a model of which one block of one layer is reduced, or the layer is out.
+
+    `error` is the relative squared error of the reduced block's own output.
+    """
+
+    kind: str
+    layer: int
+    error: float
+    states: torch.Tensor
+
+
+class LayerProfiler:
+    """Profiles layers in order: `embed` once, `profile_layer` for each, `finish`."""
+
+    def __init__(
+        self,
+        config: CompressionConfig,
+        source: SourceModel,
+        head_unit: str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        scratch: Path,
+    ) -> None:
+        self._config, self._source, self._shape = config, source, source.shape
+        self._head_unit, self._device = head_unit, device
+        self._streams = Streams(config, source, None, two=False, device=device, dtype=dtype, scratch=scratch)
+        self._ffn_errors: list[torch.Tensor] = []
+        self._head_errors: list[torch.Tensor] = []
+        self._influence: list[float] = []
+        self._probes: list[_Probe] = []
+
+    @property
+    def head_units(self) -> int:
+        """Head units of a layer: KV groups, or query heads of a group; 1 where the family's heads cannot be removed."""
+        if not self._source.architecture.removable_heads:
+            return 1
+        return self._shape.num_key_value_heads if self._head_unit == "kv-group" else self._shape.heads_per_group
+
+    @property
+    def num_probe_tokens(self) -> int:
+        """Tokens that divergences are means over."""
+        return self._dense.shape[0] * self._dense.shape[1]
+
+    def embed(self, calibration: CalibrationSet) -> None:
+        """Fill the activation store; the last sequences become the probes and are not among the statistics'."""
+        tokens = calibration.token_ids
+        probes = min(PROBE_SEQUENCES, max(1, len(tokens) // 2))
+        self._streams.embed(replace(calibration, token_ids=tokens[: max(1, len(tokens) - probes)]))
+        self._dense = self._streams.embedded(tokens[-probes:])
+
+    def profile_layer(self, layer: int, tensors: Tensors, advance: Callable[[float], None]) -> None:
+        """Statistics of the dense layer, its error curves, and its probes."""
+        dense = self._streams.layer(tensors)
+        for probe in self._probes:
+            probe.states.copy_(dense.ffn(dense.attention(probe.states)))
+        heads, neurons = self._statistics(tensors, dense, advance)
+        self._probes.append(_Probe("layer", layer, 1.0, self._dense.clone()))
+        self._profile_heads(layer, tensors, dense, heads)
+        attended = dense.attention(self._dense)
+        self._profile_ffn(layer, tensors, neurons, attended)
+        self._dense = dense.ffn(attended)
+
+    def finish(self, origin: ProfileOrigin) -> Profile:
+        """The profile; the probes go through the last norm and the output head."""
+        divergences = self._divergences()
+        self._streams.close()
+        by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in ("layer", "heads", "ffn")}
+        for probe, divergence in zip(self._probes, divergences, strict=True):
+            by_kind[probe.kind][probe.layer] = divergence / max(probe.error, SMALLEST_ERROR)
+        return Profile(
+            ffn_errors=torch.stack(self._ffn_errors),
+            head_errors=torch.stack(self._head_errors),
+            ffn_sensitivity=by_kind["ffn"],
+            head_sensitivity=by_kind["heads"],
+            layer_divergence=by_kind["layer"],
+            block_influence=torch.tensor(self._influence, dtype=torch.float64),
+            origin=origin,
+        )
+
+    def _divergences(self) -> list[float]:
+        """Mean KL divergence of every probe's output from the dense model's, a sequence of logits at a time."""
+        head = self._streams.output_head()
+        totals = [0.0] * len(self._probes)
+        for sequence, dense_state in enumerate(self._dense):
+            dense = head.log_probabilities(dense_state)
+            for index, probe in enumerate(self._probes):
+                reduced = head.log_probabilities(probe.states[sequence])
+                totals[index] += float((dense.exp() * (dense - reduced)).sum(-1).double().mean())
+        return [max(0.0, total / len(self._dense)) for total in totals]
+
+    def _statistics(
+        self, tensors: Tensors, dense: StreamLayer, advance: Callable[[float], None]
+    ) -> tuple[BlockStatistics, BlockStatistics]:
+        """Of what `o_proj` and `down_proj` consume; moves the stream on."""
+        shape = self._shape
+        sizes = (augmented_weight(tensors, linear).shape[1] for linear in (O_PROJ, DOWN_PROJ))
+        of_heads, of_neurons = (GramAccumulator(size, output_size=None, device=self._device) for size in sizes)
+        cosines, rows = 0.0, 0
+        for batch, x, _ in self._streams.read():
+            heads = dense.heads(x)
+            attended = x + dense.project_heads(heads).view_as(x)
+            neurons = dense.neurons(attended)
+            moved = attended + dense.project_neurons(neurons).view_as(x)
+            of_heads.update_(with_constant_column(heads) if shape.output_bias else heads)
+            of_neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
+            cosines += float(functional.cosine_similarity(x.float(), moved.float(), dim=-1).double().sum())
+            rows += len(heads)
+            self._streams.write(batch, moved)
+            advance(len(heads))
+        self._influence.append(1 - cosines / rows)
+        return of_heads.finish(), of_neurons.finish()
+
+    def _profile_heads(self, layer: int, tensors: Tensors, dense: StreamLayer, statistics: BlockStatistics) -> None:
+        shape, units, by_group = self._shape, self.head_units, self._head_unit == "kv-group"
+        weight = augmented_weight(tensors, O_PROJ).to(self._device)
+        width = shape.num_attention_heads * shape.head_dim
+        errors = torch.zeros(units + 1, dtype=torch.float64)
+        errors[0] = 1.0
+        probed = min(units - 1, max(1, round(PROBE_SHARE * units)))
+        for kept in range(1, units):
+            heads = select_heads(
+                statistics.gram[:width, :width],
+                weight[:, :width],
+                num_groups=shape.num_key_value_heads,
+                heads_per_group=shape.heads_per_group,
+                head_dim=shape.head_dim,
+                kept_groups=kept if by_group else shape.num_key_value_heads,
+                kept_heads_per_group=shape.heads_per_group if by_group else kept,
+            )
+            factors = self._correct(weight, head_columns(heads, shape.head_dim), statistics, shape.output_bias)
+            errors[kept] = squared_error(factors)
+            if kept == probed:
+                folded = fold_heads(
+                    tensors, factors, heads=heads, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim
+                )
+                states = dense.ffn(self._streams.layer(folded).attention(self._dense))
+                self._probes.append(_Probe("heads", layer, float(errors[kept]), states))
+        self._head_errors.append(errors)
+
+    def _profile_ffn(self, layer: int, tensors: Tensors, statistics: BlockStatistics, attended: torch.Tensor) -> None:
+        shape = self._shape
+        weight = augmented_weight(tensors, DOWN_PROJ).to(self._device)
+        down = weight[:, : shape.intermediate_size]
+        gram = statistics.gram[: shape.intermediate_size, : shape.intermediate_size]
+        order = weighted_pivots(gram, down.double().norm(dim=0), rank=len(gram))
+        self._ffn_errors.append(nested_errors(gram, down, order).cpu())
+        kept = order[: round(PROBE_SHARE * len(order))].sort().values
+        factors = self._correct(weight, kept, statistics, shape.mlp_bias)
+        reduced = self._streams.layer(fold_ffn(tensors, factors))
+        self._probes.append(_Probe("ffn", layer, squared_error(factors), reduced.ffn(attended)))
+
+    def _correct(
+        self, weight: torch.Tensor, columns: torch.Tensor, statistics: BlockStatistics, has_bias: bool
+    ) -> Factors:
+        if has_bias:
+            columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
+        return correct(weight, columns, statistics, correction="same-layer", damping=self._config.damping)
+
+
+def squared_error(factors: Factors) -> float:
+    """The relative squared error that the statistics predict."""
+    assert factors.predicted_error is not None
+    return factors.predicted_error**2

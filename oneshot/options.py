@@ -1,0 +1,79 @@
+"""Options that several command lines share, and how they become a config."""
+
+import argparse
+from typing import Any
+
+from oneshot.config import (
+    DTYPES,
+    HEAD_UNITS,
+    SAVE_DTYPES,
+    CompressionConfig,
+    parse_count,
+    parse_size,
+)
+
+DEFAULTS = CompressionConfig(checkpoint="", output="", sparsity=0.0)
+NOT_OF_THE_CONFIG = ("quiet", "debug")
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """The checkpoint to read."""
+    parser.add_argument("checkpoint", help="a folder of safetensors, a .gguf file, or a hub name")
+
+
+def add_shared_method(group: Any) -> None:
+    """What shapes both the profile and the compression."""
+    group.add_argument("--head-unit", choices=HEAD_UNITS, default=DEFAULTS.head_unit, help="what is removed together")
+    group.add_argument(
+        "--damping", type=float, default=DEFAULTS.damping, help="ridge ÷ mean diagonal (default: %(default)s)"
+    )
+    group.add_argument("--seed", type=int, default=DEFAULTS.seed)
+
+
+def add_text(parser: argparse.ArgumentParser) -> None:
+    """The calibration text."""
+    text = parser.add_argument_group("calibration text")
+    text.add_argument(
+        "--calibration",
+        default=DEFAULTS.calibration,
+        help="c4, wikitext2, org/name:config:split:column, a .txt, .jsonl or .parquet file, or builtin "
+        "(default: %(default)s)",
+    )
+    text.add_argument("--num-sequences", type=int, default=DEFAULTS.num_sequences, help="(default: %(default)s)")
+    text.add_argument("--sequence-length", type=int, default=DEFAULTS.sequence_length, help="(default: %(default)s)")
+
+
+def add_resources(parser: argparse.ArgumentParser) -> Any:
+    """Device, dtype, memory; the group, for more of them."""
+    resources = parser.add_argument_group("resources")
+    resources.add_argument("--device", default=DEFAULTS.device, help="auto, cpu, cuda or cuda:N")
+    resources.add_argument("--dtype", choices=DTYPES, default=DEFAULTS.dtype, help="dtype of the forward passes")
+    resources.add_argument("--batch-size", type=int, default=DEFAULTS.batch_size, help="sequences at a time")
+    resources.add_argument("--max-memory", help="most memory for activations, such as 8GiB; beyond it they go to disk")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar, no tables")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return resources
+
+
+def add_output_form(resources: Any) -> None:
+    """How weights are written."""
+    resources.add_argument("--save-dtype", choices=SAVE_DTYPES, default=DEFAULTS.save_dtype)
+    resources.add_argument("--max-shard-size", default="5GB", help="(default: %(default)s)")
+    resources.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+
+
+def parse_config(arguments: argparse.Namespace, **more: Any) -> CompressionConfig:
+    """Command-line arguments, and settings that stand in for some of them, -> validated config.
+
+    Raises `ConfigError`.
+    """
+    options = {name: value for name, value in vars(arguments).items() if name not in NOT_OF_THE_CONFIG} | more
+    for text, field, parse in (
+        ("params", "params", parse_count),
+        ("max_memory", "max_memory_bytes", parse_size),
+        ("max_shard_size", "max_shard_bytes", parse_size),
+    ):
+        given = options.pop(text, None)
+        if given is not None:
+            options[field] = parse(given)
+    return CompressionConfig(**options)
