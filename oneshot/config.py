@@ -49,8 +49,9 @@ class CompressionConfig:
     """Every choice of one compression run; the same record goes into the report.
 
     Exactly one of `sparsity` (fraction of the stored parameters to remove, in [0, 1)) and `params` (stored
-    parameters to keep) is given; neither where sizes are given that say everything. Parts of the recipe (`ffn`, `heads`,
-    `hidden`, `group_size`, `correction`, `pivoting`, `sketch`, `tier`, `allocation`) override it where they are not None.
+    parameters to keep) is given; neither where sizes are given that say everything. Parts of the recipe (`ffn`,
+    `heads`, `hidden`, `group_size`, `correction`, `pivoting`, `sketch`, `tier`, `allocation`) override it where they
+    are not None.
     `hidden_size`, `value_size` and `query_key_size` (per head) are the kept sizes (None: what the target asks for, and
     all); `group_size` blocks share a projection of the residual stream, in which the statistics of all other blocks
     count `shared_weight` times, and tokens alike (`unit` `token_weighting`) or by their energy (`raw`). `damping` is
