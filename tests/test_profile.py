@@ -1,0 +1,189 @@
+"""Profiles: curves against direct solutions, sensitivities against the whole model, what belongs together."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from oneshot import compress
+from oneshot.calibration import load_calibration, load_tokenizer
+from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
+from oneshot.linalg.allocation import least_damage
+from oneshot.linalg.interpolative import nested_errors
+from oneshot.pipeline import compress_sizes, profile
+from oneshot.profile import main
+from oneshot.profiles import load_profile
+from oneshot.records import Profile
+
+
+@given(rows=st.integers(1, 40), size=st.integers(1, 12), outputs=st.integers(1, 6), seed=st.integers(0, 10**6))
+def test_nested_errors_are_those_of_least_squares(rows: int, size: int, outputs: int, seed: int) -> None:
+    """For every k against NumPy's solver, where the Gram is well-conditioned and where it is singular."""
+    generator = np.random.default_rng(seed)
+    activations, weight = generator.standard_normal((rows, size)), generator.standard_normal((outputs, size))
+    order = generator.permutation(size)
+    errors = nested_errors(
+        torch.from_numpy(activations.T @ activations), torch.from_numpy(weight), torch.from_numpy(order)
+    )
+    target = activations @ weight.T
+    for kept in range(size + 1):
+        columns = activations[:, order[:kept]]
+        missed = target - columns @ np.linalg.lstsq(columns, target, rcond=None)[0]
+        expected = (missed**2).sum() / (target**2).sum()
+        assert float(errors[kept]) == pytest.approx(expected, abs=1e-4)
+
+
+@given(
+    num_items=st.integers(1, 4), num_options=st.integers(1, 5), share=st.floats(0, 1.2), seed=st.integers(0, 10**6)
+)
+def test_the_knapsack_is_solved(num_items: int, num_options: int, share: float, seed: int) -> None:
+    """Against all combinations."""
+    generator = np.random.default_rng(seed)
+    damages = list(generator.random((num_items, num_options)))
+    costs = list(generator.random((num_items, num_options)) - 0.3)
+    budget = share * sum(float(cost.max()) for cost in costs)
+    fitting = [
+        sum(damage[option] for damage, option in zip(damages, options, strict=True))
+        for options in itertools.product(range(num_options), repeat=num_items)
+        if sum(cost[option] for cost, option in zip(costs, options, strict=True)) <= budget
+    ]
+    chosen = least_damage(damages, costs, budget)
+    if chosen is None:
+        assert not fitting
+        return
+    assert sum(cost[option] for cost, option in zip(costs, chosen, strict=True)) <= budget + 1e-6
+    found = sum(damage[option] for damage, option in zip(damages, chosen, strict=True))
+    assert found == pytest.approx(min(fitting, default=found), abs=1e-5)
+
+
+@pytest.fixture
+def profiled(make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path) -> tuple[Profile, Any]:
+    config = make_config(make_checkpoint(tied=True), output=str(tmp_path / "profile"))
+    return profile(config), config
+
+
+def test_a_profile_has_every_size_of_every_block(profiled: tuple[Profile, Any]) -> None:
+    found, config = profiled
+    shape = json.loads((Path(config.checkpoint) / "config.json").read_text())
+    layers, width = shape["num_hidden_layers"], shape["intermediate_size"]
+    assert found.ffn_errors.shape == (layers, width + 1)
+    for errors in (found.ffn_errors, found.head_errors):
+        assert torch.allclose(errors[:, 0], torch.ones(layers, dtype=torch.float64))
+        assert float(errors[:, -1].abs().max()) == 0
+        assert (errors.diff(dim=1) <= 1e-9).all(), "an error rose with the size"
+    for values in (found.ffn_sensitivity, found.head_sensitivity, found.layer_divergence, found.block_influence):
+        assert values.shape == (layers,)
+        assert torch.isfinite(values).all()
+        assert (values > 0).all()
+
+
+def test_leaving_a_layer_out_diverges_as_the_stock_model_does(profiled: tuple[Profile, Any]) -> None:
+    """`layer_divergence` against transformers' model without the layer, on the probe sequences."""
+    from transformers import AutoModelForCausalLM
+
+    found, config = profiled
+    text = load_calibration(
+        config.calibration,
+        load_tokenizer(Path(config.checkpoint)),
+        num_sequences=config.num_sequences,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+    )
+    probes = text.token_ids[-found.origin.probe_tokens // config.sequence_length :]
+    model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
+    with torch.no_grad():
+        dense = model(probes, use_cache=False).logits.double().log_softmax(-1)
+        for layer, divergence in enumerate(found.layer_divergence.tolist()):
+            model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
+            del model.model.layers[layer]
+            reduced = model(probes, use_cache=False).logits.double().log_softmax(-1)
+            expected = functional.kl_div(reduced, dense, log_target=True, reduction="sum") / probes.numel()
+            assert divergence == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_a_profile_is_read_back_as_it_was(profiled: tuple[Profile, Any]) -> None:
+    found, config = profiled
+    read = load_profile(Path(config.output))
+    assert read.origin == found.origin
+    assert torch.equal(read.ffn_errors, found.ffn_errors)
+    assert torch.equal(read.head_sensitivity, found.head_sensitivity)
+
+
+def test_planning_from_a_profile_equals_planning_within_the_run(
+    profiled: tuple[Profile, Any], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    _, of_profile = profiled
+    checkpoint = Path(of_profile.checkpoint)
+    options: dict[str, Any] = {"tier": "per-layer", "heads": "id", "round_to": 4, "sparsity": 0.1}
+    within = compress(make_config(checkpoint, **options, output=str(tmp_path / "within")))
+    given_profile = make_config(checkpoint, **options, profile=of_profile.output, output=str(tmp_path / "given"))
+    planned = compress(given_profile)
+    assert planned.plan == within.plan
+    assert len({layer["intermediate_size"] for layer in planned.plan["layers"]}) > 1, "all layers alike"
+    reached = planned.stored_parameters["compressed"] / planned.stored_parameters["dense"]
+    assert 0.88 < reached <= 0.9
+    folders = (tmp_path / "within", tmp_path / "given")
+    first, second = (sorted(folder.glob("*.safetensors")) for folder in folders)
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_profiles_of_something_else_are_refused(
+    profiled: tuple[Profile, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, other_text_file: Path
+) -> None:
+    _, config = profiled
+    options: dict[str, Any] = {"tier": "per-layer", "profile": config.output}
+    with pytest.raises(ProfileError, match="another model"):
+        compress(make_config(make_checkpoint(tied=False), **options))
+    with pytest.raises(ProfileError, match="another calibration text"):
+        compress(make_config(Path(config.checkpoint), **options, calibration=str(other_text_file)))
+    (Path(config.output) / "profile.safetensors").write_bytes(b"cut")
+    with pytest.raises(ProfileError, match="no profile that can be read"):
+        compress(make_config(Path(config.checkpoint), **options))
+
+
+def test_an_existing_profile_is_not_replaced(profiled: tuple[Profile, Any]) -> None:
+    _, config = profiled
+    with pytest.raises(OutputError, match="exists already"):
+        profile(config)
+
+
+def test_several_targets_share_one_run(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Each is what a run of its own gives; a target out of reach is refused before any of them."""
+    checkpoint = make_checkpoint()
+    options: dict[str, Any] = {"tier": "per-layer", "round_to": 4}
+    together = make_config(checkpoint, **options, output=str(tmp_path / "all"))
+    reports = compress_sizes(together, [0.1, 0.2])
+    for sparsity, report in zip((0.1, 0.2), reports, strict=True):
+        alone = compress(make_config(checkpoint, **options, sparsity=sparsity, output=str(tmp_path / f"{sparsity}")))
+        assert report.plan == alone.plan
+        folder = tmp_path / "all" / f"sparsity-{sparsity:.2f}"
+        for path in sorted((tmp_path / f"{sparsity}").glob("*.safetensors")):
+            assert path.read_bytes() == (folder / path.name).read_bytes()
+    with pytest.raises(PlanError):
+        compress_sizes(make_config(checkpoint, output=str(tmp_path / "none")), [0.1, 0.99])
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(ConfigError, match="equal to two decimals"):
+        compress_sizes(together, [0.1, 0.101])
+
+
+def test_the_command_line(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "profile"
+    arguments = [str(make_checkpoint()), f"--output={target}", f"--calibration={text_file}", "--num-sequences=4"]
+    assert main([*arguments, "--sequence-length=32", "--device=cpu"]) == 0
+    assert "sensitivity" in capsys.readouterr().out
+    assert math.isfinite(float(load_profile(target).ffn_sensitivity.sum()))
+    assert main([*arguments, "--sequence-length=32", "--device=cpu"]) == 1
+    assert "exists already" in capsys.readouterr().err
