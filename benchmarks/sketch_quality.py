@@ -17,10 +17,11 @@ from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
 from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import CompressionConfig
-from oneshot.factorise import correct, select_neurons
-from oneshot.fold import fold_ffn
+from oneshot.factorise import correct
+from oneshot.fold import fold_ffn, row_energy
 from oneshot.layerwise.ffn import NONZEROS
 from oneshot.scoring import perplexity
+from oneshot.selection import Evidence, select_neurons
 from oneshot.source import open_model, resolve_checkpoint
 from oneshot.statistics import GramAccumulator, SketchAccumulator
 from oneshot.stream import LayerStream
@@ -69,18 +70,16 @@ def compress_all(folder: Path, token_ids: torch.Tensor, batch_size: int) -> list
             hidden[position] = dense.ffn(h)
         statistics = gram.finish()
         for model, (pivoting, sketch, rows, group_size) in zip(models, VARIANTS, strict=True):
-            kept = select_neurons(
-                "id",
-                KEPT,
-                gate=tensors[f"{GATE_PROJ}.weight"],
-                up=tensors[f"{UP_PROJ}.weight"],
-                down=tensors[f"{DOWN_PROJ}.weight"],
+            evidence = Evidence(
+                consumer=tensors[f"{DOWN_PROJ}.weight"],
+                producer_energy=row_energy(tensors, GATE_PROJ, UP_PROJ),
                 gram=statistics.gram,
                 generator=torch.Generator(),
                 sketch=sketches[sketch, rows].finish() if sketch != "none" else None,
                 pivoting=pivoting,
                 group_size=group_size or 1,
             )
+            kept = select_neurons("id", KEPT, evidence)
             factors = correct(
                 tensors[f"{DOWN_PROJ}.weight"], kept, statistics, correction="same-layer", damping=damping
             )

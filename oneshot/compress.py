@@ -10,10 +10,9 @@ from types import ModuleType
 from oneshot.config import (
     ALLOCATIONS,
     CORRECTIONS,
-    FFN_SELECTORS,
-    HEAD_SELECTORS,
     HIDDEN_METHODS,
     PIVOTINGS,
+    SELECTORS,
     SKETCHES,
     TIERS,
     TOKEN_WEIGHTINGS,
@@ -53,10 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     method = parser.add_argument_group("method")
     method.add_argument("--recipe", default=DEFAULTS.recipe, help=f"one of {', '.join(RECIPES)} (default: %(default)s)")
-    method.add_argument("--ffn", choices=FFN_SELECTORS, help="how FFN neurons are chosen (default: the recipe's)")
-    method.add_argument(
-        "--heads", choices=HEAD_SELECTORS, help="how attention heads are chosen (default: the recipe's)"
-    )
+    method.add_argument("--ffn", choices=SELECTORS, help="how FFN neurons are chosen (default: the recipe's)")
+    method.add_argument("--heads", choices=SELECTORS, help="how attention heads are chosen (default: the recipe's)")
     method.add_argument("--hidden", choices=HIDDEN_METHODS, help="how the hidden size shrinks (default: the recipe's)")
     method.add_argument("--hidden-size", type=int, help="the kept hidden size (default: what the target asks for)")
     method.add_argument(

@@ -7,8 +7,18 @@ from typing import Any
 
 from oneshot.errors import ConfigError
 
-FFN_SELECTORS = ("id", "activation-norm", "tcsp-score", "magnitude", "random", "none")
-HEAD_SELECTORS = ("id", "none")
+SELECTORS = (
+    "id",
+    "obs",
+    "leverage",
+    "activation-norm",
+    "wanda",
+    "flap",
+    "tcsp-score",
+    "magnitude",
+    "random",
+    "none",
+)
 HIDDEN_METHODS = ("pca", "none")
 HEAD_UNITS = ("auto", "query-head", "kv-group")
 CORRECTIONS = ("none", "same-layer", "two-stream")
@@ -130,8 +140,8 @@ class CompressionConfig:
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"--{option.replace('_', '-')} {value} is out of range: give 0 or more.")
         for option, allowed in (
-            ("ffn", FFN_SELECTORS),
-            ("heads", HEAD_SELECTORS),
+            ("ffn", SELECTORS),
+            ("heads", SELECTORS),
             ("hidden", HIDDEN_METHODS),
             ("tier", TIERS),
             ("allocation", ALLOCATIONS),

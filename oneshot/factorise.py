@@ -1,91 +1,13 @@
-"""(weights, statistics, kept size) -> which columns stay and the corrected consuming linear. Pure functions."""
+"""(weights, statistics, kept columns) -> the corrected consuming linear. Pure functions."""
 
 import torch
 
 from oneshot.linalg.interpolative import interpolate
 from oneshot.linalg.low_rank import query_key_maps, strongest_rotary_pairs, value_subspace
-from oneshot.linalg.pivoted_qr import GROUP_SIZE, pivots_with_quota, weighted_pivots
 from oneshot.linalg.psd import RidgeFactor
-from oneshot.records import BlockStatistics, Factors, Moments
+from oneshot.records import BlockStatistics, Factors
 
 ENERGY_PANEL = 1024
-
-
-def select_neurons(
-    selector: str,
-    kept_size: int,
-    *,
-    gate: torch.Tensor | None,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    gram: torch.Tensor | None,
-    generator: torch.Generator,
-    sketch: torch.Tensor | None = None,
-    moments: Moments | None = None,
-    pivoting: str = "cholesky",
-    group_size: int = GROUP_SIZE,
-) -> torch.Tensor:
-    """The FFN neurons to keep, ascending int64 `(kept_size,)`.
-
-    Args:
-        selector: `id`: pivots of the activations, columns weighted by the norms of `down`'s columns (STAT A.3);
-            `activation-norm`: largest `‖a_j‖·‖down[:, j]‖`; `tcsp-score`: largest `‖down[:, j]‖ (E|a_j| + std a_j)`
-            (TCSP equation 25); `magnitude`: largest norm of a neuron's own weights; `random`: a draw from `generator`.
-        gate, up: `(n, D)`; gate may be None. down: `(D, n)`. gram: `(n, n)`, needed by all but the last two.
-        moments: of the activations, needed by `tcsp-score`.
-        sketch, pivoting, group_size: for `id`, as in `linalg.pivoted_qr.weighted_pivots`.
-    """
-    num_neurons = down.shape[1]
-    if selector == "random":
-        kept = torch.randperm(num_neurons, generator=generator)[:kept_size].to(down.device)
-    elif selector == "magnitude":
-        energy = up.float().square().sum(1) + down.float().square().sum(0)
-        if gate is not None:
-            energy += gate.float().square().sum(1)
-        kept = energy.topk(kept_size).indices
-    else:
-        assert gram is not None
-        output_norms = down.double().norm(dim=0)
-        if selector == "activation-norm":
-            kept = (gram.diagonal().double().clamp_min(0).sqrt() * output_norms).topk(kept_size).indices
-        elif selector == "tcsp-score":
-            assert moments is not None
-            kept = (output_norms * (moments.absolute_mean + moments.deviation)).topk(kept_size).indices
-        else:
-            kept = weighted_pivots(
-                gram, output_norms, rank=kept_size, sketch=sketch, pivoting=pivoting, group_size=group_size
-            )
-    return kept.sort().values
-
-
-def select_heads(
-    gram: torch.Tensor,
-    output_weight: torch.Tensor,
-    *,
-    num_groups: int,
-    heads_per_group: int,
-    head_dim: int,
-    kept_groups: int,
-    kept_heads_per_group: int,
-) -> torch.Tensor:
-    """The query heads to keep, ascending int64: pivots of the flattened, output-weighted heads (STAT section 3.2).
-
-    Every head is one long column (tokens × head_dim); the Gram of those columns is the sum over `head_dim` of the
-    matching entries of `gram (H·h, H·h)`, weighted by the column norms of `output_weight (D, H·h)`. Either whole KV
-    groups are pivoted, or single heads with the same quota in every group, so that the result is a stock model.
-    """
-    norms = output_weight.double().norm(dim=0)
-    weighted = gram.double() * norms * norms.unsqueeze(1)
-    num_heads = num_groups * heads_per_group
-    head_gram = torch.einsum("idjd->ij", weighted.view(num_heads, head_dim, num_heads, head_dim))
-    heads = torch.arange(num_heads, device=gram.device).view(num_groups, heads_per_group)
-    if kept_groups < num_groups:
-        group_gram = torch.einsum("ipjp->ij", head_gram.view(num_groups, heads_per_group, num_groups, heads_per_group))
-        one_class = torch.zeros(num_groups, dtype=torch.int64)
-        groups = pivots_with_quota(group_gram, one_class, quota=kept_groups)
-        return heads[groups.sort().values].flatten()
-    group_of_head = torch.arange(num_groups).repeat_interleave(heads_per_group)
-    return pivots_with_quota(head_gram, group_of_head, quota=kept_heads_per_group).sort().values
 
 
 def correct(

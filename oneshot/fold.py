@@ -38,6 +38,12 @@ def augmented_weight(tensors: Tensors, linear: str) -> torch.Tensor:
     return weight if bias is None else torch.cat((weight, bias.unsqueeze(1)), dim=1)
 
 
+def row_energy(tensors: Tensors, *linears: str) -> torch.Tensor:
+    """Squared norms of the rows, summed over the linears that are there (equally many rows each); float32."""
+    weights = [tensors[f"{linear}.weight"] for linear in linears if f"{linear}.weight" in tensors]
+    return torch.stack([weight.float().square().sum(1) for weight in weights]).sum(0)
+
+
 def fold_ffn(tensors: Tensors, factors: Factors) -> Tensors:
     """Keep the FFN neurons `factors.kept`; the correction goes into `down_proj` (METHODS section 2)."""
     folded = dict(tensors)

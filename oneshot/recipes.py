@@ -6,6 +6,7 @@ from typing import Any
 from oneshot.errors import ConfigError
 
 WEIGHT_SELECTORS = ("magnitude", "random", "none")  # choose neurons without looking at activations
+MOMENT_SELECTORS = ("flap", "tcsp-score")  # look at means and deviations
 
 
 @dataclass(frozen=True)
@@ -13,8 +14,8 @@ class Recipe:
     """How FFN neurons, attention heads and the hidden size shrink, and the correction of the consuming linears.
 
     Attributes:
-        ffn: `id` (output-weighted pivots), `activation-norm`, `tcsp-score`, `magnitude`, `random` or `none`.
-        heads: `id` (two-step interpolative decomposition, STAT section 3.2) or `none`.
+        ffn, heads: `id` (output-weighted pivots; for heads STAT section 3.2), `obs` (backward elimination), a score of
+            `selection.column_scores`, or `none`.
         correction: `none`, `same-layer` or `two-stream` least squares.
         pivoting: of the `id` selector for neurons: `cholesky` (of the Gram), `qr` (of the sketch), `grouped` or
             `tournament` (of either).

@@ -4,15 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.linalg
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import TOLERANCES, Matrix, matrices
 
-from oneshot.factorise import correct, select_heads, select_neurons
+from oneshot.factorise import correct
 from oneshot.records import BlockStatistics, Factors
-from oneshot.statistics import GramAccumulator, MomentAccumulator, with_constant_column
+from oneshot.statistics import GramAccumulator, with_constant_column
 
 ROWS, NEURONS, OUTPUTS = 120, 16, 6
 
@@ -135,136 +134,3 @@ def test_the_factors_name_the_condition_and_the_largest_coefficient() -> None:
     interpolation = np.linalg.solve(system, skeleton.T @ activations[:, rest])
     assert factors.condition_number == pytest.approx(np.linalg.cond(system), rel=0.3)
     assert factors.max_interpolation == pytest.approx(np.abs(interpolation).max(), rel=1e-9)
-
-
-def select(selector: str, kept_size: int, *, seed: int = 0) -> tuple[set[int], Matrix, Matrix, Matrix, Matrix]:
-    rng = np.random.default_rng(11)
-    gate, up, down = (rng.standard_normal(shape) for shape in ((NEURONS, 5), (NEURONS, 5), (5, NEURONS)))
-    activations = rng.standard_normal((ROWS, NEURONS)) * rng.uniform(0.2, 3, NEURONS)
-    kept = select_neurons(
-        selector,
-        kept_size,
-        gate=torch.from_numpy(gate),
-        up=torch.from_numpy(up),
-        down=torch.from_numpy(down),
-        gram=torch.from_numpy(activations.T @ activations),
-        generator=torch.Generator().manual_seed(seed),
-    )
-    assert kept.tolist() == sorted(set(kept.tolist()))
-    assert len(kept) == kept_size
-    return set(kept.tolist()), activations, gate, up, down
-
-
-def largest(scores: Matrix, count: int) -> set[int]:
-    return set(np.argsort(-scores)[:count].tolist())
-
-
-@pytest.mark.parametrize("kept_size", [1, 7, NEURONS])
-def test_selectors_equal_their_definitions(kept_size: int) -> None:
-    kept, activations, _, _, down = select("id", kept_size)
-    order = scipy.linalg.qr(activations * np.linalg.norm(down, axis=0), mode="r", pivoting=True)[1]
-    assert kept == set(order[:kept_size].tolist())
-
-    kept, activations, _, _, down = select("activation-norm", kept_size)
-    assert kept == largest(np.linalg.norm(activations, axis=0) * np.linalg.norm(down, axis=0), kept_size)
-
-    kept, _, gate, up, down = select("magnitude", kept_size)
-    assert kept == largest(np.linalg.norm(np.hstack([gate, up, down.T]), axis=1), kept_size)
-
-
-def test_random_neurons_follow_the_seed() -> None:
-    assert select("random", 7, seed=1)[0] == select("random", 7, seed=1)[0]
-    assert len({frozenset(select("random", 7, seed=seed)[0]) for seed in range(5)}) > 1
-
-
-def explicit_heads(seed: int, groups: int, per_group: int, head_dim: int) -> tuple[Matrix, Matrix, Matrix]:
-    """Head outputs `Z`, an `o_proj` weight, and the weighted heads as explicit long columns `(rows · h, H)`."""
-    rng = np.random.default_rng(seed)
-    width = groups * per_group * head_dim
-    outputs, weight = rng.standard_normal((ROWS, width)), rng.standard_normal((OUTPUTS, width))
-    outputs *= np.repeat(rng.uniform(0.5, 2, groups * per_group), head_dim)
-    weighted = outputs * np.linalg.norm(weight, axis=0)
-    columns = np.stack(
-        [weighted[:, head * head_dim : (head + 1) * head_dim].ravel() for head in range(groups * per_group)], axis=1
-    )
-    return outputs, weight, columns
-
-
-@given(seed=st.integers(0, 5000), groups=st.integers(2, 5), per_group=st.integers(1, 3))
-def test_kv_groups_are_the_pivots_of_scipys_qr(seed: int, groups: int, per_group: int) -> None:
-    outputs, weight, columns = explicit_heads(seed, groups, per_group, 4)
-    kept_groups = max(1, groups - 1 - seed % 2)
-    heads = select_heads(
-        torch.from_numpy(outputs.T @ outputs),
-        torch.from_numpy(weight),
-        num_groups=groups,
-        heads_per_group=per_group,
-        head_dim=4,
-        kept_groups=kept_groups,
-        kept_heads_per_group=per_group,
-    )
-    long_groups = np.stack(
-        [columns[:, group * per_group : (group + 1) * per_group].ravel() for group in range(groups)], axis=1
-    )
-    order = scipy.linalg.qr(long_groups, mode="r", pivoting=True)[1][:kept_groups]
-    wanted = [head for group in sorted(order) for head in range(group * per_group, (group + 1) * per_group)]
-    assert heads.tolist() == wanted
-
-
-@given(seed=st.integers(0, 5000), per_group=st.integers(2, 6), kept=st.integers(1, 5))
-def test_query_heads_of_one_group_are_the_pivots_of_scipys_qr(seed: int, per_group: int, kept: int) -> None:
-    kept = min(kept, per_group)
-    outputs, weight, columns = explicit_heads(seed, 1, per_group, 4)
-    heads = select_heads(
-        torch.from_numpy(outputs.T @ outputs),
-        torch.from_numpy(weight),
-        num_groups=1,
-        heads_per_group=per_group,
-        head_dim=4,
-        kept_groups=1,
-        kept_heads_per_group=kept,
-    )
-    order = scipy.linalg.qr(columns, mode="r", pivoting=True)[1][:kept]
-    assert heads.tolist() == sorted(order.tolist())
-
-
-@given(seed=st.integers(0, 5000), groups=st.integers(1, 4), per_group=st.integers(1, 4), whole_groups=st.booleans())
-def test_every_kept_group_keeps_the_same_number_of_heads(
-    seed: int, groups: int, per_group: int, whole_groups: bool
-) -> None:
-    outputs, weight, _ = explicit_heads(seed, groups, per_group, 2)
-    outputs[:, : 2 * per_group] *= 100  # the first group alone would win every free choice
-    kept_groups = max(1, groups - 1) if whole_groups else groups
-    kept_each = per_group if whole_groups else max(1, per_group - 1)
-    heads = select_heads(
-        torch.from_numpy(outputs.T @ outputs),
-        torch.from_numpy(weight),
-        num_groups=groups,
-        heads_per_group=per_group,
-        head_dim=2,
-        kept_groups=kept_groups,
-        kept_heads_per_group=kept_each,
-    )
-    counts = (heads // per_group).bincount(minlength=groups).tolist()
-    assert sorted(counts) == [0] * (groups - kept_groups) + [kept_each] * kept_groups
-    assert heads.tolist() == sorted(set(heads.tolist()))
-
-
-def test_the_tcsp_score_is_equation_25() -> None:
-    rng = np.random.default_rng(5)
-    activations = rng.standard_normal((300, NEURONS)) * rng.random(NEURONS) + rng.standard_normal(NEURONS)
-    down = rng.standard_normal((OUTPUTS, NEURONS))
-    score = np.linalg.norm(down, axis=0) * (np.abs(activations).mean(0) + activations.std(0))
-    accumulator = MomentAccumulator(NEURONS, device=torch.device("cpu"))
-    accumulator.update_(torch.from_numpy(activations))
-    kept = select_neurons(
-        "tcsp-score",
-        6,
-        gate=None,
-        up=torch.zeros(NEURONS, 4),
-        down=torch.from_numpy(down),
-        gram=torch.from_numpy(activations.T @ activations),
-        moments=accumulator.finish(),
-        generator=torch.Generator(),
-    )
-    assert set(kept.tolist()) == set(np.argsort(-score)[:6].tolist())

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from oneshot import OneshotError, compress
 from oneshot.checkpoint import INDEX_NAME, Checkpoint
+from oneshot.config import SELECTORS
 from oneshot.recipes import RECIPES, resolve_recipe
 from oneshot.stream import StreamLayer
 
@@ -75,6 +76,18 @@ def test_removing_nothing_gives_back_the_same_bits(
     assert report.sparsity == {"asked": 0.0, "reached": 0.0}
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         assert (output / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("selector", [name for name in SELECTORS if name != "none"])
+def test_every_selector_chooses_neurons_and_heads(
+    selector: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    config = make_config(make_checkpoint(), ffn=selector, heads=selector, sparsity=0.3)
+    report = compress(config)
+    kinds = {block.kind: block for layer in report.layers for block in layer.blocks}
+    assert kinds["ffn"].kept_size < kinds["ffn"].dense_size
+    assert kinds["heads"].kept_size < kinds["heads"].dense_size
+    assert max(block.predicted_error or 0 for block in kinds.values()) < 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -42,9 +42,7 @@ def test_nested_errors_are_those_of_least_squares(rows: int, size: int, outputs:
         assert float(errors[kept]) == pytest.approx(expected, abs=1e-4)
 
 
-@given(
-    num_items=st.integers(1, 4), num_options=st.integers(1, 5), share=st.floats(0, 1.2), seed=st.integers(0, 10**6)
-)
+@given(num_items=st.integers(1, 4), num_options=st.integers(1, 5), share=st.floats(0, 1.2), seed=st.integers(0, 10**6))
 def test_the_knapsack_is_solved(num_items: int, num_options: int, share: float, seed: int) -> None:
     """Against all combinations."""
     generator = np.random.default_rng(seed)

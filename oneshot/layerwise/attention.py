@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import torch
 
-from oneshot.arch.base import O_PROJ
-from oneshot.factorise import predicted_error, reduce_queries_keys, reduce_values, select_heads
-from oneshot.fold import InnerMaps, augmented_weight, fold_heads, fold_inner, head_columns, keep_heads
+from oneshot.arch.base import O_PROJ, V_PROJ
+from oneshot.factorise import predicted_error, reduce_queries_keys, reduce_values
+from oneshot.fold import InnerMaps, augmented_weight, fold_heads, fold_inner, head_columns, keep_heads, row_energy
 from oneshot.layerwise.block import Block, block_report, relative_error
 from oneshot.layerwise.streams import Tensors
+from oneshot.recipes import MOMENT_SELECTORS
 from oneshot.records import BlockReport, BlockStatistics
-from oneshot.statistics import HeadGramAccumulator, with_constant_column
+from oneshot.selection import Evidence, select_heads
+from oneshot.statistics import HeadGramAccumulator, MomentAccumulator, with_constant_column
 from oneshot.stream import StreamLayer
 
 
@@ -61,7 +63,7 @@ class AttentionBlock(Block):
         shape, plan = self.shape, self.plan
         weight = augmented_weight(tensors, O_PROJ).to(self.device)
         statistics = self.reachable(self._statistics(weight, dense, current, advance), 2 * layer + 1)
-        heads = self._select(weight, statistics)
+        heads = self._select(tensors, weight, statistics)
         columns = head_columns(heads, shape.head_dim)
         factors = self.correct(weight, columns, statistics, has_bias=shape.output_bias)
         maps = keep_heads(maps, heads, shape.heads_per_group)
@@ -90,6 +92,9 @@ class AttentionBlock(Block):
         self, weight: torch.Tensor, dense: StreamLayer, current: StreamLayer, advance: Callable[[float], None]
     ) -> BlockStatistics:
         accumulator = self.accumulator(weight)
+        moments = None
+        if self.recipe.heads in MOMENT_SELECTORS:
+            moments = MomentAccumulator(self.shape.num_attention_heads * self.shape.head_dim, device=self.device)
         for batch, x, x_dense in self.streams.read():
             heads = current.heads(x)
             target = None
@@ -98,21 +103,31 @@ class AttentionBlock(Block):
                 self.streams.write_dense(batch, attended)
                 target = (attended - x).flatten(0, -2) - current.project_heads(heads)
             accumulator.update_(with_constant_column(heads) if self.shape.output_bias else heads, target)
+            if moments is not None:
+                moments.update_(heads)
             advance(x.shape[0] * x.shape[1])
-        return accumulator.finish()
+        return replace(accumulator.finish(), moments=None if moments is None else moments.finish())
 
-    def _select(self, weight: torch.Tensor, statistics: BlockStatistics) -> torch.Tensor:
+    def _select(self, tensors: Tensors, weight: torch.Tensor, statistics: BlockStatistics) -> torch.Tensor:
         """The query heads to keep, ascending."""
         shape = self.shape
         if not self.reduces_heads:
             return torch.arange(shape.num_attention_heads, device=self.device)
         width = shape.num_attention_heads * shape.head_dim
+        group_of_head = torch.arange(shape.num_attention_heads) // shape.heads_per_group
+        values = row_energy(tensors, V_PROJ).view(-1, shape.head_dim)[group_of_head].flatten()
+        evidence = Evidence(
+            consumer=weight[:, :width],
+            producer_energy=values.to(self.device),
+            gram=statistics.gram[:width, :width],
+            generator=self.generator,
+            moments=statistics.moments,
+        )
         return select_heads(
-            statistics.gram[:width, :width],
-            weight[:, :width],
+            self.recipe.heads,
+            evidence,
             num_groups=shape.num_key_value_heads,
             heads_per_group=shape.heads_per_group,
-            head_dim=shape.head_dim,
             kept_groups=self.kept.num_key_value_heads,
             kept_heads_per_group=self.kept.num_attention_heads // self.kept.num_key_value_heads,
         )

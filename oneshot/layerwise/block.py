@@ -25,6 +25,7 @@ class Block:
     subspaces: StreamSubspaces | None
     streams: Streams
     device: torch.device
+    generator: torch.Generator
 
     @property
     def corrects_slices(self) -> bool:

@@ -1,16 +1,17 @@
 """The FFN block: fewer neurons and the correction of `down_proj`; both streams move to the next layer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
-from oneshot.factorise import select_neurons
-from oneshot.fold import augmented_weight, fold_ffn
+from oneshot.fold import augmented_weight, fold_ffn, row_energy
 from oneshot.layerwise.block import Block, relative_error
 from oneshot.layerwise.streams import Tensors
+from oneshot.recipes import MOMENT_SELECTORS
 from oneshot.records import BlockStatistics, Factors
+from oneshot.selection import Evidence, select_neurons
 from oneshot.statistics import MomentAccumulator, SketchAccumulator, with_constant_column
 from oneshot.stream import StreamLayer
 
@@ -20,8 +21,6 @@ NONZEROS = {"count": 1, "sparse-sign": 8}  # per column of the sketching matrix
 @dataclass(frozen=True)
 class FfnBlock(Block):
     """In this order: `run_attention` for the statistics of `down_proj`'s input, `factorise`, `run_ffn`."""
-
-    generator: torch.Generator = field(default_factory=torch.Generator)
 
     @property
     def reduces_neurons(self) -> bool:
@@ -50,7 +49,7 @@ class FfnBlock(Block):
         accumulator = self.accumulator(augmented_weight(tensors, DOWN_PROJ)) if self.is_solved_for else None
         sketch = self._sketch() if self.reduces_neurons and self.recipe.sketch != "none" else None
         moments = None
-        if self.recipe.ffn == "tcsp-score":
+        if self.recipe.ffn in MOMENT_SELECTORS:
             moments = MomentAccumulator(self.shape.intermediate_size, device=self.device)
         for batch, x, x_dense in self.streams.read():
             h = self.enter(current.attention(x), 2 * layer + 1)
@@ -84,15 +83,11 @@ class FfnBlock(Block):
         """The layer with the kept neurons and the corrected `down_proj`."""
         num_neurons = self.shape.intermediate_size
         weight = augmented_weight(tensors, DOWN_PROJ).to(self.device)
-        gate = tensors.get(f"{GATE_PROJ}.weight")
         neurons = torch.arange(num_neurons, device=self.device)
         if self.reduces_neurons:
-            neurons = select_neurons(
-                self.recipe.ffn,
-                self.kept.intermediate_size,
-                gate=None if gate is None else gate.to(self.device),
-                up=tensors[f"{UP_PROJ}.weight"].to(self.device),
-                down=weight[:, :num_neurons],
+            evidence = Evidence(
+                consumer=weight[:, :num_neurons],
+                producer_energy=row_energy(tensors, GATE_PROJ, UP_PROJ).to(self.device),
                 gram=None if statistics is None else statistics.gram[:num_neurons, :num_neurons],
                 generator=self.generator,
                 sketch=None if statistics is None else statistics.sketch,
@@ -100,6 +95,7 @@ class FfnBlock(Block):
                 pivoting=self.recipe.pivoting,
                 group_size=self.config.pivot_group_size,
             )
+            neurons = select_neurons(self.recipe.ffn, self.kept.intermediate_size, evidence)
         factors = self.correct(weight, neurons, statistics, has_bias=self.shape.mlp_bias)
         return fold_ffn(tensors, factors), factors
 

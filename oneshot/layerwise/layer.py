@@ -61,7 +61,7 @@ class LayerCompressor:
             scratch=scratch,
         )
         shared = (config, recipe, source.shape, plan, plan.layers[0], subspaces, self.streams, device)
-        self._attention = AttentionBlock(*shared)
+        self._attention = AttentionBlock(*shared, generator=torch.Generator().manual_seed(config.seed))
         self._ffn = FfnBlock(*shared, generator=torch.Generator().manual_seed(config.seed))
 
     def embed(self, calibration: CalibrationSet) -> None:

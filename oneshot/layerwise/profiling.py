@@ -13,12 +13,13 @@ from torch.nn import functional
 
 from oneshot.arch.base import DOWN_PROJ, O_PROJ
 from oneshot.config import CompressionConfig
-from oneshot.factorise import correct, select_heads
+from oneshot.factorise import correct
 from oneshot.fold import augmented_weight, fold_ffn, fold_heads, head_columns
 from oneshot.layerwise.streams import Streams, Tensors
 from oneshot.linalg.interpolative import nested_errors
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.records import BlockStatistics, CalibrationSet, Factors, Profile, ProfileOrigin
+from oneshot.selection import Evidence, select_heads
 from oneshot.source import SourceModel
 from oneshot.statistics import GramAccumulator, with_constant_column
 from oneshot.stream import StreamLayer
@@ -147,16 +148,17 @@ class LayerProfiler:
         shape, units, by_group = self._shape, self.head_units, self._head_unit == "kv-group"
         weight = augmented_weight(tensors, O_PROJ).to(self._device)
         width = shape.num_attention_heads * shape.head_dim
+        consumer = weight[:, :width]
+        evidence = Evidence(consumer, consumer.new_zeros(width), statistics.gram[:width, :width], torch.Generator())
         errors = torch.zeros(units + 1, dtype=torch.float64)
         errors[0] = 1.0
         probed = min(units - 1, max(1, round(PROBE_SHARE * units)))
         for kept in range(1, units):
             heads = select_heads(
-                statistics.gram[:width, :width],
-                weight[:, :width],
+                "id",
+                evidence,
                 num_groups=shape.num_key_value_heads,
                 heads_per_group=shape.heads_per_group,
-                head_dim=shape.head_dim,
                 kept_groups=kept if by_group else shape.num_key_value_heads,
                 kept_heads_per_group=shape.heads_per_group if by_group else kept,
             )
