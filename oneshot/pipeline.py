@@ -23,7 +23,7 @@ from oneshot.export.hf import stock_config, verify, write_companions
 from oneshot.export.per_layer import per_layer_config, write_modelling_file
 from oneshot.fold import fold_embedding, fold_head
 from oneshot.hidden import StreamSubspaces, Subspaces, principal_subspaces
-from oneshot.layerwise import LayerCompressor, LayerProfiler, reads_activations
+from oneshot.layerwise import PROBED_KINDS, LayerCompressor, LayerProfiler, reads_activations
 from oneshot.plan import head_unit, plan_sizes, profiled_damages, spread_hidden_sizes, wanted_parameters
 from oneshot.profiles import load_profile, refuse_existing, refuse_other, save_profile
 from oneshot.recipes import Recipe, resolve_recipe
@@ -80,7 +80,7 @@ def profile(config: CompressionConfig, *, show_progress: bool = False) -> Profil
     output = Path(config.output).expanduser()
     refuse_existing(output)
     with _inputs(config, show_progress) as inputs:
-        found = inputs.read_profile(config)
+        found = inputs.make_profile(config)
         save_profile(found, output)
         return found
 
@@ -137,21 +137,32 @@ class _Inputs:
     def read_profile(self, config: CompressionConfig) -> Profile:
         """The profile given, if it belongs to this model and text, or one made now."""
         if self._profile is None:
-            text, model_hash = self.read_text(config), self.source.checkpoint.content_hash()
             if config.profile is not None:
                 self._profile = load_profile(Path(config.profile).expanduser())
-                refuse_other(self._profile, config.profile, model_hash=model_hash, token_hash=text.token_hash)
+                model_hash, token_hash = self.source.checkpoint.content_hash(), self.read_text(config).token_hash
+                refuse_other(self._profile, config.profile, model_hash=model_hash, token_hash=token_hash)
             else:
-                self._profile = self._make_profile(config, text, model_hash)
+                reduced = [kind for kind in ("ffn", "heads") if getattr(self.recipe, kind) != "none"]
+                self._profile = self.make_profile(config, probed=reduced)
         return self._profile
 
-    def _make_profile(self, config: CompressionConfig, text: CalibrationSet, model_hash: str) -> Profile:
+    def make_profile(self, config: CompressionConfig, *, probed: Sequence[str] = PROBED_KINDS) -> Profile:
+        """Walk through the dense model once; `probed` kinds of blocks have their sensitivity measured."""
+        text = self.read_text(config)
         shape, unit = self.source.shape, head_unit(config, self.source.shape)
-        profiler = LayerProfiler(config, self.source, unit, device=self.device, dtype=self.dtype, scratch=self.scratch)
+        profiler = LayerProfiler(
+            config,
+            self.source,
+            unit,
+            probed=probed,
+            device=self.device,
+            dtype=self.dtype,
+            scratch=self.scratch,
+        )
         profiler.embed(text)
         with ProgressBar(
             num_layers=shape.num_hidden_layers,
-            num_tokens=text.num_tokens,
+            num_tokens=profiler.num_tokens,
             visible=self.show_progress,
             description="profile",
         ) as progress:
@@ -160,7 +171,7 @@ class _Inputs:
                 del tensors  # or they would wait for the next layer's
         return profiler.finish(
             ProfileOrigin(
-                model_hash=model_hash,
+                model_hash=self.source.checkpoint.content_hash(),
                 token_hash=text.token_hash,
                 head_unit=unit,
                 damping=config.damping,

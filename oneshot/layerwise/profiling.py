@@ -1,10 +1,10 @@
 """The dense model, layer by layer: what every smaller size of every block would cost, and what that does to the output.
 
-A few *probe* sequences, not used for the statistics, walk through the model once for every block that is reduced alone,
-all of them side by side, so that every layer is read once.
+A few *probe* sequences, not among those of the statistics, walk through the model once for every block that is reduced
+alone, all of them side by side, so that every layer is read once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,9 @@ from oneshot.source import SourceModel
 from oneshot.statistics import GramAccumulator, with_constant_column
 from oneshot.stream import StreamLayer
 
+STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections do
 PROBE_SEQUENCES = 2
+PROBED_KINDS = ("ffn", "heads", "layer")
 PROBE_SHARE = 3 / 4  # of a block's neurons or heads stays where it is reduced alone
 SMALLEST_ERROR = 1e-12
 
@@ -43,7 +45,10 @@ class _Probe:
 
 
 class LayerProfiler:
-    """Profiles layers in order: `embed` once, `profile_layer` for each, `finish`."""
+    """Profiles layers in order: `embed` once, `profile_layer` for each, `finish`.
+
+    `probed` are the kinds of blocks whose sensitivity is measured, of `PROBED_KINDS`.
+    """
 
     def __init__(
         self,
@@ -51,12 +56,13 @@ class LayerProfiler:
         source: SourceModel,
         head_unit: str,
         *,
+        probed: Sequence[str] = PROBED_KINDS,
         device: torch.device,
         dtype: torch.dtype,
         scratch: Path,
     ) -> None:
         self._config, self._source, self._shape = config, source, source.shape
-        self._head_unit, self._device = head_unit, device
+        self._head_unit, self._probed, self._device = head_unit, probed, device
         self._streams = Streams(config, source, None, two=False, device=device, dtype=dtype, scratch=scratch)
         self._ffn_errors: list[torch.Tensor] = []
         self._head_errors: list[torch.Tensor] = []
@@ -76,10 +82,12 @@ class LayerProfiler:
         return self._dense.shape[0] * self._dense.shape[1]
 
     def embed(self, calibration: CalibrationSet) -> None:
-        """Fill the activation store; the last sequences become the probes and are not among the statistics'."""
+        """Fill the activation store with the first sequences; the last become the probes."""
         tokens = calibration.token_ids
         probes = min(PROBE_SEQUENCES, max(1, len(tokens) // 2))
-        self._streams.embed(replace(calibration, token_ids=tokens[: max(1, len(tokens) - probes)]))
+        counted = min(STATISTICS_SEQUENCES, max(1, len(tokens) - probes))
+        self.num_tokens = counted * tokens.shape[1]
+        self._streams.embed(replace(calibration, token_ids=tokens[:counted]))
         self._dense = self._streams.embedded(tokens[-probes:])
 
     def profile_layer(self, layer: int, tensors: Tensors, advance: Callable[[float], None]) -> None:
@@ -88,7 +96,8 @@ class LayerProfiler:
         for probe in self._probes:
             probe.states.copy_(dense.ffn(dense.attention(probe.states)))
         heads, neurons = self._statistics(tensors, dense, advance)
-        self._probes.append(_Probe("layer", layer, 1.0, self._dense.clone()))
+        if "layer" in self._probed:
+            self._probes.append(_Probe("layer", layer, 1.0, self._dense.clone()))
         self._profile_heads(layer, tensors, dense, heads)
         attended = dense.attention(self._dense)
         self._profile_ffn(layer, tensors, neurons, attended)
@@ -164,7 +173,7 @@ class LayerProfiler:
             )
             factors = self._correct(weight, head_columns(heads, shape.head_dim), statistics, shape.output_bias)
             errors[kept] = squared_error(factors)
-            if kept == probed:
+            if kept == probed and "heads" in self._probed:
                 folded = fold_heads(
                     tensors, factors, heads=heads, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim
                 )
@@ -179,6 +188,8 @@ class LayerProfiler:
         gram = statistics.gram[: shape.intermediate_size, : shape.intermediate_size]
         order = weighted_pivots(gram, down.double().norm(dim=0), rank=len(gram))
         self._ffn_errors.append(nested_errors(gram, down, order).cpu())
+        if "ffn" not in self._probed:
+            return
         kept = order[: round(PROBE_SHARE * len(order))].sort().values
         factors = self._correct(weight, kept, statistics, shape.mlp_bias)
         reduced = self._streams.layer(fold_ffn(tensors, factors))
