@@ -81,6 +81,7 @@ def main() -> None:
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options.add_argument("--recipes", nargs="+", default=list(RECIPES))
     options.add_argument("--tiers", nargs="+", choices=TIERS, default=["stock"])
+    options.add_argument("--profile", help="of the model and the calibration text; made anew in every run without it")
     options.add_argument("--tasks", nargs="+", choices=sorted(path.stem for path in TASKS.glob("*.yaml")), default=[])
     options.add_argument("--task-limit", type=int, help="at most this many documents of each task")
     arguments = options.parse_args()
@@ -117,6 +118,7 @@ def main() -> None:
                         num_sequences=arguments.num_sequences,
                         sequence_length=arguments.sequence_length,
                         overwrite=True,
+                        profile=arguments.profile,
                         **settings,
                     )
                     report, measured = compress_and_judge(config, windows)
@@ -127,6 +129,10 @@ def main() -> None:
                         "sparsity": report.sparsity["reached"],
                         "asked": sparsity,
                         "seed": config.seed,
+                        "layers": report.plan["layers"],
+                        "errors": [
+                            {block.kind: block.measured_error for block in layer.blocks} for layer in report.layers
+                        ],
                     }
                     measured |= score(measured["perplexity"], dense_perplexity)
                     measured |= judge_tasks(Path(config.output), arguments, include_path)

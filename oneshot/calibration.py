@@ -20,6 +20,8 @@ HUB_ALIASES = {
     "c4": ("allenai/c4", "en", "train", "text"),
 }
 SHUFFLE_BUFFER = 10_000
+SELF = "self"  # the source that is the model itself
+GENERATED_TOGETHER = 32
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -57,6 +59,64 @@ def load_calibration(
     if len(token_ids) < num_sequences:
         logger.warning("%s holds %d sequences of the %d asked for.", source, len(token_ids), num_sequences)
     return CalibrationSet(token_ids, source, hashlib.sha256(token_ids.numpy().tobytes()).hexdigest())
+
+
+def sample_calibration(
+    folder: Path,
+    tokenizer: Any,
+    *,
+    num_sequences: int,
+    sequence_length: int,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_memory_bytes: int | None,
+) -> CalibrationSet:
+    """Text that the model itself writes, drawn from its own distribution (temperature 1): no data needed.
+
+    Every sequence follows the start token, which it does not hold. The whole model is in memory meanwhile. The same
+    seed, machine and thread count give the same text.
+
+    Raises `CalibrationError` where the model does not fit into `max_memory_bytes` (None: what is free), or where its
+    tokenizer has no token to begin with.
+    """
+    import psutil
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    room = psutil.virtual_memory().available if max_memory_bytes is None else max_memory_bytes
+    if needed > room:
+        raise CalibrationError(
+            f"--calibration self holds the whole model, {needed / 2**30:.1f} GiB, where {room / 2**30:.1f} GiB may be "
+            "taken; give a text as --calibration, or more --max-memory."
+        )
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start is None:
+        raise CalibrationError(f"The tokenizer in {folder} has no start token; give a text as --calibration.")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    model = model.to(device).eval()
+    free_running = GenerationConfig(
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=sequence_length,
+        eos_token_id=None,  # what ends one document begins the next
+        pad_token_id=int(start == 0),  # nothing is padded, but it must not be the start token
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        parts = [
+            model.generate(torch.full((count, 1), start, device=device), generation_config=free_running)[:, 1:].cpu()
+            for count in _parts(num_sequences, GENERATED_TOGETHER)
+        ]
+    token_ids = torch.cat(parts)
+    return CalibrationSet(token_ids, SELF, hashlib.sha256(token_ids.numpy().tobytes()).hexdigest())
+
+
+def _parts(count: int, at_most: int) -> list[int]:
+    """Parts of at most `at_most` that add up to `count`."""
+    return [min(at_most, count - start) for start in range(0, count, at_most)]
 
 
 def pack(

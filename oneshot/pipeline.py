@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from oneshot.arch import LLAMA
-from oneshot.calibration import load_calibration, load_tokenizer
+from oneshot.calibration import SELF, load_calibration, load_tokenizer, sample_calibration
 from oneshot.checkpoint import Checkpoint, CheckpointWriter
 from oneshot.config import CompressionConfig
 from oneshot.errors import ConfigError, DeviceError, OutputError
@@ -124,13 +124,24 @@ class _Inputs:
     def read_text(self, config: CompressionConfig) -> CalibrationSet:
         """The calibration text."""
         if self._calibration is None:
-            self._calibration = load_calibration(
-                config.calibration,
-                load_tokenizer(self.source.checkpoint.folder),
-                num_sequences=config.num_sequences,
-                sequence_length=config.sequence_length,
-                seed=config.seed,
-            )
+            folder = self.source.checkpoint.folder
+            tokenizer = load_tokenizer(folder)
+            sizes = {
+                "num_sequences": config.num_sequences,
+                "sequence_length": config.sequence_length,
+                "seed": config.seed,
+            }
+            if config.calibration == SELF:
+                self._calibration = sample_calibration(
+                    folder,
+                    tokenizer,
+                    **sizes,
+                    device=self.device,
+                    dtype=self.dtype,
+                    max_memory_bytes=config.max_memory_bytes,
+                )
+            else:
+                self._calibration = load_calibration(config.calibration, tokenizer, **sizes)
             _warn_if_short(self._calibration, self.source.shape)
         return self._calibration
 

@@ -2,14 +2,23 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories import topics
+from factories import MakeCheckpoint, MakeConfig, topics
 
-from oneshot.calibration import _parse_hub_source, iter_documents, load_calibration, load_tokenizer, pack
+from oneshot import compress
+from oneshot.calibration import (
+    _parse_hub_source,
+    iter_documents,
+    load_calibration,
+    load_tokenizer,
+    pack,
+    sample_calibration,
+)
 from oneshot.errors import CalibrationError
 from oneshot.records import CalibrationSet
 
@@ -160,3 +169,47 @@ def test_a_damaged_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(CalibrationError, match="cannot be read"):
         load_tokenizer(tmp_path)
+
+
+def test_a_model_writes_its_own_calibration_text(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """As many tokens as asked for, by the model's own distribution; the seed decides."""
+    config = make_config(make_checkpoint(), calibration="self", num_sequences=40, sequence_length=24)
+    report = compress(config)
+    assert report.calibration is not None
+    assert report.calibration["num_tokens"] == 40 * 24
+    again = compress(replace(config, output=str(tmp_path / "again")))
+    other = compress(replace(config, output=str(tmp_path / "other"), seed=1))
+    assert again.calibration == report.calibration
+    assert other.calibration is not None
+    assert other.calibration["token_hash"] != report.calibration["token_hash"]
+
+
+def test_sampled_text_follows_the_models_distribution(make_checkpoint: MakeCheckpoint, tokenizer: Any) -> None:
+    """Frequencies of the first token against the softmax behind the start token."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_checkpoint()
+    text = sample_calibration(
+        folder,
+        tokenizer,
+        num_sequences=3000,
+        sequence_length=1,
+        seed=0,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_memory_bytes=None,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([[tokenizer.bos_token_id]])).logits[0, -1].double().softmax(-1)
+    counts = text.token_ids.flatten().bincount(minlength=len(expected)).double()
+    statistic = float(((counts - 3000 * expected).square() / (3000 * expected)).sum())
+    degrees = len(expected) - 1
+    assert abs(statistic - degrees) < 5 * (2 * degrees) ** 0.5
+
+
+def test_a_model_that_does_not_fit_is_not_sampled(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    with pytest.raises(CalibrationError, match="holds the whole model"):
+        compress(make_config(make_checkpoint(), calibration="self", max_memory_bytes=1000))
