@@ -24,7 +24,14 @@ from oneshot.export.per_layer import per_layer_config, write_modelling_file
 from oneshot.fold import fold_embedding, fold_head
 from oneshot.hidden import StreamSubspaces, Subspaces, principal_subspaces
 from oneshot.layerwise import PROBED_KINDS, LayerCompressor, LayerProfiler, reads_activations
-from oneshot.plan import head_unit, plan_sizes, profiled_damages, spread_hidden_sizes, wanted_parameters
+from oneshot.plan import (
+    head_unit,
+    plan_sizes,
+    predicted_divergences,
+    profiled_damages,
+    spread_hidden_sizes,
+    wanted_parameters,
+)
 from oneshot.profiles import load_profile, refuse_existing, refuse_other, save_profile
 from oneshot.recipes import Recipe, resolve_recipe
 from oneshot.records import CalibrationSet, HiddenPlan, LayerReport, ModelShape, Plan, Profile, ProfileOrigin, Report
@@ -209,15 +216,16 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
         overwrite=config.overwrite,
         expected_bytes=_expected_bytes(config.save_dtype, checkpoint, plan.stack(shape).stored_parameters()),
     ) as writer:
-        calibration, damages = None, None
+        calibration, divergences = None, None
         layers_read_text = reads_activations(recipe, plan, shape)
         by_profile = recipe.reads_profile and plan.reduces_blocks(shape)
         if plan.hidden is not None or layers_read_text or by_profile:
             calibration = inputs.read_text(config)
         watch.lap("prepare")
         if by_profile:
-            damages = profiled_damages(inputs.read_profile(config), recipe.allocation)
-            plan = plan_sizes(config, recipe, shape, damages)
+            found_profile = inputs.read_profile(config)
+            plan = plan_sizes(config, recipe, shape, profiled_damages(found_profile, recipe.allocation))
+            divergences = predicted_divergences(config, recipe, shape, plan, found_profile)
             watch.lap("profile")
         subspaces = None
         if calibration is not None and plan.hidden is not None:
@@ -248,7 +256,9 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
         compressed = verify(writer.partial).num_parameters
         watch.lap("write")
         hidden_error = None if subspaces is None else subspaces.mean_error()
-        report = _report(config, recipe, source, plan, compressed, calibration, hidden_error, layers, watch)
+        report = _report(
+            config, recipe, source, plan, compressed, calibration, hidden_error, divergences, layers, watch
+        )
         write_report(report, writer.partial)
         writer.commit()
     return report
@@ -389,6 +399,7 @@ def _report(
     compressed: int,
     calibration: CalibrationSet | None,
     hidden_error: float | None,
+    divergences: dict[str, float] | None,
     layers: list[LayerReport],
     watch: Stopwatch,
 ) -> Report:
@@ -420,4 +431,5 @@ def _report(
         peak_bytes=peak_bytes(),
         peak_device_bytes=peak_device_bytes(),
         hidden_error=hidden_error,
+        predicted_divergence=divergences,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from oneshot.config import CompressionConfig
+from oneshot.config import TIERS, CompressionConfig
 from oneshot.errors import ConfigError, PlanError
 from oneshot.linalg.allocation import least_damage
 from oneshot.recipes import Recipe
@@ -381,6 +381,23 @@ def profiled_damages(profile: Profile, allocation: str) -> Damages:
         "sensitivity": (profile.ffn_sensitivity, profile.head_sensitivity),
     }[allocation]
     return Damages(ffn.unsqueeze(1) * profile.ffn_errors, heads.unsqueeze(1) * profile.head_errors)
+
+
+def predicted_divergences(
+    config: CompressionConfig, recipe: Recipe, shape: ModelShape, plan: Plan, profile: Profile
+) -> dict[str, float]:
+    """KL divergence of the output from the dense model's, in nats per token, as the profile predicts it.
+
+    Of the `plan`, and of the best plans of each tier for the same target: what a stock form costs. Small numbers can be
+    trusted more than large ones, because damages are taken to add up.
+    """
+    damages = profiled_damages(profile, "sensitivity")
+    predicted = {"plan": predicted_damage(plan, shape, damages)}
+    for tier in TIERS:
+        with contextlib.suppress(PlanError):
+            best = plan_sizes(config, replace(recipe, tier=tier), shape, damages)
+            predicted[tier] = predicted_damage(best, shape, damages)
+    return predicted
 
 
 def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:

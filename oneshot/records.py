@@ -400,7 +400,8 @@ class Report:
     """Everything worth knowing about a run; written as `oneshot_report.json` beside the weights.
 
     `dense_shape` and `plan` are a `ModelShape` and a `Plan`. `hidden_error` is the relative Frobenius norm of what a
-    smaller hidden size leaves out of the residual stream.
+    smaller hidden size leaves out of the residual stream. `predicted_divergence`: see `plan.predicted_divergences`;
+    None without a profile.
     """
 
     config: dict[str, Any]
@@ -419,6 +420,7 @@ class Report:
     peak_bytes: int
     peak_device_bytes: int
     hidden_error: float | None = None
+    predicted_divergence: dict[str, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""

@@ -116,6 +116,9 @@ def print_report(report: Report) -> None:
                 f"{layer.seconds:.1f}",
             )
     console.print(layers)
+    if report.predicted_divergence is not None:
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in report.predicted_divergence.items())
+        console.print(f"predicted KL divergence of the output, nats per token: {shown}")
     asked, reached = report.sparsity["asked"], report.sparsity["reached"]
     console.print(
         f"sparsity asked {_show(asked, '.4f')}, reached {_show(reached, '.4f')} of the stored parameters; "

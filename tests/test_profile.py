@@ -129,6 +129,9 @@ def test_planning_from_a_profile_equals_planning_within_the_run(
     assert len({layer["intermediate_size"] for layer in planned.plan["layers"]}) > 1, "all layers alike"
     reached = planned.stored_parameters["compressed"] / planned.stored_parameters["dense"]
     assert 0.88 < reached <= 0.9
+    assert planned.predicted_divergence is not None
+    assert planned.predicted_divergence["plan"] == planned.predicted_divergence["per-layer"]
+    assert 0 < planned.predicted_divergence["plan"] <= planned.predicted_divergence["stock"]
     folders = (tmp_path / "within", tmp_path / "given")
     first, second = (sorted(folder.glob("*.safetensors")) for folder in folders)
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
