@@ -94,7 +94,7 @@ class CompressionConfig:
     sketch: str | None = None
     sketch_size: int | None = None
     pivot_group_size: int = 512
-    residual_weight: float = 0.5
+    residual_weight: float = 0.25
     round_to: int | None = None
     calibration: str = "c4"
     num_sequences: int = 128

@@ -44,7 +44,7 @@ class Recipe:
 
 
 RECIPES = {
-    "oneshot": Recipe(ffn="id", heads="none", correction="same-layer"),
+    "oneshot": Recipe(ffn="id", heads="none", correction="two-stream"),
     "stat": Recipe(ffn="id", heads="id", correction="two-stream", pivoting="grouped", sketch="count"),
     "tcsp": Recipe(ffn="none", heads="none", correction="none", hidden="pca"),
     "group-pca": Recipe(ffn="none", heads="none", correction="none", hidden="pca", group_size=8, tier="per-layer"),
