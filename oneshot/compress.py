@@ -9,6 +9,7 @@ from types import ModuleType
 
 from oneshot.config import (
     ALLOCATIONS,
+    BUDGETS,
     CORRECTIONS,
     HIDDEN_METHODS,
     PIVOTINGS,
@@ -46,7 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument(
         "--sparsity",
         nargs="+",
-        help="fraction of the stored parameters to remove, such as 0.2; several write OUT/sparsity-0.10 and so on",
+        help="fraction of the stored parameters (or of --budget) to remove, such as 0.2; several write "
+        "OUT/sparsity-0.10 and so on",
+    )
+    target.add_argument(
+        "--budget",
+        choices=BUDGETS,
+        default=DEFAULTS.budget,
+        help="what --sparsity is a fraction of; latency is measured here, for one sequence (default: %(default)s)",
     )
     target.add_argument("--params", help="stored parameters to keep, such as 900M or 5.5B")
 

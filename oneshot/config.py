@@ -23,6 +23,7 @@ HIDDEN_METHODS = ("pca", "none")
 HEAD_UNITS = ("auto", "query-head", "kv-group")
 CORRECTIONS = ("none", "same-layer", "two-stream")
 PIVOTINGS = ("cholesky", "qr", "grouped", "tournament")
+BUDGETS = ("parameters", "bytes", "flops", "latency")
 ALLOCATIONS = ("auto", "uniform", "error", "stat", "block-influence", "sensitivity")
 TIERS = ("stock", "per-layer")
 TOKEN_WEIGHTINGS = ("unit", "raw")
@@ -61,7 +62,8 @@ class CompressionConfig:
     Exactly one of `sparsity` (fraction of the stored parameters to remove, in [0, 1)) and `params` (stored
     parameters to keep) is given; neither where sizes are given that say everything. Parts of the recipe (`ffn`,
     `heads`, `hidden`, `group_size`, `correction`, `pivoting`, `sketch`, `tier`, `allocation`) override it where they
-    are not None.
+    are not None. `budget` is what `sparsity` is a share of: stored parameters, bytes of the weight files, FLOPs per
+    token, or the measured seconds of the decoder layers for one sequence.
     `hidden_size`, `value_size` and `query_key_size` (per head) are the kept sizes (None: what the target asks for, and
     all); `group_size` blocks share a projection of the residual stream, in which the statistics of all other blocks
     count `shared_weight` times, and tokens alike (`unit` `token_weighting`) or by their energy (`raw`). `damping` is
@@ -74,6 +76,7 @@ class CompressionConfig:
     output: str
     sparsity: float | None = None
     params: int | None = None
+    budget: str = "parameters"
     recipe: str = "oneshot"
     ffn: str | None = None
     heads: str | None = None
@@ -115,6 +118,8 @@ class CompressionConfig:
             raise ConfigError("Give exactly one target: --sparsity (such as 0.2) or --params (such as 900M).")
         if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
             raise ConfigError(f"--sparsity {self.sparsity} is out of range: give a fraction from 0 up to below 1.")
+        if self.params is not None and self.budget != "parameters":
+            raise ConfigError(f"--params counts parameters; give --sparsity beside --budget {self.budget}.")
         if self.params is not None and self.params <= 0:
             raise ConfigError(f"--params {self.params} is out of range: give a positive number of parameters.")
         for option, minimum in (
@@ -144,6 +149,7 @@ class CompressionConfig:
             ("heads", SELECTORS),
             ("hidden", HIDDEN_METHODS),
             ("tier", TIERS),
+            ("budget", BUDGETS),
             ("allocation", ALLOCATIONS),
             ("token_weighting", TOKEN_WEIGHTINGS),
             ("head_unit", HEAD_UNITS),

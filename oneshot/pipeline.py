@@ -5,7 +5,7 @@
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,8 +23,9 @@ from oneshot.export.hf import stock_config, verify, write_companions
 from oneshot.export.per_layer import per_layer_config, write_modelling_file
 from oneshot.fold import fold_embedding, fold_head
 from oneshot.hidden import StreamSubspaces, Subspaces, principal_subspaces
-from oneshot.layerwise import PROBED_KINDS, LayerCompressor, LayerProfiler, reads_activations
+from oneshot.layerwise import PROBED_KINDS, LayerCompressor, LayerProfiler, measured_seconds, reads_activations
 from oneshot.plan import (
+    Budget,
     head_unit,
     plan_sizes,
     predicted_divergences,
@@ -34,7 +35,17 @@ from oneshot.plan import (
 )
 from oneshot.profiles import load_profile, refuse_existing, refuse_other, save_profile
 from oneshot.recipes import Recipe, resolve_recipe
-from oneshot.records import CalibrationSet, HiddenPlan, LayerReport, ModelShape, Plan, Profile, ProfileOrigin, Report
+from oneshot.records import (
+    CalibrationSet,
+    HiddenPlan,
+    LayerReport,
+    ModelShape,
+    Plan,
+    Profile,
+    ProfileOrigin,
+    Report,
+    StackShape,
+)
 from oneshot.report import ProgressBar, Stopwatch, peak_bytes, peak_device_bytes, versions, write_report
 from oneshot.source import SourceModel, open_model
 from oneshot.stream import prefetch, resolve_device, resolve_dtype
@@ -73,7 +84,7 @@ def compress_sizes(
         raise ConfigError("Two of the --sparsity values are equal to two decimals; give each once.")
     with _inputs(config, show_progress) as inputs:
         for one in configs:
-            plan_sizes(one, inputs.recipe, inputs.source.shape)
+            plan_sizes(one, inputs.recipe, inputs.source.shape, budget=inputs.budget(one))
             if Path(one.output).exists() and not one.overwrite:
                 raise OutputError(f"{one.output} exists already; choose another --output or give --overwrite.")
         return [_compress(one, inputs) for one in configs]
@@ -127,6 +138,7 @@ class _Inputs:
         self.scratch, self.show_progress = scratch, show_progress
         self._calibration: CalibrationSet | None = None
         self._profile: Profile | None = None
+        self._seconds: Callable[[StackShape], float] | None = None
 
     def read_text(self, config: CompressionConfig) -> CalibrationSet:
         """The calibration text."""
@@ -163,6 +175,23 @@ class _Inputs:
                 reduced = [kind for kind in ("ffn", "heads") if getattr(self.recipe, kind) != "none"]
                 self._profile = self.make_profile(config, probed=reduced)
         return self._profile
+
+    def budget(self, config: CompressionConfig) -> Budget:
+        """What `config.sparsity` asks for, in the units of `config.budget`."""
+        checkpoint, shape = self.source.checkpoint, self.source.shape
+        if config.budget == "parameters":
+            return Budget(wanted_parameters(config, shape.stack().stored_parameters()))
+        kept = 1 - (config.sparsity or 0.0)
+        if config.budget == "bytes":
+            each = _expected_bytes(config.save_dtype, checkpoint, 10**9) / 10**9
+            return Budget(kept * checkpoint.num_bytes, lambda stack: each * stack.stored_parameters(), "bytes")
+        if config.budget == "flops":
+            return Budget(kept * shape.stack().flops_per_token(), StackShape.flops_per_token, "FLOPs per token")
+        if self._seconds is None:
+            self._seconds = measured_seconds(
+                self.source, sequence_length=config.sequence_length, device=self.device, dtype=self.dtype
+            )
+        return Budget(kept * self._seconds(shape.stack()), self._seconds, "seconds")
 
     def make_profile(self, config: CompressionConfig, *, probed: Sequence[str] = PROBED_KINDS) -> Profile:
         """Walk through the dense model once; `probed` kinds of blocks have their sensitivity measured."""
@@ -206,7 +235,8 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
     output = Path(config.output).expanduser()
     if checkpoint.folder.resolve().is_relative_to(output.resolve()):
         raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
-    plan = plan_sizes(config, recipe, shape)
+    budget = inputs.budget(config)
+    plan = plan_sizes(config, recipe, shape, budget=budget)
     if plan.stack(shape) != shape.stack():
         _output_config(source, plan)  # refuses what the tier's config cannot hold, before any work
 
@@ -224,8 +254,8 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
         watch.lap("prepare")
         if by_profile:
             found_profile = inputs.read_profile(config)
-            plan = plan_sizes(config, recipe, shape, profiled_damages(found_profile, recipe.allocation))
-            divergences = predicted_divergences(config, recipe, shape, plan, found_profile)
+            plan = plan_sizes(config, recipe, shape, profiled_damages(found_profile, recipe.allocation), budget)
+            divergences = predicted_divergences(config, recipe, shape, plan, found_profile, budget)
             watch.lap("profile")
         subspaces = None
         if calibration is not None and plan.hidden is not None:

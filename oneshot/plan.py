@@ -26,6 +26,10 @@ class Budget:
     measure: Callable[[StackShape], float] = StackShape.stored_parameters
     unit: str = "parameters"
 
+    def show(self, amount: float) -> str:
+        """`107,972,928 parameters`, `0.0131 seconds`."""
+        return f"{amount:,.4f} {self.unit}" if self.unit == "seconds" else f"{amount:,.0f} {self.unit}"
+
 
 @dataclass(frozen=True)
 class Damages:
@@ -43,7 +47,13 @@ def default_round_to(size: int) -> int:
     return step
 
 
-def plan_sizes(config: CompressionConfig, recipe: Recipe, shape: ModelShape, damages: Damages | None = None) -> Plan:
+def plan_sizes(
+    config: CompressionConfig,
+    recipe: Recipe,
+    shape: ModelShape,
+    damages: Damages | None = None,
+    budget: Budget | None = None,
+) -> Plan:
     """The kept sizes of every kind whose whole model comes nearest to the target.
 
     What the user says is kept as said (`hidden_size`, `value_size`, `query_key_size`). FFN and heads, where the recipe
@@ -57,12 +67,15 @@ def plan_sizes(config: CompressionConfig, recipe: Recipe, shape: ModelShape, dam
     the tier cannot hold it.
     """
     blocks = recipe.ffn != "none" or recipe.heads != "none"
-    dense = shape.stack().stored_parameters()
-    target_parameters = wanted_parameters(config, dense)
-    if target_parameters > dense:
-        raise PlanError(f"The target of {target_parameters:,} parameters is above the dense model's {dense:,}.")
-    if target_parameters == dense:  # nothing was asked for, or nothing beyond the sizes said
+    if budget is None:
+        budget = Budget(wanted_parameters(config, shape.stack().stored_parameters()))
+    dense = budget.measure(shape.stack())
+    if budget.target > dense:
+        raise PlanError(f"The target of {budget.show(budget.target)} is above the dense model's {budget.show(dense)}.")
+    if budget.target == dense:  # nothing was asked for, or nothing beyond the sizes said
         blocks = False
+    if recipe.hidden != "none" and config.budget != "parameters":
+        raise ConfigError(f"--budget {config.budget} goes with FFN neurons and heads; leave --hidden none.")
     _check_inner_sizes(config, shape)
     whole = LayerPlan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads)
     plan = Plan(
@@ -74,20 +87,20 @@ def plan_sizes(config: CompressionConfig, recipe: Recipe, shape: ModelShape, dam
     )
     if recipe.hidden == "none" and config.hidden_size is not None:
         raise ConfigError("--hidden-size needs a method for the hidden size; add --hidden pca.")
-    if recipe.hidden != "none" and (target_parameters < dense or config.hidden_size is not None):
-        plan = _plan_hidden(config, recipe, shape, plan, blocks=blocks, target_parameters=target_parameters)
+    if recipe.hidden != "none" and (budget.target < dense or config.hidden_size is not None):
+        plan = _plan_hidden(config, recipe, shape, plan, blocks=blocks, target_parameters=round(budget.target))
     refuse_if_not_held(plan, shape)
-    if blocks or (target_parameters < dense and recipe.hidden == "none"):
-        start = plan.stack(shape).stored_parameters()
-        if start < target_parameters:
+    if blocks or (budget.target < dense and recipe.hidden == "none"):
+        start = budget.measure(plan.stack(shape))
+        if start < budget.target:
             raise PlanError(
-                f"The sizes given leave {start:,} parameters, fewer than the {target_parameters:,} asked for; "
+                f"The sizes given leave {budget.show(start)}, fewer than the {budget.show(budget.target)} asked for; "
                 "give larger ones."
             )
         plan = make_plan(
             shape,
             plan,
-            Budget(target_parameters),
+            budget,
             reduce_ffn=recipe.ffn != "none",
             reduce_heads=recipe.heads != "none",
             round_to=config.round_to,
@@ -298,7 +311,7 @@ def _nearest_heads(shape: ModelShape, plan: Plan, options: list[Plan], budget: B
     most = budget.measure(plan.stack(shape)) - budget.measure(options[0].stack(shape))
     if surplus > most:
         raise PlanError(
-            f"Heads alone can give up {most:,.0f} {budget.unit} of the {surplus:,.0f} asked for; "
+            f"Heads alone can give up {budget.show(most)} of the {budget.show(surplus)} asked for; "
             "ask for less or allow --ffn id."
         )
     return min(options, key=lambda option: abs(budget.measure(option.stack(shape)) - budget.target))
@@ -311,7 +324,7 @@ def _with_width(shape: ModelShape, plan: Plan, budget: Budget, step: int) -> Pla
     measures = [budget.measure(option.stack(shape)) for option in options]
     if budget.target < measures[0] - (measures[1] - measures[0] if len(measures) > 1 else 0) / 2:
         raise PlanError(
-            f"The target is {budget.target:,.0f} {budget.unit}, but this recipe can get down to {measures[0]:,.0f} at "
+            f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(measures[0])} at "
             "best; ask for a smaller --sparsity, or allow --heads id as well."
         )
     return min(zip(options, measures, strict=True), key=lambda pair: abs(pair[1] - budget.target))[0]
@@ -351,7 +364,7 @@ def _spread(
     if chosen is None:
         least = total + sum(float(cost.min()) for cost in costs)
         raise PlanError(
-            f"The target is {budget.target:,.0f} {budget.unit}, but this recipe can get down to {least:,.0f} at best; "
+            f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(least)} at best; "
             "ask for a smaller --sparsity, or allow --heads id as well."
         )
     layers = tuple(
@@ -384,7 +397,7 @@ def profiled_damages(profile: Profile, allocation: str) -> Damages:
 
 
 def predicted_divergences(
-    config: CompressionConfig, recipe: Recipe, shape: ModelShape, plan: Plan, profile: Profile
+    config: CompressionConfig, recipe: Recipe, shape: ModelShape, plan: Plan, profile: Profile, budget: Budget
 ) -> dict[str, float]:
     """KL divergence of the output from the dense model's, in nats per token, as the profile predicts it.
 
@@ -395,7 +408,7 @@ def predicted_divergences(
     predicted = {"plan": predicted_damage(plan, shape, damages)}
     for tier in TIERS:
         with contextlib.suppress(PlanError):
-            best = plan_sizes(config, replace(recipe, tier=tier), shape, damages)
+            best = plan_sizes(config, replace(recipe, tier=tier), shape, damages, budget)
             predicted[tier] = predicted_damage(best, shape, damages)
     return predicted
 

@@ -1,18 +1,25 @@
 """Sizes: parameters counted as the stock classes store them, targets met to within one rounding step."""
 
 import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from factories import MakeCheckpoint, MakeConfig
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from oneshot import CompressionConfig, compress
 from oneshot.arch import get_architecture
 from oneshot.config import parse_count, parse_size
 from oneshot.errors import ConfigError, PlanError
+from oneshot.layerwise import measured_seconds
 from oneshot.plan import Budget, default_round_to, make_plan
 from oneshot.records import LayerPlan, ModelShape, Plan
+from oneshot.source import open_model
 
 SHAPE = ModelShape(
     num_hidden_layers=4,
@@ -195,3 +202,62 @@ def test_sizes_and_counts_that_are_none(text: str) -> None:
         parse_size(text)
     with pytest.raises(ConfigError):
         parse_count(text)
+
+
+@pytest.mark.parametrize("tier", ["stock", "per-layer"])
+@pytest.mark.parametrize("budget", ["flops", "bytes", "latency"])
+def test_other_budgets_than_parameters(
+    tier: str, budget: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The share asked for of that quantity is gone, to within a step of the FFN width; seconds are made up here."""
+    monkeypatch.setattr(
+        "oneshot.pipeline.measured_seconds",
+        lambda *_, **__: lambda stack: sum(1e-3 + 1e-5 * layer.intermediate_size for layer in stack.layers),
+    )
+    folder = make_checkpoint()
+    config = make_config(folder, budget=budget, tier=tier, round_to=4, save_dtype="bfloat16", sparsity=0.1)
+    if budget == "bytes":
+        config = replace(config, sparsity=0.55)  # of which bfloat16 gives half
+    report = compress(config)
+    sizes = [layer["intermediate_size"] for layer in report.plan["layers"]]
+    if budget == "flops":
+        kept = report.flops_per_token["compressed"] / report.flops_per_token["dense"]
+        assert kept == pytest.approx(0.9, abs=0.02)
+    elif budget == "bytes":
+        weights = [
+            sum(path.stat().st_size for path in Path(where).glob("*.safetensors")) for where in (config.output, folder)
+        ]
+        assert weights[0] / weights[1] == pytest.approx(0.45, abs=0.03)
+    else:
+        kept = sum(1e-3 + 1e-5 * size for size in sizes) / (len(sizes) * (1e-3 + 1e-5 * 64))
+        assert kept == pytest.approx(0.9, abs=0.02)
+    assert max(sizes) < 64 or tier == "per-layer"
+
+
+def test_seconds_of_every_size_are_measured(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source = open_model(str(make_checkpoint()), tmp_path)
+    seconds = measured_seconds(source, sequence_length=16, device=torch.device("cpu"), dtype=torch.float32)
+    stack = source.shape.stack()
+    assert seconds(stack) > 0
+    half = replace(stack, layers=stack.layers[:1])
+    assert seconds(stack) == pytest.approx(len(stack.layers) * seconds(half))
+    for unit in ("query-head", "kv-group"):
+        fewer = whole(source.shape, unit)
+        for kept in (1, 2):
+            heads = (kept * 2, 2) if unit == "query-head" else (2 * kept, kept)
+            smaller = alike(source.shape, 17, *heads, unit)
+            if heads[0] <= source.shape.num_attention_heads:
+                assert math.isfinite(seconds(smaller.stack(source.shape)))
+        assert seconds(fewer.stack(source.shape)) == pytest.approx(seconds(stack))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"params": 1000, "budget": "flops"}, "counts parameters"),
+        ({"sparsity": 0.2, "budget": "money"}, "not one of"),
+    ],
+)
+def test_budgets_that_are_none(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CompressionConfig("in", "out", **changes)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from oneshot.compress import build_parser as compress_parser
 from oneshot.evaluate import build_parser as evaluate_parser
+from oneshot.profile import build_parser as profile_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,7 +18,8 @@ def test_tables_are_rendered_from_rows() -> None:
 
 
 def test_every_option_named_exists() -> None:
-    known = {option for parser in (compress_parser(), evaluate_parser()) for option in parser._option_string_actions}
+    parsers = (compress_parser(), evaluate_parser(), profile_parser())
+    known = {option for parser in parsers for option in parser._option_string_actions}
     foreign = {"--model", "--model_args"}  # of lm_eval
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", (ROOT / "README.md").read_text()))
     assert named - foreign - known == set()
