@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from harness import KINDS, ROOT, Row, fitted_exponent, latest, quality_rows, read_rows
-from plot import SVG, quality_svg
+from plot import LAYERS, QUALITY, layers_svg, quality_svg
 
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
@@ -339,10 +339,10 @@ def main() -> int:
         if not check:
             document.write_text(after)
     if rows := quality_rows():
-        plot = quality_svg(rows)
-        stale = stale or not SVG.exists() or SVG.read_text() != plot
-        if not check:
-            SVG.write_text(plot)
+        for path, drawing in ((QUALITY, quality_svg(rows)), (LAYERS, layers_svg(rows))):
+            stale = stale or not path.exists() or path.read_text() != drawing
+            if not check:
+                path.write_text(drawing)
     return int(check and stale)
 
 

@@ -272,6 +272,9 @@ def test_table_and_plot_show_only_comparable_rows(harness: ModuleType, monkeypat
     drawing = plot.quality_svg(chosen)
     assert drawing == plot.quality_svg(chosen)
     assert "stat, per-layer, damping 0.1" in drawing
+    layers = [{"intermediate_size": 48}, {"intermediate_size": 64}]
+    with_layers = row("oneshot", tier="per-layer", layers=layers, errors=[{"ffn": 0.2}, {}])
+    assert "per-layer, −10.0%" in plot.layers_svg([dense, with_layers])
     assert harness.score({"a": 4.0, "b": 9.0}, {"a": 1.0, "b": 1.0}) == {
         "score": pytest.approx(6.0),
         "worst": "b",
