@@ -1,4 +1,4 @@
-"""Plots of `results/quality.jsonl`: score against stored parameters, and the layers: kept widths and errors by depth."""
+"""Plots of `results/quality.jsonl`: score against stored parameters; kept widths and errors by depth."""
 
 import io
 from collections.abc import Iterator

@@ -32,6 +32,11 @@ class AttentionBlock(Block):
         """Whether `o_proj` changes, and statistics of its input are needed."""
         return self.reduces_heads or self.plan.value_size is not None or self.corrects_slices
 
+    @property
+    def follows_dense(self) -> bool:
+        """Only where a smaller hidden size is to be made up for: fewer heads, pulled to the dense stream, diverge."""
+        return self.corrects_slices
+
     def reduce_queries_keys(self, tensors: Tensors, current: StreamLayer, size: int) -> tuple[Tensors, InnerMaps]:
         """A layer whose full queries and keys give the scores of the smaller ones, and the maps to those."""
         shape = self.shape
@@ -59,7 +64,7 @@ class AttentionBlock(Block):
         current: StreamLayer,
         advance: Callable[[float], None],
     ) -> tuple[Tensors, InnerMaps, BlockReport]:
-        """The layer with fewer heads, values in subspaces and a corrected `o_proj`; moves the dense stream alone."""
+        """The layer with fewer heads, values in subspaces and a corrected `o_proj`; the compressed stream stays."""
         shape, plan = self.shape, self.plan
         weight = augmented_weight(tensors, O_PROJ).to(self.device)
         statistics = self.reachable(self._statistics(weight, dense, current, advance), 2 * layer + 1)
@@ -98,7 +103,7 @@ class AttentionBlock(Block):
         for batch, x, x_dense in self.streams.read():
             heads = current.heads(x)
             target = None
-            if x_dense is not None:
+            if x_dense is not None and self.follows_dense:
                 attended = dense.attention(x_dense)
                 self.streams.write_dense(batch, attended)
                 target = (attended - x).flatten(0, -2) - current.project_heads(heads)
@@ -135,5 +140,5 @@ class AttentionBlock(Block):
     def _measure(self, dense: StreamLayer, compressed: StreamLayer) -> float:
         """Relative error of the block's output on the last batch."""
         x, attended = self.streams.read_last()
-        wanted = dense.attention(x) if attended is None else attended
+        wanted = attended if attended is not None and self.follows_dense else dense.attention(x)
         return relative_error(wanted - x, compressed.attention(x) - x)

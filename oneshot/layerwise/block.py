@@ -32,9 +32,14 @@ class Block:
         """Whether there is something to correct though every neuron and head stays: a stream inside subspaces."""
         return self.subspaces is not None and self.recipe.correction == "two-stream"
 
+    @property
+    def follows_dense(self) -> bool:
+        """Whether the correction's target comes from the dense stream."""
+        return self.recipe.correction == "two-stream"
+
     def accumulator(self, weight: torch.Tensor) -> GramAccumulator:
-        """Statistics of what a linear `(d, n)` consumes, with the dense stream's residual where there is one."""
-        output_size = weight.shape[0] if self.recipe.correction == "two-stream" else None
+        """Statistics of what a linear `(d, n)` consumes, with the dense stream's residual where that is the target."""
+        output_size = weight.shape[0] if self.follows_dense else None
         return GramAccumulator(weight.shape[1], output_size=output_size, device=self.device)
 
     def enter(self, x: torch.Tensor, position: int) -> torch.Tensor:
@@ -53,11 +58,12 @@ class Block:
         """Correct a consuming linear over the kept columns; `has_bias`: its last column is the bias, which stays."""
         if has_bias:
             columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
+        own = "none" if self.recipe.correction == "none" else "same-layer"
         return correct(
             weight,
             columns,
             statistics,
-            correction=self.recipe.correction,
+            correction="two-stream" if self.follows_dense else own,
             damping=self.config.damping,
             residual_weight=self.config.residual_weight,
         )

@@ -103,7 +103,7 @@ class LayerCompressor:
             reports.append(report)
             current = self.streams.layer(working)
         statistics, wanted = ffn.run_attention(
-            layer, working, dense, current, part, dense_attended=attention.is_solved_for
+            layer, working, dense, current, part, dense_attended=attention.is_solved_for and attention.follows_dense
         )
         if ffn.is_solved_for:
             del dense, current  # their memory is needed for the factorisation
