@@ -348,18 +348,22 @@ def _spread(
     shape: ModelShape, plan: Plan, budget: Budget, damages: Damages, step: int | None, *, reduce_heads: bool
 ) -> Plan:
     """Sizes of every layer's own with the least sum of damages within the budget (`linalg.allocation`)."""
-    whole = [shape.intermediate_size]
-    widths = whole if step is None else [*range(step, shape.intermediate_size, step), shape.intermediate_size]
+    widths = [shape.intermediate_size]
+    if step is not None:
+        widths = [*range(step, shape.intermediate_size, step), shape.intermediate_size]
     heads = _head_sizes(shape, plan.head_unit) if reduce_heads else _head_sizes(shape, plan.head_unit)[-1:]
-    first_units = len(_head_sizes(shape, plan.head_unit)) - len(heads) + 1
+    kinds = [{"intermediate_size": width} for width in widths], heads
     total = budget.measure(plan.stack(shape))
     tables, costs = [], []
     for layer, kept in enumerate(plan.layers):
-        for kind, choices in (("ffn", [{"intermediate_size": width} for width in widths]), ("heads", heads)):
-            changed = [replace(plan, layers=_at(plan.layers, layer, replace(kept, **choice))) for choice in choices]
-            costs.append(np.array([budget.measure(option.stack(shape)) - total for option in changed]))
-            curve = damages.ffn[layer, widths] if kind == "ffn" else damages.heads[layer, first_units:]
-            tables.append(curve.numpy())
+        tables += [damages.ffn[layer, widths].numpy(), damages.heads[layer, -len(heads) :].numpy()]
+        if layer == 0 or plan.hidden is not None:  # without a plan for the hidden size layers are alike
+            before, after = plan.layers[:layer], plan.layers[layer + 1 :]
+            prices = []
+            for choices in kinds:
+                options = [replace(plan, layers=(*before, replace(kept, **choice), *after)) for choice in choices]
+                prices.append(np.array([budget.measure(option.stack(shape)) - total for option in options]))
+        costs += prices
     chosen = least_damage(tables, costs, budget.target - total)
     if chosen is None:
         least = total + sum(float(cost.min()) for cost in costs)
@@ -371,10 +375,6 @@ def _spread(
         LayerPlan(widths[width], **heads[units]) for width, units in zip(chosen[::2], chosen[1::2], strict=True)
     )
     return replace(plan, layers=layers)
-
-
-def _at(layers: tuple[LayerPlan, ...], index: int, layer: LayerPlan) -> tuple[LayerPlan, ...]:
-    return (*layers[:index], layer, *layers[index + 1 :])
 
 
 def profiled_damages(profile: Profile, allocation: str) -> Damages:

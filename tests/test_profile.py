@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
 from oneshot.linalg.allocation import least_damage
 from oneshot.linalg.interpolative import nested_errors
 from oneshot.pipeline import compress_sizes, profile
+from oneshot.plan import Budget, Damages, make_plan, predicted_damage
 from oneshot.profile import main
 from oneshot.profiles import load_profile
-from oneshot.records import Profile
+from oneshot.records import LayerPlan, ModelShape, Plan, Profile
 
 
 @given(rows=st.integers(1, 40), size=st.integers(1, 12), outputs=st.integers(1, 6), seed=st.integers(0, 10**6))
@@ -188,3 +190,29 @@ def test_the_command_line(
     assert math.isfinite(float(load_profile(target).ffn_sensitivity.sum()))
     assert main([*arguments, "--sequence-length=32", "--device=cpu"]) == 1
     assert "exists already" in capsys.readouterr().err
+
+
+@given(seed=st.integers(0, 10**6), share=st.floats(0.05, 0.6), unit=st.sampled_from(("query-head", "kv-group")))
+def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: str) -> None:
+    """Against every combination of widths and heads, on curves that fall with the size."""
+    shape = ModelShape(2, 8, 12, 4, 2, 4)
+    generator = np.random.default_rng(seed)
+    damages = Damages(
+        *(torch.from_numpy(np.sort(generator.random((2, size)), axis=1)[:, ::-1].copy()) for size in (13, 3))
+    )
+    whole = Plan((LayerPlan(12, 4, 2),) * 2, unit, tier="per-layer")
+    dense = shape.stack().stored_parameters()
+    target = dense - share * shape.stack().block_parameters()
+    heads = [(2, 2), (4, 2)] if unit == "query-head" else [(2, 1), (4, 2)]
+    layers = [LayerPlan(width, *each) for width in (4, 8, 12) for each in heads]
+    plans = [replace(whole, layers=pair) for pair in itertools.product(layers, layers)]
+    fitting = [plan for plan in plans if plan.stack(shape).stored_parameters() <= target]
+    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": True, "round_to": 4, "damages": damages}
+    if not fitting:
+        with pytest.raises(PlanError, match="at best"):
+            make_plan(shape, whole, Budget(target), **options)
+        return
+    found = make_plan(shape, whole, Budget(target), **options)
+    assert found.stack(shape).stored_parameters() <= target
+    best = min(predicted_damage(plan, shape, damages) for plan in fitting)
+    assert predicted_damage(found, shape, damages) == pytest.approx(best, abs=1e-4)
