@@ -30,7 +30,7 @@ def quality_table() -> str:
     """Score, worst kind of text, ratios and task accuracies of every model, over five kinds of text."""
     rows = quality_rows()
     if not rows:
-        return two_text_quality_table()
+        return "No rows yet: run `python benchmarks/quality.py`."
     dense, *compressed = rows
     lines = [[f"0 ({dense['stored_parameters'] / 1e6:.1f} M)", "dense", "–", "–", "1", "–", *["1"] * len(KINDS)]]
     lines[0].append(_accuracy(dense, dense))
@@ -81,28 +81,6 @@ def _accuracy(row: Row, dense: Row) -> str:
     """Mean accuracy where it is over the same documents as the dense model's."""
     known = row.get("tasks") and list(row["tasks"]) == list(dense.get("tasks", ()))
     return f"{row['mean_accuracy']:.1%}" if known and row["task_limit"] == dense["task_limit"] else "–"
-
-
-def two_text_quality_table() -> str:
-    """The table of the rows that have two kinds of text only; goes when there are rows with five."""
-    rows = [row for row in read_rows("quality") if not row.get("settings") and set(row["perplexity"]) == set(TEXTS)]
-    rows = latest(rows, "recipe", "asked", "calibration", "max_windows")
-    dense = {row["max_windows"]: row["perplexity"] for row in rows if row["recipe"] == "dense"}
-    lines = [
-        ["0 (134.5 M)", "dense", "–", str(windows), *(cell for text in TEXTS for cell in (f"{scores[text]:.2f}", "1"))]
-        for windows, scores in dense.items()
-    ]
-    for row in sorted((row for row in rows if row["recipe"] != "dense"), key=_order):
-        tokens, windows = row["calibration_tokens"], row["max_windows"]
-        name = f"**{row['recipe']}**" if row["recipe"] == "oneshot" else f"{row['recipe']}, no correction"
-        source = "none" if tokens is None else f"{row['calibration']}, {tokens // 1024} × 1024"
-        lines.append([f"{row['sparsity']:.1%}", name, source, str(windows), *_scores(row, dense[windows])])
-    return markdown(
-        ["stored removed", "method", "calibration", "windows", "WikiText-2", "× dense", "LAMBADA text", "× dense"],
-        lines,
-        f"{rows[0]['model']}, fp32, the first windows of {rows[0]['sequence_length']} tokens of each text; "
-        f"{_origin(rows)}.",
-    )
 
 
 def overhead_table() -> str:
@@ -201,11 +179,6 @@ def _excess(row: Row | None) -> str:
     rounding = row["excess"] is None or not math.isfinite(row["excess"]) or row["relative_error"] < 1e-12
     excess = "–" if rounding else f"{row['excess']:+.2%}" if row["excess"] < 1 else f"× {1 + row['excess']:.3g}"
     return f"{excess}; {row['max_interpolation']:.3g}"
-
-
-def _order(row: Row) -> tuple[bool, float, float]:
-    """By calibration text, then size, then quality."""
-    return row["calibration"] != "general.jsonl", row["asked"], row["perplexity"]["wikitext2"]
 
 
 def _scores(row: Row, dense: dict[str, float]) -> list[str]:
