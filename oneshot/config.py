@@ -29,6 +29,7 @@ TIERS = ("stock", "per-layer")
 TOKEN_WEIGHTINGS = ("unit", "raw")
 SKETCHES = ("none", "count", "sparse-sign")
 DTYPES = ("auto", "float32", "bfloat16")
+TOKENS_PER_NEURON = 4  # fewer than that say little about a layer
 SAVE_DTYPES = ("keep", "float32", "bfloat16", "float16")
 
 # Options whose command-line names are not those of their fields.
@@ -68,6 +69,7 @@ class CompressionConfig:
     all); `group_size` blocks share a projection of the residual stream, in which the statistics of all other blocks
     count `shared_weight` times, and tokens alike (`unit` `token_weighting`) or by their energy (`raw`). `damping` is
     the ridge in units of the Gram's mean diagonal; `sketch_size` is in rows (None: twice the FFN width).
+    `residual_weight` is the share of the dense stream's residual in a two-stream target where text is plenty.
     `profile` is the folder of a profile to plan from (None: the run makes one where its allocation needs it).
     `max_memory_bytes` bounds the activation store in memory; beyond it activations go to disk.
     """

@@ -17,7 +17,7 @@ import torch
 from oneshot.arch import LLAMA
 from oneshot.calibration import SELF, load_calibration, load_tokenizer, sample_calibration
 from oneshot.checkpoint import Checkpoint, CheckpointWriter
-from oneshot.config import CompressionConfig
+from oneshot.config import TOKENS_PER_NEURON, CompressionConfig
 from oneshot.errors import ConfigError, DeviceError, OutputError
 from oneshot.export.hf import stock_config, verify, write_companions
 from oneshot.export.per_layer import per_layer_config, write_modelling_file
@@ -52,7 +52,6 @@ from oneshot.stream import prefetch, resolve_device, resolve_dtype
 
 logger = logging.getLogger(__name__)
 
-TOKENS_PER_NEURON = 4
 POSITIONS = "model.embed_positions.weight"  # in the per-layer form
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -21,7 +21,7 @@ from oneshot.fold import fold_embedding, fold_head, fold_hidden, to_rms_norms
 from oneshot.layerwise import LayerCompressor
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.plan import groups_of_positions, spread_hidden_sizes
-from oneshot.records import HiddenPlan, ModelShape, Plan
+from oneshot.records import HiddenPlan, LayerPlan, ModelShape, Plan
 from oneshot.source import SourceModel, open_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -55,9 +55,8 @@ def write_folded(
     shape, architecture, checkpoint = source.shape, source.architecture, source.checkpoint
     sizes = tuple(bases[group].shape[1] for group in group_of)
     plan = Plan(
-        shape.intermediate_size,
-        shape.num_attention_heads,
-        shape.num_key_value_heads,
+        (LayerPlan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads),)
+        * shape.num_hidden_layers,
         "query-head",
         hidden=HiddenPlan(group_of, sizes),
         tier=tier,
@@ -274,7 +273,8 @@ def test_widths_follow_the_spectra() -> None:
     """Two groups of the same cost: the one whose energy lies in few directions gets fewer of them."""
     shape = ModelShape(2, 64, 128, 4, 4, 16, vocab_size=10)
     group_of = groups_of_positions(2, 2)
-    plan = Plan(128, 4, 4, "kv-group", hidden=HiddenPlan(group_of, (48,) * 5), tier="per-layer")
+    layers = (LayerPlan(128, 4, 4),) * 2
+    plan = Plan(layers, "kv-group", hidden=HiddenPlan(group_of, (48,) * 5), tier="per-layer")
     target = plan.stack(shape).stored_parameters()
     steep, flat = torch.logspace(0, -6, 64, dtype=torch.float64), torch.logspace(0, -1, 64, dtype=torch.float64)
     energies = torch.stack([steep, steep, flat, flat, flat])

@@ -60,7 +60,9 @@ def test_both_tiers_of_one_plan_give_equal_logits(
     folder = make_checkpoint(**options)
     reports = {}
     for tier in ("stock", "per-layer"):
-        reports[tier] = compress(make_config(folder, recipe=recipe, tier=tier, output=str(tmp_path / tier)))
+        reports[tier] = compress(
+            make_config(folder, recipe=recipe, tier=tier, allocation="uniform", output=str(tmp_path / tier))
+        )
     assert reports["stock"].stored_parameters == reports["per-layer"].stored_parameters
     stock, per_layer = logits(tmp_path / "stock"), logits(tmp_path / "per-layer")
     torch.testing.assert_close(per_layer, stock, rtol=0, atol=1e-6 * float(stock.abs().max()))

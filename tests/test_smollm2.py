@@ -149,7 +149,7 @@ def test_both_tiers_of_one_plan_give_the_same_model(
     compressed: tuple[Path, Report], smollm2: Path, tmp_path: Path
 ) -> None:
     """The real model: one plan, two forms, equal logits and equal answers in an lm-eval task."""
-    report = compress(settings(smollm2, tmp_path / "per-layer", tier="per-layer"))
+    report = compress(settings(smollm2, tmp_path / "per-layer", tier="per-layer", allocation="uniform"))
     assert report.stored_parameters == compressed[1].stored_parameters
     ids = load_tokenizer(smollm2)(STORY, return_tensors="pt").input_ids
     with torch.inference_mode():

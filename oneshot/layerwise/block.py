@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from oneshot.config import CompressionConfig
+from oneshot.config import TOKENS_PER_NEURON, CompressionConfig
 from oneshot.factorise import correct
 from oneshot.hidden import StreamSubspaces
 from oneshot.layerwise.streams import Streams
@@ -65,8 +65,18 @@ class Block:
             statistics,
             correction="two-stream" if self.follows_dense else own,
             damping=self.config.damping,
-            residual_weight=self.config.residual_weight,
+            residual_weight=self._residual_weight(weight.shape[1], statistics),
         )
+
+    def _residual_weight(self, num_columns: int, statistics: BlockStatistics | None) -> float:
+        """The share of the dense stream's residual in the target: less of it where tokens are few.
+
+        What little text needs is what that text happens to need: none of it is asked for below `TOKENS_PER_NEURON`
+        tokens for each column. A stream inside subspaces has more to make up for, and asks for all that was set.
+        """
+        if statistics is None or self.corrects_slices:
+            return self.config.residual_weight
+        return self.config.residual_weight * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / statistics.num_rows)
 
 
 def relative_error(wanted: torch.Tensor, reached: torch.Tensor) -> float:
