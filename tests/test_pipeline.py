@@ -227,6 +227,23 @@ def test_correction_lowers_the_error_of_every_layer(make_checkpoint: MakeCheckpo
     assert errors["same-layer"] < errors["none"]
 
 
+@pytest.mark.parametrize(("num_sequences", "alike"), [(8, True), (16, False)])
+def test_few_tokens_ask_for_none_of_the_residual(
+    num_sequences: int, alike: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """At four tokens for each of the 64 neurons the dense stream has no say in the correction; beyond it has."""
+    outputs = {}
+    for correction in ("same-layer", "two-stream"):
+        output = str(tmp_path / correction)
+        config = make_config(make_checkpoint(), correction=correction, output=output, num_sequences=num_sequences)
+        compress(config)
+        outputs[correction] = all_tensors(Path(output))
+    differences = [
+        float((outputs["same-layer"][name] - tensor).abs().max()) for name, tensor in outputs["two-stream"].items()
+    ]
+    assert (max(differences) < 1e-6) == alike
+
+
 def test_the_report_is_complete(make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path) -> None:
     folder = make_checkpoint(shard_size="20KB")
     config = make_config(folder, recipe="stat", seed=3)
