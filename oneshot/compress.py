@@ -1,7 +1,6 @@
 """`python -m oneshot.compress CHECKPOINT --output OUT --sparsity 0.2`: the command line of the pipeline."""
 
 import argparse
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from oneshot.config import (
     TOKEN_WEIGHTINGS,
     CompressionConfig,
 )
-from oneshot.errors import ConfigError, OneshotError
+from oneshot.errors import ConfigError
 from oneshot.options import (
     DEFAULTS,
     add_checkpoint,
@@ -28,6 +27,7 @@ from oneshot.options import (
     add_shared_method,
     add_text,
     parse_config,
+    run_command,
 )
 from oneshot.pipeline import compress, compress_sizes
 from oneshot.recipes import RECIPES
@@ -121,28 +121,21 @@ def _parse_fraction(text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns the exit code: 0 done, 1 an error that the user can mend, 130 interrupted."""
+    """Run; returns the exit code, as `options.run_command`."""
     arguments = build_parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    try:
+
+    def run() -> None:
         sparsities = [_parse_fraction(text) for text in arguments.sparsity or []]
         config = parse_config(arguments, sparsity=sparsities[0] if sparsities else None)
         if len(sparsities) > 1:
             reports = compress_sizes(config, sparsities, show_progress=not arguments.quiet)
         else:
             reports = [compress(config, show_progress=not arguments.quiet)]
-    except OneshotError as error:
-        if arguments.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    if not arguments.quiet:
-        for report in reports:
-            print_report(report)
-    return 0
+        if not arguments.quiet:
+            for report in reports:
+                print_report(report)
+
+    return run_command(arguments, run)
 
 
 class _CallableModule(ModuleType):

@@ -1,6 +1,9 @@
 """Options that several command lines share, and how they become a config."""
 
 import argparse
+import logging
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from oneshot.config import (
@@ -11,6 +14,7 @@ from oneshot.config import (
     parse_count,
     parse_size,
 )
+from oneshot.errors import OneshotError
 
 DEFAULTS = CompressionConfig(checkpoint="", output="", sparsity=0.0)
 NOT_OF_THE_CONFIG = ("quiet", "debug")
@@ -78,3 +82,19 @@ def parse_config(arguments: argparse.Namespace, **more: Any) -> CompressionConfi
         if given is not None:
             options[field] = parse(given)
     return CompressionConfig(**options)
+
+
+def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
+    """Run; returns the exit code: 0 done, 1 an error that the user can mend (said on stderr), 130 interrupted."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        run()
+    except OneshotError as error:
+        if arguments.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0

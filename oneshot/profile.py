@@ -1,13 +1,11 @@
 """`python -m oneshot.profile CHECKPOINT --output PROFILE`: what every size of every block costs, for `--profile`."""
 
 import argparse
-import logging
 import signal
 import sys
 from collections.abc import Sequence
 
-from oneshot.errors import OneshotError
-from oneshot.options import add_checkpoint, add_resources, add_shared_method, add_text, parse_config
+from oneshot.options import add_checkpoint, add_resources, add_shared_method, add_text, parse_config, run_command
 from oneshot.pipeline import profile
 from oneshot.report import print_profile
 
@@ -27,22 +25,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns the exit code: 0 done, 1 an error that the user can mend, 130 interrupted."""
+    """Run; returns the exit code, as `options.run_command`."""
     arguments = build_parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    try:
+
+    def run() -> None:
         found = profile(parse_config(arguments, sparsity=0.0), show_progress=not arguments.quiet)
-    except OneshotError as error:
-        if arguments.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    if not arguments.quiet:
-        print_profile(found)
-    return 0
+        if not arguments.quiet:
+            print_profile(found)
+
+    return run_command(arguments, run)
 
 
 if __name__ == "__main__":

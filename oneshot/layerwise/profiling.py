@@ -107,7 +107,7 @@ class LayerProfiler:
         """The profile; the probes go through the last norm and the output head."""
         divergences = self._divergences()
         self._streams.close()
-        by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in ("layer", "heads", "ffn")}
+        by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in PROBED_KINDS}
         for probe, divergence in zip(self._probes, divergences, strict=True):
             by_kind[probe.kind][probe.layer] = divergence / max(probe.error, SMALLEST_ERROR)
         return Profile(
