@@ -14,7 +14,7 @@ import torch
 from harness import append_row, parser, provenance, smollm2_gguf
 from transformers import AutoTokenizer, LlamaConfig
 
-from oneshot.checkpoint import CheckpointWriter
+from oneshot.writer import CheckpointWriter
 
 TINYLLAMA = LlamaConfig(
     hidden_size=2048,
@@ -66,7 +66,7 @@ def write_random_checkpoint(folder: Path) -> None:
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * 0.02).bfloat16()
 
-    with CheckpointWriter(folder, max_shard_bytes=500 * 10**6, overwrite=False, expected_bytes=0) as writer:
+    with CheckpointWriter(folder, num_shards=TINYLLAMA.num_hidden_layers + 1, fingerprint={}) as writer:
         writer.add({"model.embed_tokens.weight": random(TINYLLAMA.vocab_size, hidden)})
         for layer in range(TINYLLAMA.num_hidden_layers):
             prefix = f"model.layers.{layer}."

@@ -1,21 +1,16 @@
-"""Safetensors checkpoints: a lazy reader that holds a few tensors at a time, and an atomic sharded writer."""
+"""Safetensors checkpoints: a lazy reader that holds a few tensors at a time."""
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from oneshot.errors import CheckpointError, OutputError
+from oneshot.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -111,7 +106,7 @@ class Checkpoint:
                 if shard not in handles:
                     handles[shard] = stack.enter_context(_open_shard(self.folder / shard))
                 tensor = handles[shard].get_tensor(name).clone()
-                if tensor.is_floating_point() and not _all_finite(tensor):
+                if tensor.is_floating_point() and not all_finite(tensor):
                     raise CheckpointError(
                         f"{name} in {self.folder / shard} holds NaN or Inf; give an undamaged checkpoint."
                     )
@@ -128,7 +123,7 @@ class Checkpoint:
         return {name.removeprefix(prefix): tensor for name, tensor in self.read(names).items()}
 
 
-def _all_finite(tensor: torch.Tensor) -> bool:
+def all_finite(tensor: torch.Tensor) -> bool:
     """No NaN and no Inf; by the extremes, which need no temporary of the tensor's size."""
     return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
 
@@ -150,90 +145,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object; download it again.")
     return content
-
-
-class CheckpointWriter:
-    """Writes shards into a hidden folder beside `folder` and renames it when complete: all or nothing.
-
-    A context manager: `add` tensors, `commit` at the end; leaving without `commit` removes everything. What lay at
-    `folder` before (only with `overwrite`) is replaced at the commit, not sooner.
-
-    Raises `OutputError` when the output exists, cannot be written, or the disk is full.
-    """
-
-    def __init__(self, folder: Path, *, max_shard_bytes: int, overwrite: bool, expected_bytes: int) -> None:
-        self.folder = folder
-        self._max_shard_bytes = max_shard_bytes
-        if folder.exists() and not overwrite:
-            raise OutputError(f"{folder} exists already; choose another --output or add --overwrite.")
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            self.partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.incomplete-", dir=folder.parent))
-        except OSError as error:
-            raise OutputError(f"{folder} cannot be written ({error.strerror}); choose another --output.") from error
-        free_bytes = shutil.disk_usage(folder.parent).free
-        if free_bytes < expected_bytes:
-            self.partial.rmdir()
-            raise OutputError(
-                f"{folder.parent} has {free_bytes / 1e9:.1f} GB free, the result needs {expected_bytes / 1e9:.1f} GB; "
-                "free some space or choose another --output."
-            )
-        self.partial.chmod(0o755)
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
-        self._shards: list[list[str]] = []
-        self._total_bytes = 0
-
-    def __enter__(self) -> "CheckpointWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        shutil.rmtree(self.partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise OutputError(_unwritable(self.folder, error.strerror or str(error))) from error
-
-    def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take tensors into the current shard; a full shard goes to disk and out of memory."""
-        for name, tensor in tensors.items():
-            if self._pending and self._pending_bytes + tensor.nbytes > self._max_shard_bytes:
-                self._flush()
-            self._pending[name] = tensor.detach().to("cpu").contiguous()
-            self._pending_bytes += tensor.nbytes
-
-    def _flush(self) -> None:
-        path = self.partial / f"shard-{len(self._shards):05d}"
-        try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OutputError(_unwritable(self.folder, str(error))) from error
-        self._shards.append(list(self._pending))
-        self._total_bytes += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
-
-    def finish_weights(self) -> None:
-        """Write the last shard, give the shards their final names, write the index."""
-        if self._pending:
-            self._flush()
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            final = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
-            os.rename(self.partial / f"shard-{number:05d}", self.partial / final)
-            weight_map |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self.partial / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-
-    def commit(self) -> None:
-        """Make the complete folder appear at its final place."""
-        if self.folder.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.replaced-", dir=self.folder.parent))
-            os.rename(self.folder, replaced / "old")
-            os.rename(self.partial, self.folder)
-            shutil.rmtree(replaced)
-        else:
-            os.rename(self.partial, self.folder)
-
-
-def _unwritable(folder: Path, reason: str) -> str:
-    return f"{folder} cannot be written ({reason}); free some space or choose another --output."

@@ -33,7 +33,7 @@ TOKENS_PER_NEURON = 4  # fewer than that say little about a layer
 SAVE_DTYPES = ("keep", "float32", "bfloat16", "float16")
 
 # Options whose command-line names are not those of their fields.
-_FLAGS = {"max_shard_bytes": "max-shard-size", "max_memory_bytes": "max-memory"}
+_FLAGS = {"max_memory_bytes": "max-memory"}
 
 _COUNT_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _SIZE_SUFFIXES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -71,7 +71,8 @@ class CompressionConfig:
     the ridge in units of the Gram's mean diagonal; `sketch_size` is in rows (None: twice the FFN width).
     `residual_weight` is the share of the dense stream's residual in a two-stream target where text is plenty.
     `profile` is the folder of a profile to plan from (None: the run makes one where its allocation needs it).
-    `max_memory_bytes` bounds the activation store in memory; beyond it activations go to disk.
+    `max_memory_bytes` bounds the activation store in memory; beyond it activations go to disk. `resume`: go on where an
+    interrupted run of the same fingerprint stopped; `overwrite`: replace an output, and forget an interrupted run.
     """
 
     checkpoint: str
@@ -110,8 +111,8 @@ class CompressionConfig:
     dtype: str = "auto"
     save_dtype: str = "keep"
     max_memory_bytes: int | None = None
-    max_shard_bytes: int = 5 * 10**9
     overwrite: bool = False
+    resume: bool = False
 
     def __post_init__(self) -> None:
         targets = (self.sparsity is not None) + (self.params is not None)
@@ -128,7 +129,6 @@ class CompressionConfig:
             ("num_sequences", 1),
             ("sequence_length", 2),
             ("batch_size", 1),
-            ("max_shard_bytes", 1),
             ("round_to", 1),
             ("hidden_size", 1),
             ("sketch_size", 1),

@@ -63,8 +63,10 @@ def add_resources(parser: argparse.ArgumentParser) -> Any:
 def add_output_form(resources: Any) -> None:
     """How weights are written."""
     resources.add_argument("--save-dtype", choices=SAVE_DTYPES, default=DEFAULTS.save_dtype)
-    resources.add_argument("--max-shard-size", default="5GB", help="(default: %(default)s)")
     resources.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    resources.add_argument(
+        "--resume", action="store_true", help="go on where an interrupted run stopped, if there is one"
+    )
 
 
 def parse_config(arguments: argparse.Namespace, **more: Any) -> CompressionConfig:
@@ -76,7 +78,6 @@ def parse_config(arguments: argparse.Namespace, **more: Any) -> CompressionConfi
     for text, field, parse in (
         ("params", "params", parse_count),
         ("max_memory", "max_memory_bytes", parse_size),
-        ("max_shard_size", "max_shard_bytes", parse_size),
     ):
         given = options.pop(text, None)
         if given is not None:
@@ -95,6 +96,6 @@ def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     return 0

@@ -2,27 +2,27 @@
 -> output.
 """
 
+import json
 import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from oneshot.arch import LLAMA
+from oneshot.arch import LLAMA, Architecture
 from oneshot.calibration import SELF, load_calibration, load_tokenizer, sample_calibration
-from oneshot.checkpoint import Checkpoint, CheckpointWriter
+from oneshot.checkpoint import Checkpoint
 from oneshot.config import TOKENS_PER_NEURON, CompressionConfig
 from oneshot.errors import ConfigError, DeviceError, OutputError
 from oneshot.export.hf import stock_config, verify, write_companions
 from oneshot.export.per_layer import per_layer_config, write_modelling_file
 from oneshot.fold import fold_embedding, fold_head
-from oneshot.hidden import StreamSubspaces, Subspaces, principal_subspaces
+from oneshot.hidden import StreamSubspaces, principal_subspaces
 from oneshot.layerwise import PROBED_KINDS, LayerCompressor, LayerProfiler, measured_seconds, reads_activations
 from oneshot.plan import (
     Budget,
@@ -34,10 +34,9 @@ from oneshot.plan import (
     wanted_parameters,
 )
 from oneshot.profiles import load_profile, refuse_existing, refuse_other, save_profile
-from oneshot.recipes import Recipe, resolve_recipe
+from oneshot.recipes import resolve_recipe
 from oneshot.records import (
     CalibrationSet,
-    HiddenPlan,
     LayerReport,
     ModelShape,
     Plan,
@@ -46,13 +45,27 @@ from oneshot.records import (
     Report,
     StackShape,
 )
-from oneshot.report import ProgressBar, Stopwatch, peak_bytes, peak_device_bytes, versions, write_report
+from oneshot.report import (
+    REPORT_NAME,
+    ProgressBar,
+    Stopwatch,
+    WarningLog,
+    peak_bytes,
+    peak_device_bytes,
+    versions,
+    write_report,
+)
 from oneshot.source import SourceModel, open_model
 from oneshot.stream import prefetch, resolve_device, resolve_dtype
+from oneshot.writer import CheckpointWriter, refuse_output
 
 logger = logging.getLogger(__name__)
 
+Tensors = dict[str, torch.Tensor]
+
 POSITIONS = "model.embed_positions.weight"  # in the per-layer form
+# Options that say where things are and what may be done, not what comes out.
+SHAPELESS = ("checkpoint", "output", "calibration", "device", "dtype", "max_memory_bytes", "overwrite", "resume")
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,7 +73,8 @@ def compress(config: CompressionConfig, *, show_progress: bool = False) -> Repor
     """Compress a checkpoint into `config.output` and return the report that is also written there.
 
     The result is a stock checkpoint (transformers loads it with no code of ours). Nothing appears at the output before
-    it is complete. Same seed, same machine and same thread count give the same bytes.
+    it is complete. Same seed, same machine and same thread count give the same bytes, also where a run was interrupted
+    and another went on with `config.resume`.
 
     Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
     """
@@ -84,8 +98,7 @@ def compress_sizes(
     with _inputs(config, show_progress) as inputs:
         for one in configs:
             plan_sizes(one, inputs.recipe, inputs.source.shape, budget=inputs.budget(one))
-            if Path(one.output).exists() and not one.overwrite:
-                raise OutputError(f"{one.output} exists already; choose another --output or give --overwrite.")
+            refuse_output(Path(one.output).expanduser(), overwrite=one.overwrite, resume=one.resume)
         return [_compress(one, inputs) for one in configs]
 
 
@@ -107,7 +120,9 @@ def _inputs(config: CompressionConfig, show_progress: bool) -> Iterator["_Inputs
     """The inputs of a run, with a scratch folder for as long as it takes."""
     with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch, torch.inference_mode():
         try:
-            yield _Inputs(config, Path(scratch), show_progress)
+            inputs = _Inputs(config, Path(scratch), show_progress)
+            with inputs.warnings:
+                yield inputs
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceError(
                 "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give --max-memory."
@@ -118,7 +133,7 @@ class _Inputs:
     """What runs with other targets have in common: the model, the method, the text, the profile. Each is read once."""
 
     def __init__(self, config: CompressionConfig, scratch: Path, show_progress: bool) -> None:
-        self.watch = Stopwatch()
+        self.watch, self.warnings = Stopwatch(), WarningLog()
         self.recipe = resolve_recipe(
             config.recipe,
             ffn=config.ffn,
@@ -192,6 +207,19 @@ class _Inputs:
             )
         return Budget(kept * self._seconds(shape.stack()), self._seconds, "seconds")
 
+    def fingerprint(self, config: CompressionConfig, calibration: CalibrationSet | None) -> dict[str, Any]:
+        """What the weights that a run writes depend on: runs with equal fingerprints write the same bytes."""
+        options = {name: value for name, value in config.to_dict().items() if name not in SHAPELESS}
+        return {
+            "model": self.source.checkpoint.content_hash(),
+            "text": None if calibration is None else calibration.token_hash,
+            "device": self.device.type,
+            "dtype": str(self.dtype),
+            "threads": torch.get_num_threads(),
+            "options": options,
+            "versions": versions(),
+        }
+
     def make_profile(self, config: CompressionConfig, *, probed: Sequence[str] = PROBED_KINDS) -> Profile:
         """Walk through the dense model once; `probed` kinds of blocks have their sensitivity measured."""
         text = self.read_text(config)
@@ -228,54 +256,48 @@ class _Inputs:
 
 
 def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
-    watch, recipe, source, scratch = inputs.watch, inputs.recipe, inputs.source, inputs.scratch
-    device, dtype, show_progress = inputs.device, inputs.dtype, inputs.show_progress
+    watch, recipe, source = inputs.watch, inputs.recipe, inputs.source
     checkpoint, shape = source.checkpoint, source.shape
     output = Path(config.output).expanduser()
     if checkpoint.folder.resolve().is_relative_to(output.resolve()):
         raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
+    refuse_output(output, overwrite=config.overwrite, resume=config.resume)
     budget = inputs.budget(config)
     plan = plan_sizes(config, recipe, shape, budget=budget)
     if plan.stack(shape) != shape.stack():
         _output_config(source, plan)  # refuses what the tier's config cannot hold, before any work
+    layers_read_text = reads_activations(recipe, plan, shape)
+    by_profile = recipe.reads_profile and plan.reduces_blocks(shape)
+    calibration = None
+    if plan.hidden is not None or layers_read_text or by_profile:
+        calibration = inputs.read_text(config)
+    fingerprint = inputs.fingerprint(config, calibration)
+    if config.resume and output.exists():
+        finished = _finished_report(output, fingerprint)
+        if finished is not None:
+            return finished
+        refuse_output(output, overwrite=config.overwrite, resume=False)
+    watch.lap("prepare")
 
+    outside = _outside(source, plan)
     with CheckpointWriter(
         output,
-        max_shard_bytes=config.max_shard_bytes,
+        num_shards=shape.num_hidden_layers + len(outside),
+        fingerprint=fingerprint,
         overwrite=config.overwrite,
+        resume=config.resume,
         expected_bytes=_expected_bytes(config.save_dtype, checkpoint, plan.stack(shape).stored_parameters()),
     ) as writer:
-        calibration, divergences = None, None
-        layers_read_text = reads_activations(recipe, plan, shape)
-        by_profile = recipe.reads_profile and plan.reduces_blocks(shape)
-        if plan.hidden is not None or layers_read_text or by_profile:
-            calibration = inputs.read_text(config)
-        watch.lap("prepare")
-        if by_profile:
-            found_profile = inputs.read_profile(config)
-            plan = plan_sizes(config, recipe, shape, profiled_damages(found_profile, recipe.allocation), budget)
-            divergences = predicted_divergences(config, recipe, shape, plan, found_profile, budget)
-            watch.lap("profile")
-        subspaces = None
-        if calibration is not None and plan.hidden is not None:
-            found = _find_subspaces(config, source, calibration, plan.hidden, device, dtype, scratch, show_progress)
-            if config.hidden_size is None and plan.hidden.num_groups > 1:
-                plan = spread_hidden_sizes(
-                    plan,
-                    shape,
-                    found.energies,
-                    target_parameters=wanted_parameters(config, shape.stack().stored_parameters()),
-                    round_to=config.round_to,
-                )
-            assert plan.hidden is not None
-            subspaces = StreamSubspaces(found, plan.hidden, device)
-            watch.lap("hidden size")
+        plan, divergences = _plan_by_measurement(config, inputs, plan, budget, by_profile, writer)
+        plan, subspaces = _find_subspaces(config, inputs, plan, calibration)
         compressor = LayerCompressor(
-            config, recipe, source, plan, subspaces, device=device, dtype=dtype, scratch=scratch
+            config, recipe, source, plan, subspaces, device=inputs.device, dtype=inputs.dtype, scratch=inputs.scratch
         )
-        _write_outside(config, source, plan, subspaces, writer)
         text = calibration if layers_read_text else None
-        layers = _write_layers(config, compressor, plan.tier, source, text, writer, show_progress)
+        warnings = inputs.warnings.take()
+        layers = _write_layers(config, inputs, compressor, plan.tier, text, writer)
+        for read in outside[writer.num_finished - shape.num_hidden_layers :]:
+            writer.add(_cast(config.save_dtype, read(subspaces)))
         writer.finish_weights()
         watch.lap("layers")
         save_dtype = None if config.save_dtype == "keep" else config.save_dtype
@@ -285,12 +307,47 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
         compressed = verify(writer.partial).num_parameters
         watch.lap("write")
         hidden_error = None if subspaces is None else subspaces.mean_error()
-        report = _report(
-            config, recipe, source, plan, compressed, calibration, hidden_error, divergences, layers, watch
-        )
+        report = _report(config, inputs, plan, compressed, calibration, hidden_error, divergences, layers, fingerprint)
+        report = replace(report, warnings=warnings + inputs.warnings.take())
         write_report(report, writer.partial)
         writer.commit()
     return report
+
+
+def _finished_report(output: Path, fingerprint: dict[str, Any]) -> Report | None:
+    """The report of a finished run with this fingerprint; None where the output is another run's."""
+    path = output / REPORT_NAME
+    if not path.exists():
+        return None
+    values = json.loads(path.read_text())
+    return Report.from_dict(values) if values.get("fingerprint") == fingerprint else None
+
+
+def _plan_by_measurement(
+    config: CompressionConfig,
+    inputs: _Inputs,
+    plan: Plan,
+    budget: Budget,
+    by_profile: bool,
+    writer: CheckpointWriter,
+) -> tuple[Plan, dict[str, float] | None]:
+    """The plan, made from a profile where the recipe wants that, and the divergences that the profile predicts.
+
+    What was measured is kept: a profile takes long, and latencies would differ the next time.
+    """
+    kept = writer.kept("plan")
+    if kept is not None:
+        return Plan.from_dict(kept["plan"]), kept["divergences"]
+    divergences = None
+    if by_profile:
+        shape, recipe = inputs.source.shape, inputs.recipe
+        found = inputs.read_profile(config)
+        plan = plan_sizes(config, recipe, shape, profiled_damages(found, recipe.allocation), budget)
+        divergences = predicted_divergences(config, recipe, shape, plan, found, budget)
+        inputs.watch.lap("profile")
+    if by_profile or config.budget == "latency":
+        writer.keep("plan", {"plan": asdict(plan), "divergences": divergences})
+    return plan, divergences
 
 
 def _output_config(source: SourceModel, plan: Plan) -> dict[str, Any]:
@@ -303,31 +360,39 @@ def _output_config(source: SourceModel, plan: Plan) -> dict[str, Any]:
 
 
 def _find_subspaces(
-    config: CompressionConfig,
-    source: SourceModel,
-    calibration: CalibrationSet,
-    hidden: HiddenPlan,
-    device: torch.device,
-    dtype: torch.dtype,
-    scratch: Path,
-    show_progress: bool,
-) -> Subspaces:
+    config: CompressionConfig, inputs: _Inputs, plan: Plan, calibration: CalibrationSet | None
+) -> tuple[Plan, StreamSubspaces | None]:
+    """The subspaces of a smaller hidden size, and the plan with the sizes that suit them."""
+    if plan.hidden is None or calibration is None:
+        return plan, None
+    shape = inputs.source.shape
     with ProgressBar(
-        num_layers=source.shape.num_hidden_layers,
+        num_layers=shape.num_hidden_layers,
         num_tokens=calibration.num_tokens,
-        visible=show_progress,
+        visible=inputs.show_progress,
         description="hidden size",
     ) as progress:
-        return principal_subspaces(
+        found = principal_subspaces(
             config,
-            source,
+            inputs.source,
             calibration,
-            hidden.group_of,
-            device=device,
-            dtype=dtype,
-            scratch=scratch,
+            plan.hidden.group_of,
+            device=inputs.device,
+            dtype=inputs.dtype,
+            scratch=inputs.scratch,
             advance=progress.advance,
         )
+    if config.hidden_size is None and plan.hidden.num_groups > 1:
+        plan = spread_hidden_sizes(
+            plan,
+            shape,
+            found.energies,
+            target_parameters=wanted_parameters(config, shape.stack().stored_parameters()),
+            round_to=config.round_to,
+        )
+    assert plan.hidden is not None
+    inputs.watch.lap("hidden size")
+    return plan, StreamSubspaces(found, plan.hidden, inputs.device)
 
 
 def _warn_if_short(calibration: CalibrationSet, shape: ModelShape) -> None:
@@ -342,66 +407,99 @@ def _warn_if_short(calibration: CalibrationSet, shape: ModelShape) -> None:
         )
 
 
-def _write_outside(
-    config: CompressionConfig,
-    source: SourceModel,
-    plan: Plan,
-    subspaces: StreamSubspaces | None,
-    writer: CheckpointWriter,
-) -> None:
-    """Everything outside the layers: as it is, or folded into the subspaces or the per-layer form."""
+def _outside(source: SourceModel, plan: Plan) -> list[Callable[[StreamSubspaces | None], Tensors]]:
+    """Readers of what is outside the layers, a shard each: as it is, or folded into subspaces or the per-layer form."""
     checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
-    cast = partial(_cast, config.save_dtype)
-    if plan.tier == "per-layer" or subspaces is not None:
+
+    def embeddings(subspaces: StreamSubspaces | None) -> Tensors:
+        first = None if subspaces is None else subspaces.basis(0).cpu()
+        folded = fold_embedding(checkpoint.read_one(architecture.embedding), first, centred=shape.norm_bias)
+        positions = source.read_positions()
+        if positions is None:
+            return {LLAMA.embedding: folded}
+        return {LLAMA.embedding: folded, POSITIONS: fold_embedding(positions, first, centred=shape.norm_bias)}
+
+    def head(subspaces: StreamSubspaces | None) -> Tensors:
         bases = None
         if subspaces is not None:
             bases = subspaces.basis(0).cpu(), subspaces.basis(2 * shape.num_hidden_layers).cpu()
-        first = None if bases is None else bases[0]
-        head = checkpoint.read_one(architecture.embedding)
-        writer.add(cast({LLAMA.embedding: fold_embedding(head, first, centred=shape.norm_bias)}))
-        positions = source.read_positions()
-        if positions is not None:
-            writer.add(cast({POSITIONS: fold_embedding(positions, first, centred=shape.norm_bias)}))
-        if not shape.tied:
-            head = checkpoint.read_one(architecture.output_head)
+        weight = checkpoint.read_one(architecture.embedding if shape.tied else architecture.output_head)
         norm = checkpoint.read_one(f"{architecture.final_norm}.weight")
         norm_bias = checkpoint.read_one(f"{architecture.final_norm}.bias") if shape.norm_bias else None
-        writer.add(cast(fold_head(head, norm, norm_bias, bases, keep_tied=plan.stack(shape).head != "own")))
-        return
+        return fold_head(weight, norm, norm_bias, bases, keep_tied=plan.stack(shape).head != "own")
+
+    if plan.tier == "per-layer" or plan.hidden is not None:
+        return [embeddings, head]
     prefixes = tuple(architecture.layer_prefix(layer) for layer in range(shape.num_hidden_layers))
-    for name in sorted(name for name in checkpoint.tensor_names if not name.startswith(prefixes)):
-        writer.add(cast(checkpoint.read([name])))
+    names = {name for name in checkpoint.tensor_names if not name.startswith(prefixes)}
+    parts = (sorted(names - {architecture.output_head}), sorted(names & {architecture.output_head}))
+
+    def as_they_are(part: list[str]) -> Callable[[StreamSubspaces | None], Tensors]:
+        return lambda _: checkpoint.read(part)
+
+    return [as_they_are(part) for part in parts if part]
 
 
 def _write_layers(
     config: CompressionConfig,
+    inputs: _Inputs,
     compressor: LayerCompressor,
     tier: str,
-    source: SourceModel,
-    calibration: CalibrationSet | None,
+    text: CalibrationSet | None,
     writer: CheckpointWriter,
-    show_progress: bool,
 ) -> list[LayerReport]:
-    """Stream the layers through the compressor into the writer."""
-    num_layers, architecture, stock = source.shape.num_hidden_layers, source.architecture, tier == "stock"
-    if calibration is not None:
-        compressor.embed(calibration)
-    layers = []
-    num_tokens = calibration.num_tokens if calibration is not None else 1
-    with ProgressBar(num_layers=num_layers, num_tokens=num_tokens, visible=show_progress) as progress:
-        for layer, tensors in enumerate(prefetch(source.read_layer, num_layers)):
+    """Stream the layers through the compressor into the writer; those of an interrupted run are there already."""
+    num_layers = inputs.source.shape.num_hidden_layers
+    own = inputs.source.architecture if tier == "stock" else LLAMA  # whose names the checkpoint takes
+    finished = min(writer.num_finished, num_layers)
+    layers = [LayerReport.from_dict(writer.record(layer)) for layer in range(finished)]
+    if finished == num_layers:
+        return layers
+    if text is not None:
+        compressor.embed(text)
+    num_tokens = text.num_tokens if text is not None else 1
+    with ProgressBar(num_layers=num_layers, num_tokens=num_tokens, visible=inputs.show_progress) as progress:
+        for layer, tensors in enumerate(prefetch(inputs.source.read_layer, num_layers)):
+            if layer < finished:
+                stored, scaffold = writer.reread(layer)
+                working = scaffold or _llama_layer(stored, layer, own)
+                compressor.replay_layer(layer, tensors, working, progress.advance)
+                progress.layer_done(layers[layer])
+                continue
             started = time.perf_counter()
-            folded, blocks = compressor.compress_layer(layer, tensors, progress.advance)
-            prefix = architecture.layer_prefix(layer) if stock else LLAMA.layer_prefix(layer)
-            named = architecture.to_own_names(folded) if stock else folded
-            writer.add(_cast(config.save_dtype, {prefix + name: tensor for name, tensor in named.items()}))
+            done = compressor.compress_layer(layer, tensors, progress.advance)
+            named = {own.layer_prefix(layer) + name: value for name, value in own.to_own_names(done.folded).items()}
+            saved = _cast(config.save_dtype, named)
             layers.append(
-                LayerReport(layer, tuple(blocks), time.perf_counter() - started, peak_bytes(), peak_device_bytes())
+                LayerReport(
+                    layer,
+                    tuple(done.reports),
+                    time.perf_counter() - started,
+                    peak_bytes(),
+                    peak_device_bytes(),
+                    inputs.warnings.take(),
+                )
             )
+            folded = not _same(_llama_layer(saved, layer, own), done.working)
+            writer.add(saved, record=asdict(layers[-1]), scaffold=done.working if folded else None)
             progress.layer_done(layers[-1])
-            del tensors, folded, named  # or they would wait for the next layer's
+            del tensors, done, named, saved  # or they would wait for the next layer's
     compressor.close()
     return layers
+
+
+def _llama_layer(tensors: Tensors, layer: int, own: Architecture) -> Tensors:
+    """A layer of a checkpoint under Llama's names, without the layer's."""
+    prefix = own.layer_prefix(layer)
+    return own.to_llama_names({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+
+
+def _same(stored: Tensors, working: Tensors) -> bool:
+    """Whether the streams ran through exactly what is stored."""
+    return stored.keys() == working.keys() and all(
+        stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor.cpu())
+        for name, tensor in working.items()
+    )
 
 
 def _cast(save_dtype: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -422,22 +520,22 @@ def _expected_bytes(save_dtype: str, checkpoint: Checkpoint, parameters: int) ->
 
 def _report(
     config: CompressionConfig,
-    recipe: Recipe,
-    source: SourceModel,
+    inputs: _Inputs,
     plan: Plan,
     compressed: int,
     calibration: CalibrationSet | None,
     hidden_error: float | None,
     divergences: dict[str, float] | None,
     layers: list[LayerReport],
-    watch: Stopwatch,
+    fingerprint: dict[str, Any],
 ) -> Report:
+    source = inputs.source
     dense = source.checkpoint.num_parameters
     stacks = {"dense": source.shape.stack(), "compressed": plan.stack(source.shape)}
     asked = config.sparsity if config.params is None else 1 - config.params / dense
     return Report(
         config=config.to_dict(),
-        recipe=asdict(recipe),
+        recipe=asdict(inputs.recipe),
         versions=versions(),
         plan=asdict(plan),
         stored_parameters={"dense": dense, "compressed": compressed},
@@ -456,9 +554,10 @@ def _report(
             "token_hash": calibration.token_hash,
         },
         layers=tuple(layers),
-        seconds=watch.total(),
+        seconds=inputs.watch.total(),
         peak_bytes=peak_bytes(),
         peak_device_bytes=peak_device_bytes(),
         hidden_error=hidden_error,
         predicted_divergence=divergences,
+        fingerprint=fingerprint,
     )

@@ -1,6 +1,6 @@
 """Frozen records that cross the stages. Plain data with JSON round trips; no behaviour beyond arithmetic."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -213,6 +213,15 @@ class Plan:
     hidden: HiddenPlan | None = None
     tier: str = "stock"
 
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "Plan":
+        """The inverse of `dataclasses.asdict`, also through JSON."""
+        hidden = values["hidden"]
+        if hidden is not None:
+            hidden = HiddenPlan(**{name: tuple(value) for name, value in hidden.items()})
+        layers = tuple(LayerPlan(**layer) for layer in values["layers"])
+        return Plan(**{**values, "layers": layers, "hidden": hidden})
+
     def is_uniform(self) -> bool:
         """Whether all layers have the same sizes, as a stock config demands."""
         return len(set(self.layers)) == 1
@@ -386,13 +395,20 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One decoder layer: its blocks, the time it took and the process's peak memory when it was done."""
+    """One decoder layer: its blocks, the time it took, the process's peak memory when it was done, and warnings."""
 
     layer: int
     blocks: tuple[BlockReport, ...]
     seconds: float
     peak_bytes: int
     peak_device_bytes: int
+    warnings: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "LayerReport":
+        """The inverse of `dataclasses.asdict`, also through JSON."""
+        blocks = tuple(BlockReport(**block) for block in values["blocks"])
+        return LayerReport(**{**values, "blocks": blocks, "warnings": tuple(values["warnings"])})
 
 
 @dataclass(frozen=True)
@@ -401,7 +417,8 @@ class Report:
 
     `dense_shape` and `plan` are a `ModelShape` and a `Plan`. `hidden_error` is the relative Frobenius norm of what a
     smaller hidden size leaves out of the residual stream. `predicted_divergence`: see `plan.predicted_divergences`;
-    None without a profile.
+    None without a profile. `fingerprint`: what decides whether an interrupted run may go on. `warnings`: those that
+    belong to no layer.
     """
 
     config: dict[str, Any]
@@ -421,7 +438,15 @@ class Report:
     peak_device_bytes: int
     hidden_error: float | None = None
     predicted_divergence: dict[str, float] | None = None
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
         return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "Report":
+        """The inverse of `to_dict`, also through JSON."""
+        layers = tuple(LayerReport.from_dict(layer) for layer in values["layers"])
+        return Report(**{**values, "layers": layers, "warnings": tuple(values["warnings"])})

@@ -1,6 +1,7 @@
 """What a run tells: the progress bar, the table on the terminal, and the files beside the weights."""
 
 import json
+import logging
 import platform
 import resource
 import time
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from oneshot.records import LayerReport, Profile, Report
 
+REPORT_NAME = "oneshot_report.json"
 PACKAGES = ("oneshot", "torch", "transformers", "safetensors", "datasets", "scipy", "numpy")
 
 
@@ -64,6 +66,30 @@ class ProgressBar:
         self._bar.set_postfix_str(f"error {shown}, peak {layer.peak_bytes / 2**30:.2f} GiB")
 
 
+class WarningLog(logging.Handler):
+    """Collects what this package warns of, for the report. A context manager."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message of a warning."""
+        self._messages.append(record.getMessage())
+
+    def take(self) -> tuple[str, ...]:
+        """The messages since the last call."""
+        taken, self._messages = tuple(self._messages), []
+        return taken
+
+    def __enter__(self) -> "WarningLog":
+        logging.getLogger("oneshot").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("oneshot").removeHandler(self)
+
+
 class Stopwatch:
     """Seconds spent in named stages."""
 
@@ -86,7 +112,7 @@ def write_report(report: Report, folder: Path) -> None:
     """Write `oneshot_report.json`, `report.html` and the model card `README.md`."""
     from oneshot.report_page import report_page  # matplotlib: only a finished run draws
 
-    (folder / "oneshot_report.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    (folder / REPORT_NAME).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     (folder / "report.html").write_text(report_page(report), encoding="utf-8")
     (folder / "README.md").write_text(model_card(report))
 

@@ -32,9 +32,12 @@ def output(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fails(output: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> Check:
-    """Run the command line with good options, `changes` on top; check the failure, return its message."""
+    """Run the command line with good options, `changes` on top; check the failure, return its message.
 
-    def run(checkpoint: Path | str, *names: str, **changes: Any) -> str:
+    `keeps`: finished layers stay, for `--resume`.
+    """
+
+    def run(checkpoint: Path | str, *names: str, keeps: bool = False, **changes: Any) -> str:
         options: dict[str, Any] = {
             "output": output,
             "sparsity": 0.2,
@@ -54,6 +57,8 @@ def fails(output: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert code == 1
         lines = captured.err.splitlines()
         assert len(lines) == 1, captured.err
+        if keeps:
+            shutil.rmtree(output.parent / "out.incomplete")
         assert lines[0].startswith("error: ")
         assert captured.out == ""
         for name in names:
@@ -284,7 +289,6 @@ def test_sparsity_out_of_range(sparsity: str, make_checkpoint: MakeCheckpoint, f
         ({"round_to": 0}, ("--round-to",)),
         ({"round_to": 1000}, ("--round-to",)),
         ({"max_memory": "much"}, ("much",)),
-        ({"max_shard_size": "0"}, ("--max-shard-size 0",)),
         ({"max_memory": "0"}, ("--max-memory 0",)),
         ({"pivoting": "qr", "sketch": "none"}, ("--pivoting qr", "--sketch")),
         ({"sketch_size": 0}, ("--sketch-size 0",)),
@@ -362,14 +366,14 @@ def test_a_disk_that_fills_up_while_writing(
     written = []
 
     def write_then_fail(tensors: Any, path: Path, **options: Any) -> None:
-        if len(written) == 3:
+        if len(written) == 2:
             raise error
         written.append(path)
         save_file(tensors, path, **options)
 
-    monkeypatch.setattr("oneshot.checkpoint.save_file", write_then_fail)
-    fails(make_checkpoint(), str(output), "No space left", max_shard_size="10KB")
-    assert len(written) == 3
+    monkeypatch.setattr("oneshot.writer.save_file", write_then_fail)
+    fails(make_checkpoint(), str(output), "No space left", keeps=True)
+    assert len(written) == 2
 
 
 def test_a_scratch_disk_that_fills_up(
@@ -382,16 +386,13 @@ def test_a_scratch_disk_that_fills_up(
     fails(make_checkpoint(), "No space left", max_memory=1)
 
 
-@pytest.mark.parametrize("max_shard_size", ["5GB", "10KB"])
-def test_a_write_that_the_system_refuses(
-    max_shard_size: str, make_checkpoint: MakeCheckpoint, output: Path, fails: Check
-) -> None:
+def test_a_write_that_the_system_refuses(make_checkpoint: MakeCheckpoint, output: Path, fails: Check) -> None:
     """A limit on the size of files makes the kernel itself refuse a write, as a full disk does, without mocks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     folder = make_checkpoint()
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
-        fails(folder, str(output), "cannot be written", max_shard_size=max_shard_size)
+        fails(folder, str(output), "cannot be written", keeps=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -404,7 +405,7 @@ def arguments(checkpoint: Path, output: Path, text: Path) -> list[str]:
     return [str(checkpoint), f"--output={output}", f"--calibration={text}", *options]
 
 
-def test_an_interrupt_leaves_nothing(
+def test_an_interrupt_before_the_first_layer_leaves_nothing(
     make_checkpoint: MakeCheckpoint,
     output: Path,
     text_file: Path,
@@ -413,21 +414,13 @@ def test_an_interrupt_leaves_nothing(
 ) -> None:
     from oneshot.layerwise import LayerCompressor
 
-    original = LayerCompressor.compress_layer
-    done = []
-
-    def interrupted(self: LayerCompressor, *rest: Any) -> Any:
-        if done:
-            raise KeyboardInterrupt
-        done.append(1)
-        return original(self, *rest)
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(LayerCompressor, "compress_layer", interrupted)
-    assert main([*arguments(make_checkpoint(), output, text_file), "--quiet", "--max-shard-size=10KB"]) == 130
-    captured = capsys.readouterr()
-    assert captured.err.splitlines() == ["interrupted; nothing was written"]
-    assert not output.exists()
-    assert not list(output.parent.iterdir()) if output.parent.exists() else True
+    assert main([*arguments(make_checkpoint(), output, text_file), "--quiet"]) == 130
+    assert capsys.readouterr().err.splitlines() == ["interrupted"]
+    assert not list(output.parent.iterdir())
 
 
 def run_command(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -309,12 +309,12 @@ def test_save_dtype(save_dtype: str, make_checkpoint: MakeCheckpoint, make_confi
 
 
 def test_sharded_output_has_a_complete_index(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
-    config = make_config(make_checkpoint(), max_shard_bytes=20_000)
+    config = make_config(make_checkpoint())
     compress(config)
     output = Path(config.output)
     shards = sorted(output.glob("*.safetensors"))
     weight_map = json.loads((output / INDEX_NAME).read_text())["weight_map"]
-    assert len(shards) > 3
+    assert len(shards) == 2 + 2, "a shard for every layer, one for the head, one for the rest"
     assert weight_map == {name: shard.name for shard in shards for name in load_file(shard)}
     load_strictly(output)
 
@@ -380,7 +380,9 @@ def test_no_more_than_a_layer_is_read_at_a_time(
 
     monkeypatch.setattr(Checkpoint, "read", watched)
     compress(make_config(make_checkpoint(layers=3), recipe="stat"))
-    assert all(len(parts) == 1 for parts in requests), "one layer, or one tensor outside the layers, at a time"
+    assert all(len(parts) == 1 or parts == {"model.embed_tokens.weight", "model.norm.weight"} for parts in requests), (
+        "never two matrices"
+    )
     layers = [part for parts in requests for part in parts if part.startswith("model.layers")]
     assert layers == ["model.layers.0", "model.layers.1", "model.layers.2"], "every layer once, in order"
 
@@ -410,7 +412,7 @@ def test_memory_holds_a_few_layers_not_the_model(make_config: MakeConfig, make_c
 
     LayerCompressor.compress_layer = watched  # type: ignore[method-assign]
     try:
-        compress(make_config(folder, num_sequences=2, max_shard_bytes=100_000, max_memory_bytes=1))
+        compress(make_config(folder, num_sequences=2, max_memory_bytes=1))
     finally:
         LayerCompressor.compress_layer = original  # type: ignore[method-assign]
     assert 0 < largest < model_bytes / 2

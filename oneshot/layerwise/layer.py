@@ -1,7 +1,7 @@
 """One layer through its stages: statistics of its activations, factors, folded tensors; then the streams move on."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +26,19 @@ def reads_activations(recipe: Recipe, plan: Plan, shape: ModelShape) -> bool:
     sliced = plan.hidden is not None and recipe.correction == "two-stream"
     by_weights = recipe.ffn in WEIGHT_SELECTORS and recipe.heads == "none" and recipe.correction == "none"
     return inner or sliced or (plan.reduces_blocks(shape) and not by_weights)
+
+
+@dataclass(frozen=True)
+class CompressedLayer:
+    """A layer that is done.
+
+    `folded` is what the checkpoint stores, `working` what the compressed stream went through: the same tensors unless
+    something was folded (smaller coordinates, smaller heads).
+    """
+
+    folded: Tensors
+    working: Tensors
+    reports: list[BlockReport]
 
 
 class LayerCompressor:
@@ -61,8 +74,9 @@ class LayerCompressor:
             scratch=scratch,
         )
         shared = (config, recipe, source.shape, plan, plan.layers[0], subspaces, self.streams, device)
-        self._attention = AttentionBlock(*shared, generator=torch.Generator().manual_seed(config.seed))
-        self._ffn = FfnBlock(*shared, generator=torch.Generator().manual_seed(config.seed))
+        generator = torch.Generator().manual_seed(config.seed)
+        self._attention = AttentionBlock(*shared, generator=generator)
+        self._ffn = FfnBlock(*shared, generator=generator)
 
     def embed(self, calibration: CalibrationSet) -> None:
         """Fill the activation stores with the embeddings of the calibration text."""
@@ -72,12 +86,24 @@ class LayerCompressor:
         """Release the activations."""
         self.streams.close()
 
-    def compress_layer(
-        self, layer: int, tensors: Tensors, advance: Callable[[float], None]
-    ) -> tuple[Tensors, list[BlockReport]]:
+    def replay_layer(self, layer: int, tensors: Tensors, working: Tensors, advance: Callable[[float], None]) -> None:
+        """Move the streams through a layer that another run finished: its dense tensors, and its `working` ones."""
+        if not self.streams.has_text:
+            return
+        dense, current = self.streams.layer(tensors), self.streams.layer(working)
+        for batch, x, x_dense in self.streams.read():
+            h = self._ffn.enter(current.attention(x), 2 * layer + 1)
+            self.streams.write(batch, self._ffn.enter(current.ffn(h), 2 * layer + 2))
+            if x_dense is not None:
+                self.streams.write_dense(batch, dense.ffn(dense.attention(x_dense)))
+            advance(x.shape[0] * x.shape[1])
+
+    def compress_layer(self, layer: int, tensors: Tensors, advance: Callable[[float], None]) -> CompressedLayer:
         """The layer's smaller tensors and what was lost. `advance` hears of tokens done, as parts of the layer."""
         kept = self._plan.layers[layer]
-        attention, ffn = replace(self._attention, kept=kept), replace(self._ffn, kept=kept)
+        generator = torch.Generator().manual_seed(self._config.seed + layer)  # whichever layer a run begins with
+        attention = replace(self._attention, kept=kept, generator=generator)
+        ffn = replace(self._ffn, kept=kept, generator=generator)
         sizes = self._shape.intermediate_size, kept.intermediate_size
         working, maps = self._confined(layer, tensors), InnerMaps()
         if not self.streams.has_text:
@@ -86,7 +112,7 @@ class LayerCompressor:
                 working, factors = ffn.factorise(working, None)
                 reports.append(block_report("ffn", *sizes, factors, None))
             advance(1)
-            return self._fold(layer, tensors, working, maps), reports
+            return CompressedLayer(self._fold(layer, tensors, working, maps), working, reports)
         passes = 2 + attention.is_solved_for
 
         def part(tokens: float) -> None:
@@ -114,7 +140,7 @@ class LayerCompressor:
         measured = ffn.run_ffn(layer, current, wanted, part)
         if ffn.is_solved_for:
             reports.append(block_report("ffn", *sizes, factors, measured))
-        return self._fold(layer, tensors, working, maps), reports
+        return CompressedLayer(self._fold(layer, tensors, working, maps), working, reports)
 
     def _confined(self, layer: int, tensors: Tensors) -> Tensors:
         """The layer with outputs inside the subspaces that read them."""

@@ -1,0 +1,199 @@
+"""A run that is interrupted after any layer, or killed at any moment, ends as an undisturbed one: byte for byte."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig
+
+from oneshot import CompressionConfig, Report, compress
+from oneshot.compress import main as compress_main
+from oneshot.errors import OutputError
+from oneshot.layerwise import LayerCompressor
+from oneshot.pipeline import compress_sizes
+from oneshot.profile import main as profile_main
+from oneshot.report import REPORT_NAME
+
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # benchmarks/faults.py has more
+WEIGHTLESS = {REPORT_NAME, "report.html", "README.md"}  # they tell of time and memory
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"batch_size": 3},
+    {"recipe": "stat"},
+    {"recipe": "random"},
+    {"recipe": "random", "heads": "random"},
+    {"recipe": "activation-norm", "save_dtype": "bfloat16"},
+    {"save_dtype": "float16", "dtype": "bfloat16"},
+    {"recipe": "tcsp"},
+    {"recipe": "group-pca", "correction": "two-stream"},
+    {"recipe": "stat", "tier": "per-layer", "allocation": "stat"},
+    {"value_size": 4, "query_key_size": 4, "tier": "per-layer", "correction": "same-layer"},
+]
+
+
+def stop_before(layer: int, run: Callable[[], Any]) -> None:
+    """Ctrl-C when a layer is about to be compressed."""
+    original = LayerCompressor.compress_layer
+
+    def interrupted(self: LayerCompressor, index: int, *rest: Any) -> Any:
+        if index == layer:
+            raise KeyboardInterrupt
+        return original(self, index, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerCompressor, "compress_layer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in WEIGHTLESS}
+
+
+def undisturbed(config: CompressionConfig) -> dict[str, bytes]:
+    beside = replace(config, output=f"{config.output}-undisturbed")
+    compress(beside)
+    return contents(Path(beside.output))
+
+
+def interrupted_report(config: CompressionConfig, *layers: int) -> Report:
+    """Interrupt a run before these layers, one after the other, then let it finish."""
+    for layer in layers:
+        stop_before(layer, partial(compress, replace(config, resume=True)))
+        assert not Path(config.output).exists()
+    return compress(replace(config, resume=True))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_an_interrupted_run_ends_as_an_undisturbed_one(
+    settings: dict[str, Any],
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+) -> None:
+    config = make_config(make_checkpoint(layers=3), **settings)
+    report = interrupted_report(config, 1, 2)
+    assert contents(Path(config.output)) == undisturbed(config)
+    assert [layer.layer for layer in report.layers] == [0, 1, 2]
+    assert all(layer.blocks for layer in report.layers)
+
+
+@pytest.mark.parametrize("tier", ["stock", "per-layer"])
+def test_other_families_and_dtypes(tier: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = make_checkpoint(family="opt", groups=4, layers=3, dtype=torch.float16)
+    config = make_config(folder, tier=tier, allocation="uniform", sparsity=0.1)
+    interrupted_report(config, 2)
+    assert contents(Path(config.output)) == undisturbed(config)
+
+
+def test_what_a_profile_told_is_not_measured_again(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(make_checkpoint(layers=3), tier="per-layer", round_to=1)
+    wanted = undisturbed(config)
+    stop_before(0, partial(compress, config))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a profile was made")
+
+    monkeypatch.setattr("oneshot.pipeline.LayerProfiler", refuse)
+    report = compress(replace(config, resume=True))
+    assert contents(Path(config.output)) == wanted
+    assert report.predicted_divergence
+
+
+def test_a_finished_run_is_left_as_it_is(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint())
+    report = compress(config)
+    before = {path: path.stat().st_mtime_ns for path in Path(config.output).iterdir()}
+    again = compress(replace(config, resume=True))
+    assert json.dumps(again.to_dict()) == json.dumps(report.to_dict())
+    assert {path: path.stat().st_mtime_ns for path in Path(config.output).iterdir()} == before
+    with pytest.raises(OutputError, match="exists already"):
+        compress(replace(config, resume=True, seed=1, recipe="random"))
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"num_sequences": 8}, {"sparsity": 0.1}, {"dtype": "bfloat16"}])
+def test_another_run_does_not_go_on(
+    change: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    config = make_config(make_checkpoint())
+    stop_before(1, partial(compress, config))
+    with pytest.raises(OutputError, match="another run"):
+        compress(replace(config, resume=True, **change))
+    compress(replace(config, resume=True))
+    assert contents(Path(config.output)) == undisturbed(config)
+
+
+def test_several_sizes_go_on_where_they_were(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(), sparsity=0.1)
+    sizes = [0.1, 0.15, 0.2]
+    output = Path(config.output)
+    compress(replace(config, output=str(output / "sparsity-0.10")))
+    stop_before(1, partial(compress_sizes, replace(config, resume=True), sizes))
+    assert sorted(path.name for path in output.iterdir()) == ["sparsity-0.10", "sparsity-0.15.incomplete"]
+    compress_sizes(replace(config, resume=True), sizes)
+    compress_sizes(replace(config, output=str(output.with_name("undisturbed"))), sizes)
+    for size in ("sparsity-0.10", "sparsity-0.15", "sparsity-0.20"):
+        assert contents(output / size) == contents(output.with_name("undisturbed") / size)
+
+
+def test_warnings_are_in_the_report(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(), num_sequences=2)
+    report = compress(config)
+    assert any("calibration tokens are few" in warning for warning in report.warnings)
+
+
+def test_a_killed_process_goes_on(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
+    """The real command, on a model whose layers take about a quarter of a second, killed at random moments."""
+    folder, output = make_checkpoint(layers=6, hidden=64, width=1024), tmp_path / "out"
+    options = [str(folder), "--sparsity=0.2", f"--calibration={text_file}", "--num-sequences=64"]
+    options += ["--sequence-length=32", "--device=cpu", "--quiet"]
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "oneshot.compress", *options, f"--output={output}", "--resume"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+    chance = random.Random(0)
+    for number, kind in enumerate(KILLS):
+        process = start()
+        while process.poll() is None and len(list(tmp_path.glob("out.incomplete/record-*.json"))) <= number:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.2))
+        process.send_signal(kind)
+        stopped = time.monotonic()
+        _, errors = process.communicate()
+        assert time.monotonic() - stopped < 10
+        assert "Traceback" not in errors
+        assert process.returncode == (-signal.SIGKILL if kind == signal.SIGKILL else 130)
+        assert not output.exists()
+    assert start().wait() == 0
+    assert compress_main([*options, f"--output={tmp_path / 'undisturbed'}"]) == 0
+    assert contents(output) == contents(tmp_path / "undisturbed")
+
+
+def test_a_profile_and_its_compression_agree_after_an_interrupt(
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    text_file: Path,
+) -> None:
+    folder = make_checkpoint(layers=3)
+    options = ["--num-sequences=16", "--sequence-length=32", "--device=cpu", "--dtype=float32", "--quiet"]
+    arguments = [str(folder), f"--output={tmp_path / 'profile'}", f"--calibration={text_file}", *options]
+    assert profile_main(arguments) == 0
+    config = make_config(folder, tier="per-layer", profile=str(tmp_path / "profile"), round_to=1)
+    interrupted_report(config, 1)
+    assert contents(Path(config.output)) == undisturbed(config)
