@@ -33,6 +33,7 @@ from oneshot.pipeline import compress, compress_sizes
 from oneshot.recipes import RECIPES
 from oneshot.records import Report
 from oneshot.report import print_report
+from oneshot.workers import launched_rank
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             reports = compress_sizes(config, sparsities, show_progress=not arguments.quiet)
         else:
             reports = [compress(config, show_progress=not arguments.quiet)]
-        if not arguments.quiet:
+        if not arguments.quiet and launched_rank() == 0:
             for report in reports:
                 print_report(report)
 

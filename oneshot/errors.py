@@ -31,3 +31,7 @@ class OutputError(OneshotError):
 
 class DeviceError(OneshotError):
     """The wanted device is not there or ran out of memory."""
+
+
+class WorkerError(OneshotError):
+    """Another process of the run ended, or cannot be reached."""

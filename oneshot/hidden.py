@@ -4,9 +4,9 @@ One dense pass over the text sums a Gram at the input of every norm; the Grams o
 (Group-PCA, SP3 appendix F.1; one group for the whole model is TCSP section 4). See METHODS section 5.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from oneshot.records import CalibrationSet, HiddenPlan
 from oneshot.source import SourceModel
 from oneshot.statistics import GramAccumulator
 from oneshot.stream import LayerStream, embed_text, prefetch
+from oneshot.workers import ALONE, Workers
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def principal_subspaces(
     dtype: torch.dtype,
     scratch: Path,
     advance: Callable[[float], None],
+    workers: Workers = ALONE,
 ) -> Subspaces:
     """The principal directions of what the norms see, group by group.
 
@@ -108,7 +110,7 @@ def principal_subspaces(
     batches, (hidden,) = embed_text(
         stream,
         source.checkpoint.read_one(source.architecture.embedding),
-        token_ids,
+        token_ids[workers.part(len(token_ids))],
         source.read_positions(),
         num_stores=1,
         batch_size=config.batch_size,
@@ -130,13 +132,13 @@ def principal_subspaces(
             hidden.write(batch, layer.ffn(h))
             advance(x.shape[0] * x.shape[1])
         for half, gram in enumerate(grams):
-            save_file({"gram": gram.finish().gram.cpu()}, _gram_path(scratch, 2 * number + half))
+            save_file({"gram": gram.finish(workers).gram.cpu()}, _gram_path(scratch, 2 * number + half))
     last = GramAccumulator(shape.hidden_size, output_size=None, device=device)
     for batch in batches:
         last.update_(rows(hidden.read(batch)))
     hidden.close()
-    save_file({"gram": last.finish().gram.cpu()}, _gram_path(scratch, 2 * shape.num_hidden_layers))
-    return _decompose(scratch, group_of, config.shared_weight, device)
+    save_file({"gram": last.finish(workers).gram.cpu()}, _gram_path(scratch, 2 * shape.num_hidden_layers))
+    return _decompose(scratch, group_of, config.shared_weight, device, workers)
 
 
 def weighted_rows(x: torch.Tensor, *, centred: bool, weighting: str) -> torch.Tensor:
@@ -149,24 +151,31 @@ def weighted_rows(x: torch.Tensor, *, centred: bool, weighting: str) -> torch.Te
     return rows
 
 
-def _decompose(folder: Path, group_of: tuple[int, ...], shared_weight: float, device: torch.device) -> Subspaces:
+def _decompose(
+    folder: Path, group_of: tuple[int, ...], shared_weight: float, device: torch.device, workers: Workers
+) -> Subspaces:
     """The directions of every group from the Grams on disk, and every position's energies along its group's."""
 
     def gram(position: int) -> torch.Tensor:
         return load_file(_gram_path(folder, position))["gram"].to(device).double()
 
     def total(positions: Iterable[int]) -> torch.Tensor:
-        return functools.reduce(torch.add, map(gram, positions))
+        return reduce(torch.add, map(gram, positions))
 
     everywhere = total(range(len(group_of))) if shared_weight else 0.0
     energies = []
     for group in range(group_of[-1] + 1):
         members = [position for position, member in enumerate(group_of) if member == group]
         own = total(members)
-        directions = principal_directions(own + shared_weight * (everywhere - own) if shared_weight else own)
+        counted = own + shared_weight * (everywhere - own) if shared_weight else own
+        directions = workers.share(group, partial(_directions, counted)).to(device)
         energies += [energies_along(gram(position), directions).cpu() for position in members]
         save_file({"directions": directions.cpu().contiguous()}, _path(folder, group))
     return Subspaces(folder, group_of, torch.stack(energies))
+
+
+def _directions(gram: torch.Tensor) -> torch.Tensor:
+    return principal_directions(gram).cpu()
 
 
 def _gram_path(folder: Path, position: int) -> Path:

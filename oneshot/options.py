@@ -15,6 +15,7 @@ from oneshot.config import (
     parse_size,
 )
 from oneshot.errors import OneshotError
+from oneshot.workers import launched_rank
 
 DEFAULTS = CompressionConfig(checkpoint="", output="", sparsity=0.0)
 NOT_OF_THE_CONFIG = ("quiet", "debug")
@@ -87,13 +88,14 @@ def parse_config(arguments: argparse.Namespace, **more: Any) -> CompressionConfi
 
 def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
     """Run; returns the exit code: 0 done, 1 an error that the user can mend (said on stderr), 130 interrupted."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    rank = launched_rank()  # of several processes only the first warns
+    logging.basicConfig(level=logging.ERROR if rank else logging.WARNING, format="%(levelname)s: %(message)s")
     try:
         run()
     except OneshotError as error:
         if arguments.debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}" if rank == 0 else f"process {rank}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -7,7 +7,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,9 @@ from oneshot.report import (
     versions,
     write_report,
 )
-from oneshot.source import SourceModel, open_model
+from oneshot.source import SourceModel, identify, resolve_checkpoint
 from oneshot.stream import prefetch, resolve_device, resolve_dtype
+from oneshot.workers import join_workers
 from oneshot.writer import CheckpointWriter, refuse_output
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,8 @@ def profile(config: CompressionConfig, *, show_progress: bool = False) -> Profil
     refuse_existing(output)
     with _inputs(config, show_progress) as inputs:
         found = inputs.make_profile(config)
-        save_profile(found, output)
+        if inputs.workers.is_main:
+            save_profile(found, output)
         return found
 
 
@@ -123,6 +125,7 @@ def _inputs(config: CompressionConfig, show_progress: bool) -> Iterator["_Inputs
             inputs = _Inputs(config, Path(scratch), show_progress)
             with inputs.warnings:
                 yield inputs
+            inputs.workers.wait()  # the others may be reading what lies in this one's scratch folder
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceError(
                 "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give --max-memory."
@@ -146,37 +149,41 @@ class _Inputs:
             group_size=config.group_size,
             allocation=config.allocation,
         )
-        self.device = resolve_device(config.device)
+        self.workers = join_workers(on_cpu=resolve_device(config.device).type == "cpu")
+        self.device = resolve_device(config.device, self.workers.local_rank if self.workers.size > 1 else None)
         self.dtype = resolve_dtype(config.dtype, self.device)
-        self.source = open_model(config.checkpoint, scratch)
-        self.scratch, self.show_progress = scratch, show_progress
+        folder = self.workers.share(0, lambda: resolve_checkpoint(config.checkpoint, scratch))
+        self.source = identify(Checkpoint(folder))
+        self.scratch, self.show_progress = scratch, show_progress and self.workers.is_main
         self._calibration: CalibrationSet | None = None
         self._profile: Profile | None = None
         self._seconds: Callable[[StackShape], float] | None = None
 
     def read_text(self, config: CompressionConfig) -> CalibrationSet:
-        """The calibration text."""
+        """The calibration text: all of it, in every process."""
         if self._calibration is None:
-            folder = self.source.checkpoint.folder
-            tokenizer = load_tokenizer(folder)
-            sizes = {
-                "num_sequences": config.num_sequences,
-                "sequence_length": config.sequence_length,
-                "seed": config.seed,
-            }
-            if config.calibration == SELF:
-                self._calibration = sample_calibration(
-                    folder,
-                    tokenizer,
-                    **sizes,
-                    device=self.device,
-                    dtype=self.dtype,
-                    max_memory_bytes=config.max_memory_bytes,
-                )
-            else:
-                self._calibration = load_calibration(config.calibration, tokenizer, **sizes)
+            self._calibration = self.workers.share(0, lambda: self._load_text(config))
             _warn_if_short(self._calibration, self.source.shape)
         return self._calibration
+
+    def _load_text(self, config: CompressionConfig) -> CalibrationSet:
+        folder = self.source.checkpoint.folder
+        tokenizer = load_tokenizer(folder)
+        sizes = {
+            "num_sequences": config.num_sequences,
+            "sequence_length": config.sequence_length,
+            "seed": config.seed,
+        }
+        if config.calibration == SELF:
+            return sample_calibration(
+                folder,
+                tokenizer,
+                **sizes,
+                device=self.device,
+                dtype=self.dtype,
+                max_memory_bytes=config.max_memory_bytes,
+            )
+        return load_calibration(config.calibration, tokenizer, **sizes)
 
     def read_profile(self, config: CompressionConfig) -> Profile:
         """The profile given, if it belongs to this model and text, or one made now."""
@@ -216,6 +223,7 @@ class _Inputs:
             "device": self.device.type,
             "dtype": str(self.dtype),
             "threads": torch.get_num_threads(),
+            "processes": self.workers.size,
             "options": options,
             "versions": versions(),
         }
@@ -232,6 +240,7 @@ class _Inputs:
             device=self.device,
             dtype=self.dtype,
             scratch=self.scratch,
+            workers=self.workers,
         )
         profiler.embed(text)
         with ProgressBar(
@@ -256,14 +265,14 @@ class _Inputs:
 
 
 def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
-    watch, recipe, source = inputs.watch, inputs.recipe, inputs.source
+    watch, recipe, source, workers = inputs.watch, inputs.recipe, inputs.source, inputs.workers
     checkpoint, shape = source.checkpoint, source.shape
     output = Path(config.output).expanduser()
     if checkpoint.folder.resolve().is_relative_to(output.resolve()):
         raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
     refuse_output(output, overwrite=config.overwrite, resume=config.resume)
     budget = inputs.budget(config)
-    plan = plan_sizes(config, recipe, shape, budget=budget)
+    plan = workers.share(0, lambda: plan_sizes(config, recipe, shape, budget=budget))
     if plan.stack(shape) != shape.stack():
         _output_config(source, plan)  # refuses what the tier's config cannot hold, before any work
     layers_read_text = reads_activations(recipe, plan, shape)
@@ -277,41 +286,68 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
         if finished is not None:
             return finished
         refuse_output(output, overwrite=config.overwrite, resume=False)
+    workers.wait()  # until all have looked, before one of them writes
     watch.lap("prepare")
 
     outside = _outside(source, plan)
-    with CheckpointWriter(
-        output,
-        num_shards=shape.num_hidden_layers + len(outside),
-        fingerprint=fingerprint,
-        overwrite=config.overwrite,
-        resume=config.resume,
-        expected_bytes=_expected_bytes(config.save_dtype, checkpoint, plan.stack(shape).stored_parameters()),
-    ) as writer:
+    with ExitStack() as stack:
+        writer = None
+        if workers.is_main:
+            writer = stack.enter_context(
+                CheckpointWriter(
+                    output,
+                    num_shards=shape.num_hidden_layers + len(outside),
+                    fingerprint=fingerprint,
+                    overwrite=config.overwrite,
+                    resume=config.resume,
+                    expected_bytes=_expected_bytes(
+                        config.save_dtype, checkpoint, plan.stack(shape).stored_parameters()
+                    ),
+                )
+            )
         plan, divergences = _plan_by_measurement(config, inputs, plan, budget, by_profile, writer)
         plan, subspaces = _find_subspaces(config, inputs, plan, calibration)
         compressor = LayerCompressor(
-            config, recipe, source, plan, subspaces, device=inputs.device, dtype=inputs.dtype, scratch=inputs.scratch
+            config,
+            recipe,
+            source,
+            plan,
+            subspaces,
+            device=inputs.device,
+            dtype=inputs.dtype,
+            scratch=inputs.scratch,
+            workers=workers,
         )
-        text = calibration if layers_read_text else None
         warnings = inputs.warnings.take()
+        text = calibration if layers_read_text else None
         layers = _write_layers(config, inputs, compressor, plan.tier, text, writer)
-        for read in outside[writer.num_finished - shape.num_hidden_layers :]:
-            writer.add(_cast(config.save_dtype, read(subspaces)))
-        writer.finish_weights()
         watch.lap("layers")
-        save_dtype = None if config.save_dtype == "keep" else config.save_dtype
-        write_companions(checkpoint.folder, writer.partial, _output_config(source, plan), dtype=save_dtype)
-        if plan.tier == "per-layer":
-            write_modelling_file(writer.partial)
-        compressed = verify(writer.partial).num_parameters
-        watch.lap("write")
-        hidden_error = None if subspaces is None else subspaces.mean_error()
-        report = _report(config, inputs, plan, compressed, calibration, hidden_error, divergences, layers, fingerprint)
-        report = replace(report, warnings=warnings + inputs.warnings.take())
-        write_report(report, writer.partial)
-        writer.commit()
-    return report
+        report = None
+        if writer is not None:
+            for read in outside[writer.num_finished - shape.num_hidden_layers :]:
+                writer.add(_cast(config.save_dtype, read(subspaces)))
+            compressed = _finish_folder(config, source, plan, writer)
+            watch.lap("write")
+            hidden_error = None if subspaces is None else subspaces.mean_error()
+            report = _report(
+                config, inputs, plan, compressed, calibration, hidden_error, divergences, layers, fingerprint
+            )
+            report = replace(report, warnings=warnings + inputs.warnings.take())
+            write_report(report, writer.partial)
+            writer.commit()
+        shared = workers.share(0, lambda: report)
+    assert shared is not None
+    return shared
+
+
+def _finish_folder(config: CompressionConfig, source: SourceModel, plan: Plan, writer: CheckpointWriter) -> int:
+    """Everything beside the weights; the stored parameters of the checkpoint, which a model class would load now."""
+    writer.finish_weights()
+    save_dtype = None if config.save_dtype == "keep" else config.save_dtype
+    write_companions(source.checkpoint.folder, writer.partial, _output_config(source, plan), dtype=save_dtype)
+    if plan.tier == "per-layer":
+        write_modelling_file(writer.partial)
+    return verify(writer.partial).num_parameters
 
 
 def _finished_report(output: Path, fingerprint: dict[str, Any]) -> Report | None:
@@ -329,23 +365,24 @@ def _plan_by_measurement(
     plan: Plan,
     budget: Budget,
     by_profile: bool,
-    writer: CheckpointWriter,
+    writer: CheckpointWriter | None,
 ) -> tuple[Plan, dict[str, float] | None]:
     """The plan, made from a profile where the recipe wants that, and the divergences that the profile predicts.
 
     What was measured is kept: a profile takes long, and latencies would differ the next time.
     """
-    kept = writer.kept("plan")
+    kept = inputs.workers.share(0, lambda: None if writer is None else writer.kept("plan"))
     if kept is not None:
         return Plan.from_dict(kept["plan"]), kept["divergences"]
     divergences = None
     if by_profile:
         shape, recipe = inputs.source.shape, inputs.recipe
         found = inputs.read_profile(config)
-        plan = plan_sizes(config, recipe, shape, profiled_damages(found, recipe.allocation), budget)
+        damages = profiled_damages(found, recipe.allocation)
+        plan = inputs.workers.share(0, lambda: plan_sizes(config, recipe, shape, damages, budget))
         divergences = predicted_divergences(config, recipe, shape, plan, found, budget)
         inputs.watch.lap("profile")
-    if by_profile or config.budget == "latency":
+    if writer is not None and (by_profile or config.budget == "latency"):
         writer.keep("plan", {"plan": asdict(plan), "divergences": divergences})
     return plan, divergences
 
@@ -381,6 +418,7 @@ def _find_subspaces(
             dtype=inputs.dtype,
             scratch=inputs.scratch,
             advance=progress.advance,
+            workers=inputs.workers,
         )
     if config.hidden_size is None and plan.hidden.num_groups > 1:
         plan = spread_hidden_sizes(
@@ -446,13 +484,17 @@ def _write_layers(
     compressor: LayerCompressor,
     tier: str,
     text: CalibrationSet | None,
-    writer: CheckpointWriter,
+    writer: CheckpointWriter | None,
 ) -> list[LayerReport]:
-    """Stream the layers through the compressor into the writer; those of an interrupted run are there already."""
+    """Stream the layers through the compressor into the writer; those of an interrupted run are there already.
+
+    Only one of several processes has a writer.
+    """
     num_layers = inputs.source.shape.num_hidden_layers
     own = inputs.source.architecture if tier == "stock" else LLAMA  # whose names the checkpoint takes
-    finished = min(writer.num_finished, num_layers)
-    layers = [LayerReport.from_dict(writer.record(layer)) for layer in range(finished)]
+    workers = inputs.workers
+    finished = workers.share(0, lambda: min(writer.num_finished, num_layers) if writer is not None else 0)
+    layers = [] if writer is None else [LayerReport.from_dict(writer.record(layer)) for layer in range(finished)]
     if finished == num_layers:
         return layers
     if text is not None:
@@ -461,10 +503,9 @@ def _write_layers(
     with ProgressBar(num_layers=num_layers, num_tokens=num_tokens, visible=inputs.show_progress) as progress:
         for layer, tensors in enumerate(prefetch(inputs.source.read_layer, num_layers)):
             if layer < finished:
-                stored, scaffold = writer.reread(layer)
+                stored, scaffold = workers.share(0, lambda: writer.reread(layer) if writer is not None else ({}, {}))  # noqa: B023
                 working = scaffold or _llama_layer(stored, layer, own)
                 compressor.replay_layer(layer, tensors, working, progress.advance)
-                progress.layer_done(layers[layer])
                 continue
             started = time.perf_counter()
             done = compressor.compress_layer(layer, tensors, progress.advance)
@@ -480,8 +521,9 @@ def _write_layers(
                     inputs.warnings.take(),
                 )
             )
-            folded = not _same(_llama_layer(saved, layer, own), done.working)
-            writer.add(saved, record=asdict(layers[-1]), scaffold=done.working if folded else None)
+            if writer is not None:
+                folded = not _same(_llama_layer(saved, layer, own), done.working)
+                writer.add(saved, record=asdict(layers[-1]), scaffold=done.working if folded else None)
             progress.layer_done(layers[-1])
             del tensors, done, named, saved  # or they would wait for the next layer's
     compressor.close()

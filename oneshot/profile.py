@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from oneshot.options import add_checkpoint, add_resources, add_shared_method, add_text, parse_config, run_command
 from oneshot.pipeline import profile
 from oneshot.report import print_profile
+from oneshot.workers import launched_rank
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         found = profile(parse_config(arguments, sparsity=0.0), show_progress=not arguments.quiet)
-        if not arguments.quiet:
+        if not arguments.quiet and launched_rank() == 0:
             print_profile(found)
 
     return run_command(arguments, run)

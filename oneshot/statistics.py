@@ -1,10 +1,14 @@
-"""Additive statistics of activations: update with rows, merge with other workers, finish into a record."""
+"""Additive statistics of activations: update with rows, finish into a record of the rows of all workers.
+
+`finish` is called once, by all workers together.
+"""
 
 import torch
 from oneshot_kernels import cross_gram_, gram_, sketch_
 
 from oneshot.errors import CheckpointError
 from oneshot.records import BlockStatistics, Moments
+from oneshot.workers import ALONE, Workers
 
 
 class GramAccumulator:
@@ -42,16 +46,19 @@ class GramAccumulator:
         self._residual_energy += other._residual_energy
         self._num_rows += other._num_rows
 
-    def finish(self) -> BlockStatistics:
-        """The sums as a record (not copied).
+    def finish(self, workers: Workers = ALONE) -> BlockStatistics:
+        """The sums over the rows of all workers as a record (not copied).
 
         Raises `CheckpointError` where the activations were not finite.
         """
+        num_rows = torch.tensor(self._num_rows, device=self._gram.device)
+        residual = [] if self._residual is None else [self._residual]
+        workers.sum_(self._gram, self._residual_energy, num_rows, *residual)
         if not torch.isfinite(torch.stack(self._gram.aminmax())).all():
             raise CheckpointError(
                 "The activations overflow to NaN or Inf; run with --dtype float32 or check the weights."
             )
-        return BlockStatistics(self._gram, self._residual, self._residual_energy, self._num_rows)
+        return BlockStatistics(self._gram, self._residual, self._residual_energy, int(num_rows))
 
 
 class SketchAccumulator:
@@ -74,8 +81,9 @@ class SketchAccumulator:
         sketch_(self._sketch, activations, row_offset=self._row_offset, seed=self._seed, nonzeros=self._nonzeros)
         self._row_offset += len(activations)
 
-    def finish(self) -> torch.Tensor:
+    def finish(self, workers: Workers = ALONE) -> torch.Tensor:
         """`S A (s, n)` float32 (not copied)."""
+        workers.sum_(self._sketch)
         return self._sketch
 
 
@@ -97,9 +105,11 @@ class MomentAccumulator:
         self._sums += other._sums
         self._num_rows += other._num_rows
 
-    def finish(self) -> Moments:
+    def finish(self, workers: Workers = ALONE) -> Moments:
         """The means as a record."""
-        return Moments(*(self._sums / self._num_rows))
+        num_rows = torch.tensor(self._num_rows, device=self._sums.device)
+        workers.sum_(self._sums, num_rows)
+        return Moments(*(self._sums / num_rows))
 
 
 class HeadGramAccumulator:
@@ -113,8 +123,9 @@ class HeadGramAccumulator:
         per_head = rows.float().view(len(rows), *self._grams.shape[:2]).transpose(0, 1)
         self._grams.baddbmm_(per_head.mT, per_head)
 
-    def finish(self) -> torch.Tensor:
+    def finish(self, workers: Workers = ALONE) -> torch.Tensor:
         """The Grams `(heads, h, h)` (not copied)."""
+        workers.sum_(self._grams)
         return self._grams
 
 

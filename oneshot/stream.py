@@ -30,10 +30,15 @@ from oneshot.errors import CalibrationError, DeviceError, OutputError
 STREAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one. Raises `DeviceError` when the device is not there."""
+def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
+    """`auto` is CUDA where there is one; of several processes on a machine each takes its own, by its local rank.
+
+    Raises `DeviceError` when the device is not there.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and local_rank is not None:
+        name = f"cuda:{local_rank}"
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -21,10 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint import INDEX_NAME, all_finite
-from oneshot.errors import DeviceError, OneshotError, OutputError
+from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OutputError, PlanError, ProfileError
 
 logger = logging.getLogger(__name__)
 
+WRONG_INPUT = (CalibrationError, CheckpointError, ConfigError, PlanError, ProfileError)
 FINGERPRINT, LOCK = "fingerprint.json", "lock"
 
 
@@ -139,8 +140,7 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        at_fault = isinstance(error, OneshotError) and not isinstance(error, OutputError | DeviceError)
-        self._leave(useless=at_fault)
+        self._leave(useless=isinstance(error, WRONG_INPUT))
         if self._work.exists():
             logger.warning(
                 "%s keeps %d of %d shards; the same command with --resume goes on behind them.",

@@ -14,7 +14,7 @@ from oneshot.fold import InnerMaps, augmented_weight, fold_heads, fold_inner, he
 from oneshot.layerwise.block import Block, block_report, relative_error
 from oneshot.layerwise.streams import Tensors
 from oneshot.recipes import MOMENT_SELECTORS
-from oneshot.records import BlockReport, BlockStatistics
+from oneshot.records import BlockReport, BlockStatistics, Factors
 from oneshot.selection import Evidence, select_heads
 from oneshot.statistics import HeadGramAccumulator, MomentAccumulator, with_constant_column
 from oneshot.stream import StreamLayer
@@ -37,17 +37,20 @@ class AttentionBlock(Block):
         """Only where a smaller hidden size is to be made up for: fewer heads, pulled to the dense stream, diverge."""
         return self.corrects_slices
 
-    def reduce_queries_keys(self, tensors: Tensors, current: StreamLayer, size: int) -> tuple[Tensors, InnerMaps]:
+    def reduce_queries_keys(
+        self, layer: int, tensors: Tensors, current: StreamLayer, size: int
+    ) -> tuple[Tensors, InnerMaps]:
         """A layer whose full queries and keys give the scores of the smaller ones, and the maps to those."""
-        shape = self.shape
+        shape, workers = self.shape, self.streams.workers
         queries = HeadGramAccumulator(shape.num_attention_heads, shape.head_dim, device=self.device)
         keys = HeadGramAccumulator(shape.num_key_value_heads, shape.head_dim, device=self.device)
         for _, x, _ in self.streams.read():
             query, key = current.queries_keys(x)
             queries.update_(query)
             keys.update_(key)
-        query_maps, key_maps, pairs = reduce_queries_keys(
-            queries.finish(), keys.finish(), size=size, rotary=shape.num_positions == 0
+        grams = queries.finish(workers), keys.finish(workers)
+        query_maps, key_maps, pairs = self.shared(
+            2 * layer, lambda: reduce_queries_keys(*grams, size=size, rotary=shape.num_positions == 0)
         )
         # Full queries M⁺ M q and keys Mᵀ N k have the scores (N k)ᵀ (M q); M and (M⁺)ᵀ take them to the smaller ones.
         inverses = torch.linalg.pinv(query_maps)
@@ -65,26 +68,12 @@ class AttentionBlock(Block):
         advance: Callable[[float], None],
     ) -> tuple[Tensors, InnerMaps, BlockReport]:
         """The layer with fewer heads, values in subspaces and a corrected `o_proj`; the compressed stream stays."""
-        shape, plan = self.shape, self.plan
+        shape = self.shape
         weight = augmented_weight(tensors, O_PROJ).to(self.device)
         statistics = self.reachable(self._statistics(weight, dense, current, advance), 2 * layer + 1)
-        heads = self._select(tensors, weight, statistics)
-        columns = head_columns(heads, shape.head_dim)
-        factors = self.correct(weight, columns, statistics, has_bias=shape.output_bias)
+        heads, factors, values = self.shared(2 * layer, lambda: self._solve(tensors, weight, statistics))
         maps = keep_heads(maps, heads, shape.heads_per_group)
-        if plan.value_size is not None:
-            values, restricted = reduce_values(
-                factors.weight[:, : len(columns)],
-                statistics.gram[columns.unsqueeze(1), columns],
-                num_groups=self.kept.num_key_value_heads,
-                head_dim=shape.head_dim,
-                size=plan.value_size,
-                correct=self.recipe.correction != "none",
-                damping=self.config.damping,
-            )
-            new_weight = torch.cat((restricted, factors.weight[:, len(columns) :]), dim=1)
-            error = predicted_error(weight.double(), new_weight, factors.kept, statistics)
-            factors = replace(factors, weight=new_weight, predicted_error=error)
+        if values is not None:
             maps = replace(maps, values=values)
         folded = fold_heads(
             tensors, factors, heads=heads, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim
@@ -111,7 +100,31 @@ class AttentionBlock(Block):
             if moments is not None:
                 moments.update_(heads)
             advance(x.shape[0] * x.shape[1])
-        return replace(accumulator.finish(), moments=None if moments is None else moments.finish())
+        workers = self.streams.workers
+        found = accumulator.finish(workers)
+        return found if moments is None else replace(found, moments=moments.finish(workers))
+
+    def _solve(
+        self, tensors: Tensors, weight: torch.Tensor, statistics: BlockStatistics
+    ) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
+        """The heads to keep, `o_proj` over them, and the values' subspaces where they get smaller."""
+        heads = self._select(tensors, weight, statistics)
+        columns = head_columns(heads, self.shape.head_dim)
+        factors = self.correct(weight, columns, statistics, has_bias=self.shape.output_bias)
+        if self.plan.value_size is None:
+            return heads, factors, None
+        values, restricted = reduce_values(
+            factors.weight[:, : len(columns)],
+            statistics.gram[columns.unsqueeze(1), columns],
+            num_groups=self.kept.num_key_value_heads,
+            head_dim=self.shape.head_dim,
+            size=self.plan.value_size,
+            correct=self.recipe.correction != "none",
+            damping=self.config.damping,
+        )
+        new_weight = torch.cat((restricted, factors.weight[:, len(columns) :]), dim=1)
+        error = predicted_error(weight.double(), new_weight, factors.kept, statistics)
+        return heads, replace(factors, weight=new_weight, predicted_error=error), values
 
     def _select(self, tensors: Tensors, weight: torch.Tensor, statistics: BlockStatistics) -> torch.Tensor:
         """The query heads to keep, ascending."""

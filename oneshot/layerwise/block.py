@@ -1,6 +1,8 @@
 """What compressing attention and compressing the FFN have in common."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,6 +13,8 @@ from oneshot.layerwise.streams import Streams
 from oneshot.recipes import Recipe
 from oneshot.records import BlockReport, BlockStatistics, Factors, LayerPlan, ModelShape, Plan
 from oneshot.statistics import GramAccumulator
+
+Solution = TypeVar("Solution")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,13 @@ class Block:
             return statistics
         return replace(statistics, residual=self.subspaces.inside(statistics.residual, position))
 
+    def shared(self, task: int, solve: Callable[[], Solution]) -> Solution:
+        """What one worker solves, on the device of each."""
+        workers = self.streams.workers
+        if workers.size == 1:
+            return solve()
+        return moved(workers.share(task, lambda: moved(solve(), "cpu")), self.device)
+
     def correct(
         self, weight: torch.Tensor, columns: torch.Tensor, statistics: BlockStatistics | None, *, has_bias: bool
     ) -> Factors:
@@ -77,6 +88,15 @@ class Block:
         if statistics is None or self.corrects_slices:
             return self.config.residual_weight
         return self.config.residual_weight * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / statistics.num_rows)
+
+
+def moved(solution: Any, device: torch.device | str) -> Any:
+    """Factors, tensors and tuples of them with every tensor on a device."""
+    if isinstance(solution, tuple):
+        return tuple(moved(part, device) for part in solution)
+    if isinstance(solution, Factors):
+        return replace(solution, kept=solution.kept.to(device), weight=solution.weight.to(device))
+    return solution.to(device) if isinstance(solution, torch.Tensor) else solution
 
 
 def relative_error(wanted: torch.Tensor, reached: torch.Tensor) -> float:

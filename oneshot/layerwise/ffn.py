@@ -72,15 +72,20 @@ class FfnBlock(Block):
         wanted = current.ffn(h) if dense_state is None else dense_state
         if accumulator is None:
             return None, wanted
+        workers = self.streams.workers
         statistics = replace(
-            self.reachable(accumulator.finish(), 2 * layer + 2),
-            sketch=None if sketch is None else sketch.finish(),
-            moments=None if moments is None else moments.finish(),
+            self.reachable(accumulator.finish(workers), 2 * layer + 2),
+            sketch=None if sketch is None else sketch.finish(workers),
+            moments=None if moments is None else moments.finish(workers),
         )
         return statistics, wanted
 
-    def factorise(self, tensors: Tensors, statistics: BlockStatistics | None) -> tuple[Tensors, Factors]:
-        """The layer with the kept neurons and the corrected `down_proj`."""
+    def factorise(self, layer: int, tensors: Tensors, statistics: BlockStatistics | None) -> tuple[Tensors, Factors]:
+        """The layer with the kept neurons and the corrected `down_proj`; one worker solves, for all."""
+        factors = self.shared(2 * layer + 1, lambda: self._solve(tensors, statistics))
+        return fold_ffn(tensors, factors), factors
+
+    def _solve(self, tensors: Tensors, statistics: BlockStatistics | None) -> Factors:
         num_neurons = self.shape.intermediate_size
         weight = augmented_weight(tensors, DOWN_PROJ).to(self.device)
         neurons = torch.arange(num_neurons, device=self.device)
@@ -96,8 +101,7 @@ class FfnBlock(Block):
                 group_size=self.config.pivot_group_size,
             )
             neurons = select_neurons(self.recipe.ffn, self.kept.intermediate_size, evidence)
-        factors = self.correct(weight, neurons, statistics, has_bias=self.shape.mlp_bias)
-        return fold_ffn(tensors, factors), factors
+        return self.correct(weight, neurons, statistics, has_bias=self.shape.mlp_bias)
 
     def run_ffn(
         self, layer: int, current: StreamLayer, wanted: torch.Tensor, advance: Callable[[float], None]
@@ -117,4 +121,5 @@ class FfnBlock(Block):
             nonzeros=NONZEROS[self.recipe.sketch],
             seed=self.config.seed,
             device=self.device,
+            row_offset=self.streams.first_row,
         )

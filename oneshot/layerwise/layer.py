@@ -18,6 +18,7 @@ from oneshot.recipes import WEIGHT_SELECTORS, Recipe
 from oneshot.records import BlockReport, CalibrationSet, ModelShape, Plan
 from oneshot.source import SourceModel
 from oneshot.stream import StreamLayer, release_heap
+from oneshot.workers import ALONE, Workers
 
 
 def reads_activations(recipe: Recipe, plan: Plan, shape: ModelShape) -> bool:
@@ -61,6 +62,7 @@ class LayerCompressor:
         device: torch.device,
         dtype: torch.dtype,
         scratch: Path,
+        workers: Workers = ALONE,
     ) -> None:
         self._config, self._shape, self._plan, self._subspaces = config, source.shape, plan, subspaces
         self._device = device
@@ -72,6 +74,7 @@ class LayerCompressor:
             device=device,
             dtype=dtype,
             scratch=scratch,
+            workers=workers,
         )
         shared = (config, recipe, source.shape, plan, plan.layers[0], subspaces, self.streams, device)
         generator = torch.Generator().manual_seed(config.seed)
@@ -109,7 +112,7 @@ class LayerCompressor:
         if not self.streams.has_text:
             reports = self._input_reports(layer, None)
             if ffn.reduces_neurons:
-                working, factors = ffn.factorise(working, None)
+                working, factors = ffn.factorise(layer, working, None)
                 reports.append(block_report("ffn", *sizes, factors, None))
             advance(1)
             return CompressedLayer(self._fold(layer, tensors, working, maps), working, reports)
@@ -122,7 +125,7 @@ class LayerCompressor:
         current = dense if working is tensors else self.streams.layer(working)
         reports = self._input_reports(layer, dense)
         if self._plan.query_key_size is not None:
-            working, maps = attention.reduce_queries_keys(working, current, self._plan.query_key_size)
+            working, maps = attention.reduce_queries_keys(layer, working, current, self._plan.query_key_size)
             current = self.streams.layer(working)
         if attention.is_solved_for:
             working, maps, report = attention.compress(layer, working, maps, dense, current, part)
@@ -134,7 +137,7 @@ class LayerCompressor:
         if ffn.is_solved_for:
             del dense, current  # their memory is needed for the factorisation
             release_heap()
-            working, factors = ffn.factorise(working, statistics)
+            working, factors = ffn.factorise(layer, working, statistics)
             del statistics
             current = self.streams.layer(working)
         measured = ffn.run_ffn(layer, current, wanted, part)

@@ -1,7 +1,8 @@
 """The dense model, layer by layer: what every smaller size of every block would cost, and what that does to the output.
 
 A few *probe* sequences, not among those of the statistics, walk through the model once for every block that is reduced
-alone, all of them side by side, so that every layer is read once.
+alone, all of them side by side, so that every layer is read once. Of several workers each has its part of the
+statistics' sequences, and they take turns with the blocks: one finds a block's curve, and carries its probe.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from oneshot.selection import Evidence, select_heads
 from oneshot.source import SourceModel
 from oneshot.statistics import GramAccumulator, with_constant_column
 from oneshot.stream import StreamLayer
+from oneshot.workers import ALONE, Workers
 
 STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections do
 PROBE_SEQUENCES = 2
@@ -60,10 +62,14 @@ class LayerProfiler:
         device: torch.device,
         dtype: torch.dtype,
         scratch: Path,
+        workers: Workers = ALONE,
     ) -> None:
         self._config, self._source, self._shape = config, source, source.shape
         self._head_unit, self._probed, self._device = head_unit, probed, device
-        self._streams = Streams(config, source, None, two=False, device=device, dtype=dtype, scratch=scratch)
+        self._workers = workers
+        self._streams = Streams(
+            config, source, None, two=False, device=device, dtype=dtype, scratch=scratch, workers=workers
+        )
         self._ffn_errors: list[torch.Tensor] = []
         self._head_errors: list[torch.Tensor] = []
         self._influence: list[float] = []
@@ -96,11 +102,15 @@ class LayerProfiler:
         for probe in self._probes:
             probe.states.copy_(dense.ffn(dense.attention(probe.states)))
         heads, neurons = self._statistics(tensors, dense, advance)
-        if "layer" in self._probed:
-            self._probes.append(_Probe("layer", layer, 1.0, self._dense.clone()))
-        self._profile_heads(layer, tensors, dense, heads)
         attended = dense.attention(self._dense)
-        self._profile_ffn(layer, tensors, neurons, attended)
+        self._head_errors.append(torch.zeros(self.head_units + 1, dtype=torch.float64))
+        self._ffn_errors.append(torch.zeros(self._shape.intermediate_size + 1, dtype=torch.float64))
+        if self._workers.owns(2 * layer):
+            if "layer" in self._probed:
+                self._probes.append(_Probe("layer", layer, 1.0, self._dense.clone()))
+            self._profile_heads(layer, tensors, dense, heads)
+        if self._workers.owns(2 * layer + 1):
+            self._profile_ffn(layer, tensors, neurons, attended)
         self._dense = dense.ffn(attended)
 
     def finish(self, origin: ProfileOrigin) -> Profile:
@@ -110,9 +120,14 @@ class LayerProfiler:
         by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in PROBED_KINDS}
         for probe, divergence in zip(self._probes, divergences, strict=True):
             by_kind[probe.kind][probe.layer] = divergence / max(probe.error, SMALLEST_ERROR)
+        ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
+        for values in (ffn_errors, head_errors, *by_kind.values()):  # what a worker does not own is zero there
+            found = values.to(self._device)
+            self._workers.sum_(found)
+            values.copy_(found)
         return Profile(
-            ffn_errors=torch.stack(self._ffn_errors),
-            head_errors=torch.stack(self._head_errors),
+            ffn_errors=ffn_errors,
+            head_errors=head_errors,
             ffn_sensitivity=by_kind["ffn"],
             head_sensitivity=by_kind["heads"],
             layer_divergence=by_kind["layer"],
@@ -150,8 +165,10 @@ class LayerProfiler:
             rows += len(heads)
             self._streams.write(batch, moved)
             advance(len(heads))
-        self._influence.append(1 - cosines / rows)
-        return of_heads.finish(), of_neurons.finish()
+        totals = torch.tensor([cosines, rows], dtype=torch.float64, device=self._device)
+        self._workers.sum_(totals)
+        self._influence.append(1 - float(totals[0] / totals[1]))
+        return of_heads.finish(self._workers), of_neurons.finish(self._workers)
 
     def _profile_heads(self, layer: int, tensors: Tensors, dense: StreamLayer, statistics: BlockStatistics) -> None:
         shape, units, by_group = self._shape, self.head_units, self._head_unit == "kv-group"
@@ -159,7 +176,7 @@ class LayerProfiler:
         width = shape.num_attention_heads * shape.head_dim
         consumer = weight[:, :width]
         evidence = Evidence(consumer, consumer.new_zeros(width), statistics.gram[:width, :width], torch.Generator())
-        errors = torch.zeros(units + 1, dtype=torch.float64)
+        errors = self._head_errors[layer]
         errors[0] = 1.0
         probed = min(units - 1, max(1, round(PROBE_SHARE * units)))
         for kept in range(1, units):
@@ -179,7 +196,6 @@ class LayerProfiler:
                 )
                 states = dense.ffn(self._streams.layer(folded).attention(self._dense))
                 self._probes.append(_Probe("heads", layer, float(errors[kept]), states))
-        self._head_errors.append(errors)
 
     def _profile_ffn(self, layer: int, tensors: Tensors, statistics: BlockStatistics, attended: torch.Tensor) -> None:
         shape = self._shape
@@ -187,7 +203,7 @@ class LayerProfiler:
         down = weight[:, : shape.intermediate_size]
         gram = statistics.gram[: shape.intermediate_size, : shape.intermediate_size]
         order = weighted_pivots(gram, down.double().norm(dim=0), rank=len(gram))
-        self._ffn_errors.append(nested_errors(gram, down, order).cpu())
+        self._ffn_errors[layer] = nested_errors(gram, down, order).cpu()
         if "ffn" not in self._probed:
             return
         kept = order[: round(PROBE_SHARE * len(order))].sort().values

@@ -12,16 +12,20 @@ import torch
 
 from oneshot.arch.base import DOWN_PROJ, K_PROJ, O_PROJ
 from oneshot.config import CompressionConfig
+from oneshot.errors import CalibrationError
 from oneshot.hidden import StreamSubspaces
 from oneshot.records import CalibrationSet, ModelShape
 from oneshot.source import SourceModel
 from oneshot.stream import ActivationStore, LayerStream, OutputHead, StreamLayer, embed_text
+from oneshot.workers import ALONE, Workers
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Streams:
     """Both streams, batch by batch. `embed` comes first; without it there is no text, and nothing to read.
+
+    Of several workers each has its own part of the sequences.
 
     Args:
         two: whether the dense stream is there, too.
@@ -38,19 +42,30 @@ class Streams:
         device: torch.device,
         dtype: torch.dtype,
         scratch: Path,
+        workers: Workers = ALONE,
     ) -> None:
+        self.workers = workers
         self._config, self._source, self._subspaces = config, source, subspaces
         self._two, self._device, self._dtype, self._scratch = two, device, dtype, scratch
         self._builders: dict[ModelShape, LayerStream] = {}
         self._stores: list[ActivationStore] = []
 
     def embed(self, calibration: CalibrationSet) -> None:
-        """Fill the activation stores with the embeddings of the calibration text."""
-        self._sequence_length = calibration.token_ids.shape[1]
+        """Fill the activation stores with the embeddings of this worker's part of the calibration text.
+
+        Raises `CalibrationError` where there are fewer sequences than workers.
+        """
+        num_sequences, self._sequence_length = calibration.token_ids.shape
+        part = self.workers.part(num_sequences)
+        if num_sequences < self.workers.size:
+            raise CalibrationError(
+                f"{num_sequences} sequences are too few for {self.workers.size} processes; give more --num-sequences."
+            )
+        self.first_row = part.start * self._sequence_length
         self._batches, self._stores = embed_text(
             self._builder(self._source.shape),
             self._source.checkpoint.read_one(self._source.architecture.embedding),
-            calibration.token_ids,
+            calibration.token_ids[part],
             self._source.read_positions(),
             num_stores=2 if self._two else 1,
             batch_size=self._config.batch_size,
