@@ -86,7 +86,7 @@ def sample_calibration(
     import psutil
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
     room = psutil.virtual_memory().available if max_memory_bytes is None else max_memory_bytes
     if needed > room:
         raise CalibrationError(
@@ -96,9 +96,14 @@ def sample_calibration(
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
         raise CalibrationError(f"The tokenizer in {folder} has no start token; give a text as --calibration.")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise CalibrationError(
+            f"{folder} cannot be loaded to write its own text ({cause(error)}); give a text as --calibration."
+        ) from error
     model = model.to(device).eval()
     free_running = GenerationConfig(
         do_sample=True,
@@ -161,7 +166,7 @@ def _texts(documents: Iterable[Any], source: str) -> Iterator[str]:
                 f"{source} holds {reprlib.repr(document)} where text should be; choose the column with the text."
             )
         if document is not None and document.strip():
-            yield document
+            yield document.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # JSON may hold half a pair
 
 
 def _builtin_documents() -> list[str]:
@@ -206,8 +211,9 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
     number = 0
     try:
         with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if number == 1 and line.lstrip().startswith("["):
+            for line in file:
+                number += 1
+                if not rows and line.lstrip().startswith("["):
                     rows = json.loads(line + file.read())
                     break
                 if line.strip():

@@ -10,8 +10,12 @@ class OneshotError(Exception):
     """
 
     def __str__(self) -> str:
-        message = super().__str__()
-        return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in message)
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    """The text on one line, with escapes for line ends, control characters and what is no Unicode."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def cause(error: BaseException) -> str:
