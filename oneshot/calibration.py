@@ -210,14 +210,14 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
     rows: list[Any] = []
     number = 0
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with path.open("rb") as file:
             for line in file:
                 number += 1
-                if not rows and line.lstrip().startswith("["):
+                if not rows and line.lstrip().startswith(b"["):
                     rows = json.loads(line + file.read())
                     break
                 if line.strip():
-                    rows.append(json.loads(line))
+                    rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
     except (ValueError, RecursionError) as error:
         raise CalibrationError(
             f"Line {number} of {path} cannot be read as json ({cause(error)}); give one record with text per line."
