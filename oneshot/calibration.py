@@ -22,7 +22,7 @@ HUB_ALIASES = {
     "c4": ("allenai/c4", "en", "train", "text"),
 }
 SHUFFLE_BUFFER = 10_000
-LONGEST_DOCUMENT = 10_000_000  # characters of a text file that are tokenised at once
+LONGEST_DOCUMENT = 4_000_000  # characters of a text file that are tokenised at once
 SELF = "self"  # the source that is the model itself
 GENERATED_TOGETHER = 32
 
@@ -134,7 +134,12 @@ def pack(
     wanted = None if num_sequences is None else num_sequences * sequence_length
     token_ids: list[int] = []
     for document in documents:
-        token_ids.extend(tokenizer(document + "\n\n", verbose=False)["input_ids"])
+        try:
+            token_ids.extend(tokenizer(document + "\n\n", verbose=False)["input_ids"])
+        except Exception as error:  # tokenizers raise many unrelated types; the cause is named and chained
+            raise CalibrationError(
+                f"The tokenizer cannot take the text of {source} ({cause(error)}); copy the model's files again."
+            ) from error
         if wanted is not None and len(token_ids) >= wanted:
             break
     complete = len(token_ids) // sequence_length
@@ -203,6 +208,8 @@ def _text_pieces(path: Path) -> Iterator[str]:
                 yield piece
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path} is not UTF-8 text ({cause(error)}); convert it first.") from error
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
 
 
 def _json_rows(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from oneshot.errors import CheckpointError, OutputError, cause
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
 class Checkpoint:
@@ -148,7 +150,7 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map of tensors to files; download it again.")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
             raise CheckpointError(
                 f"{path} says that {name} lies in {repr(shard)[:100]}, which is no safetensors file of this folder; "
                 "download it again."

@@ -6,6 +6,7 @@ a pipe would wait for ever.
 
 import json
 import math
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,14 @@ def stored_file(folder: Path, name: str) -> Path:
         target = path.resolve(strict=True)
         is_regular = stat.S_ISREG(target.stat().st_mode)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop, before Python 3.13
-        if path.is_symlink():
+        if os.path.islink(path):
             raise CheckpointError(
                 f"{path} is a link that leads nowhere ({cause(error)}); download the file again."
             ) from error
-        raise CheckpointError(f"{path} is missing; give the folder of a complete Hugging Face checkpoint.") from error
+        raise CheckpointError(
+            f"{path} is missing or cannot be read ({cause(error)}); "
+            "give the folder of a complete Hugging Face checkpoint."
+        ) from error
     home = folder.resolve()
     places = [home]
     if home.parent.name == "snapshots":

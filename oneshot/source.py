@@ -50,9 +50,9 @@ def open_model(checkpoint: str, scratch: Path) -> SourceModel:
 def identify(checkpoint: Checkpoint) -> SourceModel:
     """The family and the sizes of an opened checkpoint. Raises `CheckpointError` as `open_model`."""
     architecture = get_architecture(checkpoint.config)
+    _check_dtypes(checkpoint)
     shape = architecture.shape(checkpoint.config, checkpoint.shapes)
     architecture.check_layers(shape, checkpoint.shapes)
-    _check_dtypes(checkpoint)
     _check_outside(checkpoint, architecture, shape)
     return SourceModel(checkpoint, architecture, shape)
 
@@ -75,11 +75,14 @@ def _check_outside(checkpoint: Checkpoint, architecture: Architecture, shape: Mo
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = {name: value for name, value in checkpoint.config.items() if name != "layer_types"}
+    whole = checkpoint.config | {"attn_implementation": "sdpa"}
+    one_layer = {name: value for name, value in whole.items() if name != "layer_types"} | {"num_hidden_layers": 1}
+    config_class = CONFIG_MAPPING[architecture.model_type]
     try:
+        config_class.from_dict(whole)
+        hf_config = config_class.from_dict(one_layer)
         with torch.device("meta"):
-            hf_config = CONFIG_MAPPING[architecture.model_type].from_dict(config | {"num_hidden_layers": 1})
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
     except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
         raise CheckpointError(
             f"{checkpoint.folder / 'config.json'} does not describe a {architecture.model_type} model "
@@ -107,9 +110,10 @@ def resolve_checkpoint(checkpoint: str, scratch: Path) -> Path:
     """
     try:
         path = Path(checkpoint).expanduser()
+        str(path).encode()  # safetensors takes UTF-8 only
         is_folder = path.is_dir()
         is_empty = is_folder and not any(path.iterdir())
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:
         raise CheckpointError(f"{checkpoint} cannot be read ({cause(error)}); check the path.") from error
     if is_folder:
         if is_empty:

@@ -113,6 +113,8 @@ class Architecture:
                 f"config.json states rms_norm_eps {repr(epsilon)[:100]}, which is no small number; "
                 f"give a complete {self.model_type} checkpoint."
             )
+        if config.get("sliding_window") is not None:
+            self._size(config, "sliding_window")
         prefix = self.layer_prefix(0)
         return ModelShape(
             num_hidden_layers=self._num_layers(config, stored),
