@@ -11,7 +11,7 @@ import torch
 from oneshot.arch.base import O_PROJ, V_PROJ
 from oneshot.factorise import predicted_error, reduce_queries_keys, reduce_values
 from oneshot.fold import InnerMaps, augmented_weight, fold_heads, fold_inner, head_columns, keep_heads, row_energy
-from oneshot.layerwise.block import Block, block_report, relative_error
+from oneshot.layerwise.block import Block, block_report, relative_error, warn_if_dead
 from oneshot.layerwise.streams import Tensors
 from oneshot.recipes import MOMENT_SELECTORS
 from oneshot.records import BlockReport, BlockStatistics
@@ -68,6 +68,9 @@ class AttentionBlock(Block):
         shape, plan = self.shape, self.plan
         weight = augmented_weight(tensors, O_PROJ).to(self.device)
         statistics = self.reachable(self._statistics(weight, dense, current, advance), 2 * layer + 1)
+        width = shape.num_attention_heads * shape.head_dim
+        kept_columns = self.kept.num_attention_heads * shape.head_dim
+        warn_if_dead(layer, "heads", statistics.gram[:width, :width], kept=kept_columns)
         heads = self._select(tensors, weight, statistics)
         columns = head_columns(heads, shape.head_dim)
         factors = self.correct(weight, columns, statistics, has_bias=shape.output_bias)

@@ -1,5 +1,6 @@
 """What compressing attention and compressing the FFN have in common."""
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,8 @@ from oneshot.layerwise.streams import Streams
 from oneshot.recipes import Recipe
 from oneshot.records import BlockReport, BlockStatistics, Factors, LayerPlan, ModelShape, Plan
 from oneshot.statistics import GramAccumulator
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,24 @@ class Block:
         if statistics is None or self.corrects_slices:
             return self.config.residual_weight
         return self.config.residual_weight * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / statistics.num_rows)
+
+
+def warn_if_dead(layer: int, kind: str, gram: torch.Tensor, *, kept: int) -> None:
+    """Say where more columns are zero on the whole text than are removed: some of them stay, chosen by nothing.
+
+    Args:
+        gram: `AᵀA (n, n)`, the constant column of a bias left out. kept: columns that stay.
+    """
+    dead, removed = int((gram.diagonal() == 0).sum()), len(gram) - kept
+    if dead > removed:
+        logger.warning(
+            "Layer %d, %s: %d of %d columns are zero on the whole calibration text, more than the %d removed.",
+            layer,
+            kind,
+            dead,
+            len(gram),
+            removed,
+        )
 
 
 def relative_error(wanted: torch.Tensor, reached: torch.Tensor) -> float:
