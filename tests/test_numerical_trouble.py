@@ -110,8 +110,15 @@ def troubled(save_model: Callable[..., Path]) -> Callable[[Callable[[Any], None]
     return make
 
 
-@pytest.mark.parametrize("trouble", TROUBLES, ids=[trouble.__name__ for trouble in TROUBLES])
-@pytest.mark.parametrize("method", METHODS, ids=["-".join(map(str, method.values())) for method in METHODS])
+CASES = [
+    pytest.param(method, trouble, id="-".join([*map(str, method.values()), trouble.__name__]))
+    for method in METHODS
+    for trouble in TROUBLES
+    if "pivoting" not in method or trouble in (no_neurons, no_stream, one_neuron, few_tokens)
+]
+
+
+@pytest.mark.parametrize(("method", "trouble"), CASES)
 def test_every_method_ends_in_finite_weights(
     method: dict[str, Any],
     trouble: Callable[[Any], None],
