@@ -1,15 +1,17 @@
 """Calibration text: data set, file or built-in text -> packed token sequences, with a seed and a content hash."""
 
 import hashlib
+import json
 import logging
-from collections.abc import Iterable, Iterator
-from itertools import islice
+import reprlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from oneshot.errors import CalibrationError
+from oneshot.errors import CalibrationError, cause
 from oneshot.records import CalibrationSet
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,7 @@ HUB_ALIASES = {
     "c4": ("allenai/c4", "en", "train", "text"),
 }
 SHUFFLE_BUFFER = 10_000
+LONGEST_DOCUMENT = 4_000_000  # characters of a text file that are tokenised at once
 SELF = "self"  # the source that is the model itself
 GENERATED_TOGETHER = 32
 
@@ -34,7 +37,7 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the readers of tokenizers raise many unrelated types; the cause is named and chained
         raise CalibrationError(
-            f"The tokenizer in {folder} cannot be read ({error}); copy the model's files again."
+            f"The tokenizer in {folder} cannot be read ({cause(error)}); copy the model's files again."
         ) from error
 
 
@@ -83,7 +86,7 @@ def sample_calibration(
     import psutil
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
     room = psutil.virtual_memory().available if max_memory_bytes is None else max_memory_bytes
     if needed > room:
         raise CalibrationError(
@@ -93,9 +96,14 @@ def sample_calibration(
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
         raise CalibrationError(f"The tokenizer in {folder} has no start token; give a text as --calibration.")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise CalibrationError(
+            f"{folder} cannot be loaded to write its own text ({cause(error)}); give a text as --calibration."
+        ) from error
     model = model.to(device).eval()
     free_running = GenerationConfig(
         do_sample=True,
@@ -126,7 +134,12 @@ def pack(
     wanted = None if num_sequences is None else num_sequences * sequence_length
     token_ids: list[int] = []
     for document in documents:
-        token_ids.extend(tokenizer(document + "\n\n", verbose=False)["input_ids"])
+        try:
+            token_ids.extend(tokenizer(document + "\n\n", verbose=False)["input_ids"])
+        except Exception as error:  # tokenizers raise many unrelated types; the cause is named and chained
+            raise CalibrationError(
+                f"The tokenizer cannot take the text of {source} ({cause(error)}); copy the model's files again."
+            ) from error
         if wanted is not None and len(token_ids) >= wanted:
             break
     complete = len(token_ids) // sequence_length
@@ -155,10 +168,10 @@ def _texts(documents: Iterable[Any], source: str) -> Iterator[str]:
     for document in documents:
         if document is not None and not isinstance(document, str):
             raise CalibrationError(
-                f"{source} holds {document!r} where text should be; choose the column with the text."
+                f"{source} holds {reprlib.repr(document)} where text should be; choose the column with the text."
             )
         if document is not None and document.strip():
-            yield document
+            yield document.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # JSON may hold half a pair
 
 
 def _builtin_documents() -> list[str]:
@@ -168,54 +181,105 @@ def _builtin_documents() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _file_documents(path: Path, seed: int | None) -> Iterable[str]:
-    if not path.is_file():
-        raise CalibrationError(f"{path} does not exist; give a .txt, .jsonl or .parquet file.")
-    if path.stat().st_size == 0:
-        raise CalibrationError(f"{path} is empty; give a file with text.")
-    if path.suffix == ".txt":
-        try:
-            return [path.read_text(encoding="utf-8")]
-        except UnicodeDecodeError as error:
-            raise CalibrationError(f"{path} is not UTF-8 text ({error}); convert it first.") from error
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    kind = "parquet" if path.suffix == ".parquet" else "json"
+def _file_documents(path: Path, seed: int | None) -> Iterable[Any]:
     try:
-        rows = load_dataset(kind, data_files=str(path), split="train", streaming=True)
-        column = _text_column(next(iter(rows)), str(path))
-        documents = [row[column] for row in rows]
-    except (DatasetGenerationError, ValueError, OSError, StopIteration) as error:
+        if path.is_dir():
+            raise CalibrationError(f"{path} is a folder; give a .txt, .jsonl or .parquet file.")
+        if not path.is_file():
+            raise CalibrationError(f"{path} does not exist; give a .txt, .jsonl or .parquet file.")
+        if path.stat().st_size == 0:
+            raise CalibrationError(f"{path} is empty; give a file with text.")
+        if path.suffix == ".txt":
+            return _text_pieces(path)
+        rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
+    if not rows:
+        raise CalibrationError(f"{path} holds no rows; give one record with text per line.")
+    column = _text_column(rows, str(path))
+    return _shuffled([row.get(column) for row in rows], seed)
+
+
+def _text_pieces(path: Path) -> Iterator[str]:
+    """The text as one document, or as several where it is too long to be tokenised at once."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            while piece := file.read(LONGEST_DOCUMENT):
+                yield piece
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{path} is not UTF-8 text ({cause(error)}); convert it first.") from error
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
+
+
+def _json_rows(path: Path) -> list[dict[str, Any]]:
+    """One object per line, or one array of objects."""
+    rows: list[Any] = []
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                number += 1
+                if not rows and line.lstrip().startswith(b"["):
+                    rows = json.loads(line + file.read())
+                    break
+                if line.strip():
+                    rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+    except (ValueError, RecursionError) as error:
         raise CalibrationError(
-            f"{path} cannot be read as {kind} ({error}); give one record with text per line."
+            f"Line {number} of {path} cannot be read as json ({cause(error)}); give one record with text per line."
         ) from error
-    return _shuffled(documents, seed)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise CalibrationError(
+                f"Record {number} of {path} is {reprlib.repr(row)} and no JSON object; "
+                "give one record with text per line."
+            )
+    return rows
 
 
-def _hub_documents(source: str, seed: int | None) -> Iterator[str]:
+def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+    from datasets import load_dataset
+
+    with tempfile.TemporaryDirectory(prefix="oneshot-") as folder:
+        plain = Path(folder) / "rows.parquet"  # datasets takes brackets and stars in a name for a pattern
+        plain.symlink_to(path.resolve())
+        try:
+            return list(load_dataset("parquet", data_files=str(plain), split="train", streaming=True))
+        except Exception as error:  # datasets raises many unrelated types; the cause is named and chained
+            raise CalibrationError(
+                f"{path} cannot be read as parquet ({cause(error)}); give one record with text per row."
+            ) from error
+
+
+def _hub_documents(source: str, seed: int | None) -> Iterator[Any]:
     from datasets import load_dataset
 
     path, config, split, column = HUB_ALIASES.get(source) or _parse_hub_source(source)
-    try:
+
+    def guarded(read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except Exception as error:  # datasets raises many unrelated types; the cause is named and chained
+            raise CalibrationError(
+                f"The data set {path} cannot be loaded ({type(error).__name__}: {cause(error)}); check the name and "
+                "the network, or give a local file or 'builtin' as --calibration."
+            ) from error
+
+    def open_rows() -> Iterator[dict[str, Any]]:
         rows = load_dataset(path, config, split=split, streaming=True)
-        if seed is not None:
-            rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-        iterator = iter(rows)
-        first = list(islice(iterator, 1))
-    except Exception as error:  # datasets raises many unrelated types; the cause is named and chained
-        raise CalibrationError(
-            f"The data set {path} cannot be loaded ({type(error).__name__}: {error}); check the name and the network, "
-            "or give a local file or 'builtin' as --calibration."
-        ) from error
-    if not first:
+        return iter(rows if seed is None else rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER))
+
+    rows = guarded(open_rows)
+    row = guarded(lambda: next(rows, None))
+    if row is None:
         raise CalibrationError(f"The split {split} of {path} is empty; choose another.")
-    column = column or _text_column(first[0], path)
-    if column not in first[0]:
-        raise CalibrationError(f"{path} has no column {column!r}; it has {', '.join(first[0])}.")
-    yield first[0][column]
-    for row in iterator:
-        yield row[column]
+    column = column or _text_column([row], path)
+    if column not in row:
+        raise CalibrationError(f"{path} has no column {column!r}; it has {', '.join(row)}.")
+    while row is not None:
+        yield row.get(column)
+        row = guarded(lambda: next(rows, None))
 
 
 def _parse_hub_source(source: str) -> tuple[str, str | None, str, str | None]:
@@ -226,18 +290,21 @@ def _parse_hub_source(source: str) -> tuple[str, str | None, str, str | None]:
     return path, config or None, split or "train", column or None
 
 
-def _text_column(row: dict[str, Any], source: str) -> str:
-    if "text" in row:
+def _text_column(rows: Sequence[dict[str, Any]], source: str) -> str:
+    """`text`, or the only column with text in some row."""
+    names = dict.fromkeys(name for row in rows for name in row)  # in the order of the file
+    if "text" in names:
         return "text"
-    columns = [name for name, value in row.items() if isinstance(value, str)]
+    columns = [name for name in names if any(isinstance(row.get(name), str) for row in rows)]
     if len(columns) != 1:
         raise CalibrationError(
-            f"{source} has no column 'text' but {', '.join(row)}; rename the one with the text to 'text'."
+            f"{source} has no column 'text' but {reprlib.repr(', '.join(names))}; "
+            "rename the one with the text to 'text'."
         )
     return columns[0]
 
 
-def _shuffled(documents: list[str], seed: int | None) -> list[str]:
+def _shuffled(documents: list[Any], seed: int | None) -> list[Any]:
     if seed is None:
         return documents
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,8 @@
 """Safetensors checkpoints: a lazy reader that holds a few tensors at a time."""
 
 import hashlib
-import json
+import os
+import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from oneshot.errors import CheckpointError
+from oneshot.checkpoint_files import check_readable, read_config, read_json, stored_file
+from oneshot.errors import CheckpointError, cause
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
 class Checkpoint:
@@ -21,32 +24,30 @@ class Checkpoint:
 
     Opening checks that every shard that the index names is there and complete; it reads headers, no weights.
 
-    Raises `CheckpointError` for a missing, empty, damaged or pickled checkpoint.
+    Raises `CheckpointError` for a missing, empty, damaged, pickled or hostile checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = _read_json(folder / "config.json")
+        self.config = read_config(folder)
+        check_readable(folder)
+        if (folder / "adapter_config.json").exists():
+            raise CheckpointError(f"{folder} holds an adapter; merge it into the model, or remove adapter_config.json.")
         self._shard_of = self._find_shards()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         for shard in sorted(set(self._shard_of.values())):
             self._read_header(shard)
+        if not self.shapes:
+            raise CheckpointError(f"{folder} holds no tensors; give the folder of a complete checkpoint.")
 
     def _find_shards(self) -> dict[str, str]:
         """Tensor name -> shard file name; for a single file the names come from its header."""
-        if (self.folder / INDEX_NAME).exists():
-            index = _read_json(self.folder / INDEX_NAME)
-            weight_map: dict[str, str] = index.get("weight_map", {})
-            for shard in sorted(set(weight_map.values())):
-                if not (self.folder / shard).exists():
-                    raise CheckpointError(
-                        f"{self.folder / shard} is missing though the index names it; download it again."
-                    )
-            return weight_map
-        if (self.folder / SINGLE_NAME).exists():
-            with _open_shard(self.folder / SINGLE_NAME) as handle:
+        if os.path.lexists(self.folder / SINGLE_NAME):  # before the index, as in transformers
+            with _open_shard(self.folder, SINGLE_NAME) as handle:
                 return dict.fromkeys(handle.keys(), SINGLE_NAME)
+        if os.path.lexists(self.folder / INDEX_NAME):
+            return _read_weight_map(self.folder)
         if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
             raise CheckpointError(
                 f"{self.folder} holds pickled weights, which can run code when read; save it with "
@@ -55,16 +56,22 @@ class Checkpoint:
         raise CheckpointError(f"{self.folder} holds no safetensors weights; give the folder of a complete checkpoint.")
 
     def _read_header(self, shard: str) -> None:
-        with _open_shard(self.folder / shard) as handle:
+        """Shapes and dtypes of the shard's tensors; another reader of a tensor in two shards might take the other."""
+        with _open_shard(self.folder, shard) as handle:
             stored = set(handle.keys())
-            for name in (name for name, place in self._shard_of.items() if place == shard):
-                if name not in stored:
+            for name, place in self._shard_of.items():
+                if place == shard and name not in stored:
                     raise CheckpointError(
                         f"{self.folder / shard} lacks {name} though the index names it; download it again."
                     )
-                view = handle.get_slice(name)
-                self.shapes[name] = tuple(view.get_shape())
-                self.dtypes[name] = view.get_dtype()
+                if place != shard and name in stored:
+                    raise CheckpointError(
+                        f"{name} is stored in {self.folder / shard} and in {place}; give an undamaged checkpoint."
+                    )
+                if place == shard:
+                    view = handle.get_slice(name)
+                    self.shapes[name] = tuple(view.get_shape())
+                    self.dtypes[name] = view.get_dtype()
 
     @property
     def tensor_names(self) -> frozenset[str]:
@@ -84,7 +91,7 @@ class Checkpoint:
         """SHA-256 of every tensor's name, dtype, shape and first row: which model this is, without reading it all."""
         digest = hashlib.sha256()
         for shard in sorted(set(self._shard_of.values())):
-            with _open_shard(self.folder / shard) as handle:
+            with _open_shard(self.folder, shard) as handle:
                 for name in sorted(name for name, place in self._shard_of.items() if place == shard):
                     digest.update(repr((name, self.dtypes[name], self.shapes[name])).encode())
                     first = handle.get_slice(name)[:1] if self.shapes[name] else handle.get_tensor(name)
@@ -104,7 +111,7 @@ class Checkpoint:
                 if shard is None:
                     raise CheckpointError(f"{self.folder} lacks the tensor {name}; the checkpoint is incomplete.")
                 if shard not in handles:
-                    handles[shard] = stack.enter_context(_open_shard(self.folder / shard))
+                    handles[shard] = stack.enter_context(_open_shard(self.folder, shard))
                 tensor = handles[shard].get_tensor(name).clone()
                 if tensor.is_floating_point() and not all_finite(tensor):
                     raise CheckpointError(
@@ -128,20 +135,27 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
 
 
-def _open_shard(path: Path) -> Any:
+def _read_weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> shard file name, as the index says; shards lie beside it.
+
+    Raises `CheckpointError` for an index that is damaged or names what is no shard.
+    """
+    path = stored_file(folder, INDEX_NAME)
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map of tensors to files; download it again.")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
+            raise CheckpointError(
+                f"{path} says that {name} lies in {repr(shard)[:100]}, which is no safetensors file of this folder; "
+                "download it again."
+            )
+    return weight_map
+
+
+def _open_shard(folder: Path, shard: str) -> Any:
+    path = stored_file(folder, shard)
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged or truncated ({error}); download it again.") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing; give the folder of a complete Hugging Face checkpoint.")
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object; download it again.")
-    return content
+        raise CheckpointError(f"{path} is damaged or truncated ({cause(error)}); download it again.") from error

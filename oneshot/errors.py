@@ -1,8 +1,27 @@
 """Errors a user can meet. Each message is one sentence that names the thing and the remedy."""
 
+LONGEST_CAUSE = 300  # characters
+
 
 class OneshotError(Exception):
-    """Base of every error that `oneshot` raises on purpose; the command line prints it without a traceback."""
+    """Base of every error that `oneshot` raises on purpose; the command line prints it without a traceback.
+
+    Its text is one line: names of files and tensors may hold anything, also what a terminal would obey.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    """The text on one line, with escapes for line ends, control characters and what is no Unicode."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def cause(error: BaseException) -> str:
+    """The first line of another library's error, to be named in a sentence; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:LONGEST_CAUSE] if lines else type(error).__name__
 
 
 class ConfigError(OneshotError):

@@ -37,7 +37,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) 
     A per-layer checkpoint is read by this package's own class: the modelling file in the folder is not run.
     """
     _, model_class = model_classes(json.loads((folder / "config.json").read_text()))
-    model: Any = model_class.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    model: Any = model_class.from_pretrained(folder, dtype=dtype, local_files_only=True, use_safetensors=True)
     return model.to(device).eval()
 
 

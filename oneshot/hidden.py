@@ -41,7 +41,9 @@ class Subspaces:
 
     def relative_error(self, position: int, size: int) -> float:
         """`‖X − X P Pᵀ‖_F / ‖X‖_F` of the rows at a position."""
-        return float((self.energies[position, size:].sum() / self.energies[position].sum()).sqrt())
+        energies = self.energies[position]
+        total = energies.sum().clamp_min(torch.finfo(energies.dtype).tiny)  # the rows may all be zero
+        return float((energies[size:].sum() / total).sqrt())
 
 
 class StreamSubspaces:

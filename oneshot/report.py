@@ -3,6 +3,7 @@
 import json
 import logging
 import platform
+import re
 import resource
 import time
 from importlib.metadata import version
@@ -11,8 +12,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
+from oneshot.errors import printable
 from oneshot.records import LayerReport, Profile, Report
 
 REPORT_NAME = "oneshot_report.json"
@@ -113,16 +116,15 @@ def write_report(report: Report, folder: Path) -> None:
     from oneshot.report_page import report_page  # matplotlib: only a finished run draws
 
     (folder / REPORT_NAME).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-    (folder / "report.html").write_text(report_page(report), encoding="utf-8")
-    (folder / "README.md").write_text(model_card(report))
+    (folder / "report.html").write_text(report_page(report), encoding="utf-8", errors="backslashreplace")
+    (folder / "README.md").write_text(model_card(report), encoding="utf-8")
 
 
 def print_report(report: Report) -> None:
     """Two tables on stdout: sizes before and after, and the layers."""
     console = Console()
-    sizes = Table(
-        "", "dense", "compressed", "change", title=f"{report.config['checkpoint']} → {report.config['output']}"
-    )
+    names = printable(f"{report.config['checkpoint']} → {report.config['output']}")
+    sizes = Table("", "dense", "compressed", "change", title=Text(names))  # as it is: brackets are no markup
     for name, values in _size_rows(report):
         dense, compressed = values["dense"], values["compressed"]
         change = f"{compressed / dense - 1:+.1%}" if dense else "–"
@@ -189,7 +191,8 @@ def model_card(report: Report) -> str:
     )
     calibration = report.calibration
     text = (
-        f"{calibration['num_tokens']:,} tokens of `{calibration['source']}` (SHA-256 `{calibration['token_hash']}`)"
+        f"{calibration['num_tokens']:,} tokens of {_code(calibration['source'])} "
+        f"(SHA-256 `{calibration['token_hash']}`)"
         if calibration
         else "none: this recipe reads weights only"
     )
@@ -206,7 +209,7 @@ library_name: transformers
 pipeline_tag: text-generation
 tags: [oneshot, compressed, structured-pruning]
 ---
-# Compressed from {Path(str(report.config["checkpoint"])).name}
+# Compressed from {_escaped(Path(str(report.config["checkpoint"])).name)}
 
 {form}, made smaller in one shot, without training, by `oneshot` {report.versions["oneshot"]}. {loading}
 Its licence and terms of use apply.
@@ -222,6 +225,18 @@ Its licence and terms of use apply.
 A compressed model answers worse than the original, most so on text unlike the calibration's. Measure it on
 your own task before use. All settings and the error of every layer are in `oneshot_report.json`.
 """
+
+
+def _escaped(text: str) -> str:
+    """Markdown that shows the text, on one line."""
+    return re.sub(r"([\\`*\[\]<>&|])", r"\\\1", printable(text))
+
+
+def _code(text: str) -> str:
+    """A Markdown code span of the text, inside more backticks than the text has in a row."""
+    text = printable(text)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}{text}{fence}" if len(fence) == 1 else f"{fence} {text} {fence}"
 
 
 def _size_rows(report: Report) -> list[tuple[str, dict[str, int]]]:

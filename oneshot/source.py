@@ -11,10 +11,11 @@ import torch
 
 from oneshot.arch import Architecture, get_architecture
 from oneshot.checkpoint import Checkpoint
-from oneshot.errors import CheckpointError, OutputError
+from oneshot.errors import CheckpointError, OutputError, cause
 from oneshot.records import ModelShape
 
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,57 @@ def open_model(checkpoint: str, scratch: Path) -> SourceModel:
 def identify(checkpoint: Checkpoint) -> SourceModel:
     """The family and the sizes of an opened checkpoint. Raises `CheckpointError` as `open_model`."""
     architecture = get_architecture(checkpoint.config)
+    _check_dtypes(checkpoint)
     shape = architecture.shape(checkpoint.config, checkpoint.shapes)
     architecture.check_layers(shape, checkpoint.shapes)
+    _check_outside(checkpoint, architecture, shape)
     return SourceModel(checkpoint, architecture, shape)
+
+
+def _check_dtypes(checkpoint: Checkpoint) -> None:
+    """Weights are floating numbers of 16 bits or more; whatever else holds them is quantised."""
+    for name, dtype in checkpoint.dtypes.items():
+        if dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"{name} is stored as {dtype}, so the weights are quantised; give the unquantised checkpoint and "
+                "quantise the result."
+            )
+
+
+def _check_outside(checkpoint: Checkpoint, architecture: Architecture, shape: ModelShape) -> None:
+    """Check what lies outside the layers against the stock class that the config describes, made with one layer.
+
+    Raises `CheckpointError` where transformers cannot make that class, and for the first tensor that does not fit.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    whole = checkpoint.config | {"attn_implementation": "sdpa"}
+    one_layer = {name: value for name, value in whole.items() if name != "layer_types"} | {"num_hidden_layers": 1}
+    config_class = CONFIG_MAPPING[architecture.model_type]
+    try:
+        config_class.from_dict(whole)
+        hf_config = config_class.from_dict(one_layer)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'} does not describe a {architecture.model_type} model "
+            f"({cause(error)}); give a complete, unmodified checkpoint."
+        ) from error
+    outside = f"{architecture.layers}."
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in sorted(name for name in expected.keys() | checkpoint.shapes.keys() if not name.startswith(outside)):
+        stored = checkpoint.shapes.get(name)
+        if name.endswith("rotary_emb.inv_freq") or (
+            name == architecture.output_head and shape.tied and hf_config.tie_word_embeddings
+        ):
+            continue
+        if stored != expected.get(name):
+            raise CheckpointError(
+                f"{name} has shape {stored} where config.json of a {architecture.model_type} model asks for "
+                f"{expected.get(name)}; give a complete, unmodified checkpoint."
+            )
 
 
 def resolve_checkpoint(checkpoint: str, scratch: Path) -> Path:
@@ -59,9 +108,15 @@ def resolve_checkpoint(checkpoint: str, scratch: Path) -> Path:
 
     Raises `CheckpointError` when there is no such path, the folder is empty, or the hub cannot be reached.
     """
-    path = Path(checkpoint).expanduser()
-    if path.is_dir():
-        if not any(path.iterdir()):
+    try:
+        path = Path(checkpoint).expanduser()
+        str(path).encode()  # safetensors takes UTF-8 only
+        is_folder = path.is_dir()
+        is_empty = is_folder and not any(path.iterdir())
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:
+        raise CheckpointError(f"{checkpoint} cannot be read ({cause(error)}); check the path.") from error
+    if is_folder:
+        if is_empty:
             raise CheckpointError(f"{path} is an empty folder; give the folder of a Hugging Face checkpoint.")
         return path
     if path.suffix == ".gguf":
@@ -81,9 +136,8 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS))
     except Exception as error:  # its types change with the hub's HTTP library; the cause is named and chained
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{name} is no local path and cannot be fetched from the hub ({reason}); "
+            f"{name} is no local path and cannot be fetched from the hub ({cause(error)}); "
             "check the name, the network and your access rights."
         ) from error
 
@@ -107,9 +161,9 @@ def _convert_gguf(path: Path, scratch: Path) -> Path:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (ValueError, KeyError, OSError, IndexError) as error:
+    except Exception as error:  # readers of GGUF raise many unrelated types; the cause is named and chained
         raise CheckpointError(
-            f"{path} cannot be read as GGUF ({error}); give a complete file of a Llama-like model."
+            f"{path} cannot be read as GGUF ({cause(error)}); give a complete file of a Llama-like model."
         ) from error
     # The weights are plain now: without these transformers would refuse to save a model it calls quantised.
     model.hf_quantizer = None
@@ -120,7 +174,7 @@ def _convert_gguf(path: Path, scratch: Path) -> Path:
         tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise OutputError(
-            f"{path} cannot be converted in {scratch} ({error}); free some space there or set TMPDIR."
+            f"{path} cannot be converted in {scratch} ({cause(error)}); free some space there or set TMPDIR."
         ) from error
     config = json.loads((folder / "config.json").read_text())
     if "quantization_config" in config:

@@ -20,7 +20,9 @@ def get_architecture(config: dict[str, Any]) -> Architecture:
     alike, and unknown families.
     """
     model_type = config.get("model_type", "(none)")
-    if config.get("quantization_config"):
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"config.json states model_type {repr(model_type)[:100]}, which is no name; mend it.")
+    if any(config.get(name) is not None for name in ("quantization_config", "compression_config")):
         raise CheckpointError("The weights are quantised; give the unquantised checkpoint and quantise the result.")
     if "mixtral" in model_type or "moe" in model_type or config.get("num_local_experts") or config.get("num_experts"):
         raise CheckpointError(

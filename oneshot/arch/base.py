@@ -22,6 +22,7 @@ ATTENTION_SHORTCUT = "attention_shortcut"  # only in the per-layer form, as the 
 FFN_SHORTCUT = "ffn_shortcut"
 ROTARY_PAIRS = "self_attn.rotary_pairs"
 PER_LAYER_MODEL_TYPE = "oneshot"
+LARGEST_SIZE = 2**31 - 1
 QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -80,37 +81,83 @@ class Architecture:
     def shape(self, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> ModelShape:
         """The sizes the config states; which biases and norms a layer has is read off the stored tensors.
 
-        Raises `CheckpointError` when a size is missing.
+        Raises `CheckpointError` when a size is missing, is no size, or does not go with the others.
         """
         num_positions = 0
         if self.positions is not None:
             if self.positions not in stored:
                 raise CheckpointError(f"The checkpoint lacks the tensor {self.positions}; give a complete one.")
-            num_positions = stored[self.positions][0] - self.position_offset
-        try:
-            num_attention_heads = config["num_attention_heads"]
-            prefix = self.layer_prefix(0)
-            return ModelShape(
-                num_hidden_layers=config["num_hidden_layers"],
-                hidden_size=config["hidden_size"],
-                intermediate_size=config[self.width_key],
-                num_attention_heads=num_attention_heads,
-                num_key_value_heads=config.get("num_key_value_heads") or num_attention_heads,
-                head_dim=config.get("head_dim") or config["hidden_size"] // num_attention_heads,
-                attention_bias=f"{prefix}{self.own_name(Q_PROJ)}.bias" in stored,
-                output_bias=f"{prefix}{self.own_name(O_PROJ)}.bias" in stored,
-                mlp_bias=f"{prefix}{self.own_name(DOWN_PROJ)}.bias" in stored,
-                vocab_size=config["vocab_size"],
-                query_key_norms=f"{prefix}{QUERY_KEY_NORMS[0]}.weight" in stored,
-                norm_bias=self.norm_bias,
-                gated=self.gated,
-                tied=self.output_head not in stored,
-                num_positions=num_positions,
-                unused_positions=self.position_offset,
+            num_positions = max(0, stored[self.positions][0] - self.position_offset) if stored[self.positions] else 0
+        hidden_size = self._size(config, "hidden_size")
+        num_attention_heads = self._size(config, "num_attention_heads")
+        head_dim = self._size(config, "head_dim", hidden_size // num_attention_heads)
+        num_key_value_heads = self._size(config, "num_key_value_heads", num_attention_heads)
+        if config.get("head_dim") is None and hidden_size % num_attention_heads:
+            raise CheckpointError(
+                f"config.json states {num_attention_heads} attention heads, which do not divide the hidden size "
+                f"{hidden_size}; give a complete {self.model_type} checkpoint."
             )
-        except KeyError as error:
-            message = f"config.json does not state {error}; give a complete {self.model_type} checkpoint."
-            raise CheckpointError(message) from error
+        if num_attention_heads % num_key_value_heads:
+            raise CheckpointError(
+                f"config.json states {num_key_value_heads} key-value heads, which do not divide {num_attention_heads} "
+                f"attention heads; give a complete {self.model_type} checkpoint."
+            )
+        if self.positions is None and head_dim % 2:
+            raise CheckpointError(
+                f"config.json states heads of size {head_dim}, which rotary positions cannot turn; "
+                f"give a complete {self.model_type} checkpoint."
+            )
+        epsilon = config.get("rms_norm_eps")
+        if not self.norm_bias and (isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or epsilon < 0):
+            raise CheckpointError(
+                f"config.json states rms_norm_eps {repr(epsilon)[:100]}, which is no small number; "
+                f"give a complete {self.model_type} checkpoint."
+            )
+        if config.get("sliding_window") is not None:
+            self._size(config, "sliding_window")
+        prefix = self.layer_prefix(0)
+        return ModelShape(
+            num_hidden_layers=self._num_layers(config, stored),
+            hidden_size=hidden_size,
+            intermediate_size=self._size(config, self.width_key),
+            num_attention_heads=num_attention_heads,
+            num_key_value_heads=num_key_value_heads,
+            head_dim=head_dim,
+            attention_bias=f"{prefix}{self.own_name(Q_PROJ)}.bias" in stored,
+            output_bias=f"{prefix}{self.own_name(O_PROJ)}.bias" in stored,
+            mlp_bias=f"{prefix}{self.own_name(DOWN_PROJ)}.bias" in stored,
+            vocab_size=self._size(config, "vocab_size"),
+            query_key_norms=f"{prefix}{QUERY_KEY_NORMS[0]}.weight" in stored,
+            norm_bias=self.norm_bias,
+            gated=self.gated,
+            tied=self.output_head not in stored,
+            num_positions=num_positions,
+            unused_positions=self.position_offset,
+        )
+
+    def _size(self, config: dict[str, Any], key: str, default: int | None = None) -> int:
+        """A positive whole number of the config; `default` where the config states none."""
+        value = config.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"config.json does not state {key!r}; give a complete {self.model_type} checkpoint.")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
+            raise CheckpointError(
+                f"config.json states {key} {repr(value)[:100]}, which is no size; "
+                f"give a complete {self.model_type} checkpoint."
+            )
+        return value
+
+    def _num_layers(self, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> int:
+        """The number of layers, which is not believed where there are fewer tensors than that."""
+        num_layers = self._size(config, "num_hidden_layers")
+        if num_layers > len(stored):
+            raise CheckpointError(
+                f"config.json states {num_layers} layers where there are {len(stored)} tensors; "
+                "give a complete checkpoint."
+            )
+        return num_layers
 
     def check_layers(self, shape: ModelShape, stored: Mapping[str, tuple[int, ...]]) -> None:
         """Check the decoder layers' tensors, `name -> shape`, against the config's sizes before any work is done.

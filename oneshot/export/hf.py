@@ -10,34 +10,23 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint import Checkpoint
+from oneshot.checkpoint_files import companion_files
 from oneshot.errors import OutputError
 from oneshot.export.per_layer import model_classes
-
-COMPANION_FILES = (
-    "generation_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "merges.txt",
-    "vocab.json",
-    "tokenizer*",
-    "LICENSE*",
-    "USE_POLICY*",
-)
 
 
 def write_companions(source: Path, target: Path, config: dict[str, Any], *, dtype: str | None) -> None:
     """Write `config.json` and copy the tokenizer, chat template, generation config and licence as they are.
 
     `dtype` replaces the dtype that the config states; None keeps it.
+
+    Raises `CheckpointError` for a file that leads out of the checkpoint: it would be published with the result.
     """
     if dtype is not None:
         config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for pattern in COMPANION_FILES:
-        for path in source.glob(pattern):
-            shutil.copyfile(path, target / path.name)
+    for path in companion_files(source):
+        shutil.copyfile(path, target / path.name)
 
 
 def stock_config(config: dict[str, Any], *, untied: bool) -> dict[str, Any]:
@@ -57,7 +46,8 @@ def verify(folder: Path) -> Checkpoint:
     written = checkpoint.shapes
     config_class, model_class = model_classes(checkpoint.config)
     with torch.device("meta"):
-        model = model_class(config_class.from_pretrained(folder, local_files_only=True))
+        config = config_class.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
+        model = model_class(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     for name in sorted((expected.keys() | written.keys()) - tied):

@@ -11,7 +11,7 @@ import torch
 from oneshot.arch.base import O_PROJ, V_PROJ
 from oneshot.factorise import predicted_error, reduce_queries_keys, reduce_values
 from oneshot.fold import InnerMaps, augmented_weight, fold_heads, fold_inner, head_columns, keep_heads, row_energy
-from oneshot.layerwise.block import Block, block_report, relative_error
+from oneshot.layerwise.block import Block, block_report, relative_error, warn_if_dead
 from oneshot.layerwise.streams import Tensors
 from oneshot.recipes import MOMENT_SELECTORS
 from oneshot.records import BlockReport, BlockStatistics, Factors
@@ -71,6 +71,8 @@ class AttentionBlock(Block):
         shape = self.shape
         weight = augmented_weight(tensors, O_PROJ).to(self.device)
         statistics = self.reachable(self._statistics(weight, dense, current, advance), 2 * layer + 1)
+        width, kept = (heads * shape.head_dim for heads in (shape.num_attention_heads, self.kept.num_attention_heads))
+        warn_if_dead(layer, "heads", statistics.gram[:width, :width], kept=kept)
         heads, factors, values = self.shared(2 * layer, lambda: self._solve(tensors, weight, statistics))
         maps = keep_heads(maps, heads, shape.heads_per_group)
         if values is not None:

@@ -1,5 +1,6 @@
 """What compressing attention and compressing the FFN have in common."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from oneshot.layerwise.streams import Streams
 from oneshot.recipes import Recipe
 from oneshot.records import BlockReport, BlockStatistics, Factors, LayerPlan, ModelShape, Plan
 from oneshot.statistics import GramAccumulator
+
+logger = logging.getLogger(__name__)
 
 Solution = TypeVar("Solution")
 
@@ -97,6 +100,24 @@ def moved(solution: Any, device: torch.device | str) -> Any:
     if isinstance(solution, Factors):
         return replace(solution, kept=solution.kept.to(device), weight=solution.weight.to(device))
     return solution.to(device) if isinstance(solution, torch.Tensor) else solution
+
+
+def warn_if_dead(layer: int, kind: str, gram: torch.Tensor, *, kept: int) -> None:
+    """Say where more columns are zero on the whole text than are removed: some of them stay, chosen by nothing.
+
+    Args:
+        gram: `AᵀA (n, n)`, the constant column of a bias left out. kept: columns that stay.
+    """
+    dead, removed = int((gram.diagonal() == 0).sum()), len(gram) - kept
+    if dead > removed:
+        logger.warning(
+            "Layer %d, %s: %d of %d columns are zero on the whole calibration text, more than the %d removed.",
+            layer,
+            kind,
+            dead,
+            len(gram),
+            removed,
+        )
 
 
 def relative_error(wanted: torch.Tensor, reached: torch.Tensor) -> float:

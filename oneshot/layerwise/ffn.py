@@ -7,7 +7,7 @@ import torch
 
 from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
 from oneshot.fold import augmented_weight, fold_ffn, row_energy
-from oneshot.layerwise.block import Block, relative_error
+from oneshot.layerwise.block import Block, relative_error, warn_if_dead
 from oneshot.layerwise.streams import Tensors
 from oneshot.recipes import MOMENT_SELECTORS
 from oneshot.records import BlockStatistics, Factors
@@ -78,6 +78,8 @@ class FfnBlock(Block):
             sketch=None if sketch is None else sketch.finish(workers),
             moments=None if moments is None else moments.finish(workers),
         )
+        width = self.shape.intermediate_size
+        warn_if_dead(layer, "ffn", statistics.gram[:width, :width], kept=self.kept.intermediate_size)
         return statistics, wanted
 
     def factorise(self, layer: int, tensors: Tensors, statistics: BlockStatistics | None) -> tuple[Tensors, Factors]:

@@ -36,7 +36,9 @@ def eliminate(
     classes = (
         torch.zeros(num_blocks, dtype=torch.int64, device=gram.device) if class_of is None else class_of.to(gram.device)
     )
-    inverse = RidgeFactor(gram, damping).solve(torch.eye(len(gram), device=gram.device))
+    identity = torch.eye(len(gram), dtype=torch.float64, device=gram.device)
+    # where A is zero all choices are equally good; those with the largest weights stay
+    inverse = RidgeFactor(gram, damping).solve(identity) if gram.diagonal().any() else identity
     remaining = weight.double().clone()
     alive = torch.ones(num_blocks, dtype=torch.bool, device=gram.device)
     surplus = torch.bincount(classes) - kept

@@ -7,6 +7,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 CONDITION_ITERATIONS = 30
+SINGULAR = 1 / torch.finfo(torch.float32).eps  # a condition number beyond which float32 sums know nothing
 
 
 class RidgeFactor:
@@ -33,13 +34,21 @@ class RidgeFactor:
         if self.eigenvalue_fallback:
             logger.warning("Cholesky of a %d × %d Gram failed; using its eigendecomposition.", *gram.shape)
             eigenvalues, vectors = torch.linalg.eigh(self._ridged(gram))
-            positive = eigenvalues > eigenvalues[-1] * len(gram) * torch.finfo(eigenvalues.dtype).eps
-            inverse = torch.where(positive, 1 / eigenvalues.clamp_min(torch.finfo(eigenvalues.dtype).tiny), 0)
+            tiny = torch.finfo(eigenvalues.dtype).tiny
+            rounding = eigenvalues[-1] * len(gram) * torch.finfo(eigenvalues.dtype).eps
+            positive = eigenvalues > rounding.clamp_min(tiny)
+            inverse = torch.where(positive, 1 / eigenvalues.clamp_min(tiny), 0)
             self._inverse = (vectors * inverse) @ vectors.T
             kept = eigenvalues[positive]
-            self.condition_number = float(kept[-1] / kept[0]) if len(kept) else float("inf")
+            self.condition_number = float(kept[-1] / kept[0]) if len(kept) else 1.0  # of nothing, which is exact
         else:
             self.condition_number = self._estimate_condition()
+            if self.condition_number > SINGULAR:
+                logger.warning(
+                    "A %d × %d Gram is singular to rounding (condition number %.0e); give more text or more --damping.",
+                    *gram.shape,
+                    self.condition_number,
+                )
 
     def _ridged(self, gram: torch.Tensor) -> torch.Tensor:
         matrix = gram.to(torch.float64, copy=True, memory_format=torch.contiguous_format)

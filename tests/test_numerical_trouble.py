@@ -1,0 +1,203 @@
+"""Activations that leave nothing to factorise: every selector, correction and pivoting ends in finite weights."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import MakeConfig, build_model
+from safetensors.torch import load_file
+
+from oneshot import compress
+from oneshot.config import CORRECTIONS, PIVOTINGS, SELECTORS, SKETCHES
+from oneshot.linalg.elimination import eliminate
+from oneshot.linalg.psd import RidgeFactor
+
+WIDTH = 64
+MASSIVE_TOKENS = slice(60, 90)
+
+
+def no_neurons(model: Any) -> None:
+    """Every neuron and every head is dead."""
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.zero_()
+        layer.self_attn.v_proj.weight.zero_()
+
+
+def no_stream(model: Any) -> None:
+    """The hidden states are zero everywhere."""
+    model.model.embed_tokens.weight.zero_()
+
+
+def few_neurons(model: Any) -> None:
+    """More neurons are dead than are removed."""
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight[: 3 * WIDTH // 4] = 0
+
+
+def duplicates(model: Any) -> None:
+    """Every neuron is there twice."""
+    for layer in model.model.layers:
+        for linear in (layer.mlp.up_proj, layer.mlp.gate_proj):
+            linear.weight[WIDTH // 2 :] = linear.weight[: WIDTH // 2]
+
+
+def one_neuron(model: Any) -> None:
+    """All neurons are the same one: a Gram of rank 1."""
+    for layer in model.model.layers:
+        for linear in (layer.mlp.up_proj, layer.mlp.gate_proj):
+            linear.weight[:] = linear.weight[:1]
+
+
+def massive_tokens(model: Any) -> None:
+    """Some tokens' embeddings are a million times the others'."""
+    model.model.embed_tokens.weight[MASSIVE_TOKENS] *= 1e6
+
+
+def massive_neuron(model: Any) -> None:
+    """One neuron is ten thousand times the others."""
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight[5] *= 1e4
+
+
+def few_tokens(model: Any) -> None:
+    """As it is; the run gives it 16 tokens for 64 columns."""
+
+
+TROUBLES: tuple[Callable[[Any], None], ...] = (
+    no_neurons,
+    no_stream,
+    few_neurons,
+    duplicates,
+    one_neuron,
+    massive_tokens,
+    massive_neuron,
+    few_tokens,
+)
+
+METHODS: list[dict[str, Any]] = [
+    *({"ffn": selector, "heads": selector, "correction": "two-stream"} for selector in SELECTORS if selector != "none"),
+    *({"ffn": "id", "heads": "obs", "correction": correction} for correction in CORRECTIONS),
+    *(
+        {"ffn": "id", "correction": "same-layer", "pivoting": pivoting, "sketch": sketch, "pivot_group_size": 16}
+        for pivoting in PIVOTINGS
+        for sketch in SKETCHES
+        if not (pivoting == "qr" and sketch == "none")
+    ),
+    {"ffn": "id", "correction": "same-layer", "pivoting": "qr", "sketch": "count", "sketch_size": 1},
+    {"recipe": "tcsp"},
+    {"recipe": "tcsp", "correction": "two-stream", "token_weighting": "raw"},
+]
+
+
+@pytest.fixture(scope="module")
+def troubled(save_model: Callable[..., Path]) -> Callable[[Callable[[Any], None]], Path]:
+    """`troubled(trouble)` -> a checkpoint that has it, made once."""
+    made: dict[str, Path] = {}
+
+    def make(trouble: Callable[[Any], None]) -> Path:
+        if trouble.__name__ not in made:
+            model = build_model(seed=1)
+            with torch.no_grad():
+                trouble(model)
+            made[trouble.__name__] = save_model(model)
+        return made[trouble.__name__]
+
+    return make
+
+
+CASES = [
+    pytest.param(method, trouble, id="-".join([*map(str, method.values()), trouble.__name__]))
+    for method in METHODS
+    for trouble in TROUBLES
+    if "pivoting" not in method or trouble in (no_neurons, no_stream, one_neuron, few_tokens)
+]
+
+
+@pytest.mark.parametrize(("method", "trouble"), CASES)
+def test_every_method_ends_in_finite_weights(
+    method: dict[str, Any],
+    trouble: Callable[[Any], None],
+    troubled: Callable[[Callable[[Any], None]], Path],
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without damping, which would hide what is singular."""
+    monkeypatch.setattr("oneshot.pipeline.write_report", lambda report, folder: None)  # half of the time
+    few = trouble is few_tokens
+    config = make_config(
+        troubled(trouble),
+        damping=0.0,
+        sparsity=0.25 if "heads" in method else 0.1,
+        num_sequences=1 if few else 8,
+        sequence_length=16,
+        **method,
+    )
+    report = compress(config)
+    for path in Path(config.output).glob("*.safetensors"):
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(path).values())
+    json.dumps(report.to_dict(), allow_nan=False)
+    errors = [block.predicted_error for layer in report.layers for block in layer.blocks]
+    assert all(error is None or 0 <= error < 10 for error in errors)
+
+
+@pytest.mark.parametrize("method", [{"ffn": "id", "heads": "id"}, {"ffn": "obs", "heads": "obs"}])
+def test_dead_neurons_are_told_once_a_block(
+    method: dict[str, Any],
+    troubled: Callable[[Callable[[Any], None]], Path],
+    make_config: MakeConfig,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        compress(make_config(troubled(no_neurons), sparsity=0.25, **method))
+    told = [record.getMessage() for record in caplog.records if "are zero on the whole" in record.getMessage()]
+    assert [message.split(":")[0] for message in told] == [
+        "Layer 0, heads",
+        "Layer 0, ffn",
+        "Layer 1, heads",
+        "Layer 1, ffn",
+    ]
+    assert "64 of 64 columns" in told[1]
+
+
+def test_dead_neurons_that_all_go_are_not_told(
+    save_model: Callable[..., Path], make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are the ones removed, and what is left is as good as the whole."""
+    model = build_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight[3:6] = 0
+    report = compress(make_config(save_model(model), sparsity=0.1, ffn="id", correction="same-layer"))
+    assert "are zero on the whole" not in caplog.text
+    assert report.layers[0].blocks[0].kept_size < WIDTH - 3
+
+
+def test_a_singular_gram_without_damping_is_told(
+    troubled: Callable[[Callable[[Any], None]], Path], make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    compress(make_config(troubled(one_neuron), damping=0.0, sparsity=0.1, ffn="id", correction="same-layer"))
+    assert "Cholesky of a" in caplog.text or "singular to rounding" in caplog.text
+
+
+@pytest.mark.parametrize("gram", [np.zeros((5, 5)), -1e-20 * np.eye(5), np.diag([0.0, 0, 3, 2, 0]), np.ones((5, 5))])
+@pytest.mark.parametrize("damping", [0.0, 1e-2])
+def test_singular_systems_have_the_pseudo_inverse(gram: np.ndarray, damping: float) -> None:
+    """NumPy's, of the ridged matrix; what is not positive counts as zero. The condition number is finite."""
+    factor = RidgeFactor(torch.from_numpy(gram), damping)
+    ridged = gram + damping * max(0.0, np.diag(gram).mean()) * np.eye(5)
+    expected = np.linalg.pinv(ridged, hermitian=True) if ridged.max() > 0 else np.zeros((5, 5))
+    solved = factor.solve(torch.eye(5, dtype=torch.float64)).numpy()
+    np.testing.assert_allclose(solved, expected, atol=1e-10)
+    assert np.isfinite(factor.condition_number)
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_elimination_without_activations_keeps_the_largest_weights(block_size: int) -> None:
+    weight = torch.tensor([[1.0, 1, 5, 5, 3, 3, 4, 4]])
+    kept = eliminate(torch.zeros(8, 8), weight, kept=4 // block_size, block_size=block_size, damping=1e-2)
+    assert kept.tolist() == ([2, 3, 6, 7] if block_size == 1 else [1, 3])
