@@ -12,6 +12,7 @@ from plot import LAYERS, QUALITY, layers_svg, quality_svg
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
+    ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "recipes" / "group-pca.md",
     KERNELS / "pivoted_qr" / "README.md",
     KERNELS / "count_sketch" / "README.md",
@@ -108,6 +109,36 @@ def memory_table() -> str:
         [[row["recipe"], *(f"{row[size] / 1e9:.2f} GB" for size in sizes), f"{row['ratio']:.2f}"] for row in rows],
         f"{rows[0]['model']}, {rows[0]['num_tokens']:,} tokens, shards of {rows[0]['max_shard_bytes'] // 10**6} MB; "
         f"{_origin(rows)}.",
+    )
+
+
+def faults_table() -> str:
+    """Faults injected, survived and lost."""
+    rows = latest(read_rows("faults"), "fault")
+    lines = [[row["fault"], *(str(row[name]) for name in ("injected", "survived", "lost"))] for row in rows]
+    total = [f"**{sum(row[name] for row in rows)}**" for name in ("injected", "survived", "lost")]
+    return markdown(
+        ["fault", "injected", "survived", "lost"],
+        [*lines, ["**all**", *total]],
+        f"{rows[0]['model']}, {rows[0]['num_tokens']:,} tokens; an undisturbed run took "
+        f"{rows[0]['undisturbed_seconds']:.0f} s; {_origin(rows)}.",
+    )
+
+
+def processes_table() -> str:
+    """Two processes beside one."""
+    row = read_rows("processes")[-1]
+    return markdown(
+        ["one process", "two processes", "same plan", "largest difference of a tensor ÷ its norm"],
+        [
+            [
+                f"{row['one_seconds']:.0f} s",
+                f"{row['two_seconds']:.0f} s",
+                "yes" if row["same_plan"] else "no",
+                f"{row['largest_difference']:.1e}",
+            ]
+        ],
+        f"{row['model']}, {row['num_tokens']:,} tokens, from start to end of the command; {_origin([row])}.",
     )
 
 
@@ -280,6 +311,8 @@ TABLES = {
     "hidden_size": (hidden_size_table, "hidden_size"),
     "combined": (combined_table, "quality"),
     "hidden_error": (hidden_error_table, "hidden_size"),
+    "faults": (faults_table, "faults"),
+    "processes": (processes_table, "processes"),
     "sketch_quality": (sketch_table, "sketch_quality"),
 }
 

@@ -544,13 +544,23 @@ def _same(stored: Tensors, working: Tensors) -> bool:
     )
 
 
-def _cast(save_dtype: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _cast(save_dtype: str, tensors: Tensors) -> Tensors:
+    """The tensors in the dtype that is saved; what lies beyond its range becomes its largest value, with a warning."""
     if save_dtype == "keep":
         return tensors
-    return {
-        name: tensor.to(SAVED_DTYPES[save_dtype]) if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
+    dtype = SAVED_DTYPES[save_dtype]
+    largest = torch.finfo(dtype).max
+    cast = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            cast[name] = tensor
+            continue
+        beyond = int(((tensor.abs() > largest) & tensor.isfinite()).sum())
+        if beyond:
+            logger.warning("%s has %d values beyond the range of %s; they are clamped.", name, beyond, save_dtype)
+            tensor = torch.where(tensor.isfinite(), tensor.clamp(-largest, largest), tensor)
+        cast[name] = tensor.to(dtype)
+    return cast
 
 
 def _expected_bytes(save_dtype: str, checkpoint: Checkpoint, parameters: int) -> int:

@@ -184,6 +184,25 @@ def test_a_singular_gram_without_damping_is_told(
     assert "Cholesky of a" in caplog.text or "singular to rounding" in caplog.text
 
 
+def test_values_beyond_the_saved_dtype_are_clamped_and_told(
+    save_model: Callable[..., Path], make_config: MakeConfig
+) -> None:
+    model = build_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7, 3] = 1e6
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = -1e5
+    config = make_config(save_model(model), save_dtype="float16")
+    report = compress(config)
+    found: dict[str, torch.Tensor] = {}
+    for path in Path(config.output).glob("*.safetensors"):
+        found |= load_file(path)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in found.values())
+    assert float(found["model.embed_tokens.weight"][7, 3]) == 65504
+    assert float(found["model.layers.1.self_attn.q_proj.weight"][0, 0]) == -65504
+    assert any("model.embed_tokens.weight has 1 values beyond" in warning for warning in report.warnings)
+    assert any("q_proj.weight has 1 values beyond" in warning for warning in report.layers[1].warnings)
+
+
 @pytest.mark.parametrize("gram", [np.zeros((5, 5)), -1e-20 * np.eye(5), np.diag([0.0, 0, 3, 2, 0]), np.ones((5, 5))])
 @pytest.mark.parametrize("damping", [0.0, 1e-2])
 def test_singular_systems_have_the_pseudo_inverse(gram: np.ndarray, damping: float) -> None:
