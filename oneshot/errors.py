@@ -31,3 +31,7 @@ class OutputError(OneshotError):
 
 class DeviceError(OneshotError):
     """The wanted device is not there or ran out of memory."""
+
+
+class MemoryLimitError(OneshotError):
+    """The run would take more memory or disk than it may."""

@@ -90,6 +90,7 @@ def principal_subspaces(
     device: torch.device,
     dtype: torch.dtype,
     scratch: Path,
+    tier: str,
     advance: Callable[[float], None],
 ) -> Subspaces:
     """The principal directions of what the norms see, group by group.
@@ -112,7 +113,7 @@ def principal_subspaces(
         source.read_positions(),
         num_stores=1,
         batch_size=config.batch_size,
-        max_memory_bytes=config.max_memory_bytes,
+        tier=tier,
         folder=scratch,
     )
 

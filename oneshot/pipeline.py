@@ -22,6 +22,16 @@ from oneshot.errors import ConfigError, DeviceError, OutputError
 from oneshot.export.hf import stock_config, verify, write_companions
 from oneshot.export.per_layer import per_layer_config, write_modelling_file
 from oneshot.fold import fold_embedding, fold_head
+from oneshot.footprint import (
+    current_bounds,
+    describe_work,
+    gguf_header,
+    load_libraries,
+    offload_folder,
+    predict_footprint,
+    refuse_conversion,
+    with_conversion,
+)
 from oneshot.hidden import StreamSubspaces, Subspaces, principal_subspaces
 from oneshot.layerwise import PROBED_KINDS, LayerCompressor, LayerProfiler, measured_seconds, reads_activations
 from oneshot.plan import (
@@ -37,6 +47,7 @@ from oneshot.profiles import load_profile, refuse_existing, refuse_other, save_p
 from oneshot.recipes import Recipe, resolve_recipe
 from oneshot.records import (
     CalibrationSet,
+    Footprint,
     HiddenPlan,
     LayerReport,
     ModelShape,
@@ -47,8 +58,8 @@ from oneshot.records import (
     StackShape,
 )
 from oneshot.report import ProgressBar, Stopwatch, peak_bytes, peak_device_bytes, versions, write_report
-from oneshot.source import SourceModel, open_model
-from oneshot.stream import prefetch, resolve_device, resolve_dtype
+from oneshot.source import SourceModel, identify, open_model
+from oneshot.stream import prefetch, release_heap, resolve_device, resolve_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +94,34 @@ def compress_sizes(
         raise ConfigError("Two of the --sparsity values are equal to two decimals; give each once.")
     with _inputs(config, show_progress) as inputs:
         for one in configs:
-            plan_sizes(one, inputs.recipe, inputs.source.shape, budget=inputs.budget(one))
-            if Path(one.output).exists() and not one.overwrite:
-                raise OutputError(f"{one.output} exists already; choose another --output or give --overwrite.")
+            plan = plan_sizes(one, inputs.recipe, inputs.source.shape, budget=inputs.budget(one))
+            inputs.footprint(one, plan)
+            _refuse_output(one, inputs.source.checkpoint)
         return [_compress(one, inputs) for one in configs]
+
+
+def predict(config: CompressionConfig) -> Footprint:
+    """What `compress` would take: an upper bound of its memory, its disk, its parameters, roughly its time.
+
+    Reads headers only, no weights and no text, and writes nothing. The plan is that of layers which are all alike; a
+    profile may share the same parameters out otherwise, which the bound covers. A `--budget latency` is taken as one
+    of FLOPs, because measuring a layer needs its weights.
+
+    Raises as `compress` does for what is known before the first weight is read.
+    """
+    offload_folder(config)
+    with torch.inference_mode():
+        header = gguf_header(config.checkpoint)
+        source = open_model(config.checkpoint, Path()) if header is None else identify(header)
+        inputs = _Inputs(config, Path(), show_progress=False, source=source)
+        if header is not None:
+            refuse_conversion(config, header, current_bounds(config, inputs.device))
+        _refuse_output(config, source.checkpoint)
+        unmeasured = replace(config, budget="flops") if config.budget == "latency" else config
+        plan = plan_sizes(unmeasured, inputs.recipe, source.shape, budget=inputs.budget(unmeasured))
+        if plan.stack(source.shape) != source.shape.stack():
+            _output_config(source, plan)
+        return with_conversion(inputs.footprint(config, plan, dry=True), header)
 
 
 def profile(config: CompressionConfig, *, show_progress: bool = False) -> Profile:
@@ -97,7 +132,7 @@ def profile(config: CompressionConfig, *, show_progress: bool = False) -> Profil
     output = Path(config.output).expanduser()
     refuse_existing(output)
     with _inputs(config, show_progress) as inputs:
-        found = inputs.make_profile(config)
+        found = inputs.make_profile(config, inputs.footprint(config, None).tier)
         save_profile(found, output)
         return found
 
@@ -105,19 +140,29 @@ def profile(config: CompressionConfig, *, show_progress: bool = False) -> Profil
 @contextmanager
 def _inputs(config: CompressionConfig, show_progress: bool) -> Iterator["_Inputs"]:
     """The inputs of a run, with a scratch folder for as long as it takes."""
-    with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch, torch.inference_mode():
+    folder = offload_folder(config)
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="oneshot-", dir=folder)
+    except OSError as error:
+        raise OutputError(
+            f"Nothing can be written to {folder} ({error.strerror}); name another folder as --offload-dir."
+        ) from error
+    with scratch as name, torch.inference_mode():
         try:
-            yield _Inputs(config, Path(scratch), show_progress)
+            yield _Inputs(config, Path(name), show_progress)
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceError(
-                "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give --max-memory."
+                "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give a smaller "
+                "--max-device-memory, for which activations leave it."
             ) from error
 
 
 class _Inputs:
     """What runs with other targets have in common: the model, the method, the text, the profile. Each is read once."""
 
-    def __init__(self, config: CompressionConfig, scratch: Path, show_progress: bool) -> None:
+    def __init__(
+        self, config: CompressionConfig, scratch: Path, show_progress: bool, source: SourceModel | None = None
+    ) -> None:
         self.watch = Stopwatch()
         self.recipe = resolve_recipe(
             config.recipe,
@@ -133,7 +178,11 @@ class _Inputs:
         )
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)
-        self.source = open_model(config.checkpoint, scratch)
+        if source is None:
+            header = gguf_header(config.checkpoint)
+            if header is not None:
+                refuse_conversion(config, header, current_bounds(config, self.device))
+        self.source = open_model(config.checkpoint, scratch) if source is None else source
         self.scratch, self.show_progress = scratch, show_progress
         self._calibration: CalibrationSet | None = None
         self._profile: Profile | None = None
@@ -160,19 +209,19 @@ class _Inputs:
                 )
             else:
                 self._calibration = load_calibration(config.calibration, tokenizer, **sizes)
+            release_heap()  # tokenising a long text leaves much behind
             _warn_if_short(self._calibration, self.source.shape)
         return self._calibration
 
-    def read_profile(self, config: CompressionConfig) -> Profile:
-        """The profile given, if it belongs to this model and text, or one made now."""
+    def read_profile(self, config: CompressionConfig, tier: str) -> Profile:
+        """The profile given, if it belongs to this model and text, or one made now with activations in `tier`."""
         if self._profile is None:
             if config.profile is not None:
                 self._profile = load_profile(Path(config.profile).expanduser())
                 model_hash, token_hash = self.source.checkpoint.content_hash(), self.read_text(config).token_hash
                 refuse_other(self._profile, config.profile, model_hash=model_hash, token_hash=token_hash)
             else:
-                reduced = [kind for kind in ("ffn", "heads") if getattr(self.recipe, kind) != "none"]
-                self._profile = self.make_profile(config, probed=reduced)
+                self._profile = self.make_profile(config, tier, probed=self.probed_kinds())
         return self._profile
 
     def budget(self, config: CompressionConfig) -> Budget:
@@ -192,7 +241,36 @@ class _Inputs:
             )
         return Budget(kept * self._seconds(shape.stack()), self._seconds, "seconds")
 
-    def make_profile(self, config: CompressionConfig, *, probed: Sequence[str] = PROBED_KINDS) -> Profile:
+    def probed_kinds(self) -> list[str]:
+        """The kinds of blocks that shrink, whose sensitivity a profile of this run's own measures."""
+        return [kind for kind in ("ffn", "heads") if getattr(self.recipe, kind) != "none"]
+
+    def footprint(self, config: CompressionConfig, plan: Plan | None, *, dry: bool = False) -> Footprint:
+        """What the run of a plan will take (None: a profile alone); raises `MemoryLimitError` before any work.
+
+        `dry`: with its seconds, for which the machine is timed.
+        """
+        load_libraries(self.source, config, self.device, self.dtype)
+        profiled_kinds, exact, result_bytes = len(PROBED_KINDS), True, 0
+        if plan is not None:
+            exact = not (self.recipe.reads_profile and plan.reduces_blocks(self.source.shape))
+            profiled_kinds = 0 if exact or config.profile is not None else len(self.probed_kinds())
+            parameters = plan.stack(self.source.shape).stored_parameters()
+            result_bytes = _expected_bytes(config.save_dtype, self.source.checkpoint, parameters)
+        work = describe_work(
+            config,
+            self.recipe,
+            self.source,
+            plan,
+            device=self.device,
+            dtype=self.dtype,
+            profiled_kinds=profiled_kinds,
+            exact=exact,
+        )
+        bounds = current_bounds(config, self.device)
+        return predict_footprint(work, bounds, result_bytes=result_bytes, measure_time=dry)
+
+    def make_profile(self, config: CompressionConfig, tier: str, *, probed: Sequence[str] = PROBED_KINDS) -> Profile:
         """Walk through the dense model once; `probed` kinds of blocks have their sensitivity measured."""
         text = self.read_text(config)
         shape, unit = self.source.shape, head_unit(config, self.source.shape)
@@ -204,6 +282,7 @@ class _Inputs:
             device=self.device,
             dtype=self.dtype,
             scratch=self.scratch,
+            tier=tier,
         )
         profiler.embed(text)
         with ProgressBar(
@@ -232,12 +311,12 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
     device, dtype, show_progress = inputs.device, inputs.dtype, inputs.show_progress
     checkpoint, shape = source.checkpoint, source.shape
     output = Path(config.output).expanduser()
-    if checkpoint.folder.resolve().is_relative_to(output.resolve()):
-        raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
+    _refuse_output(config, checkpoint)
     budget = inputs.budget(config)
     plan = plan_sizes(config, recipe, shape, budget=budget)
     if plan.stack(shape) != shape.stack():
         _output_config(source, plan)  # refuses what the tier's config cannot hold, before any work
+    footprint = inputs.footprint(config, plan)
 
     with CheckpointWriter(
         output,
@@ -252,13 +331,13 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
             calibration = inputs.read_text(config)
         watch.lap("prepare")
         if by_profile:
-            found_profile = inputs.read_profile(config)
+            found_profile = inputs.read_profile(config, footprint.tier)
             plan = plan_sizes(config, recipe, shape, profiled_damages(found_profile, recipe.allocation), budget)
             divergences = predicted_divergences(config, recipe, shape, plan, found_profile, budget)
             watch.lap("profile")
         subspaces = None
         if calibration is not None and plan.hidden is not None:
-            found = _find_subspaces(config, source, calibration, plan.hidden, device, dtype, scratch, show_progress)
+            found = _find_subspaces(inputs, config, calibration, plan.hidden, footprint.tier)
             if config.hidden_size is None and plan.hidden.num_groups > 1:
                 plan = spread_hidden_sizes(
                     plan,
@@ -271,7 +350,7 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
             subspaces = StreamSubspaces(found, plan.hidden, device)
             watch.lap("hidden size")
         compressor = LayerCompressor(
-            config, recipe, source, plan, subspaces, device=device, dtype=dtype, scratch=scratch
+            config, recipe, source, plan, subspaces, device=device, dtype=dtype, scratch=scratch, tier=footprint.tier
         )
         _write_outside(config, source, plan, subspaces, writer)
         text = calibration if layers_read_text else None
@@ -286,11 +365,20 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
         watch.lap("write")
         hidden_error = None if subspaces is None else subspaces.mean_error()
         report = _report(
-            config, recipe, source, plan, compressed, calibration, hidden_error, divergences, layers, watch
+            config, recipe, source, plan, compressed, calibration, hidden_error, divergences, layers, watch, footprint
         )
         write_report(report, writer.partial)
         writer.commit()
     return report
+
+
+def _refuse_output(config: CompressionConfig, checkpoint: Checkpoint) -> None:
+    """Raise `OutputError` where the result cannot appear at its place."""
+    output = Path(config.output).expanduser()
+    if checkpoint.folder.resolve().is_relative_to(output.resolve()):
+        raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
+    if output.exists() and not config.overwrite:
+        raise OutputError(f"{output} exists already; choose another --output or add --overwrite.")
 
 
 def _output_config(source: SourceModel, plan: Plan) -> dict[str, Any]:
@@ -303,29 +391,23 @@ def _output_config(source: SourceModel, plan: Plan) -> dict[str, Any]:
 
 
 def _find_subspaces(
-    config: CompressionConfig,
-    source: SourceModel,
-    calibration: CalibrationSet,
-    hidden: HiddenPlan,
-    device: torch.device,
-    dtype: torch.dtype,
-    scratch: Path,
-    show_progress: bool,
+    inputs: _Inputs, config: CompressionConfig, calibration: CalibrationSet, hidden: HiddenPlan, tier: str
 ) -> Subspaces:
     with ProgressBar(
-        num_layers=source.shape.num_hidden_layers,
+        num_layers=inputs.source.shape.num_hidden_layers,
         num_tokens=calibration.num_tokens,
-        visible=show_progress,
+        visible=inputs.show_progress,
         description="hidden size",
     ) as progress:
         return principal_subspaces(
             config,
-            source,
+            inputs.source,
             calibration,
             hidden.group_of,
-            device=device,
-            dtype=dtype,
-            scratch=scratch,
+            device=inputs.device,
+            dtype=inputs.dtype,
+            scratch=inputs.scratch,
+            tier=tier,
             advance=progress.advance,
         )
 
@@ -431,6 +513,7 @@ def _report(
     divergences: dict[str, float] | None,
     layers: list[LayerReport],
     watch: Stopwatch,
+    footprint: Footprint,
 ) -> Report:
     dense = source.checkpoint.num_parameters
     stacks = {"dense": source.shape.stack(), "compressed": plan.stack(source.shape)}
@@ -461,4 +544,5 @@ def _report(
         peak_device_bytes=peak_device_bytes(),
         hidden_error=hidden_error,
         predicted_divergence=divergences,
+        footprint=footprint,
     )

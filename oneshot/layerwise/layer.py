@@ -48,6 +48,7 @@ class LayerCompressor:
         device: torch.device,
         dtype: torch.dtype,
         scratch: Path,
+        tier: str,
     ) -> None:
         self._config, self._shape, self._plan, self._subspaces = config, source.shape, plan, subspaces
         self._device = device
@@ -59,6 +60,7 @@ class LayerCompressor:
             device=device,
             dtype=dtype,
             scratch=scratch,
+            tier=tier,
         )
         shared = (config, recipe, source.shape, plan, plan.layers[0], subspaces, self.streams, device)
         self._attention = AttentionBlock(*shared, generator=torch.Generator().manual_seed(config.seed))
@@ -76,6 +78,7 @@ class LayerCompressor:
         self, layer: int, tensors: Tensors, advance: Callable[[float], None]
     ) -> tuple[Tensors, list[BlockReport]]:
         """The layer's smaller tensors and what was lost. `advance` hears of tokens done, as parts of the layer."""
+        release_heap()  # of the last layer's factorisation
         kept = self._plan.layers[layer]
         attention, ffn = replace(self._attention, kept=kept), replace(self._ffn, kept=kept)
         sizes = self._shape.intermediate_size, kept.intermediate_size
@@ -101,6 +104,7 @@ class LayerCompressor:
         if attention.is_solved_for:
             working, maps, report = attention.compress(layer, working, maps, dense, current, part)
             reports.append(report)
+            release_heap()
             current = self.streams.layer(working)
         statistics, wanted = ffn.run_attention(
             layer, working, dense, current, part, dense_attended=attention.is_solved_for and attention.follows_dense
