@@ -58,7 +58,8 @@ def stages(work: Work) -> list[Stage]:
     found = [Stage("the libraries", ())]
     if work.streams_text or work.slices or work.profiled_kinds:
         found.append(_text(work))
-        found.append(Stage("the embedding", (*_read(work.outside_bytes), _activations(work, 0))))
+        embedded = 3 * work.batch_tokens * work.shape.hidden_size * work.dtype.itemsize
+        found.append(Stage("the embedding", (*_read(work.outside_bytes), Term(embedded, computed=True, knobs=BATCH))))
     if work.config.budget == "latency":
         found.append(_latency(work))
     if work.profiled_kinds:
