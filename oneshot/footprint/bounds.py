@@ -96,7 +96,7 @@ def predict_footprint(work: Work, bounds: Bounds, *, result_bytes: int, measure_
     else:
         _refuse((host, bounds.host_allowed, bounds.host_forced), host_stage, "host memory", "--max-memory")
         _refuse((device, bounds.device_allowed, bounds.device_forced), device_stage, "memory", "--max-device-memory")
-    offloaded = work.num_stores * work.store_bytes if tier == "disk" else 0
+    offloaded = sum(work.store_bytes) if tier == "disk" else 0
     refuse_full_disk(work.config, scratch_bytes(work) + offloaded)
     return Footprint(
         host_bytes=host,
@@ -146,7 +146,8 @@ def _peak(work: Work, found: list[Stage], tier: str, bounds: Bounds, *, computed
     fullest = max(found, key=needed)
     stores = 0
     if tier == ("device" if computed else "host"):
-        stores = work.num_stores * (_pinned(work.store_bytes) if on_cuda and not computed else work.store_bytes)
+        pinned = on_cuda and not computed
+        stores = sum(_pinned(size) if pinned else size for size in work.store_bytes)
     held, before = (bounds.device_held, bounds.device_peak) if computed else (bounds.host_held, bounds.host_peak)
     slack = DEVICE_SLACK_BYTES if computed else SLACK_BYTES
     return max(before, math.ceil(held + slack + stores + needed(fullest))), fullest

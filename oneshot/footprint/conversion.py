@@ -1,5 +1,6 @@
 """A GGUF file before it is converted: the headers of the checkpoint that it will become, and what that takes."""
 
+import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -50,9 +51,11 @@ class GgufHeader(Checkpoint):
 
 
 def gguf_header(checkpoint: str) -> GgufHeader | None:
-    """The header of a GGUF file; None for every other CHECKPOINT."""
+    """The header of a GGUF file; None for every other CHECKPOINT, and where the package that reads it is missing."""
     path = Path(checkpoint).expanduser()
-    return GgufHeader(path) if path.suffix == ".gguf" and not path.is_dir() else None
+    if path.suffix != ".gguf" or path.is_dir() or importlib.util.find_spec("gguf") is None:
+        return None
+    return GgufHeader(path)
 
 
 def conversion_bytes(header: GgufHeader) -> int:

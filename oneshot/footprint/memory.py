@@ -7,7 +7,7 @@ keep for themselves is `SLACK_BYTES` and `HEAP_SHARE` of the rest.
 from dataclasses import dataclass
 
 from oneshot.footprint.work import Work
-from oneshot.layerwise.profiling import PROBE_SEQUENCES, STATISTICS_SEQUENCES
+from oneshot.layerwise.profiling import PROBE_SEQUENCES
 from oneshot.recipes import WEIGHT_SELECTORS
 
 SLACK_BYTES = 128 * 2**20
@@ -201,7 +201,7 @@ def _profile(work: Work) -> list[Stage]:
     grams = (_statistics(work, size, residual=False), _statistics(work, heads + shape.output_bias, residual=False))
     layer = (*_tensors(work), _layer_copy(work), *grams, probes)
     batch = _activations(work, shape.intermediate_size)
-    curves = Term((4 * DOUBLE) * size * size + 2 * DOUBLE * shape.hidden_size * size, computed=True)
+    curves = Term(3 * DOUBLE * size * size + 2 * DOUBLE * shape.hidden_size * size, computed=True)
     correction = max((_correction(work, size, kept, residual=False) for kept in (size // 2, 3 * size // 4)), key=_bytes)
     vocabulary = length * shape.vocab_size * (5 * FLOAT)
     head = shape.vocab_size * shape.hidden_size
@@ -215,11 +215,6 @@ def _profile(work: Work) -> list[Stage]:
         Stage("the profile's error curves", (*layer, max(curves, correction, key=_bytes), _layer_copy(work))),
         Stage("the profile's output divergences", (*logits, probes)),
     ]
-
-
-def profile_store_share(work: Work) -> float:
-    """The share of the sequences that a profile reads."""
-    return min(STATISTICS_SEQUENCES, work.config.num_sequences) / work.config.num_sequences
 
 
 def _hidden_size(work: Work) -> list[Stage]:
@@ -246,7 +241,10 @@ def _outside(work: Work) -> Stage:
     size, bases = work.outside_bytes, _bases(work)
     if not work.slices and (work.plan is None or work.plan.tier == "stock"):
         return Stage("writing the embedding", (*_read(size), Term(_cast_share(work) * size)))
-    panels = Term(3 * DOUBLE * PANEL_ROWS * work.shape.hidden_size + DOUBLE * work.shape.hidden_size**2)
+    panels = Term(
+        3 * DOUBLE * min(PANEL_ROWS, work.shape.vocab_size) * work.shape.hidden_size
+        + DOUBLE * work.shape.hidden_size**2
+    )
     return Stage("folding the embedding and the head", (Term((4 + _cast_share(work)) * size), panels, bases))
 
 

@@ -10,6 +10,7 @@ from oneshot.calibration import SELF
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import CompressionConfig
 from oneshot.layerwise import reads_activations
+from oneshot.layerwise.profiling import STATISTICS_SEQUENCES
 from oneshot.recipes import Recipe
 from oneshot.records import HiddenPlan, ModelShape, Plan
 from oneshot.source import SourceModel
@@ -79,16 +80,12 @@ class Work:
         return self.config.calibration == SELF and (self.streams_text or self.slices or self.profiled_kinds > 0)
 
     @property
-    def num_stores(self) -> int:
-        """Activation stores that are there at a time, at most."""
-        if self.streams_text:
-            return 1 + self.two_streams
-        return int(self.slices or self.profiled_kinds > 0)
-
-    @property
-    def store_bytes(self) -> int:
-        """Bytes of one activation store."""
-        return self.num_tokens * self.shape.hidden_size * self.dtype.itemsize
+    def store_bytes(self) -> list[int]:
+        """Bytes of each activation store that is there at a time, at most."""
+        one = self.shape.hidden_size * self.dtype.itemsize * self.config.sequence_length
+        if self.streams_text or self.slices:
+            return [one * self.config.num_sequences] * (1 + (self.streams_text and self.two_streams))
+        return [one * min(STATISTICS_SEQUENCES, self.config.num_sequences)] if self.profiled_kinds else []
 
     @property
     def kept_widths(self) -> list[int]:
