@@ -1,61 +1,87 @@
-"""Peak resident memory of compressing a Llama of 1.1 B parameters (TinyLlama's shape, random weights, bf16 shards).
+"""Peak memory of compressing models of three sizes: predicted, measured in a fresh process, and the bound it kept to.
 
-The peak of a fresh process above what its imports take, beside the size of the weights and of the activation store.
-Rows go to `results/memory.jsonl`.
+SmolLM2-135M is real (converted from GGUF first, so that the conversion does not count); the two larger ones have the
+shapes of TinyLlama-1.1B and Llama-3.2-3B, random bf16 weights and the demo model's tokenizer. Every run gets the
+predicted peak and five per cent as its `--max-memory`. Rows go to `results/memory.jsonl`.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness import append_row, parser, provenance, smollm2_gguf
 from transformers import AutoTokenizer, LlamaConfig
 
+from oneshot.source import resolve_checkpoint
 from oneshot.writer import CheckpointWriter
 
-TINYLLAMA = LlamaConfig(
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=22,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=64,
-    vocab_size=49152,  # the demo model's tokenizer
-    max_position_embeddings=2048,
-    tie_word_embeddings=True,
-    architectures=["LlamaForCausalLM"],
-    dtype="bfloat16",
-)
+VOCAB_SIZE = 49152  # the demo model's tokenizer
+SHARED: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+}
+SHAPES = {
+    "1.1B": LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=64,
+        **SHARED,
+    ),
+    "3B": LlamaConfig(
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        head_dim=128,
+        **SHARED,
+    ),
+}
+NAMES = {"135M": "SmolLM2-135M-Instruct", "1.1B": "TinyLlama's shape", "3B": "Llama-3.2-3B's shape"}
+MARGIN = 1.05
 
-MAX_SHARD_BYTES = 50 * 10**6  # a shard waits in memory, twice while it is written
+PREDICTED = """
+import json, sys
+from dataclasses import asdict
+import torch
+from oneshot import CompressionConfig, predict
+torch.set_num_threads(int(sys.argv[2]))
+print(json.dumps(asdict(predict(CompressionConfig(**json.loads(sys.argv[1]))))))
+"""
 
 MEASURED = """
 import json, sys
-import torch, transformers, datasets, scipy.linalg, oneshot.compress, oneshot.calibration
-from transformers.models.llama import modeling_llama
-from pathlib import Path
-def peak_bytes():  # VmHWM: ru_maxrss would carry the peak of the process that started this one
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+from dataclasses import asdict
+import torch
 from oneshot import CompressionConfig, compress
+from oneshot.report import peak_bytes
 torch.set_num_threads(int(sys.argv[2]))
-after_imports = peak_bytes()
 report = compress(CompressionConfig(**json.loads(sys.argv[1])))
-print(json.dumps({"after_imports": after_imports, "peak": peak_bytes(), "seconds": report.seconds}))
+print(json.dumps({"peak": peak_bytes(), "seconds": report.seconds, "footprint": asdict(report.footprint)}))
 """
 
 
-def write_random_checkpoint(folder: Path) -> None:
+def write_random_checkpoint(folder: Path, config: LlamaConfig) -> None:
     """Shards of random bf16 weights, layer by layer, so that this process stays small, too."""
-    hidden, width = TINYLLAMA.hidden_size, TINYLLAMA.intermediate_size
-    key_value = TINYLLAMA.num_key_value_heads * TINYLLAMA.head_dim
+    hidden, width = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
     shapes = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (key_value, hidden),
-        "self_attn.v_proj": (key_value, hidden),
-        "self_attn.o_proj": (hidden, hidden),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
         "mlp.gate_proj": (width, hidden),
         "mlp.up_proj": (width, hidden),
         "mlp.down_proj": (hidden, width),
@@ -66,63 +92,78 @@ def write_random_checkpoint(folder: Path) -> None:
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * 0.02).bfloat16()
 
-    with CheckpointWriter(folder, num_shards=TINYLLAMA.num_hidden_layers + 1, fingerprint={}) as writer:
-        writer.add({"model.embed_tokens.weight": random(TINYLLAMA.vocab_size, hidden)})
-        for layer in range(TINYLLAMA.num_hidden_layers):
+    with CheckpointWriter(folder, num_shards=config.num_hidden_layers + 2, fingerprint={}) as writer:
+        writer.add({"model.embed_tokens.weight": random(VOCAB_SIZE, hidden)})
+        for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}."
-            writer.add({f"{prefix}{name}.weight": random(*shape) for name, shape in shapes.items()})
-            writer.add({f"{prefix}{name}.weight": torch.ones(hidden).bfloat16() for name in norms})
+            linears = {f"{prefix}{name}.weight": random(*shape) for name, shape in shapes.items()}
+            writer.add(linears | {f"{prefix}{name}.weight": torch.ones(hidden).bfloat16() for name in norms})
         writer.add({"model.norm.weight": torch.ones(hidden).bfloat16()})
         writer.finish_weights()
-        TINYLLAMA.save_pretrained(writer.partial)
+        config.save_pretrained(writer.partial)
         gguf = smollm2_gguf()
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(writer.partial)
         writer.commit()
 
 
+def make_checkpoint(size: str, scratch: Path) -> Path:
+    """A folder with the model of that size."""
+    folder = scratch / size
+    if size in SHAPES:
+        write_random_checkpoint(folder, SHAPES[size])
+        return folder
+    return resolve_checkpoint(str(smollm2_gguf()), scratch)
+
+
+def run(script: str, config: dict[str, Any], threads: int) -> dict[str, Any]:
+    """What a script in a process of its own prints last, as JSON."""
+    command = [sys.executable, "-c", script, json.dumps(config), str(threads)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return dict(json.loads(output.splitlines()[-1]))
+
+
 def main() -> None:
     options = parser(__doc__)
+    options.add_argument("--sizes", nargs="+", choices=NAMES, default=list(NAMES))
     options.add_argument("--num-sequences", type=int, default=8)
     options.add_argument("--sequence-length", type=int, default=512)
-    options.add_argument("--recipes", nargs="+", default=["oneshot", "stat"])
+    options.add_argument("--recipe", default="oneshot")
+    options.add_argument("--scratch", type=Path, help="folder for the checkpoints (default: the system's)")
     arguments = options.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "tinyllama-shape"
-        write_random_checkpoint(folder)
-        weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        for recipe in arguments.recipes:
+    for size in arguments.sizes:
+        with tempfile.TemporaryDirectory(dir=arguments.scratch) as name:
+            scratch = Path(name)
+            folder = make_checkpoint(size, scratch)
             config = {
                 "checkpoint": str(folder),
-                "output": str(Path(scratch) / f"compressed-{recipe}"),
+                "output": str(scratch / "compressed"),
                 "sparsity": 0.2,
-                "recipe": recipe,
+                "recipe": arguments.recipe,
                 "calibration": "builtin",
                 "num_sequences": arguments.num_sequences,
                 "sequence_length": arguments.sequence_length,
-                "max_shard_bytes": MAX_SHARD_BYTES,
             }
-            command = [sys.executable, "-c", MEASURED, json.dumps(config), str(arguments.threads)]
-            measured = json.loads(
-                subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
-            )
-            tokens = arguments.num_sequences * arguments.sequence_length
-            store_bytes = (2 if recipe == "stat" else 1) * tokens * TINYLLAMA.hidden_size * 4
-            above = measured["peak"] - measured["after_imports"]
+            predicted = run(PREDICTED, config, arguments.threads)
+            bound = round(predicted["host_bytes"] * MARGIN)
+            measured = run(MEASURED, config | {"max_memory_bytes": bound}, arguments.threads)
             append_row(
                 "memory",
                 provenance(
-                    model="TinyLlama's shape, random weights",
-                    recipe=recipe,
-                    num_tokens=tokens,
-                    weight_bytes=weight_bytes,
-                    store_bytes=store_bytes,
-                    max_shard_bytes=MAX_SHARD_BYTES,
-                    after_imports_bytes=measured["after_imports"],
-                    above_imports_bytes=above,
-                    ratio=(above - store_bytes) / weight_bytes,
+                    model=NAMES[size],
+                    recipe=arguments.recipe,
+                    num_tokens=arguments.num_sequences * arguments.sequence_length,
+                    weight_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+                    predicted_bytes=predicted["host_bytes"],
+                    stage=predicted["host_stage"],
+                    max_memory_bytes=bound,
+                    measured_bytes=measured["peak"],
+                    ratio=measured["peak"] / predicted["host_bytes"],
+                    tier=measured["footprint"]["tier"],
+                    predicted_seconds=predicted["seconds"],
                     seconds=measured["seconds"],
                 ),
             )
+            shutil.rmtree(scratch / "compressed")
 
 
 if __name__ == "__main__":

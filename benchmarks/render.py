@@ -102,13 +102,35 @@ def overhead_table() -> str:
 
 
 def memory_table() -> str:
-    rows = latest(read_rows("memory"), "recipe")
-    sizes = ("weight_bytes", "store_bytes", "above_imports_bytes")
+    """Peak memory by model: predicted, allowed and measured."""
+    rows = [row for row in read_rows("memory") if "predicted_bytes" in row]
+    if not rows:
+        return "Not measured yet."
+    rows = sorted(latest(rows, "model", "recipe"), key=lambda row: row["measured_bytes"])
+    sizes = ("weight_bytes", "predicted_bytes", "max_memory_bytes", "measured_bytes")
     return markdown(
-        ["recipe", "weights", "activation store", "peak above imports", "(peak − store) ÷ weights"],
-        [[row["recipe"], *(f"{row[size] / 1e9:.2f} GB" for size in sizes), f"{row['ratio']:.2f}"] for row in rows],
-        f"{rows[0]['model']}, {rows[0]['num_tokens']:,} tokens, shards of {rows[0]['max_shard_bytes'] // 10**6} MB; "
-        f"{_origin(rows)}.",
+        [
+            "model",
+            "tokens",
+            "weights",
+            "predicted peak",
+            "`--max-memory`",
+            "measured peak",
+            "÷ predicted",
+            "activations",
+        ],
+        [
+            [
+                row["model"],
+                f"{row['num_tokens']:,}",
+                *(f"{row[size] / 1e9:.2f} GB" for size in sizes),
+                f"{row['ratio']:.2f}",
+                f"on the {row['tier']}",
+            ]
+            for row in rows
+        ],
+        f"Recipe {rows[0]['recipe']}, resident memory of the whole process, libraries included (0.46 GB before the "
+        f"first tensor); {_origin(rows)}.",
     )
 
 

@@ -2,7 +2,7 @@
 
 from oneshot.config import CompressionConfig
 from oneshot.errors import OneshotError
-from oneshot.pipeline import compress
-from oneshot.records import Plan, Report
+from oneshot.pipeline import compress, predict
+from oneshot.records import Footprint, Plan, Report
 
-__all__ = ["CompressionConfig", "OneshotError", "Plan", "Report", "compress"]
+__all__ = ["CompressionConfig", "Footprint", "OneshotError", "Plan", "Report", "compress", "predict"]

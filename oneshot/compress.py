@@ -4,6 +4,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 from oneshot.config import (
@@ -29,10 +30,10 @@ from oneshot.options import (
     parse_config,
     run_command,
 )
-from oneshot.pipeline import compress, compress_sizes
+from oneshot.pipeline import compress, compress_sizes, predict
 from oneshot.recipes import RECIPES
 from oneshot.records import Report
-from oneshot.report import print_report
+from oneshot.report import print_footprint, print_report
 from oneshot.workers import launched_rank
 
 
@@ -111,6 +112,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_shared_method(method)
     add_text(parser)
     add_output_form(add_resources(parser))
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print predicted peaks of memory, disk, parameters and time, and do nothing (a hub name is fetched)",
+    )
     return parser
 
 
@@ -128,6 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> None:
         sparsities = [_parse_fraction(text) for text in arguments.sparsity or []]
         config = parse_config(arguments, sparsity=sparsities[0] if sparsities else None)
+        if arguments.dry_run:
+            for one in [replace(config, sparsity=sparsity) for sparsity in sparsities] or [config]:
+                print_footprint(predict(one))
+            return
         if len(sparsities) > 1:
             reports = compress_sizes(config, sparsities, show_progress=not arguments.quiet)
         else:

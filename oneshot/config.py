@@ -33,7 +33,7 @@ TOKENS_PER_NEURON = 4  # fewer than that say little about a layer
 SAVE_DTYPES = ("keep", "float32", "bfloat16", "float16")
 
 # Options whose command-line names are not those of their fields.
-_FLAGS = {"max_memory_bytes": "max-memory"}
+_FLAGS = {"max_memory_bytes": "max-memory", "max_device_memory_bytes": "max-device-memory"}
 
 _COUNT_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _SIZE_SUFFIXES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -71,8 +71,11 @@ class CompressionConfig:
     the ridge in units of the Gram's mean diagonal; `sketch_size` is in rows (None: twice the FFN width).
     `residual_weight` is the share of the dense stream's residual in a two-stream target where text is plenty.
     `profile` is the folder of a profile to plan from (None: the run makes one where its allocation needs it).
-    `max_memory_bytes` bounds the activation store in memory; beyond it activations go to disk. `resume`: go on where an
-    interrupted run of the same fingerprint stopped; `overwrite`: replace an output, and forget an interrupted run.
+    `max_memory_bytes` bounds the peak resident memory of the process, `max_device_memory_bytes` what torch takes on a
+    CUDA device: activations go where both hold, and a run that cannot keep to them is refused. `offload_dir` is the
+    folder for activations that do not fit and for scratch files (None: the system's temporary folder).
+    `resume`: go on where an interrupted run of the same fingerprint stopped; `overwrite`: replace an output, and forget
+    an interrupted run.
     """
 
     checkpoint: str
@@ -111,6 +114,8 @@ class CompressionConfig:
     dtype: str = "auto"
     save_dtype: str = "keep"
     max_memory_bytes: int | None = None
+    max_device_memory_bytes: int | None = None
+    offload_dir: str | None = None
     overwrite: bool = False
     resume: bool = False
 
@@ -137,6 +142,7 @@ class CompressionConfig:
             ("value_size", 1),
             ("query_key_size", 1),
             ("max_memory_bytes", 1),
+            ("max_device_memory_bytes", 1),
         ):
             value = getattr(self, option)
             if value is not None and value < minimum:

@@ -54,3 +54,7 @@ class DeviceError(OneshotError):
 
 class WorkerError(OneshotError):
     """Another process of the run ended, or cannot be reached."""
+
+
+class MemoryLimitError(OneshotError):
+    """The run would take more memory or disk than it may."""

@@ -93,6 +93,7 @@ def principal_subspaces(
     device: torch.device,
     dtype: torch.dtype,
     scratch: Path,
+    tier: str,
     advance: Callable[[float], None],
     workers: Workers = ALONE,
 ) -> Subspaces:
@@ -116,7 +117,7 @@ def principal_subspaces(
         source.read_positions(),
         num_stores=1,
         batch_size=config.batch_size,
-        max_memory_bytes=config.max_memory_bytes,
+        tier=tier,
         folder=scratch,
     )
 

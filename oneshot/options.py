@@ -18,7 +18,7 @@ from oneshot.errors import OneshotError
 from oneshot.workers import launched_rank
 
 DEFAULTS = CompressionConfig(checkpoint="", output="", sparsity=0.0)
-NOT_OF_THE_CONFIG = ("quiet", "debug")
+NOT_OF_THE_CONFIG = ("quiet", "debug", "dry_run")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,16 @@ def add_resources(parser: argparse.ArgumentParser) -> Any:
     resources.add_argument("--device", default=DEFAULTS.device, help="auto, cpu, cuda or cuda:N")
     resources.add_argument("--dtype", choices=DTYPES, default=DEFAULTS.dtype, help="dtype of the forward passes")
     resources.add_argument("--batch-size", type=int, default=DEFAULTS.batch_size, help="sequences at a time")
-    resources.add_argument("--max-memory", help="most memory for activations, such as 8GiB; beyond it they go to disk")
+    resources.add_argument(
+        "--max-memory",
+        help="most host memory that the process may take, such as 8GiB: activations go to disk for it, and a run that "
+        "cannot keep to it is refused (default: what is free says where activations go)",
+    )
+    resources.add_argument("--max-device-memory", help="most memory that the run may take on a CUDA device")
+    resources.add_argument(
+        "--offload-dir",
+        help="folder for activations that do not fit and for scratch files (default: the system's temporary folder)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar, no tables")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return resources
@@ -79,6 +88,7 @@ def parse_config(arguments: argparse.Namespace, **more: Any) -> CompressionConfi
     for text, field, parse in (
         ("params", "params", parse_count),
         ("max_memory", "max_memory_bytes", parse_size),
+        ("max_device_memory", "max_device_memory_bytes", parse_size),
     ):
         given = options.pop(text, None)
         if given is not None:

@@ -4,10 +4,9 @@
 
 import json
 import logging
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,49 +14,29 @@ from typing import Any
 import torch
 
 from oneshot.arch import LLAMA, Architecture
-from oneshot.calibration import SELF, load_calibration, load_tokenizer, sample_calibration
 from oneshot.checkpoint import Checkpoint
-from oneshot.config import TOKENS_PER_NEURON, CompressionConfig
-from oneshot.errors import ConfigError, DeviceError, OutputError
+from oneshot.config import CompressionConfig
+from oneshot.errors import ConfigError, OutputError
 from oneshot.export.hf import stock_config, verify, write_companions
 from oneshot.export.per_layer import per_layer_config, write_modelling_file
 from oneshot.fold import fold_embedding, fold_head
+from oneshot.footprint import current_bounds, gguf_header, offload_folder, refuse_conversion, with_conversion
 from oneshot.hidden import StreamSubspaces, principal_subspaces
-from oneshot.layerwise import PROBED_KINDS, LayerCompressor, LayerProfiler, measured_seconds, reads_activations
+from oneshot.inputs import SAVED_DTYPES, Inputs, expected_bytes, open_inputs
+from oneshot.layerwise import LayerCompressor, reads_activations
 from oneshot.plan import (
     Budget,
-    head_unit,
     plan_sizes,
     predicted_divergences,
     profiled_damages,
     spread_hidden_sizes,
     wanted_parameters,
 )
-from oneshot.profiles import load_profile, refuse_existing, refuse_other, save_profile
-from oneshot.recipes import resolve_recipe
-from oneshot.records import (
-    CalibrationSet,
-    LayerReport,
-    ModelShape,
-    Plan,
-    Profile,
-    ProfileOrigin,
-    Report,
-    StackShape,
-)
-from oneshot.report import (
-    REPORT_NAME,
-    ProgressBar,
-    Stopwatch,
-    WarningLog,
-    peak_bytes,
-    peak_device_bytes,
-    versions,
-    write_report,
-)
-from oneshot.source import SourceModel, identify, resolve_checkpoint
-from oneshot.stream import prefetch, resolve_device, resolve_dtype
-from oneshot.workers import join_workers
+from oneshot.profiles import refuse_existing, save_profile
+from oneshot.records import CalibrationSet, Footprint, LayerReport, Plan, Profile, Report
+from oneshot.report import REPORT_NAME, ProgressBar, peak_bytes, peak_device_bytes, versions, write_report
+from oneshot.source import SourceModel, identify, open_model
+from oneshot.stream import prefetch
 from oneshot.writer import CheckpointWriter, refuse_output
 
 logger = logging.getLogger(__name__)
@@ -65,9 +44,6 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
 
 POSITIONS = "model.embed_positions.weight"  # in the per-layer form
-# Options that say where things are and what may be done, not what comes out.
-SHAPELESS = ("checkpoint", "output", "calibration", "device", "dtype", "max_memory_bytes", "overwrite", "resume")
-SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def compress(config: CompressionConfig, *, show_progress: bool = False) -> Report:
@@ -79,7 +55,7 @@ def compress(config: CompressionConfig, *, show_progress: bool = False) -> Repor
 
     Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
     """
-    with _inputs(config, show_progress) as inputs:
+    with open_inputs(config, show_progress=show_progress) as inputs:
         return _compress(config, inputs)
 
 
@@ -96,11 +72,36 @@ def compress_sizes(
     ]
     if len({one.output for one in configs}) < len(configs):
         raise ConfigError("Two of the --sparsity values are equal to two decimals; give each once.")
-    with _inputs(config, show_progress) as inputs:
+    with open_inputs(config, show_progress=show_progress) as inputs:
         for one in configs:
-            plan_sizes(one, inputs.recipe, inputs.source.shape, budget=inputs.budget(one))
-            refuse_output(Path(one.output).expanduser(), overwrite=one.overwrite, resume=one.resume)
+            plan = plan_sizes(one, inputs.recipe, inputs.source.shape, budget=inputs.budget(one))
+            inputs.footprint(one, plan)
+            _refuse_output(one, inputs.source.checkpoint)
         return [_compress(one, inputs) for one in configs]
+
+
+def predict(config: CompressionConfig) -> Footprint:
+    """What `compress` would take: an upper bound of its memory, its disk, its parameters, roughly its time.
+
+    Reads headers only, no weights and no text, and writes nothing. The plan is that of layers which are all alike; a
+    profile may share the same parameters out otherwise, which the bound covers. A `--budget latency` is taken as one
+    of FLOPs, because measuring a layer needs its weights.
+
+    Raises as `compress` does for what is known before the first weight is read.
+    """
+    offload_folder(config)
+    with torch.inference_mode():
+        header = gguf_header(config.checkpoint)
+        source = open_model(config.checkpoint, Path()) if header is None else identify(header)
+        inputs = Inputs(config, Path(), show_progress=False, source=source)
+        if header is not None:
+            refuse_conversion(config, header, current_bounds(config, inputs.device))
+        _refuse_output(config, source.checkpoint)
+        unmeasured = replace(config, budget="flops") if config.budget == "latency" else config
+        plan = plan_sizes(unmeasured, inputs.recipe, source.shape, budget=inputs.budget(unmeasured))
+        if plan.stack(source.shape) != source.shape.stack():
+            _output_config(source, plan)
+        return with_conversion(inputs.footprint(config, plan, dry=True), header)
 
 
 def profile(config: CompressionConfig, *, show_progress: bool = False) -> Profile:
@@ -110,171 +111,23 @@ def profile(config: CompressionConfig, *, show_progress: bool = False) -> Profil
     """
     output = Path(config.output).expanduser()
     refuse_existing(output)
-    with _inputs(config, show_progress) as inputs:
-        found = inputs.make_profile(config)
+    with open_inputs(config, show_progress=show_progress) as inputs:
+        found = inputs.make_profile(config, inputs.footprint(config, None).tier)
         if inputs.workers.is_main:
             save_profile(found, output)
         return found
 
 
-@contextmanager
-def _inputs(config: CompressionConfig, show_progress: bool) -> Iterator["_Inputs"]:
-    """The inputs of a run, with a scratch folder for as long as it takes."""
-    with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch, torch.inference_mode():
-        try:
-            inputs = _Inputs(config, Path(scratch), show_progress)
-            with inputs.warnings:
-                yield inputs
-            inputs.workers.wait()  # the others may be reading what lies in this one's scratch folder
-        except torch.cuda.OutOfMemoryError as error:
-            raise DeviceError(
-                "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give --max-memory."
-            ) from error
-
-
-class _Inputs:
-    """What runs with other targets have in common: the model, the method, the text, the profile. Each is read once."""
-
-    def __init__(self, config: CompressionConfig, scratch: Path, show_progress: bool) -> None:
-        self.watch, self.warnings = Stopwatch(), WarningLog()
-        self.recipe = resolve_recipe(
-            config.recipe,
-            ffn=config.ffn,
-            heads=config.heads,
-            correction=config.correction,
-            pivoting=config.pivoting,
-            sketch=config.sketch,
-            hidden=config.hidden,
-            tier=config.tier,
-            group_size=config.group_size,
-            allocation=config.allocation,
-        )
-        self.workers = join_workers(on_cpu=resolve_device(config.device).type == "cpu")
-        self.device = resolve_device(config.device, self.workers.local_rank if self.workers.size > 1 else None)
-        self.dtype = resolve_dtype(config.dtype, self.device)
-        folder = self.workers.share(0, lambda: resolve_checkpoint(config.checkpoint, scratch))
-        self.source = identify(Checkpoint(folder))
-        self.scratch, self.show_progress = scratch, show_progress and self.workers.is_main
-        self._calibration: CalibrationSet | None = None
-        self._profile: Profile | None = None
-        self._seconds: Callable[[StackShape], float] | None = None
-
-    def read_text(self, config: CompressionConfig) -> CalibrationSet:
-        """The calibration text: all of it, in every process."""
-        if self._calibration is None:
-            self._calibration = self.workers.share(0, lambda: self._load_text(config))
-            _warn_if_short(self._calibration, self.source.shape)
-        return self._calibration
-
-    def _load_text(self, config: CompressionConfig) -> CalibrationSet:
-        folder = self.source.checkpoint.folder
-        tokenizer = load_tokenizer(folder)
-        sizes = {
-            "num_sequences": config.num_sequences,
-            "sequence_length": config.sequence_length,
-            "seed": config.seed,
-        }
-        if config.calibration == SELF:
-            return sample_calibration(
-                folder,
-                tokenizer,
-                **sizes,
-                device=self.device,
-                dtype=self.dtype,
-                max_memory_bytes=config.max_memory_bytes,
-            )
-        return load_calibration(config.calibration, tokenizer, **sizes)
-
-    def read_profile(self, config: CompressionConfig) -> Profile:
-        """The profile given, if it belongs to this model and text, or one made now."""
-        if self._profile is None:
-            if config.profile is not None:
-                self._profile = load_profile(Path(config.profile).expanduser())
-                model_hash, token_hash = self.source.checkpoint.content_hash(), self.read_text(config).token_hash
-                refuse_other(self._profile, config.profile, model_hash=model_hash, token_hash=token_hash)
-            else:
-                reduced = [kind for kind in ("ffn", "heads") if getattr(self.recipe, kind) != "none"]
-                self._profile = self.make_profile(config, probed=reduced)
-        return self._profile
-
-    def budget(self, config: CompressionConfig) -> Budget:
-        """What `config.sparsity` asks for, in the units of `config.budget`."""
-        checkpoint, shape = self.source.checkpoint, self.source.shape
-        if config.budget == "parameters":
-            return Budget(wanted_parameters(config, shape.stack().stored_parameters()))
-        kept = 1 - (config.sparsity or 0.0)
-        if config.budget == "bytes":
-            each = _expected_bytes(config.save_dtype, checkpoint, 10**9) / 10**9
-            return Budget(kept * checkpoint.num_bytes, lambda stack: each * stack.stored_parameters(), "bytes")
-        if config.budget == "flops":
-            return Budget(kept * shape.stack().flops_per_token(), StackShape.flops_per_token, "FLOPs per token")
-        if self._seconds is None:
-            self._seconds = measured_seconds(
-                self.source, sequence_length=config.sequence_length, device=self.device, dtype=self.dtype
-            )
-        return Budget(kept * self._seconds(shape.stack()), self._seconds, "seconds")
-
-    def fingerprint(self, config: CompressionConfig, calibration: CalibrationSet | None) -> dict[str, Any]:
-        """What the weights that a run writes depend on: runs with equal fingerprints write the same bytes."""
-        options = {name: value for name, value in config.to_dict().items() if name not in SHAPELESS}
-        return {
-            "model": self.source.checkpoint.content_hash(),
-            "text": None if calibration is None else calibration.token_hash,
-            "device": self.device.type,
-            "dtype": str(self.dtype),
-            "threads": torch.get_num_threads(),
-            "processes": self.workers.size,
-            "options": options,
-            "versions": versions(),
-        }
-
-    def make_profile(self, config: CompressionConfig, *, probed: Sequence[str] = PROBED_KINDS) -> Profile:
-        """Walk through the dense model once; `probed` kinds of blocks have their sensitivity measured."""
-        text = self.read_text(config)
-        shape, unit = self.source.shape, head_unit(config, self.source.shape)
-        profiler = LayerProfiler(
-            config,
-            self.source,
-            unit,
-            probed=probed,
-            device=self.device,
-            dtype=self.dtype,
-            scratch=self.scratch,
-            workers=self.workers,
-        )
-        profiler.embed(text)
-        with ProgressBar(
-            num_layers=shape.num_hidden_layers,
-            num_tokens=profiler.num_tokens,
-            visible=self.show_progress,
-            description="profile",
-        ) as progress:
-            for layer, tensors in enumerate(prefetch(self.source.read_layer, shape.num_hidden_layers)):
-                profiler.profile_layer(layer, tensors, progress.advance)
-                del tensors  # or they would wait for the next layer's
-        return profiler.finish(
-            ProfileOrigin(
-                model_hash=self.source.checkpoint.content_hash(),
-                token_hash=text.token_hash,
-                head_unit=unit,
-                damping=config.damping,
-                probe_tokens=profiler.num_probe_tokens,
-                versions=versions(),
-            )
-        )
-
-
-def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
+def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
     watch, recipe, source, workers = inputs.watch, inputs.recipe, inputs.source, inputs.workers
     checkpoint, shape = source.checkpoint, source.shape
     output = Path(config.output).expanduser()
-    if checkpoint.folder.resolve().is_relative_to(output.resolve()):
-        raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
-    refuse_output(output, overwrite=config.overwrite, resume=config.resume)
+    _refuse_output(config, checkpoint)
     budget = inputs.budget(config)
     plan = workers.share(0, lambda: plan_sizes(config, recipe, shape, budget=budget))
     if plan.stack(shape) != shape.stack():
         _output_config(source, plan)  # refuses what the tier's config cannot hold, before any work
+    footprint = inputs.footprint(config, plan)
     layers_read_text = reads_activations(recipe, plan, shape)
     by_profile = recipe.reads_profile and plan.reduces_blocks(shape)
     calibration = None
@@ -300,13 +153,11 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
                     fingerprint=fingerprint,
                     overwrite=config.overwrite,
                     resume=config.resume,
-                    expected_bytes=_expected_bytes(
-                        config.save_dtype, checkpoint, plan.stack(shape).stored_parameters()
-                    ),
+                    expected_bytes=expected_bytes(config.save_dtype, checkpoint, plan.stack(shape).stored_parameters()),
                 )
             )
-        plan, divergences = _plan_by_measurement(config, inputs, plan, budget, by_profile, writer)
-        plan, subspaces = _find_subspaces(config, inputs, plan, calibration)
+        plan, divergences = _plan_by_measurement(config, inputs, plan, budget, footprint.tier, by_profile, writer)
+        plan, subspaces = _find_subspaces(config, inputs, plan, calibration, footprint.tier)
         compressor = LayerCompressor(
             config,
             recipe,
@@ -316,6 +167,7 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
             device=inputs.device,
             dtype=inputs.dtype,
             scratch=inputs.scratch,
+            tier=footprint.tier,
             workers=workers,
         )
         warnings = inputs.warnings.take()
@@ -332,12 +184,20 @@ def _compress(config: CompressionConfig, inputs: _Inputs) -> Report:
             report = _report(
                 config, inputs, plan, compressed, calibration, hidden_error, divergences, layers, fingerprint
             )
-            report = replace(report, warnings=warnings + inputs.warnings.take())
+            report = replace(report, footprint=footprint, warnings=warnings + inputs.warnings.take())
             write_report(report, writer.partial)
             writer.commit()
         shared = workers.share(0, lambda: report)
     assert shared is not None
     return shared
+
+
+def _refuse_output(config: CompressionConfig, checkpoint: Checkpoint) -> None:
+    """Raise `OutputError` where the result cannot appear at its place."""
+    output = Path(config.output).expanduser()
+    if checkpoint.folder.resolve().is_relative_to(output.resolve()):
+        raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
+    refuse_output(output, overwrite=config.overwrite, resume=config.resume)
 
 
 def _finish_folder(config: CompressionConfig, source: SourceModel, plan: Plan, writer: CheckpointWriter) -> int:
@@ -361,9 +221,10 @@ def _finished_report(output: Path, fingerprint: dict[str, Any]) -> Report | None
 
 def _plan_by_measurement(
     config: CompressionConfig,
-    inputs: _Inputs,
+    inputs: Inputs,
     plan: Plan,
     budget: Budget,
+    tier: str,
     by_profile: bool,
     writer: CheckpointWriter | None,
 ) -> tuple[Plan, dict[str, float] | None]:
@@ -377,7 +238,7 @@ def _plan_by_measurement(
     divergences = None
     if by_profile:
         shape, recipe = inputs.source.shape, inputs.recipe
-        found = inputs.read_profile(config)
+        found = inputs.read_profile(config, tier)
         damages = profiled_damages(found, recipe.allocation)
         plan = inputs.workers.share(0, lambda: plan_sizes(config, recipe, shape, damages, budget))
         divergences = predicted_divergences(config, recipe, shape, plan, found, budget)
@@ -397,7 +258,7 @@ def _output_config(source: SourceModel, plan: Plan) -> dict[str, Any]:
 
 
 def _find_subspaces(
-    config: CompressionConfig, inputs: _Inputs, plan: Plan, calibration: CalibrationSet | None
+    config: CompressionConfig, inputs: Inputs, plan: Plan, calibration: CalibrationSet | None, tier: str
 ) -> tuple[Plan, StreamSubspaces | None]:
     """The subspaces of a smaller hidden size, and the plan with the sizes that suit them."""
     if plan.hidden is None or calibration is None:
@@ -417,6 +278,7 @@ def _find_subspaces(
             device=inputs.device,
             dtype=inputs.dtype,
             scratch=inputs.scratch,
+            tier=tier,
             advance=progress.advance,
             workers=inputs.workers,
         )
@@ -431,18 +293,6 @@ def _find_subspaces(
     assert plan.hidden is not None
     inputs.watch.lap("hidden size")
     return plan, StreamSubspaces(found, plan.hidden, inputs.device)
-
-
-def _warn_if_short(calibration: CalibrationSet, shape: ModelShape) -> None:
-    wanted = TOKENS_PER_NEURON * shape.intermediate_size
-    if calibration.num_tokens < wanted:
-        logger.warning(
-            "%d calibration tokens are few for an FFN of width %d: the correction will fit the text, not the model; "
-            "give at least %d (--num-sequences).",
-            calibration.num_tokens,
-            shape.intermediate_size,
-            wanted,
-        )
 
 
 def _outside(source: SourceModel, plan: Plan) -> list[Callable[[StreamSubspaces | None], Tensors]]:
@@ -480,7 +330,7 @@ def _outside(source: SourceModel, plan: Plan) -> list[Callable[[StreamSubspaces 
 
 def _write_layers(
     config: CompressionConfig,
-    inputs: _Inputs,
+    inputs: Inputs,
     compressor: LayerCompressor,
     tier: str,
     text: CalibrationSet | None,
@@ -563,16 +413,9 @@ def _cast(save_dtype: str, tensors: Tensors) -> Tensors:
     return cast
 
 
-def _expected_bytes(save_dtype: str, checkpoint: Checkpoint, parameters: int) -> int:
-    """Bytes that weight files of so many parameters will take, to the size of their headers."""
-    if save_dtype != "keep":
-        return parameters * SAVED_DTYPES[save_dtype].itemsize
-    return round(checkpoint.num_bytes * parameters / checkpoint.num_parameters)
-
-
 def _report(
     config: CompressionConfig,
-    inputs: _Inputs,
+    inputs: Inputs,
     plan: Plan,
     compressed: int,
     calibration: CalibrationSet | None,

@@ -412,13 +412,39 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class Footprint:
+    """What a run was predicted to take. Memory is an upper bound; seconds may be off by a factor of two.
+
+    Attributes:
+        host_bytes: peak resident memory of the process; host_stage: the stage that has it.
+        device_bytes: peak of what torch takes on a CUDA device, 0 without one; device_stage as above.
+        tier: where activations live: `device`, `host` or `disk`.
+        result_bytes: of the result's weights. scratch_bytes: of files in the off-load folder, activations included.
+        stored_parameters: of the model before (`dense`) and after (`compressed`).
+        seconds: by stage, and `total`.
+        exact: whether sizes of layers are known; a profile still says them otherwise.
+    """
+
+    host_bytes: int
+    host_stage: str
+    device_bytes: int
+    device_stage: str
+    tier: str
+    result_bytes: int
+    scratch_bytes: int
+    stored_parameters: dict[str, int]
+    seconds: dict[str, float]
+    exact: bool = True
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything worth knowing about a run; written as `oneshot_report.json` beside the weights.
 
     `dense_shape` and `plan` are a `ModelShape` and a `Plan`. `hidden_error` is the relative Frobenius norm of what a
     smaller hidden size leaves out of the residual stream. `predicted_divergence`: see `plan.predicted_divergences`;
-    None without a profile. `fingerprint`: what decides whether an interrupted run may go on. `warnings`: those that
-    belong to no layer.
+    None without a profile. `footprint` is what was predicted, beside the `peak_bytes` and `seconds` that were measured.
+    `fingerprint`: what decides whether an interrupted run may go on. `warnings`: those that belong to no layer.
     """
 
     config: dict[str, Any]
@@ -438,6 +464,7 @@ class Report:
     peak_device_bytes: int
     hidden_error: float | None = None
     predicted_divergence: dict[str, float] | None = None
+    footprint: Footprint | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -449,4 +476,6 @@ class Report:
     def from_dict(values: dict[str, Any]) -> "Report":
         """The inverse of `to_dict`, also through JSON."""
         layers = tuple(LayerReport.from_dict(layer) for layer in values["layers"])
-        return Report(**{**values, "layers": layers, "warnings": tuple(values["warnings"])})
+        footprint = None if values["footprint"] is None else Footprint(**values["footprint"])
+        warnings = tuple(values["warnings"])
+        return Report(**{**values, "layers": layers, "footprint": footprint, "warnings": warnings})

@@ -5,6 +5,7 @@ import logging
 import platform
 import re
 import resource
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -16,9 +17,10 @@ from rich.text import Text
 from tqdm import tqdm
 
 from oneshot.errors import printable
-from oneshot.records import LayerReport, Profile, Report
+from oneshot.records import Footprint, LayerReport, Profile, Report
 
 REPORT_NAME = "oneshot_report.json"
+PROCESS_STATUS = Path("/proc/self/status")
 PACKAGES = ("oneshot", "torch", "transformers", "safetensors", "datasets", "scipy", "numpy")
 
 
@@ -28,8 +30,14 @@ def versions() -> dict[str, str]:
 
 
 def peak_bytes() -> int:
-    """Peak resident memory of this process (`ru_maxrss`)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Peak resident memory of this process.
+
+    On Linux `VmHWM`: `ru_maxrss` begins with the peak of the process that started this one. Elsewhere `ru_maxrss`.
+    """
+    if PROCESS_STATUS.exists():
+        return int(PROCESS_STATUS.read_text().split("VmHWM:")[1].split()[0]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def peak_device_bytes() -> int:
@@ -151,7 +159,33 @@ def print_report(report: Report) -> None:
     console.print(
         f"sparsity asked {_show(asked, '.4f')}, reached {_show(reached, '.4f')} of the stored parameters; "
         f"{report.seconds['total']:.1f} s, peak memory {report.peak_bytes / 2**30:.2f} GiB"
+        + (f" (predicted {report.footprint.host_bytes / 2**30:.2f})" if report.footprint else "")
     )
+
+
+def print_footprint(footprint: Footprint) -> None:
+    """A table on stdout: what a run would take."""
+    table = Table("", "predicted", "", title="dry run: nothing is read but headers, nothing is written")
+    table.add_row("peak host memory", _gibibytes(footprint.host_bytes), footprint.host_stage)
+    if footprint.device_bytes:
+        table.add_row("peak device memory", _gibibytes(footprint.device_bytes), footprint.device_stage)
+    table.add_row("activations", footprint.tier, "device, host or disk")
+    table.add_row("result on disk", _gibibytes(footprint.result_bytes), "")
+    table.add_row("scratch files", _gibibytes(footprint.scratch_bytes), "in --offload-dir, gone afterwards")
+    dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
+    table.add_row("stored parameters", f"{compressed:,}", f"of {dense:,}")
+    for stage, seconds in footprint.seconds.items():
+        table.add_row(
+            f"seconds: {stage}", f"{seconds:,.0f}", "may be off by a factor of two" if stage == "total" else ""
+        )
+    console = Console()
+    console.print(table)
+    if not footprint.exact:
+        console.print("The sizes of each layer will come from a profile; this is for layers that are all alike.")
+
+
+def _gibibytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def print_profile(profile: Profile) -> None:

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -212,10 +213,11 @@ class StreamLayer:
 
 
 class ActivationStore:
-    """Hidden states of all sequences, `(num_sequences, length, D)`, on the device, in host memory or on disk.
+    """Hidden states of all sequences, `(num_sequences, length, D)`, on the `device`, in `host` memory or on `disk`.
 
-    Batches are read to and written from the compute device. Host memory is pinned beside CUDA, so copies overlap
-    with compute and keep their order on the current CUDA stream.
+    On disk they lie in a file without a name in `folder`, which goes with the process however that ends. Batches are
+    read to and written from the compute device. Host memory is pinned beside CUDA, so copies overlap with compute and
+    keep their order on the current CUDA stream.
     """
 
     def __init__(
@@ -225,7 +227,8 @@ class ActivationStore:
         self._row_bytes = shape[1] * shape[2] * dtype.itemsize
         self._tensor: torch.Tensor | None = None
         if tier == "disk":
-            self._file = open(folder / f"activations-{id(self):x}.bin", "w+b")  # noqa: SIM115 (closed in close)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed in close)
+            self._folder = folder
         else:
             place = device if tier == "device" else torch.device("cpu")
             pinned = place.type == "cpu" and device.type == "cuda"
@@ -250,8 +253,8 @@ class ActivationStore:
             self._file.write(values.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
         except OSError as error:
             raise OutputError(
-                f"Activations cannot be written to {self._file.name} ({error.strerror}); free some space there, "
-                "set TMPDIR, or give more --max-memory."
+                f"Activations cannot be written to {self._folder} ({error.strerror}); free some space there, choose "
+                "another --offload-dir, or give more --max-memory."
             ) from error
 
     def close(self) -> None:
@@ -259,20 +262,6 @@ class ActivationStore:
         if self._tensor is None:
             self._file.close()
         self._tensor = None
-
-
-def choose_tier(store_bytes: int, *, device: torch.device, max_memory_bytes: int | None) -> str:
-    """Where activations live: on a CUDA device with four times the room, else in host memory, else on disk.
-
-    `max_memory_bytes` bounds the store in device and host memory; without it, half of the host's free memory does.
-    """
-    import psutil
-
-    budget = max_memory_bytes if max_memory_bytes is not None else psutil.virtual_memory().available // 2
-    allowed = max_memory_bytes is None or store_bytes <= max_memory_bytes
-    if device.type == "cuda" and allowed and store_bytes * 4 <= torch.cuda.mem_get_info(device)[0]:
-        return "device"
-    return "host" if store_bytes <= budget else "disk"
 
 
 def embed_text(
@@ -283,13 +272,11 @@ def embed_text(
     *,
     num_stores: int,
     batch_size: int,
-    max_memory_bytes: int | None,
+    tier: str,
     folder: Path,
 ) -> tuple[list[slice], list[ActivationStore]]:
-    """The batches of a text, and stores that all hold its embeddings, where `choose_tier` puts them."""
+    """The batches of a text, and stores of the `tier` that all hold its embeddings."""
     shape = (token_ids.shape[0], token_ids.shape[1], embedding.shape[1])
-    store_bytes = num_stores * token_ids.numel() * embedding.shape[1] * stream.dtype.itemsize
-    tier = choose_tier(store_bytes, device=stream.device, max_memory_bytes=max_memory_bytes)
     stores = [
         ActivationStore(shape, stream.dtype, tier=tier, device=stream.device, folder=folder) for _ in range(num_stores)
     ]

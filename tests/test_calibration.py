@@ -19,7 +19,7 @@ from oneshot.calibration import (
     pack,
     sample_calibration,
 )
-from oneshot.errors import CalibrationError
+from oneshot.errors import CalibrationError, MemoryLimitError
 from oneshot.records import CalibrationSet
 
 DOCUMENTS = [f"Document {number}: " + topics(number, number + 1)[:200] for number in range(12)]
@@ -211,5 +211,5 @@ def test_sampled_text_follows_the_models_distribution(make_checkpoint: MakeCheck
 
 
 def test_a_model_that_does_not_fit_is_not_sampled(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
-    with pytest.raises(CalibrationError, match="holds the whole model"):
+    with pytest.raises(MemoryLimitError, match="--max-memory"):
         compress(make_config(make_checkpoint(), calibration="self", max_memory_bytes=1000))

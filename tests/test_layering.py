@@ -31,6 +31,8 @@ def test_only_some_modules_know_transformers() -> None:
         "stream.py",
         "evaluate.py",
         "source.py",
+        "bounds.py",  # loads beforehand what the run will, to know what is left
+        "conversion.py",
         "per_layer.py",
         "modeling_oneshot.py",
     }

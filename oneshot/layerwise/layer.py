@@ -62,6 +62,7 @@ class LayerCompressor:
         device: torch.device,
         dtype: torch.dtype,
         scratch: Path,
+        tier: str,
         workers: Workers = ALONE,
     ) -> None:
         self._config, self._shape, self._plan, self._subspaces = config, source.shape, plan, subspaces
@@ -74,6 +75,7 @@ class LayerCompressor:
             device=device,
             dtype=dtype,
             scratch=scratch,
+            tier=tier,
             workers=workers,
         )
         shared = (config, recipe, source.shape, plan, plan.layers[0], subspaces, self.streams, device)
@@ -103,6 +105,7 @@ class LayerCompressor:
 
     def compress_layer(self, layer: int, tensors: Tensors, advance: Callable[[float], None]) -> CompressedLayer:
         """The layer's smaller tensors and what was lost. `advance` hears of tokens done, as parts of the layer."""
+        release_heap()  # of the last layer's factorisation
         kept = self._plan.layers[layer]
         generator = torch.Generator().manual_seed(self._config.seed + layer)  # whichever layer a run begins with
         attention = replace(self._attention, kept=kept, generator=generator)
@@ -130,6 +133,7 @@ class LayerCompressor:
         if attention.is_solved_for:
             working, maps, report = attention.compress(layer, working, maps, dense, current, part)
             reports.append(report)
+            release_heap()
             current = self.streams.layer(working)
         statistics, wanted = ffn.run_attention(
             layer, working, dense, current, part, dense_attended=attention.is_solved_for and attention.follows_dense

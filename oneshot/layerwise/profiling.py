@@ -23,7 +23,7 @@ from oneshot.records import BlockStatistics, CalibrationSet, Factors, Profile, P
 from oneshot.selection import Evidence, select_heads
 from oneshot.source import SourceModel
 from oneshot.statistics import GramAccumulator, with_constant_column
-from oneshot.stream import StreamLayer
+from oneshot.stream import StreamLayer, release_heap
 from oneshot.workers import ALONE, Workers
 
 STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections do
@@ -62,13 +62,22 @@ class LayerProfiler:
         device: torch.device,
         dtype: torch.dtype,
         scratch: Path,
+        tier: str,
         workers: Workers = ALONE,
     ) -> None:
         self._config, self._source, self._shape = config, source, source.shape
         self._head_unit, self._probed, self._device = head_unit, probed, device
         self._workers = workers
         self._streams = Streams(
-            config, source, None, two=False, device=device, dtype=dtype, scratch=scratch, workers=workers
+            config,
+            source,
+            None,
+            two=False,
+            device=device,
+            dtype=dtype,
+            scratch=scratch,
+            tier=tier,
+            workers=workers,
         )
         self._ffn_errors: list[torch.Tensor] = []
         self._head_errors: list[torch.Tensor] = []
@@ -98,6 +107,7 @@ class LayerProfiler:
 
     def profile_layer(self, layer: int, tensors: Tensors, advance: Callable[[float], None]) -> None:
         """Statistics of the dense layer, its error curves, and its probes."""
+        release_heap()  # of the last layer's factorisations
         dense = self._streams.layer(tensors)
         for probe in self._probes:
             probe.states.copy_(dense.ffn(dense.attention(probe.states)))
@@ -110,6 +120,7 @@ class LayerProfiler:
                 self._probes.append(_Probe("layer", layer, 1.0, self._dense.clone()))
             self._profile_heads(layer, tensors, dense, heads)
         if self._workers.owns(2 * layer + 1):
+            release_heap()
             self._profile_ffn(layer, tensors, neurons, attended)
         self._dense = dense.ffn(attended)
 

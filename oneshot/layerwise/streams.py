@@ -29,6 +29,7 @@ class Streams:
 
     Args:
         two: whether the dense stream is there, too.
+        tier: where activations live, as in `ActivationStore`; on disk in `scratch`.
         subspaces: where the compressed stream is kept; None at full width.
     """
 
@@ -42,11 +43,12 @@ class Streams:
         device: torch.device,
         dtype: torch.dtype,
         scratch: Path,
+        tier: str,
         workers: Workers = ALONE,
     ) -> None:
         self.workers = workers
         self._config, self._source, self._subspaces = config, source, subspaces
-        self._two, self._device, self._dtype, self._scratch = two, device, dtype, scratch
+        self._two, self._device, self._dtype, self._scratch, self._tier = two, device, dtype, scratch, tier
         self._builders: dict[ModelShape, LayerStream] = {}
         self._stores: list[ActivationStore] = []
 
@@ -69,7 +71,7 @@ class Streams:
             self._source.read_positions(),
             num_stores=2 if self._two else 1,
             batch_size=self._config.batch_size,
-            max_memory_bytes=self._config.max_memory_bytes,
+            tier=self._tier,
             folder=self._scratch,
         )
         if self._subspaces is not None:

@@ -1,0 +1,19 @@
+"""What a run takes, predicted before it starts: memory on the host and on the device, disk, seconds.
+
+`work` says what there is to do, `memory` and `seconds` what it takes, `bounds` whether that may be taken.
+"""
+
+from oneshot.footprint.bounds import current_bounds, load_libraries, offload_folder, predict_footprint
+from oneshot.footprint.conversion import gguf_header, refuse_conversion, with_conversion
+from oneshot.footprint.work import describe_work
+
+__all__ = [
+    "current_bounds",
+    "describe_work",
+    "gguf_header",
+    "load_libraries",
+    "offload_folder",
+    "predict_footprint",
+    "refuse_conversion",
+    "with_conversion",
+]

