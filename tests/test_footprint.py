@@ -93,7 +93,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
         limit = config.max_memory_bytes
         return Bounds(GIB // 4, 0, limit or 2**40, limit is not None, 0, 0, 0, False)
 
-    monkeypatch.setattr("oneshot.pipeline.current_bounds", bounds)
+    monkeypatch.setattr("oneshot.inputs.current_bounds", bounds)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("oneshot.checkpoint.Checkpoint.read", _must_not_run)
-    monkeypatch.setattr("oneshot.pipeline.load_calibration", _must_not_run)
+    monkeypatch.setattr("oneshot.inputs.load_calibration", _must_not_run)
     config = make_config(make_checkpoint(), num_sequences=512, sequence_length=512, batch_size=512)
     arguments = [config.checkpoint, "--output", config.output, "--sparsity", "0.2", "--max-memory", "100MB"]
     arguments += ["--num-sequences", "512", "--sequence-length", "512", "--batch-size", "512"]
@@ -267,6 +267,7 @@ def test_a_gguf_file_is_predicted_from_its_header(make_config: MakeConfig, monke
     (gguf,) = Path(spec.origin).parent.glob("*.gguf")
     header = gguf_header(str(gguf))
     monkeypatch.setattr("oneshot.pipeline.gguf_header", lambda _: header)  # reading it takes seconds
+    monkeypatch.setattr("oneshot.inputs.gguf_header", lambda _: header)
     footprint = predict(make_config(gguf, batch_size=1))
     assert footprint.stored_parameters["dense"] == 134_515_008
     assert footprint.host_stage == "converting the GGUF file"

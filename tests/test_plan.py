@@ -211,7 +211,7 @@ def test_other_budgets_than_parameters(
 ) -> None:
     """The share asked for of that quantity is gone, to within a step of the FFN width; seconds are made up here."""
     monkeypatch.setattr(
-        "oneshot.pipeline.measured_seconds",
+        "oneshot.inputs.measured_seconds",
         lambda *_, **__: lambda stack: sum(1e-3 + 1e-5 * layer.intermediate_size for layer in stack.layers),
     )
     folder = make_checkpoint()

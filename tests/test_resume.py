@@ -107,7 +107,7 @@ def test_what_a_profile_told_is_not_measured_again(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a profile was made")
 
-    monkeypatch.setattr("oneshot.pipeline.LayerProfiler", refuse)
+    monkeypatch.setattr("oneshot.inputs.LayerProfiler", refuse)
     report = compress(replace(config, resume=True))
     assert contents(Path(config.output)) == wanted
     assert report.predicted_divergence
