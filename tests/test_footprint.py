@@ -36,7 +36,6 @@ MEASURED_MODEL = {"hidden": 256, "width": 1024, "heads": 8, "groups": 2, "tied":
 MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "oneshot": {},
     "stat": {"recipe": "stat"},
-    "tcsp": {"recipe": "tcsp"},
     "group-pca": {"recipe": "group-pca"},
     "by a profile": {"tier": "per-layer"},
     "all at once": {"hidden": "pca", "hidden_size": 224, "heads": "id", "tier": "per-layer", "allocation": "uniform"},
