@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from harness import append_row, parser, provenance, smollm2_gguf
 from safetensors.torch import load_file
 
@@ -156,6 +157,7 @@ def main() -> None:
     options.add_argument("--sequence-length", type=int, default=256)
     options.add_argument("--seed", type=int, default=0)
     arguments = options.parse_args()
+    torch.set_num_threads(arguments.threads)  # what the rows say
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -28,6 +28,7 @@ from oneshot.profiles import load_profile, refuse_other
 from oneshot.recipes import resolve_recipe
 from oneshot.records import CalibrationSet, Footprint, ModelShape, Plan, Profile, ProfileOrigin, StackShape
 from oneshot.report import ProgressBar, Stopwatch, WarningLog, versions
+from oneshot.result import expected_bytes
 from oneshot.source import SourceModel, identify, resolve_checkpoint
 from oneshot.stream import prefetch, release_heap, resolve_device, resolve_dtype
 from oneshot.workers import join_workers
@@ -47,7 +48,6 @@ SHAPELESS = (
     "overwrite",
     "resume",
 )
-SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @contextmanager
@@ -244,13 +244,6 @@ class Inputs:
                 versions=versions(),
             )
         )
-
-
-def expected_bytes(save_dtype: str, checkpoint: Checkpoint, parameters: int) -> int:
-    """Bytes that weight files of so many parameters will take, to the size of their headers."""
-    if save_dtype != "keep":
-        return parameters * SAVED_DTYPES[save_dtype].itemsize
-    return round(checkpoint.num_bytes * parameters / checkpoint.num_parameters)
 
 
 def _warn_if_short(calibration: CalibrationSet, shape: ModelShape) -> None:

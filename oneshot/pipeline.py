@@ -2,10 +2,9 @@
 -> output.
 """
 
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,15 +13,11 @@ from typing import Any
 import torch
 
 from oneshot.arch import LLAMA, Architecture
-from oneshot.checkpoint import Checkpoint
 from oneshot.config import CompressionConfig
-from oneshot.errors import ConfigError, OutputError
-from oneshot.export.hf import stock_config, verify, write_companions
-from oneshot.export.per_layer import per_layer_config, write_modelling_file
-from oneshot.fold import fold_embedding, fold_head
+from oneshot.errors import ConfigError
 from oneshot.footprint import current_bounds, gguf_header, offload_folder, refuse_conversion, with_conversion
 from oneshot.hidden import StreamSubspaces, principal_subspaces
-from oneshot.inputs import SAVED_DTYPES, Inputs, expected_bytes, open_inputs
+from oneshot.inputs import Inputs, open_inputs
 from oneshot.layerwise import LayerCompressor, reads_activations
 from oneshot.plan import (
     Budget,
@@ -34,16 +29,23 @@ from oneshot.plan import (
 )
 from oneshot.profiles import refuse_existing, save_profile
 from oneshot.records import CalibrationSet, Footprint, LayerReport, Plan, Profile, Report
-from oneshot.report import REPORT_NAME, ProgressBar, peak_bytes, peak_device_bytes, versions, write_report
-from oneshot.source import SourceModel, identify, open_model
+from oneshot.report import ProgressBar, peak_bytes, peak_device_bytes, versions, write_report
+from oneshot.result import (
+    cast,
+    expected_bytes,
+    finish_folder,
+    finished_report,
+    output_config,
+    outside_shards,
+    refuse_place,
+)
+from oneshot.source import identify, open_model
 from oneshot.stream import prefetch
 from oneshot.writer import CheckpointWriter, refuse_output
 
 logger = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
-
-POSITIONS = "model.embed_positions.weight"  # in the per-layer form
 
 
 def compress(config: CompressionConfig, *, show_progress: bool = False) -> Report:
@@ -76,7 +78,7 @@ def compress_sizes(
         for one in configs:
             plan = plan_sizes(one, inputs.recipe, inputs.source.shape, budget=inputs.budget(one))
             inputs.footprint(one, plan)
-            _refuse_output(one, inputs.source.checkpoint)
+            refuse_place(one, inputs.source.checkpoint)
         return [_compress(one, inputs) for one in configs]
 
 
@@ -96,11 +98,11 @@ def predict(config: CompressionConfig) -> Footprint:
         inputs = Inputs(config, Path(), show_progress=False, source=source)
         if header is not None:
             refuse_conversion(config, header, current_bounds(config, inputs.device))
-        _refuse_output(config, source.checkpoint)
+        refuse_place(config, source.checkpoint)
         unmeasured = replace(config, budget="flops") if config.budget == "latency" else config
         plan = plan_sizes(unmeasured, inputs.recipe, source.shape, budget=inputs.budget(unmeasured))
         if plan.stack(source.shape) != source.shape.stack():
-            _output_config(source, plan)
+            output_config(source, plan)
         return with_conversion(inputs.footprint(config, plan, dry=True), header)
 
 
@@ -122,11 +124,11 @@ def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
     watch, recipe, source, workers = inputs.watch, inputs.recipe, inputs.source, inputs.workers
     checkpoint, shape = source.checkpoint, source.shape
     output = Path(config.output).expanduser()
-    _refuse_output(config, checkpoint)
+    refuse_place(config, checkpoint)
     budget = inputs.budget(config)
     plan = workers.share(0, lambda: plan_sizes(config, recipe, shape, budget=budget))
     if plan.stack(shape) != shape.stack():
-        _output_config(source, plan)  # refuses what the tier's config cannot hold, before any work
+        output_config(source, plan)  # refuses what the tier's config cannot hold, before any work
     footprint = inputs.footprint(config, plan)
     layers_read_text = reads_activations(recipe, plan, shape)
     by_profile = recipe.reads_profile and plan.reduces_blocks(shape)
@@ -135,14 +137,14 @@ def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
         calibration = inputs.read_text(config)
     fingerprint = inputs.fingerprint(config, calibration)
     if config.resume and output.exists():
-        finished = _finished_report(output, fingerprint)
+        finished = finished_report(output, fingerprint)
         if finished is not None:
             return finished
         refuse_output(output, overwrite=config.overwrite, resume=False)
     workers.wait()  # until all have looked, before one of them writes
     watch.lap("prepare")
 
-    outside = _outside(source, plan)
+    outside = outside_shards(source, plan)
     with ExitStack() as stack:
         writer = None
         if workers.is_main:
@@ -177,8 +179,8 @@ def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
         report = None
         if writer is not None:
             for read in outside[writer.num_finished - shape.num_hidden_layers :]:
-                writer.add(_cast(config.save_dtype, read(subspaces)))
-            compressed = _finish_folder(config, source, plan, writer)
+                writer.add(cast(config.save_dtype, read(subspaces)))
+            compressed = finish_folder(config, source, plan, writer)
             watch.lap("write")
             hidden_error = None if subspaces is None else subspaces.mean_error()
             report = _report(
@@ -190,33 +192,6 @@ def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
         shared = workers.share(0, lambda: report)
     assert shared is not None
     return shared
-
-
-def _refuse_output(config: CompressionConfig, checkpoint: Checkpoint) -> None:
-    """Raise `OutputError` where the result cannot appear at its place."""
-    output = Path(config.output).expanduser()
-    if checkpoint.folder.resolve().is_relative_to(output.resolve()):
-        raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
-    refuse_output(output, overwrite=config.overwrite, resume=config.resume)
-
-
-def _finish_folder(config: CompressionConfig, source: SourceModel, plan: Plan, writer: CheckpointWriter) -> int:
-    """Everything beside the weights; the stored parameters of the checkpoint, which a model class would load now."""
-    writer.finish_weights()
-    save_dtype = None if config.save_dtype == "keep" else config.save_dtype
-    write_companions(source.checkpoint.folder, writer.partial, _output_config(source, plan), dtype=save_dtype)
-    if plan.tier == "per-layer":
-        write_modelling_file(writer.partial)
-    return verify(writer.partial).num_parameters
-
-
-def _finished_report(output: Path, fingerprint: dict[str, Any]) -> Report | None:
-    """The report of a finished run with this fingerprint; None where the output is another run's."""
-    path = output / REPORT_NAME
-    if not path.exists():
-        return None
-    values = json.loads(path.read_text())
-    return Report.from_dict(values) if values.get("fingerprint") == fingerprint else None
 
 
 def _plan_by_measurement(
@@ -246,15 +221,6 @@ def _plan_by_measurement(
     if writer is not None and (by_profile or config.budget == "latency"):
         writer.keep("plan", {"plan": asdict(plan), "divergences": divergences})
     return plan, divergences
-
-
-def _output_config(source: SourceModel, plan: Plan) -> dict[str, Any]:
-    """The config.json of the result; raises `PlanError` where the family's stock config cannot hold it."""
-    config, shape, stack = source.checkpoint.config, source.shape, plan.stack(source.shape)
-    if plan.tier == "per-layer":
-        return per_layer_config(config, shape, stack)
-    resized = replace(plan.shape_of_layer(shape, 0), hidden_size=stack.embedding_size)
-    return stock_config(source.architecture.resize_config(config, resized), untied=plan.hidden is not None)
 
 
 def _find_subspaces(
@@ -295,39 +261,6 @@ def _find_subspaces(
     return plan, StreamSubspaces(found, plan.hidden, inputs.device)
 
 
-def _outside(source: SourceModel, plan: Plan) -> list[Callable[[StreamSubspaces | None], Tensors]]:
-    """Readers of what is outside the layers, a shard each: as it is, or folded into subspaces or the per-layer form."""
-    checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
-
-    def embeddings(subspaces: StreamSubspaces | None) -> Tensors:
-        first = None if subspaces is None else subspaces.basis(0).cpu()
-        folded = fold_embedding(checkpoint.read_one(architecture.embedding), first, centred=shape.norm_bias)
-        positions = source.read_positions()
-        if positions is None:
-            return {LLAMA.embedding: folded}
-        return {LLAMA.embedding: folded, POSITIONS: fold_embedding(positions, first, centred=shape.norm_bias)}
-
-    def head(subspaces: StreamSubspaces | None) -> Tensors:
-        bases = None
-        if subspaces is not None:
-            bases = subspaces.basis(0).cpu(), subspaces.basis(2 * shape.num_hidden_layers).cpu()
-        weight = checkpoint.read_one(architecture.embedding if shape.tied else architecture.output_head)
-        norm = checkpoint.read_one(f"{architecture.final_norm}.weight")
-        norm_bias = checkpoint.read_one(f"{architecture.final_norm}.bias") if shape.norm_bias else None
-        return fold_head(weight, norm, norm_bias, bases, keep_tied=plan.stack(shape).head != "own")
-
-    if plan.tier == "per-layer" or plan.hidden is not None:
-        return [embeddings, head]
-    prefixes = tuple(architecture.layer_prefix(layer) for layer in range(shape.num_hidden_layers))
-    names = {name for name in checkpoint.tensor_names if not name.startswith(prefixes)}
-    parts = (sorted(names - {architecture.output_head}), sorted(names & {architecture.output_head}))
-
-    def as_they_are(part: list[str]) -> Callable[[StreamSubspaces | None], Tensors]:
-        return lambda _: checkpoint.read(part)
-
-    return [as_they_are(part) for part in parts if part]
-
-
 def _write_layers(
     config: CompressionConfig,
     inputs: Inputs,
@@ -360,7 +293,7 @@ def _write_layers(
             started = time.perf_counter()
             done = compressor.compress_layer(layer, tensors, progress.advance)
             named = {own.layer_prefix(layer) + name: value for name, value in own.to_own_names(done.folded).items()}
-            saved = _cast(config.save_dtype, named)
+            saved = cast(config.save_dtype, named)
             layers.append(
                 LayerReport(
                     layer,
@@ -392,25 +325,6 @@ def _same(stored: Tensors, working: Tensors) -> bool:
         stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor.cpu())
         for name, tensor in working.items()
     )
-
-
-def _cast(save_dtype: str, tensors: Tensors) -> Tensors:
-    """The tensors in the dtype that is saved; what lies beyond its range becomes its largest value, with a warning."""
-    if save_dtype == "keep":
-        return tensors
-    dtype = SAVED_DTYPES[save_dtype]
-    largest = torch.finfo(dtype).max
-    cast = {}
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            cast[name] = tensor
-            continue
-        beyond = int(((tensor.abs() > largest) & tensor.isfinite()).sum())
-        if beyond:
-            logger.warning("%s has %d values beyond the range of %s; they are clamped.", name, beyond, save_dtype)
-            tensor = torch.where(tensor.isfinite(), tensor.clamp(-largest, largest), tensor)
-        cast[name] = tensor.to(dtype)
-    return cast
 
 
 def _report(
