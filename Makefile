@@ -30,7 +30,7 @@ format: setup
 	$(BIN)/ruff check --fix oneshot kernels benchmarks tests
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadgroup
 
 demo: setup
 	$(BIN)/python benchmarks/demo.py

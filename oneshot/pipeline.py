@@ -36,6 +36,7 @@ from oneshot.result import (
     finish_folder,
     finished_report,
     output_config,
+    output_folder,
     outside_shards,
     refuse_place,
 )
@@ -111,7 +112,7 @@ def profile(config: CompressionConfig, *, show_progress: bool = False) -> Profil
 
     Raises as `compress`.
     """
-    output = Path(config.output).expanduser()
+    output = output_folder(config)
     refuse_existing(output)
     with open_inputs(config, show_progress=show_progress) as inputs:
         found = inputs.make_profile(config, inputs.footprint(config, None).tier)
@@ -123,7 +124,7 @@ def profile(config: CompressionConfig, *, show_progress: bool = False) -> Profil
 def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
     watch, recipe, source, workers = inputs.watch, inputs.recipe, inputs.source, inputs.workers
     checkpoint, shape = source.checkpoint, source.shape
-    output = Path(config.output).expanduser()
+    output = output_folder(config)
     refuse_place(config, checkpoint)
     budget = inputs.budget(config)
     plan = workers.share(0, lambda: plan_sizes(config, recipe, shape, budget=budget))

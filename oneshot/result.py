@@ -12,7 +12,7 @@ import torch
 from oneshot.arch import LLAMA
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import CompressionConfig
-from oneshot.errors import OutputError
+from oneshot.errors import OutputError, cause
 from oneshot.export.hf import stock_config, verify, write_companions
 from oneshot.export.per_layer import per_layer_config, write_modelling_file
 from oneshot.fold import fold_embedding, fold_head
@@ -30,9 +30,19 @@ POSITIONS = "model.embed_positions.weight"  # in the per-layer form
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def output_folder(config: CompressionConfig) -> Path:
+    """Where the result shall appear. Raises `OutputError` for what can be no folder's name."""
+    try:
+        folder = Path(config.output).expanduser()
+        folder.resolve().exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a zero byte
+        raise OutputError(f"--output {config.output} cannot be used ({cause(error)}); choose another.") from error
+    return folder
+
+
 def refuse_place(config: CompressionConfig, checkpoint: Checkpoint) -> None:
     """Raise `OutputError` where the result cannot appear at its place."""
-    output = Path(config.output).expanduser()
+    output = output_folder(config)
     if checkpoint.folder.resolve().is_relative_to(output.resolve()):
         raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
     refuse_output(output, overwrite=config.overwrite, resume=config.resume)

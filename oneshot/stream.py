@@ -36,10 +36,12 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
 
     Raises `DeviceError` when the device is not there.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and local_rank is not None:
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if name in ("auto", "cuda") and local_rank is not None:
         name = f"cuda:{local_rank}"
+    if name == "auto":
+        return torch.device("cuda")
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -450,6 +450,15 @@ def test_names_that_the_system_refuses(checkpoint: str, refused: Compress) -> No
     assert checkpoint[:200] in refused(Path(checkpoint))
 
 
+@pytest.mark.parametrize("output", ["n" * 300, "~no-such-user/out", "zero\0byte"])
+def test_output_names_that_the_system_refuses(
+    output: str, make_checkpoint: MakeCheckpoint, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(make_checkpoint()), f"--output={output}", "--sparsity=0.2", f"--calibration={text_file}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --output ")
+
+
 # Tokenizers
 
 

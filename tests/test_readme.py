@@ -20,7 +20,7 @@ def test_tables_are_rendered_from_rows() -> None:
 def test_every_option_named_exists() -> None:
     parsers = (compress_parser(), evaluate_parser(), profile_parser())
     known = {option for parser in parsers for option in parser._option_string_actions}
-    foreign = {"--model", "--model_args"}  # of lm_eval
+    foreign = {"--model", "--model_args", "--multi_gpu", "--num_processes"}  # of lm_eval and accelerate
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", (ROOT / "README.md").read_text()))
     assert named - foreign - known == set()
 

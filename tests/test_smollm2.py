@@ -14,6 +14,7 @@ from oneshot.evaluate import evaluate, load_model, load_windows
 from oneshot.scoring import perplexity
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.xdist_group("smollm2")  # one process compresses it for all of these
 
 # Plain English, unlike the technical prose of the calibration text. Written for this test.
 STORY = """

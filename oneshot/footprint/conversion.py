@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import CompressionConfig
-from oneshot.errors import CheckpointError, MemoryLimitError
+from oneshot.errors import CheckpointError, MemoryLimitError, cause
 from oneshot.footprint.bounds import Bounds, refuse_full_disk
 from oneshot.records import Footprint
 
@@ -28,16 +29,16 @@ class GgufHeader(Checkpoint):
     def __init__(self, path: Path) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise CheckpointError(f"{path} does not exist; check the path.")
         self.folder = path.parent
         try:
             config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(config)
-        except (ImportError, ValueError, KeyError, OSError, IndexError) as error:
+        except Exception as error:  # readers of GGUF raise many unrelated types; the cause is named and chained
             raise CheckpointError(
-                f"{path} cannot be read as GGUF ({error}); give a complete file of a Llama-like model."
+                f"{path} cannot be read as GGUF ({cause(error)}); give a complete file of a Llama-like model."
             ) from error
         self.config = json.loads(config.to_json_string(use_diff=False))
         tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -52,8 +53,8 @@ class GgufHeader(Checkpoint):
 
 def gguf_header(checkpoint: str) -> GgufHeader | None:
     """The header of a GGUF file; None for every other CHECKPOINT, and where the package that reads it is missing."""
-    path = Path(checkpoint).expanduser()
-    if path.suffix != ".gguf" or path.is_dir() or importlib.util.find_spec("gguf") is None:
+    path = Path(os.path.expanduser(checkpoint))  # which lets unknown users and impossible names pass
+    if path.suffix != ".gguf" or os.path.isdir(path) or importlib.util.find_spec("gguf") is None:
         return None
     return GgufHeader(path)
 

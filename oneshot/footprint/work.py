@@ -1,6 +1,7 @@
 """What there is to do in a run: the sizes that memory and time are predicted from."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def describe_work(
         layer_bytes=sum(size for name, size in sizes.items() if name.startswith(prefix)),
         outside_bytes=max(size for name, size in sizes.items() if not name.startswith(in_layers)),
         stored_itemsize=max(ITEMSIZES.get(dtype, 1) for dtype in checkpoint.dtypes.values()),
-        text_bytes=text.stat().st_size if text.suffix and text.is_file() else 0,
+        text_bytes=text.stat().st_size if text.suffix and os.path.isfile(text) else 0,
         profiled_kinds=profiled_kinds,
         exact=exact,
         removable_heads=architecture.removable_heads,
