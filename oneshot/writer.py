@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +27,8 @@ from oneshot.errors import CalibrationError, CheckpointError, ConfigError, Outpu
 logger = logging.getLogger(__name__)
 
 WRONG_INPUT = (CalibrationError, CheckpointError, ConfigError, PlanError, ProfileError)
-FINGERPRINT, LOCK = "fingerprint.json", "lock"
+FINGERPRINT, LOCK, CHECKPOINT, UNFINISHED = "fingerprint.json", "lock", "checkpoint", ".unfinished"
+FIRST_FILES = {LOCK, CHECKPOINT, FINGERPRINT + UNFINISHED}  # what is there before the fingerprint
 
 
 def incomplete_folder(folder: Path) -> Path:
@@ -39,10 +41,24 @@ def refuse_output(folder: Path, *, overwrite: bool, resume: bool) -> None:
     if folder.exists() and not (overwrite or resume):
         raise OutputError(f"{folder} exists already; choose another --output or add --overwrite.")
     work = incomplete_folder(folder)
-    if any(work.glob("*.json")) and not (overwrite or resume):
+    if _is_foreign(work):
+        raise OutputError(f"{work} is in the way and holds no interrupted run; move it, or choose another --output.")
+    if _holds_something(work) and not (overwrite or resume):
         raise OutputError(
             f"{work} holds an interrupted run; go on with --resume, start anew with --overwrite, or remove it."
         )
+
+
+def _is_foreign(work: Path) -> bool:
+    """Whether something lies there that no run has left."""
+    if not work.is_dir():
+        return work.exists()
+    return not (work / FINGERPRINT).exists() and not {path.name for path in work.iterdir()} <= FIRST_FILES
+
+
+def _holds_something(work: Path) -> bool:
+    """Whether an interrupted run left anything to go on with."""
+    return any(work.glob("record-*.json")) or any(work.glob("kept-*.json"))
 
 
 class CheckpointWriter:
@@ -73,7 +89,7 @@ class CheckpointWriter:
     ) -> None:
         refuse_output(folder, overwrite=overwrite, resume=resume)
         self.folder, self._work, self._num_shards = folder, incomplete_folder(folder), num_shards
-        self.partial = self._work / "checkpoint"
+        self.partial = self._work / CHECKPOINT
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self._work / LOCK, timeout=0)
@@ -153,8 +169,7 @@ class CheckpointWriter:
 
     def _leave(self, *, useless: bool = False) -> None:
         """Give the lock back; the folder goes, too, unless there is something in it to go on with."""
-        kept = any(self._work.glob("record-*.json")) or any(self._work.glob("kept-*.json"))
-        if self._work.exists() and (useless or not kept):
+        if self._work.exists() and (useless or not _holds_something(self._work)):
             shutil.rmtree(self._work)
         self._lock.release()
 
@@ -185,7 +200,7 @@ class CheckpointWriter:
         self.num_finished += 1
 
     def _save(self, path: Path, tensors: dict[str, torch.Tensor]) -> str:
-        unfinished = path.with_name(f"{path.name}.unfinished")
+        unfinished = path.with_name(path.name + UNFINISHED)
         on_host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
         try:
             save_file(on_host, unfinished, metadata={"format": "pt"})
@@ -227,10 +242,8 @@ class CheckpointWriter:
     def commit(self) -> None:
         """Make the complete folder appear at its final place, and remove the traces of its making."""
         if self.folder.exists():
-            replaced = self.folder.with_name(f"{self.folder.name}.replaced")
-            if replaced.exists():
-                shutil.rmtree(replaced)
-            os.rename(self.folder, replaced)
+            replaced = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.replaced-", dir=self.folder.parent))
+            os.rename(self.folder, replaced / "old")
             os.rename(self.partial, self.folder)
             shutil.rmtree(replaced)
         else:
@@ -268,7 +281,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _write_whole(path: Path, text: str) -> None:
     """Write a small file so that it is there whole or not at all, also after a power cut."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished = path.with_name(path.name + UNFINISHED)
     unfinished.write_text(text)
     _make_durable(unfinished, path)
 

@@ -114,6 +114,36 @@ def test_an_interrupted_run_is_neither_forgotten_nor_taken_for_another(tmp_path:
         assert writer.num_finished == 0
 
 
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    """Whatever lies at the names that a run works under."""
+    for name in ("out.incomplete", "out.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious.json").write_text("{}")
+    for options in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(OutputError, match="in the way"):
+            open_writer(tmp_path / "out", **options)
+    (tmp_path / "out.incomplete").rename(tmp_path / "elsewhere")
+    (tmp_path / "out.incomplete").write_text("a file")
+    with pytest.raises(OutputError, match="in the way"):
+        open_writer(tmp_path / "out")
+    (tmp_path / "out.incomplete").unlink()
+    write(tmp_path / "out", 3)
+    write(tmp_path / "out", 3, overwrite=True)
+    assert (tmp_path / "elsewhere" / "precious.json").exists()
+    assert (tmp_path / "out.replaced" / "precious.json").exists()
+
+
+@pytest.mark.parametrize(
+    "names_left", [[], ["lock"], ["lock", "fingerprint.json.unfinished"], ["lock", "fingerprint.json"]]
+)
+def test_a_run_killed_before_its_first_shard_is_no_hindrance(names_left: list[str], tmp_path: Path) -> None:
+    (tmp_path / "out.incomplete" / "checkpoint").mkdir(parents=True)
+    for name in names_left:
+        (tmp_path / "out.incomplete" / name).write_text("{")
+    write(tmp_path / "out", 3)
+    assert names(tmp_path) == ["out"]
+
+
 @pytest.mark.parametrize("damage", ["shard", "record", "scaffold"])
 def test_a_damaged_shard_is_made_again_and_what_follows_it(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
