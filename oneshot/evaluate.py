@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import logging
+import signal
 import statistics
 import sys
 import tempfile
@@ -20,8 +20,9 @@ from oneshot.calibration import iter_documents, load_tokenizer, pack
 from oneshot.checkpoint import Checkpoint
 from oneshot.comparison import Evaluation, print_evaluations, text_record, write_json
 from oneshot.config import DTYPES
-from oneshot.errors import CalibrationError, ConfigError, OneshotError, OutputError
+from oneshot.errors import CalibrationError, ConfigError, OutputError
 from oneshot.export.per_layer import model_classes, per_layer_shape
+from oneshot.options import run_command
 from oneshot.records import StackShape
 from oneshot.scoring import relative_score, score_windows
 from oneshot.source import identify, resolve_checkpoint
@@ -280,10 +281,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns the exit code."""
+    """Run; returns the exit code, as `options.run_command`."""
     arguments = build_parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    try:
+
+    def run() -> None:
         if arguments.sequence_length < 2:
             raise CalibrationError(f"--sequence-length {arguments.sequence_length} is too small; give at least 2.")
         if arguments.max_windows is not None and arguments.max_windows < 1:
@@ -307,13 +308,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_evaluations(evaluations)
         if arguments.output:
             write_json(Path(arguments.output), evaluations, vars(arguments))
-    except OneshotError as error:
-        if arguments.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return run_command(arguments, run)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up like Ctrl-C
     sys.exit(main())
