@@ -40,6 +40,8 @@ def refuse_output(folder: Path, *, overwrite: bool, resume: bool) -> None:
     """Raise `OutputError` where a finished or an interrupted run is in the way, and nothing says what to do with it."""
     if folder.exists() and not (overwrite or resume):
         raise OutputError(f"{folder} exists already; choose another --output or add --overwrite.")
+    if folder.exists() and not _is_replaceable(folder):
+        raise OutputError(f"{folder} is no checkpoint, so it is not overwritten; choose another --output or remove it.")
     work = incomplete_folder(folder)
     if _is_foreign(work):
         raise OutputError(f"{work} is in the way and holds no interrupted run; move it, or choose another --output.")
@@ -47,6 +49,11 @@ def refuse_output(folder: Path, *, overwrite: bool, resume: bool) -> None:
         raise OutputError(
             f"{work} holds an interrupted run; go on with --resume, start anew with --overwrite, or remove it."
         )
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Whether it is a checkpoint, or empty: nobody wants a home folder overwritten."""
+    return folder.is_dir() and ((folder / "config.json").exists() or not any(folder.iterdir()))
 
 
 def _is_foreign(work: Path) -> bool:

@@ -128,6 +128,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
         open_writer(tmp_path / "out")
     (tmp_path / "out.incomplete").unlink()
     write(tmp_path / "out", 3)
+    (tmp_path / "out" / "config.json").write_text("{}")
     write(tmp_path / "out", 3, overwrite=True)
     assert (tmp_path / "elsewhere" / "precious.json").exists()
     assert (tmp_path / "out.replaced" / "precious.json").exists()
@@ -181,11 +182,14 @@ def test_overwrite_keeps_the_old_folder_until_the_commit(tmp_path: Path) -> None
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "old").write_text("old")
+    with pytest.raises(OutputError, match="is no checkpoint"):
+        open_writer(folder, overwrite=True)
+    (folder / "config.json").write_text("{}")
     with pytest.raises(OutputError, match="--overwrite"):
         open_writer(folder)
     with pytest.raises(RuntimeError):
         write(folder, 3 - 1, RuntimeError(), overwrite=True)
-    assert names(folder) == ["old"]
+    assert names(folder) == ["config.json", "old"]
     write(folder, 3, overwrite=True)
     assert "old" not in names(folder)
     assert all(load_file(path) for path in folder.glob("*.safetensors"))
