@@ -2,12 +2,11 @@
 
 Every fault hits the real command line; then the same command with `--resume` runs until it is done. A fault is survived
 where the end is byte for byte what an undisturbed run writes, and lost where it is not, or where a command hangs. One
-row for every kind of fault goes to `results/faults.jsonl`, and one with two processes beside one to `processes.jsonl`.
+row for every kind of fault goes to `results/faults.jsonl`.
 """
 
 import argparse
 import hashlib
-import json
 import os
 import random
 import resource
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 from harness import append_row, parser, provenance, smollm2_gguf
-from safetensors.torch import load_file
 
 from oneshot.report import REPORT_NAME
 from oneshot.source import resolve_checkpoint
@@ -138,17 +136,6 @@ def kill_one_of_two(runs: Runs, name: str, chance: random.Random) -> bool:
     return process.returncode != 0
 
 
-def compare(one: Path, two: Path) -> dict[str, Any]:
-    """Whether two results have one plan, and the largest difference of a tensor relative to its norm."""
-    plans = [json.loads((folder / REPORT_NAME).read_text())["plan"] for folder in (one, two)]
-    worst = 0.0
-    for path in one.glob("*.safetensors"):
-        ours, theirs = load_file(path), load_file(two / path.name)
-        for name, tensor in ours.items():
-            worst = max(worst, float((tensor.double() - theirs[name].double()).norm() / tensor.double().norm()))
-    return {"same_plan": plans[0] == plans[1], "largest_difference": worst}
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--kills", type=int, default=27, help="at random moments of one run after the other")
@@ -231,10 +218,8 @@ def main() -> None:
 
         each("second process on the same output", second_writer)
 
-        two_seconds = runs.finish("two", processes=2)
+        runs.finish("two", processes=2)
         two = runs.checksums("two")
-        compared = compare(folder / "undisturbed", folder / "two")
-        append_row("processes", shared | compared | {"one_seconds": seconds, "two_seconds": two_seconds})
         survived = 0
         for number in range(arguments.others):
             name = f"dead-{number}"

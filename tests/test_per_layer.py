@@ -185,7 +185,7 @@ def test_the_modelling_file_stands_alone() -> None:
     assert modules == {"typing", "torch", "huggingface_hub", "transformers"}
 
 
-def test_the_evaluator_and_its_command_read_it(compressed: Path, text_file: Path, tmp_path: Path) -> None:
+def test_the_evaluator_reads_it(compressed: Path, text_file: Path) -> None:
     report = json.loads((compressed / "oneshot_report.json").read_text())
     (result,) = evaluate(
         [str(compressed)], [str(text_file)], sequence_length=32, max_windows=2, decode_tokens=2, prefill_tokens=8
@@ -197,20 +197,18 @@ def test_the_evaluator_and_its_command_read_it(compressed: Path, text_file: Path
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     biases = sum(module.bias.numel() for module in linears if module.bias is not None)
     assert result.flops_per_token == 2 * (sum(module.weight.numel() for module in linears) + biases)
-    command = [
-        sys.executable,
-        "-m",
-        "oneshot.evaluate",
-        str(compressed),
-        "--decode-tokens",
-        "0",
-        "--text",
-        str(text_file),
-    ]
-    command += ["--sequence-length", "32", "--max-windows", "1", "--output", str(tmp_path / "numbers.json")]
+
+
+def test_the_evaluators_command_reads_it(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path, tmp_path: Path
+) -> None:
+    report = compress(make_config(make_checkpoint(), recipe="magnitude", tier="per-layer", allocation="uniform"))
+    numbers = tmp_path / "numbers.json"
+    command = [sys.executable, "-m", "oneshot.evaluate", report.config["output"], f"--text={text_file}"]
+    command += ["--decode-tokens=0", "--sequence-length=32", "--max-windows=1", f"--output={numbers}"]
     subprocess.run(command, check=True, capture_output=True)
-    (written,) = json.loads((tmp_path / "numbers.json").read_text())["evaluations"]
-    assert written["stored_parameters"] == result.stored_parameters
+    (written,) = json.loads(numbers.read_text())["evaluations"]
+    assert written["stored_parameters"] == report.stored_parameters["compressed"]
 
 
 def test_fewer_rotary_pairs_are_a_model_without_the_others(

@@ -156,8 +156,8 @@ def test_warnings_are_in_the_report(make_checkpoint: MakeCheckpoint, make_config
 
 
 def test_a_killed_process_goes_on(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
-    """The real command, on a model whose layers take about a quarter of a second, killed at random moments."""
-    folder, output = make_checkpoint(layers=6, hidden=64, width=1024), tmp_path / "out"
+    """The real command, on a model whose layers take a tenth of a second or more, killed at random moments."""
+    folder, output = make_checkpoint(layers=10, hidden=64, width=512), tmp_path / "out"
     options = [str(folder), "--sparsity=0.2", f"--calibration={text_file}", "--num-sequences=64"]
     options += ["--sequence-length=32", "--device=cpu", "--quiet"]
 
@@ -171,7 +171,7 @@ def test_a_killed_process_goes_on(make_checkpoint: MakeCheckpoint, text_file: Pa
         process = start()
         while process.poll() is None and len(list(tmp_path.glob("out.incomplete/record-*.json"))) <= number:
             time.sleep(0.01)
-        time.sleep(chance.uniform(0, 0.2))
+        time.sleep(chance.uniform(0, 0.1))
         process.send_signal(kind)
         stopped = time.monotonic()
         _, errors = process.communicate()

@@ -146,20 +146,17 @@ metric_list:
 """
 
 
-def test_both_tiers_of_one_plan_give_the_same_model(
-    compressed: tuple[Path, Report], smollm2: Path, tmp_path: Path
-) -> None:
+def test_both_tiers_of_one_plan_give_the_same_model(smollm2: Path, tmp_path: Path) -> None:
     """The real model: one plan, two forms, equal logits and equal answers in an lm-eval task."""
-    report = compress(settings(smollm2, tmp_path / "per-layer", tier="per-layer", allocation="uniform"))
-    assert report.stored_parameters == compressed[1].stored_parameters
+    tiers = ("stock", "per-layer")
+    one_plan = {"recipe": "magnitude", "allocation": "uniform"}
+    reports = [compress(settings(smollm2, tmp_path / tier, tier=tier, **one_plan)) for tier in tiers]
+    assert reports[0].stored_parameters == reports[1].stored_parameters
     ids = load_tokenizer(smollm2)(STORY, return_tensors="pt").input_ids
     with torch.inference_mode():
-        stock, per_layer = (
-            load_model(folder, device=CPU, dtype=torch.float32)(ids).logits
-            for folder in (compressed[0], tmp_path / "per-layer")
-        )
+        stock, per_layer = (load_model(tmp_path / tier, device=CPU, dtype=torch.float32)(ids).logits for tier in tiers)
     torch.testing.assert_close(per_layer, stock, rtol=0, atol=1e-5 * float(stock.abs().max()))
-    answers = [run_capitals(folder, tmp_path) for folder in (compressed[0], tmp_path / "per-layer")]
+    answers = [run_capitals(tmp_path / tier, tmp_path) for tier in tiers]
     assert answers[0] == answers[1]
 
 

@@ -49,7 +49,6 @@ def test_the_parts_of_the_workers_are_the_whole_in_order(count: int, size: int) 
 @pytest.mark.parametrize(
     "options",
     [
-        ["--sparsity=0.2"],
         ["--sparsity=0.1", "--tier=per-layer", "--round-to=1", "--heads=id"],
         ["--sparsity=0.1", "--recipe=group-pca", "--correction=two-stream"],
         ["--sparsity=0.15", "--recipe=stat", "--ffn=wanda"],
