@@ -52,6 +52,7 @@ def test_the_parts_of_the_workers_are_the_whole_in_order(count: int, size: int) 
         ["--sparsity=0.1", "--tier=per-layer", "--round-to=1", "--heads=id"],
         ["--sparsity=0.1", "--recipe=group-pca", "--correction=two-stream"],
         ["--sparsity=0.15", "--recipe=stat", "--ffn=wanda"],
+        ["--sparsity=0.15", "--recipe=random", "--heads=random"],
         ["--value-size=4", "--query-key-size=4", "--tier=per-layer"],
     ],
     ids=str,

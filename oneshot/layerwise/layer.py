@@ -1,7 +1,7 @@
 """One layer through its stages: statistics of its activations, factors, folded tensors; then the streams move on."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -66,7 +66,7 @@ class LayerCompressor:
         workers: Workers = ALONE,
     ) -> None:
         self._config, self._shape, self._plan, self._subspaces = config, source.shape, plan, subspaces
-        self._device = device
+        self._recipe, self._device = recipe, device
         self.streams = Streams(
             config,
             source,
@@ -78,10 +78,24 @@ class LayerCompressor:
             tier=tier,
             workers=workers,
         )
-        shared = (config, recipe, source.shape, plan, plan.layers[0], subspaces, self.streams, device)
-        generator = torch.Generator().manual_seed(config.seed)
-        self._attention = AttentionBlock(*shared, generator=generator)
-        self._ffn = FfnBlock(*shared, generator=generator)
+
+    def _blocks(self, layer: int) -> tuple[AttentionBlock, FfnBlock]:
+        """The blocks of a layer; each draws the same, whichever layer a run begins with and whichever worker draws."""
+        kept, seed = self._plan.layers[layer], self._config.seed + layer
+        shared = (
+            self._config,
+            self._recipe,
+            self._shape,
+            self._plan,
+            kept,
+            self._subspaces,
+            self.streams,
+            self._device,
+        )
+        return (
+            AttentionBlock(*shared, torch.Generator().manual_seed(seed)),
+            FfnBlock(*shared, torch.Generator().manual_seed(seed)),
+        )
 
     def embed(self, calibration: CalibrationSet) -> None:
         """Fill the activation stores with the embeddings of the calibration text."""
@@ -95,10 +109,11 @@ class LayerCompressor:
         """Move the streams through a layer that another run finished: its dense tensors, and its `working` ones."""
         if not self.streams.has_text:
             return
+        _, ffn = self._blocks(layer)
         dense, current = self.streams.layer(tensors), self.streams.layer(working)
         for batch, x, x_dense in self.streams.read():
-            h = self._ffn.enter(current.attention(x), 2 * layer + 1)
-            self.streams.write(batch, self._ffn.enter(current.ffn(h), 2 * layer + 2))
+            h = ffn.enter(current.attention(x), 2 * layer + 1)
+            self.streams.write(batch, ffn.enter(current.ffn(h), 2 * layer + 2))
             if x_dense is not None:
                 self.streams.write_dense(batch, dense.ffn(dense.attention(x_dense)))
             advance(x.shape[0] * x.shape[1])
@@ -106,11 +121,8 @@ class LayerCompressor:
     def compress_layer(self, layer: int, tensors: Tensors, advance: Callable[[float], None]) -> CompressedLayer:
         """The layer's smaller tensors and what was lost. `advance` hears of tokens done, as parts of the layer."""
         release_heap()  # of the last layer's factorisation
-        kept = self._plan.layers[layer]
-        generator = torch.Generator().manual_seed(self._config.seed + layer)  # whichever layer a run begins with
-        attention = replace(self._attention, kept=kept, generator=generator)
-        ffn = replace(self._ffn, kept=kept, generator=generator)
-        sizes = self._shape.intermediate_size, kept.intermediate_size
+        attention, ffn = self._blocks(layer)
+        sizes = self._shape.intermediate_size, ffn.kept.intermediate_size
         working, maps = self._confined(layer, tensors), InnerMaps()
         if not self.streams.has_text:
             reports = self._input_reports(layer, None)
