@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,7 @@ def _write_layers(
     with ProgressBar(num_layers=num_layers, num_tokens=num_tokens, visible=inputs.show_progress) as progress:
         for layer, tensors in enumerate(prefetch(inputs.source.read_layer, num_layers)):
             if layer < finished:
-                stored, scaffold = workers.share(0, lambda: writer.reread(layer) if writer is not None else ({}, {}))  # noqa: B023
+                stored, scaffold = workers.share(0, partial(_reread, writer, layer))
                 working = scaffold or _llama_layer(stored, layer, own)
                 compressor.replay_layer(layer, tensors, working, progress.advance)
                 continue
@@ -312,6 +313,10 @@ def _write_layers(
             del tensors, done, named, saved  # or they would wait for the next layer's
     compressor.close()
     return layers
+
+
+def _reread(writer: CheckpointWriter | None, layer: int) -> tuple[Tensors, Tensors]:
+    return ({}, {}) if writer is None else writer.reread(layer)
 
 
 def _llama_layer(tensors: Tensors, layer: int, own: Architecture) -> Tensors:

@@ -166,12 +166,12 @@ def print_report(report: Report) -> None:
 def print_footprint(footprint: Footprint) -> None:
     """A table on stdout: what a run would take."""
     table = Table("", "predicted", "", title="dry run: nothing is read but headers, nothing is written")
-    table.add_row("peak host memory", _gibibytes(footprint.host_bytes), footprint.host_stage)
+    table.add_row("peak host memory", gibibytes(footprint.host_bytes), footprint.host_stage)
     if footprint.device_bytes:
-        table.add_row("peak device memory", _gibibytes(footprint.device_bytes), footprint.device_stage)
+        table.add_row("peak device memory", gibibytes(footprint.device_bytes), footprint.device_stage)
     table.add_row("activations", footprint.tier, "device, host or disk")
-    table.add_row("result on disk", _gibibytes(footprint.result_bytes), "")
-    table.add_row("scratch files", _gibibytes(footprint.scratch_bytes), "in --offload-dir, gone afterwards")
+    table.add_row("result on disk", gibibytes(footprint.result_bytes), "")
+    table.add_row("scratch files", gibibytes(footprint.scratch_bytes), "in --offload-dir, gone afterwards")
     dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
     table.add_row("stored parameters", f"{compressed:,}", f"of {dense:,}")
     for stage, seconds in footprint.seconds.items():
@@ -184,7 +184,8 @@ def print_footprint(footprint: Footprint) -> None:
         console.print("The sizes of each layer will come from a profile; this is for layers that are all alike.")
 
 
-def _gibibytes(size: int) -> str:
+def gibibytes(size: float) -> str:
+    """Bytes as people read them."""
     return f"{size / 2**30:.2f} GiB"
 
 

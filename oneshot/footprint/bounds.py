@@ -16,7 +16,7 @@ from oneshot.footprint.memory import DEVICE_SLACK_BYTES, HEAP_SHARE, SLACK_BYTES
 from oneshot.footprint.seconds import measure_rates, predicted_seconds
 from oneshot.footprint.work import Work
 from oneshot.records import Footprint
-from oneshot.report import peak_bytes, peak_device_bytes
+from oneshot.report import gibibytes, peak_bytes, peak_device_bytes
 from oneshot.source import SourceModel
 from oneshot.stream import LayerStream
 
@@ -126,8 +126,8 @@ def refuse_full_disk(config: CompressionConfig, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise MemoryLimitError(
-            f"{folder} has {_show(free)} free and the run puts {_show(needed)} there; name a folder with more room as "
-            "--offload-dir, give more --max-memory, or lower --num-sequences."
+            f"{folder} has {gibibytes(free)} free and the run puts {gibibytes(needed)} there; name a folder with more "
+            "room as --offload-dir, give more --max-memory, or lower --num-sequences."
         )
 
 
@@ -165,14 +165,10 @@ def _refuse(amounts: tuple[int, int, bool], stage: Stage, what: str, flag: str) 
         return
     knobs = stage.knobs()
     lower = f"change {' or '.join(knobs)}, or " if knobs else ""
-    need = f"The run needs {_show(needed)} of {what} for {stage.name}"
+    need = f"The run needs {gibibytes(needed)} of {what} for {stage.name}"
     if forced:
         raise MemoryLimitError(
-            f"{need}, more than the {_show(allowed)} of {flag}; {lower}allow at least {flag} "
+            f"{need}, more than the {gibibytes(allowed)} of {flag}; {lower}allow at least {flag} "
             f"{math.ceil(needed * 1.01 / 2**20)}MiB."
         )
-    logger.warning("%s and %s is free; %sfree some.", need, _show(allowed), lower)
-
-
-def _show(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    logger.warning("%s and %s is free; %sfree some.", need, gibibytes(allowed), lower)

@@ -15,6 +15,7 @@ from oneshot.config import CompressionConfig
 from oneshot.errors import CheckpointError, MemoryLimitError, cause
 from oneshot.footprint.bounds import Bounds, refuse_full_disk
 from oneshot.records import Footprint
+from oneshot.report import gibibytes
 
 FLOAT = 4
 CONVERTED_SHARE = 2.0  # of the float32 weights: the model, and what it is read and written through
@@ -69,8 +70,8 @@ def refuse_conversion(config: CompressionConfig, header: GgufHeader, bounds: Bou
     needed = bounds.host_held + conversion_bytes(header)
     if bounds.host_forced and needed > bounds.host_allowed:
         raise MemoryLimitError(
-            f"Converting {config.checkpoint} takes {needed / 2**30:.2f} GiB of host memory, more than the "
-            f"{bounds.host_allowed / 2**30:.2f} GiB of --max-memory; give a folder of safetensors, or allow at least "
+            f"Converting {config.checkpoint} takes {gibibytes(needed)} of host memory, more than the "
+            f"{gibibytes(bounds.host_allowed)} of --max-memory; give a folder of safetensors, or allow at least "
             f"--max-memory {math.ceil(needed * 1.01 / 2**20)}MiB."
         )
     refuse_full_disk(config, header.num_bytes)

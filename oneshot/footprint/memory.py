@@ -6,7 +6,10 @@ keep for themselves is `SLACK_BYTES` and `HEAP_SHARE` of the rest.
 
 from dataclasses import dataclass
 
+from oneshot.calibration import GENERATED_TOGETHER
+from oneshot.fold import PANEL_ROWS
 from oneshot.footprint.work import Work
+from oneshot.layerwise.latency import WIDTHS
 from oneshot.layerwise.profiling import PROBE_SEQUENCES
 from oneshot.recipes import WEIGHT_SELECTORS
 
@@ -17,9 +20,6 @@ DEVICE_SLACK_BYTES = 384 * 2**20  # workspaces of cuBLAS and cuSOLVER
 REPORT_BYTES = 64 * 2**20  # matplotlib draws a finished run
 HUB_TEXT_BYTES = 256 * 2**20  # a shuffle buffer of documents, and pyarrow's
 TEXT_FACTOR = 180  # bytes for a byte of a text file that is tokenised as one document
-PANEL_ROWS = 8192  # of `fold.times`
-GENERATED_TOGETHER = 32  # of `calibration`
-LATENCY_SIZES = 6  # FFN widths that are timed for a latency budget
 FLOAT, DOUBLE = 4, 8
 
 BATCH = ("--batch-size", "--sequence-length")
@@ -187,7 +187,7 @@ def _latency(work: Work) -> Stage:
     shape = work.shape
     sizes = shape.heads_per_group + shape.num_key_value_heads - 1 if work.removable_heads else 1
     one = work.layer_bytes + shape.layer_parameters() * work.dtype.itemsize
-    copies = Term((sizes + LATENCY_SIZES) * one, knobs=("--budget",))
+    copies = Term((sizes + WIDTHS) * one, knobs=("--budget",))
     batch = _activations(work, shape.intermediate_size, work.config.sequence_length)
     return Stage("measuring the latency of layers (--budget latency)", (*_tensors(work), copies, batch))
 
