@@ -135,12 +135,12 @@ def principal_subspaces(
             hidden.write(batch, layer.ffn(h))
             advance(x.shape[0] * x.shape[1])
         for half, gram in enumerate(grams):
-            save_file({"gram": gram.finish(workers).gram.cpu()}, _gram_path(scratch, 2 * number + half))
+            save_file({"gram": gram.finish(workers=workers).gram.cpu()}, _gram_path(scratch, 2 * number + half))
     last = GramAccumulator(shape.hidden_size, output_size=None, device=device)
     for batch in batches:
         last.update_(rows(hidden.read(batch)))
     hidden.close()
-    save_file({"gram": last.finish(workers).gram.cpu()}, _gram_path(scratch, 2 * shape.num_hidden_layers))
+    save_file({"gram": last.finish(workers=workers).gram.cpu()}, _gram_path(scratch, 2 * shape.num_hidden_layers))
     return _decompose(scratch, group_of, config.shared_weight, device, workers)
 
 

@@ -12,53 +12,63 @@ from oneshot.workers import ALONE, Workers
 
 
 class GramAccumulator:
-    """`G = AᵀA` and, for a two-stream target, `R = Aᵀ(Y − A Wᵀ)` over all rows seen (STAT section 3.1).
+    """`G = AᵀA` and, for a two-stream target `Y`, `C = AᵀY` over all rows seen (STAT section 3.1).
 
     Sums in float32 on the device of the activations. Two accumulators over different rows merge by addition, so
     the order, the batch size and the number of workers do not matter beyond rounding.
 
     Args:
         size: `n`, the number of activations (plus one for a constant column where the linear has a bias).
-        output_size: `d` where a residual `R (n, d)` is wanted, None otherwise.
+        output_size: `d` where there is a target, None otherwise.
     """
 
     def __init__(self, size: int, *, output_size: int | None, device: torch.device) -> None:
         self._gram = torch.zeros(size, size, device=device)
-        self._residual = None if output_size is None else torch.zeros(size, output_size, device=device)
-        self._residual_energy = torch.zeros((), dtype=torch.float64, device=device)
+        self._cross = None if output_size is None else torch.zeros(size, output_size, device=device)
+        self._target_energy = torch.zeros((), dtype=torch.float64, device=device)
         self._num_rows = 0
 
-    def update_(self, activations: torch.Tensor, residual_target: torch.Tensor | None = None) -> None:
-        """Add rows: `activations (m, n)`, and `residual_target (m, d)` where a residual is kept."""
+    def update_(self, activations: torch.Tensor, target: torch.Tensor | None = None) -> None:
+        """Add rows: `activations (m, n)`, and `target (m, d)` where there is one."""
         gram_(self._gram, activations)
-        if self._residual is not None:
-            if residual_target is None:
-                raise ValueError("this accumulator keeps a residual: give residual_target")
-            cross_gram_(self._residual, activations, residual_target)
-            self._residual_energy += residual_target.double().square().sum()
+        if self._cross is not None:
+            if target is None:
+                raise ValueError("this accumulator has a target: give its rows")
+            cross_gram_(self._cross, activations, target)
+            self._target_energy += target.double().square().sum()
         self._num_rows += len(activations)
 
     def merge_(self, other: "GramAccumulator") -> None:
         """Add the statistics of other rows: `stats(X1) + stats(X2) == stats([X1; X2])`."""
         self._gram += other._gram
-        if self._residual is not None and other._residual is not None:
-            self._residual += other._residual
-        self._residual_energy += other._residual_energy
+        if self._cross is not None and other._cross is not None:
+            self._cross += other._cross
+        self._target_energy += other._target_energy
         self._num_rows += other._num_rows
 
-    def finish(self, workers: Workers = ALONE) -> BlockStatistics:
+    def finish(self, weight: torch.Tensor | None = None, workers: Workers = ALONE) -> BlockStatistics:
         """The sums over the rows of all workers as a record (not copied).
+
+        With a target, `weight` is the linear's `W (d, n)`: what it does not reach, `R = Aᵀ(Y − A Wᵀ)`, is `C − G Wᵀ`,
+        so that no row needs to go through the linear.
 
         Raises `CheckpointError` where the activations were not finite.
         """
         num_rows = torch.tensor(self._num_rows, device=self._gram.device)
-        residual = [] if self._residual is None else [self._residual]
-        workers.sum_(self._gram, self._residual_energy, num_rows, *residual)
+        workers.sum_(self._gram, self._target_energy, num_rows, *([] if self._cross is None else [self._cross]))
         if not torch.isfinite(torch.stack(self._gram.aminmax())).all():
             raise CheckpointError(
                 "The activations overflow to NaN or Inf; run with --dtype float32 or check the weights."
             )
-        return BlockStatistics(self._gram, self._residual, self._residual_energy, int(num_rows))
+        if self._cross is None:
+            return BlockStatistics(self._gram, None, self._target_energy, int(num_rows))
+        if weight is None:
+            raise ValueError("this accumulator has a target: give the linear's weight")
+        columns = weight.T.to(self._gram)
+        reached = (self._cross * columns).sum(dtype=torch.float64)
+        residual = self._cross.addmm_(self._gram, columns, alpha=-1)
+        energy = self._target_energy - reached - (residual * columns).sum(dtype=torch.float64)
+        return BlockStatistics(self._gram, residual, energy.clamp_min(0), int(num_rows))
 
 
 class SketchAccumulator:

@@ -90,11 +90,12 @@ def test_predicted_error_equals_measured_error(correction: str, seed: int, bias:
         activations.shape[1], output_size=OUTPUTS if two_streams else None, device=torch.device("cpu")
     )
     plain = torch.from_numpy(activations[:, :NEURONS])
-    accumulator.update_(
-        with_constant_column(plain) if bias else plain, torch.from_numpy(residual) if two_streams else None
-    )
-    factors = correct(torch.from_numpy(weight), kept, accumulator.finish(), correction=correction, damping=1e-2)
     wanted = activations @ weight.T + (residual if two_streams else 0)
+    accumulator.update_(
+        with_constant_column(plain) if bias else plain, torch.from_numpy(wanted) if two_streams else None
+    )
+    statistics = accumulator.finish(torch.from_numpy(weight))
+    factors = correct(torch.from_numpy(weight), kept, statistics, correction=correction, damping=1e-2)
     assert factors.predicted_error == pytest.approx(
         measured_error(activations, factors, wanted), rel=1e-3, abs=TOLERANCES["float32 error"]
     )

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import TOLERANCES, Matrix, matrices
 
-from oneshot.records import BlockStatistics
 from oneshot.statistics import (
     GramAccumulator,
     HeadGramAccumulator,
@@ -29,15 +28,19 @@ def accumulate(rows: torch.Tensor, target: torch.Tensor, cuts: list[int]) -> Gra
     return accumulator
 
 
-def assert_sums(statistics: BlockStatistics, rows: Matrix, target: Matrix) -> None:
+def assert_sums(accumulator: GramAccumulator, rows: Matrix, target: Matrix, seed: int) -> None:
+    """`finish` for some linear `W` gives the sums over all rows: `AᵀA`, `Aᵀ(Y − A Wᵀ)`, `‖Y − A Wᵀ‖²`."""
+    weight = np.random.default_rng(seed + 1).standard_normal((target.shape[1], rows.shape[1]))
+    reached = rows @ weight.T
+    statistics = accumulator.finish(torch.from_numpy(weight))
+    largest = max(float(np.abs(part).max()) for part in (rows, target, reached))
     for got, wanted in (
         (statistics.gram, rows.T @ rows),
-        (statistics.residual, rows.T @ target),
-        (statistics.residual_energy, np.square(target).sum()),
+        (statistics.residual, rows.T @ (target - reached)),
+        (statistics.residual_energy, np.square(target - reached).sum()),
     ):
         assert got is not None
-        scale = max(float(np.abs(rows).max()), float(np.abs(target).max())) ** 2 * len(rows)
-        assert np.abs(got.numpy() - wanted).max() <= TOLERANCES["float32 sums"] * scale
+        assert np.abs(got.numpy() - wanted).max() <= TOLERANCES["float32 sums"] * largest**2 * rows.size
     assert statistics.num_rows == len(rows)
 
 
@@ -46,7 +49,7 @@ def test_batches_do_not_matter(matrix: Matrix, seed: int, cuts: list[int]) -> No
     target = np.random.default_rng(seed).standard_normal((len(matrix), 5))
     cuts = [min(cut, len(matrix)) for cut in cuts]
     accumulator = accumulate(torch.from_numpy(matrix), torch.from_numpy(target), cuts)
-    assert_sums(accumulator.finish(), matrix, target)
+    assert_sums(accumulator, matrix, target, seed)
 
 
 @given(matrix=matrices(), seed=st.integers(0, 100), cut=st.integers(0, 30))
@@ -56,7 +59,7 @@ def test_merging_workers_equals_seeing_all_rows(matrix: Matrix, seed: int, cut: 
     cut = min(cut, len(matrix))
     first, second = accumulate(rows[:cut], wanted[:cut], []), accumulate(rows[cut:], wanted[cut:], [])
     first.merge_(second)
-    assert_sums(first.finish(), matrix, target)
+    assert_sums(first, matrix, target, seed)
 
 
 def test_bfloat16_rows_are_summed_in_float32() -> None:
@@ -81,10 +84,25 @@ def test_the_constant_column_holds_sums_and_count() -> None:
     assert float(gram[-1, -1]) == 50
 
 
-def test_a_residual_cannot_be_forgotten() -> None:
+def test_a_target_cannot_be_forgotten() -> None:
     accumulator = GramAccumulator(3, output_size=2, device=CPU)
-    with pytest.raises(ValueError, match="residual_target"):
+    with pytest.raises(ValueError, match="give its rows"):
         accumulator.update_(torch.ones(4, 3))
+    accumulator.update_(torch.ones(4, 3), torch.ones(4, 2))
+    with pytest.raises(ValueError, match="give the linear's weight"):
+        accumulator.finish()
+
+
+@given(matrix=matrices(), seed=st.integers(0, 100))
+def test_what_the_linear_reaches_leaves_nothing(matrix: Matrix, seed: int) -> None:
+    """Two streams that are still the same have no residual, and rounding makes no negative energy."""
+    weight = np.random.default_rng(seed).standard_normal((5, matrix.shape[1]))
+    reached = matrix @ weight.T
+    statistics = accumulate(torch.from_numpy(matrix), torch.from_numpy(reached), []).finish(torch.from_numpy(weight))
+    assert statistics.residual is not None
+    largest = max(float(np.abs(part).max()) for part in (matrix, reached)) ** 2 * matrix.size
+    assert float(statistics.residual.abs().max()) <= TOLERANCES["float32 sums"] * largest
+    assert 0 <= float(statistics.residual_energy) <= TOLERANCES["float32 sums"] * largest * 5
 
 
 @pytest.mark.parametrize("nonzeros", [1, 4])

@@ -97,13 +97,13 @@ class AttentionBlock(Block):
             if x_dense is not None and self.follows_dense:
                 attended = dense.attention(x_dense)
                 self.streams.write_dense(batch, attended)
-                target = (attended - x).flatten(0, -2) - current.project_heads(heads)
+                target = (attended - x).flatten(0, -2)
             accumulator.update_(with_constant_column(heads) if self.shape.output_bias else heads, target)
             if moments is not None:
                 moments.update_(heads)
             advance(x.shape[0] * x.shape[1])
         workers = self.streams.workers
-        found = accumulator.finish(workers)
+        found = accumulator.finish(weight, workers)
         return found if moments is None else replace(found, moments=moments.finish(workers))
 
     def _solve(

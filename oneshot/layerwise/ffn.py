@@ -46,7 +46,8 @@ class FfnBlock(Block):
         `dense_attended`: the dense stream has gone through attention already. Also returns the hidden states that the
         last batch ought to have after the FFN, to measure the error against.
         """
-        accumulator = self.accumulator(augmented_weight(tensors, DOWN_PROJ)) if self.is_solved_for else None
+        weight = augmented_weight(tensors, DOWN_PROJ)
+        accumulator = self.accumulator(weight) if self.is_solved_for else None
         sketch = self._sketch() if self.reduces_neurons and self.recipe.sketch != "none" else None
         moments = None
         if self.recipe.ffn in MOMENT_SELECTORS:
@@ -60,9 +61,10 @@ class FfnBlock(Block):
                 self.streams.write_dense(batch, target)
             if accumulator is not None:
                 neurons = current.neurons(h)
-                if target is not None:
-                    target = (target - h).flatten(0, -2) - current.project_neurons(neurons)
-                accumulator.update_(with_constant_column(neurons) if self.shape.mlp_bias else neurons, target)
+                accumulator.update_(
+                    with_constant_column(neurons) if self.shape.mlp_bias else neurons,
+                    None if target is None else (target - h).flatten(0, -2),
+                )
                 if sketch is not None:
                     sketch.update_(neurons)
                 if moments is not None:
@@ -74,7 +76,7 @@ class FfnBlock(Block):
             return None, wanted
         workers = self.streams.workers
         statistics = replace(
-            self.reachable(accumulator.finish(workers), 2 * layer + 2),
+            self.reachable(accumulator.finish(weight, workers), 2 * layer + 2),
             sketch=None if sketch is None else sketch.finish(workers),
             moments=None if moments is None else moments.finish(workers),
         )

@@ -179,7 +179,7 @@ class LayerProfiler:
         totals = torch.tensor([cosines, rows], dtype=torch.float64, device=self._device)
         self._workers.sum_(totals)
         self._influence.append(1 - float(totals[0] / totals[1]))
-        return of_heads.finish(self._workers), of_neurons.finish(self._workers)
+        return of_heads.finish(workers=self._workers), of_neurons.finish(workers=self._workers)
 
     def _profile_heads(self, layer: int, tensors: Tensors, dense: StreamLayer, statistics: BlockStatistics) -> None:
         shape, units, by_group = self._shape, self.head_units, self._head_unit == "kv-group"
