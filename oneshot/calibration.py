@@ -23,8 +23,6 @@ HUB_ALIASES = {
 }
 SHUFFLE_BUFFER = 10_000
 LONGEST_DOCUMENT = 4_000_000  # characters of a text file that are tokenised at once
-SELF = "self"  # the source that is the model itself
-GENERATED_TOGETHER = 32
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -61,70 +59,39 @@ def load_calibration(
     token_ids = pack(documents, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, source=source)
     if len(token_ids) < num_sequences:
         logger.warning("%s holds %d sequences of the %d asked for.", source, len(token_ids), num_sequences)
-    return CalibrationSet(token_ids, source, hashlib.sha256(token_ids.numpy().tobytes()).hexdigest())
+    return CalibrationSet(token_ids, source, _hash(token_ids))
 
 
-def sample_calibration(
-    folder: Path,
-    tokenizer: Any,
-    *,
-    num_sequences: int,
-    sequence_length: int,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_memory_bytes: int | None,
-) -> CalibrationSet:
-    """Text that the model itself writes, drawn from its own distribution (temperature 1): no data needed.
+def split_sources(calibration: str) -> list[str]:
+    """`"c4+self"` -> `["c4", "self"]`; a name that is there as it is, plus signs and all, is one source."""
+    return [calibration] if Path(calibration).exists() else calibration.split("+")
 
-    Every sequence follows the start token, which it does not hold. The whole model is in memory meanwhile. The same
-    seed, machine and thread count give the same text.
 
-    Raises `CalibrationError` where the model does not fit into `max_memory_bytes` (None: what is free), or where its
-    tokenizer has no token to begin with.
+def shares(num_sequences: int, sources: Sequence[str]) -> list[int]:
+    """How many sequences each source gives: equally many, the first ones one more where that does not divide.
+
+    Raises `CalibrationError` where there are fewer sequences than sources.
     """
-    import psutil
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
-    room = psutil.virtual_memory().available if max_memory_bytes is None else max_memory_bytes
-    if needed > room:
+    least, more = divmod(num_sequences, len(sources))
+    if least == 0:
         raise CalibrationError(
-            f"--calibration self holds the whole model, {needed / 2**30:.1f} GiB, where {room / 2**30:.1f} GiB may be "
-            "taken; give a text as --calibration, or more --max-memory."
+            f"{num_sequences} sequences are too few for the {len(sources)} sources {' and '.join(sources)}; "
+            "give more --num-sequences."
         )
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if start is None:
-        raise CalibrationError(f"The tokenizer in {folder} has no start token; give a text as --calibration.")
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        )
-    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
-        raise CalibrationError(
-            f"{folder} cannot be loaded to write its own text ({cause(error)}); give a text as --calibration."
-        ) from error
-    model = model.to(device).eval()
-    free_running = GenerationConfig(
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=sequence_length,
-        eos_token_id=None,  # what ends one document begins the next
-        pad_token_id=int(start == 0),  # nothing is padded, but it must not be the start token
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        parts = [
-            model.generate(torch.full((count, 1), start, device=device), generation_config=free_running)[:, 1:].cpu()
-            for count in _parts(num_sequences, GENERATED_TOGETHER)
-        ]
-    token_ids = torch.cat(parts)
-    return CalibrationSet(token_ids, SELF, hashlib.sha256(token_ids.numpy().tobytes()).hexdigest())
+    return [least + (number < more) for number in range(len(sources))]
 
 
-def _parts(count: int, at_most: int) -> list[int]:
-    """Parts of at most `at_most` that add up to `count`."""
-    return [min(at_most, count - start) for start in range(0, count, at_most)]
+def mixed(parts: Sequence[CalibrationSet], seed: int) -> CalibrationSet:
+    """The sequences of several sources in one seeded random order, so that the first ones are of all kinds, too."""
+    if len(parts) == 1:
+        return parts[0]
+    together = torch.cat([part.token_ids for part in parts])
+    token_ids = together[torch.randperm(len(together), generator=torch.Generator().manual_seed(seed))]
+    return CalibrationSet(token_ids, "+".join(part.source for part in parts), _hash(token_ids))
+
+
+def _hash(token_ids: torch.Tensor) -> str:
+    return hashlib.sha256(token_ids.numpy().tobytes()).hexdigest()
 
 
 def pack(

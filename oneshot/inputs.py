@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from oneshot.calibration import SELF, load_calibration, load_tokenizer, sample_calibration
+from oneshot.calibration import load_calibration, load_tokenizer, mixed, shares, split_sources
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import TOKENS_PER_NEURON, CompressionConfig
 from oneshot.errors import DeviceError, OutputError
@@ -29,6 +29,7 @@ from oneshot.recipes import resolve_recipe
 from oneshot.records import CalibrationSet, Footprint, ModelShape, Plan, Profile, ProfileOrigin, StackShape
 from oneshot.report import ProgressBar, Stopwatch, WarningLog, versions
 from oneshot.result import expected_bytes
+from oneshot.sampling import SELF, sample_calibration
 from oneshot.source import SourceModel, identify, resolve_checkpoint
 from oneshot.stream import prefetch, release_heap, resolve_device, resolve_dtype
 from oneshot.workers import join_workers
@@ -120,23 +121,33 @@ class Inputs:
         return self._calibration
 
     def _load_text(self, config: CompressionConfig) -> CalibrationSet:
-        folder = self.source.checkpoint.folder
-        tokenizer = load_tokenizer(folder)
-        sizes = {
-            "num_sequences": config.num_sequences,
-            "sequence_length": config.sequence_length,
-            "seed": config.seed,
-        }
-        if config.calibration == SELF:
-            return sample_calibration(
-                folder,
+        tokenizer = load_tokenizer(self.source.checkpoint.folder)
+        sources = split_sources(config.calibration)
+        counts = shares(config.num_sequences, sources)
+        parts = [self._load_source(config, *part, tokenizer) for part in zip(sources, counts, strict=True)]
+        return mixed(parts, config.seed)
+
+    def _load_source(
+        self, config: CompressionConfig, source: str, num_sequences: int, tokenizer: Any
+    ) -> CalibrationSet:
+        if source != SELF:
+            return load_calibration(
+                source,
                 tokenizer,
-                **sizes,
-                device=self.device,
-                dtype=self.dtype,
-                max_memory_bytes=config.max_memory_bytes,
+                num_sequences=num_sequences,
+                sequence_length=config.sequence_length,
+                seed=config.seed,
             )
-        return load_calibration(config.calibration, tokenizer, **sizes)
+        return sample_calibration(
+            self.source.checkpoint.folder,
+            tokenizer,
+            num_sequences=num_sequences,
+            sequence_length=config.sequence_length,
+            seed=config.seed,
+            device=self.device,
+            dtype=self.dtype,
+            max_memory_bytes=config.max_memory_bytes,
+        )
 
     def read_profile(self, config: CompressionConfig, tier: str) -> Profile:
         """The profile given, if it belongs to this model and text, or one made now with activations in `tier`."""

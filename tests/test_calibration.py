@@ -1,6 +1,7 @@
 """Calibration text: sources, seeds, packing, hashes, and texts that are none."""
 
 import hashlib
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,14 @@ from oneshot.calibration import (
     iter_documents,
     load_calibration,
     load_tokenizer,
+    mixed,
     pack,
-    sample_calibration,
+    shares,
+    split_sources,
 )
 from oneshot.errors import CalibrationError, MemoryLimitError
 from oneshot.records import CalibrationSet
+from oneshot.sampling import DOCUMENT_TOKENS, FORMS, TOPICS, _continued, openings, sample_calibration
 
 DOCUMENTS = [f"Document {number}: " + topics(number, number + 1)[:200] for number in range(12)]
 
@@ -174,7 +178,7 @@ def test_a_damaged_tokenizer(tmp_path: Path) -> None:
 def test_a_model_writes_its_own_calibration_text(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """As many tokens as asked for, by the model's own distribution; the seed decides."""
+    """As many tokens as asked for; the seed decides which."""
     config = make_config(make_checkpoint(), calibration="self", num_sequences=40, sequence_length=24)
     report = compress(config)
     assert report.calibration is not None
@@ -186,28 +190,98 @@ def test_a_model_writes_its_own_calibration_text(
     assert other.calibration["token_hash"] != report.calibration["token_hash"]
 
 
-def test_sampled_text_follows_the_models_distribution(make_checkpoint: MakeCheckpoint, tokenizer: Any) -> None:
-    """Frequencies of the first token against the softmax behind the start token."""
-    from transformers import AutoModelForCausalLM
-
-    folder = make_checkpoint()
-    text = sample_calibration(
+def sample(folder: Path, tokenizer: Any, *, num: int, length: int, seed: int = 0) -> CalibrationSet:
+    return sample_calibration(
         folder,
         tokenizer,
-        num_sequences=3000,
-        sequence_length=1,
-        seed=0,
+        num_sequences=num,
+        sequence_length=length,
+        seed=seed,
         device=torch.device("cpu"),
         dtype=torch.float32,
         max_memory_bytes=None,
     )
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        expected = model(torch.tensor([[tokenizer.bos_token_id]])).logits[0, -1].double().softmax(-1)
-    counts = text.token_ids.flatten().bincount(minlength=len(expected)).double()
-    statistic = float(((counts - 3000 * expected).square() / (3000 * expected)).sum())
-    degrees = len(expected) - 1
-    assert abs(statistic - degrees) < 5 * (2 * degrees) ** 0.5
+
+
+def test_documents_are_drawn_from_the_models_distribution(make_checkpoint: MakeCheckpoint) -> None:
+    """Frequencies of the token behind two beginnings of different lengths against the softmax behind each alone."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_checkpoint()).eval()
+    beginnings, repeats = [[5, 17, 40, 9, 33], [60]], 2000
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        documents = _continued(model, beginnings * repeats, 1)
+        for number, beginning in enumerate(beginnings):
+            written = documents[number :: len(beginnings)]
+            assert all(ids[:-1] == beginning for ids in written)
+            expected = model(torch.tensor([beginning])).logits[0, -1].double().softmax(-1) * repeats
+            counts = torch.tensor([ids[-1] for ids in written]).bincount(minlength=len(expected))
+            statistic = float(((counts - expected).square() / expected).sum())
+            degrees = len(expected) - 1
+            assert abs(statistic - degrees) < 5 * (2 * degrees) ** 0.5
+
+
+def test_sampled_text_is_openings_and_what_follows(make_checkpoint: MakeCheckpoint, tokenizer: Any) -> None:
+    folder = make_checkpoint()
+    text = sample(folder, tokenizer, num=6, length=50, seed=3)
+    positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    longest = min(DOCUMENT_TOKENS, positions // 2)  # of the opening, and of what is written
+    tokens, start = text.token_ids.flatten().tolist(), 0
+    for opening in openings(3):
+        wanted = tokenizer(opening)["input_ids"][:longest]
+        rest = tokens[start:]
+        assert rest[: len(wanted)] == wanted[: len(rest)]
+        start += len(wanted) + longest
+        if start >= len(tokens):
+            break
+    assert text.token_ids.shape == (6, 50)
+
+
+def test_openings_are_of_every_kind_and_never_end() -> None:
+    every = len(FORMS) * len(TOPICS)
+    first = list(itertools.islice(openings(0), 2 * every))
+    assert len(set(first)) == every
+    assert first[:every] == first[every:]
+    assert first[:every] != list(itertools.islice(openings(1), every))
+    assert not any("{" in opening for opening in first)
+
+
+def test_sources_share_the_sequences(tokenizer: Any, tmp_path: Path) -> None:
+    """Each gives equally many; all are in one seeded order."""
+    for name, first in (("a", 0), ("b", 20)):
+        (tmp_path / f"{name}.txt").write_text(topics(first, first + 10))
+    names = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    assert split_sources("+".join(names)) == names
+    counts = shares(9, names)
+    assert counts == [5, 4]
+    parts = [load(name, tokenizer, num=count) for name, count in zip(names, counts, strict=True)]
+    first, again, other = (mixed(parts, seed) for seed in (0, 0, 1))
+    assert first.token_hash == again.token_hash != other.token_hash
+    every = {tuple(row) for part in parts for row in part.token_ids.tolist()}
+    assert {tuple(row) for row in first.token_ids.tolist()} == every
+    assert first.source == "+".join(names)
+    assert mixed(parts[:1], 0) is parts[0]
+    with pytest.raises(CalibrationError, match="too few for the 2 sources"):
+        shares(1, names)
+
+
+def test_a_plus_sign_may_be_part_of_a_files_name(tmp_path: Path) -> None:
+    path = tmp_path / "a+b.txt"
+    assert len(split_sources(str(path))) == 2
+    path.write_text("text")
+    assert split_sources(str(path)) == [str(path)]
+
+
+def test_text_from_a_file_and_from_the_model(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path, tmp_path: Path
+) -> None:
+    config = make_config(make_checkpoint(), calibration=f"{text_file}+self", num_sequences=40, sequence_length=24)
+    report = compress(config)
+    assert report.calibration is not None
+    assert report.calibration["source"] == f"{text_file}+self"
+    assert report.calibration["num_sequences"] == 40
+    assert compress(replace(config, output=str(tmp_path / "again"))).calibration == report.calibration
 
 
 def test_a_model_that_does_not_fit_is_not_sampled(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:

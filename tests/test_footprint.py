@@ -305,7 +305,6 @@ def on_cuda(**changes: Any) -> Work:
         layer_bytes=2 * SHAPE.layer_parameters(),
         outside_bytes=2 * SHAPE.vocab_size * SHAPE.hidden_size,
         stored_itemsize=2,
-        text_bytes=0,
         profiled_kinds=0,
         exact=True,
         removable_heads=True,

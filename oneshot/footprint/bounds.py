@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from oneshot_kernels import cholesky_pivots_
 
+from oneshot.calibration import split_sources
 from oneshot.config import CompressionConfig
 from oneshot.errors import ConfigError, MemoryLimitError
 from oneshot.footprint.memory import DEVICE_SLACK_BYTES, HEAP_SHARE, SLACK_BYTES, Stage, scratch_bytes, stages
@@ -68,7 +69,7 @@ def current_bounds(config: CompressionConfig, device: torch.device) -> Bounds:
 def load_libraries(source: SourceModel, config: CompressionConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Have in memory what the run will load: libraries, the family's model class, the workspaces of BLAS."""
     LayerStream(source.checkpoint.config, source.architecture, sequence_length=2, device=device, dtype=dtype)
-    if Path(config.calibration).suffix in FILE_SUFFIXES:
+    if any(Path(source).suffix in FILE_SUFFIXES for source in split_sources(config.calibration)):
         import datasets  # noqa: F401
     for each in {dtype, torch.float32, torch.float64}:
         square = torch.eye(64, dtype=each, device=device)

@@ -4,14 +4,17 @@ Sums are meant to be a little above what is measured and never below it. What to
 keep for themselves is `SLACK_BYTES` and `HEAP_SHARE` of the rest.
 """
 
+import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
-from oneshot.calibration import GENERATED_TOGETHER
 from oneshot.fold import PANEL_ROWS
 from oneshot.footprint.work import Work
 from oneshot.layerwise.latency import WIDTHS
 from oneshot.layerwise.profiling import PROBE_SEQUENCES
 from oneshot.recipes import WEIGHT_SELECTORS
+from oneshot.sampling import DOCUMENT_TOKENS, GENERATED_TOGETHER, SELF
 
 SLACK_BYTES = 128 * 2**20
 HEAP_SHARE = 1.08
@@ -56,8 +59,8 @@ class Stage:
 def stages(work: Work) -> list[Stage]:
     """The stages of a run, without the activation stores."""
     found = [Stage("the libraries", ())]
-    if work.streams_text or work.slices or work.profiled_kinds:
-        found.append(_text(work))
+    if work.texts:
+        found += [_writing(work) if source == SELF else _reading(source) for source in work.texts]
         embedded = 3 * work.batch_tokens * work.shape.hidden_size * work.dtype.itemsize
         found.append(Stage("the embedding", (*_read(work.outside_bytes), Term(embedded, computed=True, knobs=BATCH))))
     if work.config.budget == "latency":
@@ -160,24 +163,29 @@ def _correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     return Term(max(solve, step, errors), computed=True)
 
 
-def _text(work: Work) -> Stage:
-    """Reading and tokenising the text, or having the model write it."""
-    if not work.samples_text:
-        size = TEXT_FACTOR * work.text_bytes
-        if work.config.calibration != "builtin" and not work.text_bytes:
-            size = HUB_TEXT_BYTES
-        return Stage("reading the text", (Term(size, knobs=("--calibration",)),))
+def _reading(source: str) -> Stage:
+    """Reading and tokenising a text."""
+    size = HUB_TEXT_BYTES
+    if source == "builtin":
+        size = 0
+    elif Path(source).suffix and os.path.isfile(source):
+        size = TEXT_FACTOR * os.path.getsize(source)
+    return Stage("reading the text", (Term(size, knobs=("--calibration",)),))
+
+
+def _writing(work: Work) -> Stage:
+    """Letting the model write the text."""
     shape, itemsize = work.shape, work.dtype.itemsize
-    sequences = min(GENERATED_TOGETHER, work.config.num_sequences)
-    cache = shape.stack().kv_bytes_per_token(itemsize) * sequences * work.config.sequence_length
-    logits = 4 * FLOAT * sequences * shape.vocab_size
+    documents = min(GENERATED_TOGETHER, math.ceil(work.num_tokens / DOCUMENT_TOKENS))
+    cache = shape.stack().kv_bytes_per_token(itemsize) * documents * 2 * DOCUMENT_TOKENS
+    logits = 4 * FLOAT * documents * shape.vocab_size
     parameters = shape.stack().stored_parameters() * itemsize
     return Stage(
         "letting the model write the text (--calibration self)",
         (
             Term(work.model_bytes, knobs=("--calibration",)),
             Term(parameters, computed=True, knobs=("--calibration",)),
-            Term(2 * cache + logits, computed=True, knobs=LENGTH),
+            Term(2 * cache + logits, computed=True),
         ),
     )
 

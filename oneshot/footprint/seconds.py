@@ -13,6 +13,7 @@ from oneshot_kernels import cholesky_pivots_
 from oneshot.footprint.work import Work
 from oneshot.layerwise.profiling import STATISTICS_SEQUENCES
 from oneshot.recipes import WEIGHT_SELECTORS
+from oneshot.sampling import SELF
 
 MATRIX = 1024  # columns of the matrices that are timed on a CPU; a device gets four times as many
 PIVOTED = 768
@@ -63,8 +64,9 @@ def predicted_seconds(work: Work, rates: Rates) -> dict[str, float]:
     seconds = {"prepare": START_SECONDS}
     forward = 2 * shape.layer_parameters() + 2 * work.config.sequence_length * _heads(work)  # for a token and a layer
     layers, size = shape.num_hidden_layers, shape.intermediate_size
-    if work.samples_text:
-        seconds["prepare"] += 4 * work.num_tokens * layers * forward / rates.stream  # token by token: slower
+    if SELF in work.texts:
+        written = work.num_tokens / len(work.texts)
+        seconds["prepare"] += 4 * written * layers * forward / rates.stream  # token by token: slower
     if work.profiled_kinds:
         read = min(STATISTICS_SEQUENCES, work.config.num_sequences) * work.config.sequence_length
         probes = 2 * work.config.sequence_length * work.profiled_kinds * layers / 2

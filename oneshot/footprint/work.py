@@ -1,13 +1,11 @@
 """What there is to do in a run: the sizes that memory and time are predicted from."""
 
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from oneshot.calibration import SELF
+from oneshot.calibration import split_sources
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import CompressionConfig
 from oneshot.layerwise import reads_activations
@@ -27,7 +25,7 @@ class Work:
     Attributes:
         plan: None for a run that makes a profile and nothing else.
         dtype: of the streams. layer_bytes: of a layer. outside_bytes: of the largest tensor outside the layers.
-        text_bytes: of a calibration file; 0 for other sources. profiled_kinds: kinds of blocks whose sensitivity is
+        profiled_kinds: kinds of blocks whose sensitivity is
             measured, 0 where no profile is made. exact: whether the plan's sizes are those that the run will have; a
             profile changes them otherwise.
     """
@@ -42,7 +40,6 @@ class Work:
     layer_bytes: int
     outside_bytes: int
     stored_itemsize: int
-    text_bytes: int
     profiled_kinds: int
     exact: bool
     removable_heads: bool
@@ -76,9 +73,10 @@ class Work:
         return self.hidden is not None
 
     @property
-    def samples_text(self) -> bool:
-        """Whether the model writes the text itself."""
-        return self.config.calibration == SELF and (self.streams_text or self.slices or self.profiled_kinds > 0)
+    def texts(self) -> list[str]:
+        """Where calibration text comes from; nothing where none is read."""
+        reads = self.streams_text or self.slices or self.profiled_kinds > 0
+        return split_sources(self.config.calibration) if reads else []
 
     @property
     def store_bytes(self) -> list[int]:
@@ -112,7 +110,6 @@ def describe_work(
     prefix = architecture.layer_prefix(0)
     in_layers = f"{architecture.layers}."
     sizes = tensor_bytes(checkpoint)
-    text = Path(config.calibration)
     return Work(
         config=config,
         recipe=recipe,
@@ -124,7 +121,6 @@ def describe_work(
         layer_bytes=sum(size for name, size in sizes.items() if name.startswith(prefix)),
         outside_bytes=max(size for name, size in sizes.items() if not name.startswith(in_layers)),
         stored_itemsize=max(ITEMSIZES.get(dtype, 1) for dtype in checkpoint.dtypes.values()),
-        text_bytes=text.stat().st_size if text.suffix and os.path.isfile(text) else 0,
         profiled_kinds=profiled_kinds,
         exact=exact,
         removable_heads=architecture.removable_heads,

@@ -1,0 +1,153 @@
+"""Calibration text that the model writes itself: no data needed, and many kinds of text where the data is of few.
+
+A correction learns the kind of text that it sees (docs/experiments.md). So the model continues openings of many kinds
+of text on many topics, a short document each, instead of running on from nothing.
+"""
+
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.errors import CalibrationError, cause
+from oneshot.records import CalibrationSet
+
+SELF = "self"  # the source that is the model itself
+GENERATED_TOGETHER = 64  # documents
+DOCUMENT_TOKENS = 256  # written in each; small models lose the thread soon
+
+FORMS = (
+    "{Topic} (from an encyclopedia):\n\n",
+    "Chapter 1: {Topic}\n\n",
+    "How to deal with {topic}: first, ",
+    "News: {Topic}\n\n",
+    "Posted in a forum about {topic}:\n\nHi everyone, ",
+    '"{Topic}?" she asked. "',
+    "{Topic}. Abstract. In this paper we ",
+    "Lecture notes on {topic}\n\n1. ",
+    "Review of a book about {topic}\n\n",
+    "Frequently asked questions about {topic}\n\nQ: ",
+    "Dear Sir, I am writing about {topic}. ",
+    "A guide to {topic} for beginners\n\n",
+)
+TOPICS = (
+    "the history of a small town",
+    "gardening",
+    "football",
+    "soup",
+    "rivers",
+    "computer networks",
+    "a king and his war",
+    "bicycles",
+    "a singer",
+    "insects",
+    "a court case",
+    "the kitchen",
+    "programming",
+    "love",
+    "taxes",
+    "a game",
+    "ships",
+    "the heart",
+    "a train journey",
+    "money",
+    "television",
+    "the weather",
+    "furniture",
+    "mathematics",
+    "a church",
+    "birds",
+    "medicine",
+    "a school",
+    "the sea",
+    "an election",
+    "music",
+    "space",
+)
+
+
+def sample_calibration(
+    folder: Path,
+    tokenizer: Any,
+    *,
+    num_sequences: int,
+    sequence_length: int,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_memory_bytes: int | None,
+) -> CalibrationSet:
+    """Documents that the model itself writes behind `openings`, drawn from its own distribution (temperature 1).
+
+    Packed as other text is, openings included. The whole model is in memory meanwhile. The same seed, machine and
+    thread count give the same text.
+
+    Raises `CalibrationError` where the model does not fit into `max_memory_bytes` (None: what is free), or cannot be
+    loaded.
+    """
+    model = _load(folder, device=device, dtype=dtype, max_memory_bytes=max_memory_bytes)
+    longest = max(1, min(DOCUMENT_TOKENS, getattr(model.config, "max_position_embeddings", 2 * DOCUMENT_TOKENS) // 2))
+    beginnings = (tokenizer(opening)["input_ids"][:longest] for opening in openings(seed))
+    wanted = num_sequences * sequence_length
+    token_ids: list[int] = []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        while len(token_ids) < wanted:
+            count = min(GENERATED_TOGETHER, -(-(wanted - len(token_ids)) // longest))
+            for document in _continued(model, list(itertools.islice(beginnings, count)), longest):
+                token_ids += document
+    sequences = torch.tensor(token_ids[:wanted], dtype=torch.int64).view(num_sequences, sequence_length)
+    return CalibrationSet(sequences, SELF, hashlib.sha256(sequences.numpy().tobytes()).hexdigest())
+
+
+def openings(seed: int) -> Iterator[str]:
+    """Beginnings of documents, every form with every topic in a seeded order, again and again."""
+    every = [
+        form.format(Topic=topic[0].upper() + topic[1:], topic=topic) for form, topic in itertools.product(FORMS, TOPICS)
+    ]
+    random.Random(seed).shuffle(every)
+    return itertools.cycle(every)
+
+
+def _load(folder: Path, *, device: torch.device, dtype: torch.dtype, max_memory_bytes: int | None) -> Any:
+    import psutil
+    from transformers import AutoModelForCausalLM
+
+    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
+    room = psutil.virtual_memory().available if max_memory_bytes is None else max_memory_bytes
+    if needed > room:
+        raise CalibrationError(
+            f"--calibration self holds the whole model, {needed / 2**30:.1f} GiB, where {room / 2**30:.1f} GiB may be "
+            "taken; give a text as --calibration, or more --max-memory."
+        )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise CalibrationError(
+            f"{folder} cannot be loaded to write its own text ({cause(error)}); give a text as --calibration."
+        ) from error
+    return model.to(device).eval()
+
+
+def _continued(model: Any, beginnings: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Each beginning with `num_tokens` tokens that the model draws behind it."""
+    from transformers import GenerationConfig
+
+    length = max(len(beginning) for beginning in beginnings)
+    padded = torch.tensor([[0] * (length - len(ids)) + ids for ids in beginnings], device=model.device)
+    mask = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in beginnings], device=model.device)
+    free_running = GenerationConfig(
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,  # what ends one document begins the next
+        pad_token_id=0,
+    )
+    written = model.generate(padded, attention_mask=mask, generation_config=free_running).tolist()
+    return [ids[length - len(beginning) :] for ids, beginning in zip(written, beginnings, strict=True)]
