@@ -5,7 +5,6 @@ import importlib.util
 import json
 import platform
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneshot import CompressionConfig, Report, compress
+from oneshot import Report
 from oneshot.comparison import text_record
 from oneshot.evaluate import load_model, load_windows
 from oneshot.scoring import perplexity, relative_score
@@ -171,18 +170,16 @@ def latest(rows: list[Row], *keys: str) -> list[Row]:
     return list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
 
 
-def compress_and_judge(config: CompressionConfig, windows: dict[str, torch.Tensor]) -> tuple[Report, dict[str, Any]]:
-    """Compress a model; its report, and what a row says of its size, its calibration, its time and its perplexities."""
-    started = time.perf_counter()
-    report = compress(config)
-    return report, {
+def judge(report: Report, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What a row says of a compressed model: its size, its calibration and its perplexities."""
+    calibration = report.calibration or {}
+    return {
         "stored_parameters": report.stored_parameters["compressed"],
         "block_parameters": report.block_parameters["compressed"],
-        "calibration": Path(config.calibration).name,
-        "calibration_tokens": report.calibration and report.calibration["num_tokens"],
-        "calibration_hash": report.calibration and report.calibration["token_hash"],
-        "seconds": time.perf_counter() - started,
-        "perplexity": perplexities(Path(config.output), windows),
+        "calibration": Path(report.config["calibration"]).name,
+        "calibration_tokens": calibration.get("num_tokens"),
+        "calibration_hash": calibration.get("token_hash"),
+        "perplexity": perplexities(Path(report.config["output"]), windows),
     }
 
 

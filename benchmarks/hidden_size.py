@@ -14,7 +14,7 @@ from harness import (
     add_compression_options,
     add_setting_options,
     append_row,
-    compress_and_judge,
+    judge,
     judging_windows,
     parse_settings,
     parser,
@@ -23,7 +23,7 @@ from harness import (
     smollm2_gguf,
 )
 
-from oneshot import CompressionConfig
+from oneshot import CompressionConfig, compress
 from oneshot.calibration import load_tokenizer
 from oneshot.source import resolve_checkpoint
 
@@ -65,7 +65,7 @@ def main() -> None:
                     overwrite=True,
                     **varied | settings,
                 )
-                report, measured = compress_and_judge(config, windows)
+                report = compress(config)
                 inputs = [block for layer in report.layers for block in layer.blocks if block.kind.endswith("input")]
                 row = varied | {
                     "settings": settings,
@@ -74,7 +74,7 @@ def main() -> None:
                     "predicted_error": [block.predicted_error for block in inputs],
                     "measured_error": [block.measured_error for block in inputs],
                 }
-                append_row("hidden_size", shared | row | measured)
+                append_row("hidden_size", shared | row | judge(report, windows))
 
 
 if __name__ == "__main__":

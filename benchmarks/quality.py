@@ -1,8 +1,8 @@
 """Perplexity of SmolLM2-135M at several sizes, beside dense and beside trivial baselines of the same code path.
 
 Every model is calibrated on one text and judged on five kinds that are not the calibration's, with `--tasks` on lm-eval
-tasks over local files, too. One row for every recipe, size and tier goes to `results/quality.jsonl`; `render.py` makes
-the README's table of them, `plot.py` the plot.
+tasks over local files, too. What the sizes of a recipe share (the text, a profile) is done once. One row for every
+recipe, size and tier goes to `results/quality.jsonl`; `render.py` makes the README's table of them, `plot.py` the plot.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from harness import (
     add_compression_options,
     add_setting_options,
     append_row,
-    compress_and_judge,
+    judge,
     judging_windows,
     local_tasks,
     parse_settings,
@@ -37,6 +37,7 @@ from oneshot.calibration import load_tokenizer
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import TIERS
 from oneshot.evaluate import run_tasks
+from oneshot.pipeline import compress_sizes
 from oneshot.source import resolve_checkpoint
 
 RECIPES = ("oneshot", "activation-norm", "magnitude", "random")
@@ -76,7 +77,7 @@ def main() -> None:
     options = parser(__doc__)
     add_compression_options(options, num_sequences=128)
     add_setting_options(options)
-    options.add_argument("--calibration", default="general.jsonl", help="file of the data folder")
+    options.add_argument("--calibration", default="general.jsonl", help="file of the data folder, and what is mixed with it")
     options.add_argument("--sequence-length", type=int, default=1024)
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options.add_argument("--recipes", nargs="+", default=list(RECIPES))
@@ -105,37 +106,37 @@ def main() -> None:
             row = {"recipe": "dense", "sparsity": 0.0, "stored_parameters": Checkpoint(dense).num_parameters}
             row |= {"perplexity": dense_perplexity} | judge_tasks(dense, arguments, include_path)
             append_row("quality", shared | row)
-        for sparsity in arguments.sparsity:
-            for recipe in arguments.recipes:
-                for tier in arguments.tiers:
-                    config = CompressionConfig(
-                        checkpoint=str(dense),
-                        output=str(folder / "compressed"),
-                        sparsity=sparsity,
-                        recipe=recipe,
-                        tier=tier,
-                        calibration=str(arguments.data_dir / arguments.calibration),
-                        num_sequences=arguments.num_sequences,
-                        sequence_length=arguments.sequence_length,
-                        overwrite=True,
-                        profile=arguments.profile,
-                        **settings,
-                    )
-                    report, measured = compress_and_judge(config, windows)
+        for recipe in arguments.recipes:
+            for tier in arguments.tiers:
+                config = CompressionConfig(
+                    checkpoint=str(dense),
+                    output=str(folder / "compressed"),
+                    sparsity=arguments.sparsity[0],
+                    recipe=recipe,
+                    tier=tier,
+                    calibration=str(arguments.data_dir / arguments.calibration),
+                    num_sequences=arguments.num_sequences,
+                    sequence_length=arguments.sequence_length,
+                    overwrite=True,
+                    profile=arguments.profile,
+                    **settings,
+                )
+                for report in compress_sizes(config, arguments.sparsity):
                     row = {
                         "recipe": recipe,
                         "tier": tier,
                         "settings": settings,
                         "sparsity": report.sparsity["reached"],
-                        "asked": sparsity,
+                        "asked": report.sparsity["asked"],
                         "seed": config.seed,
                         "layers": report.plan["layers"],
                         "errors": [
                             {block.kind: block.measured_error for block in layer.blocks} for layer in report.layers
                         ],
                     }
+                    measured = judge(report, windows)
                     measured |= score(measured["perplexity"], dense_perplexity)
-                    measured |= judge_tasks(Path(config.output), arguments, include_path)
+                    measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
                     append_row("quality", shared | row | measured)
 
 
