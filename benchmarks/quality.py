@@ -77,7 +77,7 @@ def main() -> None:
     options = parser(__doc__)
     add_compression_options(options, num_sequences=128)
     add_setting_options(options)
-    options.add_argument("--calibration", default="general.jsonl", help="file of the data folder, and what is mixed with it")
+    options.add_argument("--calibration", default="general.jsonl", help="file of the data folder; with +self mixed")
     options.add_argument("--sequence-length", type=int, default=1024)
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options.add_argument("--recipes", nargs="+", default=list(RECIPES))

@@ -51,11 +51,10 @@ def quality_table() -> str:
         )
     tasks = dense.get("tasks", {})
     dense_values = ", ".join(f"{dense['perplexity'][kind]:.2f}" for kind in KINDS)
-    accuracies = (
-        f" Accuracy (by length-normalised likelihood where the task has that): mean over {', '.join(tasks)}."
-        if tasks
-        else ""
-    )
+    accuracies = ""
+    if tasks:
+        documents = f"the first {dense['task_limit']} documents of {', '.join(tasks)}"
+        accuracies = f" Accuracy (by length-normalised likelihood where the task has that): mean over {documents}."
     return markdown(
         [
             *("stored removed", "method", "tier", "settings", "score", "worst kind"),

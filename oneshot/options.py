@@ -41,8 +41,8 @@ def add_text(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--calibration",
         default=DEFAULTS.calibration,
-        help="c4, wikitext2, org/name:config:split:column, a .txt, .jsonl or .parquet file, builtin, or self: "
-        "text that the model writes "
+        help="c4, wikitext2, org/name:config:split:column, a .txt, .jsonl or .parquet file, builtin, or self: text "
+        "that the model writes; several joined by + give equally many sequences each, as c4+self "
         "(default: %(default)s)",
     )
     text.add_argument("--num-sequences", type=int, default=DEFAULTS.num_sequences, help="(default: %(default)s)")

@@ -86,12 +86,12 @@ def sample_calibration(
     Packed as other text is, openings included. The whole model is in memory meanwhile. The same seed, machine and
     thread count give the same text.
 
-    Raises `CalibrationError` where the model does not fit into `max_memory_bytes` (None: what is free), or cannot be
-    loaded.
+    Raises `CalibrationError` where the model does not fit into `max_memory_bytes` (None: what is free), cannot be
+    loaded, or its tokenizer takes no English text.
     """
     model = _load(folder, device=device, dtype=dtype, max_memory_bytes=max_memory_bytes)
     longest = max(1, min(DOCUMENT_TOKENS, getattr(model.config, "max_position_embeddings", 2 * DOCUMENT_TOKENS) // 2))
-    beginnings = (tokenizer(opening)["input_ids"][:longest] for opening in openings(seed))
+    beginnings = (_tokens(tokenizer, opening, folder)[:longest] for opening in openings(seed))
     wanted = num_sequences * sequence_length
     token_ids: list[int] = []
     with torch.random.fork_rng():
@@ -133,6 +133,20 @@ def _load(folder: Path, *, device: torch.device, dtype: torch.dtype, max_memory_
             f"{folder} cannot be loaded to write its own text ({cause(error)}); give a text as --calibration."
         ) from error
     return model.to(device).eval()
+
+
+def _tokens(tokenizer: Any, opening: str, folder: Path) -> list[int]:
+    try:
+        tokens: list[int] = tokenizer(opening)["input_ids"]
+    except Exception as error:  # tokenizers raise many unrelated types; the cause is named and chained
+        raise CalibrationError(
+            f"The tokenizer in {folder} cannot take English text ({cause(error)}); copy the model's files again."
+        ) from error
+    if not tokens:
+        raise CalibrationError(
+            f"The tokenizer in {folder} makes no tokens of English text; copy the model's files again."
+        )
+    return tokens
 
 
 def _continued(model: Any, beginnings: list[list[int]], num_tokens: int) -> list[list[int]]:

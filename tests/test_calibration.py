@@ -284,6 +284,11 @@ def test_text_from_a_file_and_from_the_model(
     assert compress(replace(config, output=str(tmp_path / "again"))).calibration == report.calibration
 
 
+def test_a_tokenizer_that_knows_no_english_writes_nothing(make_checkpoint: MakeCheckpoint) -> None:
+    with pytest.raises(CalibrationError, match="no tokens of English text"):
+        sample(make_checkpoint(), lambda text: {"input_ids": []}, num=1, length=8)
+
+
 def test_a_model_that_does_not_fit_is_not_sampled(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     with pytest.raises(MemoryLimitError, match="--max-memory"):
         compress(make_config(make_checkpoint(), calibration="self", max_memory_bytes=1000))

@@ -40,6 +40,7 @@ MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "by a profile": {"tier": "per-layer"},
     "all at once": {"hidden": "pca", "hidden_size": 224, "heads": "id", "tier": "per-layer", "allocation": "uniform"},
     "the model's own text": {"calibration": "self", "num_sequences": 4},
+    "text of two kinds": {"calibration": "builtin+self", "num_sequences": 4},
     "weights alone": {"recipe": "magnitude"},
 }
 
