@@ -138,16 +138,21 @@ class Inputs:
                 sequence_length=config.sequence_length,
                 seed=config.seed,
             )
-        return sample_calibration(
-            self.source.checkpoint.folder,
-            tokenizer,
-            num_sequences=num_sequences,
-            sequence_length=config.sequence_length,
-            seed=config.seed,
-            device=self.device,
-            dtype=self.dtype,
-            max_memory_bytes=config.max_memory_bytes,
-        )
+        num_tokens = num_sequences * config.sequence_length
+        with ProgressBar(
+            num_layers=1, num_tokens=num_tokens, visible=self.show_progress, description="writing text"
+        ) as progress:
+            return sample_calibration(
+                self.source.checkpoint.folder,
+                tokenizer,
+                num_sequences=num_sequences,
+                sequence_length=config.sequence_length,
+                seed=config.seed,
+                device=self.device,
+                dtype=self.dtype,
+                max_memory_bytes=config.max_memory_bytes,
+                advance=progress.advance,
+            )
 
     def read_profile(self, config: CompressionConfig, tier: str) -> Profile:
         """The profile given, if it belongs to this model and text, or one made now with activations in `tier`."""

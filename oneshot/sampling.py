@@ -7,7 +7,7 @@ of text on many topics, a short document each, instead of running on from nothin
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,12 @@ def sample_calibration(
     device: torch.device,
     dtype: torch.dtype,
     max_memory_bytes: int | None,
+    advance: Callable[[float], None] = lambda tokens: None,
 ) -> CalibrationSet:
     """Documents that the model itself writes behind `openings`, drawn from its own distribution (temperature 1).
 
     Packed as other text is, openings included. The whole model is in memory meanwhile. The same seed, machine and
-    thread count give the same text.
+    thread count give the same text. `advance` hears of the tokens written.
 
     Raises `CalibrationError` where the model does not fit into `max_memory_bytes` (None: what is free), cannot be
     loaded, or its tokenizer takes no English text.
@@ -98,7 +99,7 @@ def sample_calibration(
         torch.manual_seed(seed)
         while len(token_ids) < wanted:
             count = min(GENERATED_TOGETHER, -(-(wanted - len(token_ids)) // longest))
-            for document in _continued(model, list(itertools.islice(beginnings, count)), longest):
+            for document in _continued(model, list(itertools.islice(beginnings, count)), longest, advance):
                 token_ids += document
     sequences = torch.tensor(token_ids[:wanted], dtype=torch.int64).view(num_sequences, sequence_length)
     return CalibrationSet(sequences, SELF, hashlib.sha256(sequences.numpy().tobytes()).hexdigest())
@@ -149,9 +150,20 @@ def _tokens(tokenizer: Any, opening: str, folder: Path) -> list[int]:
     return tokens
 
 
-def _continued(model: Any, beginnings: list[list[int]], num_tokens: int) -> list[list[int]]:
+def _continued(
+    model: Any, beginnings: list[list[int]], num_tokens: int, advance: Callable[[float], None]
+) -> list[list[int]]:
     """Each beginning with `num_tokens` tokens that the model draws behind it."""
     from transformers import GenerationConfig
+    from transformers.generation import BaseStreamer
+
+    class Progress(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            if value.ndim == 1:  # the beginnings come first, all at once
+                advance(len(value))
+
+        def end(self) -> None:
+            pass
 
     length = max(len(beginning) for beginning in beginnings)
     padded = torch.tensor([[0] * (length - len(ids)) + ids for ids in beginnings], device=model.device)
@@ -163,5 +175,5 @@ def _continued(model: Any, beginnings: list[list[int]], num_tokens: int) -> list
         eos_token_id=None,  # what ends one document begins the next
         pad_token_id=0,
     )
-    written = model.generate(padded, attention_mask=mask, generation_config=free_running).tolist()
+    written = model.generate(padded, attention_mask=mask, generation_config=free_running, streamer=Progress()).tolist()
     return [ids[length - len(beginning) :] for ids, beginning in zip(written, beginnings, strict=True)]

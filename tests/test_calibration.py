@@ -211,12 +211,14 @@ def test_documents_are_drawn_from_the_models_distribution(make_checkpoint: MakeC
     beginnings, repeats = [[5, 17, 40, 9, 33], [60]], 2000
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        documents = _continued(model, beginnings * repeats, 1)
+        written: list[float] = []
+        documents = _continued(model, beginnings * repeats, 1, written.append)
+        assert sum(written) == len(documents)
         for number, beginning in enumerate(beginnings):
-            written = documents[number :: len(beginnings)]
-            assert all(ids[:-1] == beginning for ids in written)
+            own = documents[number :: len(beginnings)]
+            assert all(ids[:-1] == beginning for ids in own)
             expected = model(torch.tensor([beginning])).logits[0, -1].double().softmax(-1) * repeats
-            counts = torch.tensor([ids[-1] for ids in written]).bincount(minlength=len(expected))
+            counts = torch.tensor([ids[-1] for ids in own]).bincount(minlength=len(expected))
             statistic = float(((counts - expected).square() / expected).sum())
             degrees = len(expected) - 1
             assert abs(statistic - degrees) < 5 * (2 * degrees) ** 0.5
