@@ -199,7 +199,7 @@ class StreamLayer:
         normed = self._ffn_norm(h)
         if self._gate_proj is None:
             return self._activation(self._up_proj(normed)).flatten(0, -2)
-        return (self._activation(self._gate_proj(normed)) * self._up_proj(normed)).flatten(0, -2)
+        return self._activation(self._gate_proj(normed)).mul_(self._up_proj(normed)).flatten(0, -2)
 
     def project_heads(self, heads: torch.Tensor) -> torch.Tensor:
         """`o_proj` of rows `(tokens, H·h)`."""
