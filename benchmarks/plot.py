@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness import RESULTS, Row, quality_rows
+from harness import RESULTS, Row, quality_rows, varies_a_part
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -25,16 +25,16 @@ def _drawing(columns: int, file: io.StringIO) -> Iterator[list[Axes]]:
 
 
 def _label(row: Row) -> str:
-    settings = "".join(f", {name} {value}" for name, value in row["settings"].items())
-    return f"{row['recipe']}, {row['tier']}{settings}"
+    return f"{row['recipe']}, {row['tier']}" + (", with text of its own" if "+self" in row["calibration"] else "")
 
 
 def quality_svg(rows: list[Row]) -> str:
-    """The plot of `quality_rows()`, the dense row first: a curve for every method, tier and settings."""
+    """The plot of `quality_rows()`, the dense row first: a curve for every method, tier and usual text."""
     dense, *compressed = rows
     curves: dict[str, list[Row]] = {}
     for row in compressed:
-        curves.setdefault(_label(row), []).append(row)
+        if not varies_a_part(row):
+            curves.setdefault(_label(row), []).append(row)
     file = io.StringIO()
     with _drawing(1, file) as (axes,):
         for label, points in curves.items():
@@ -56,7 +56,8 @@ def quality_svg(rows: list[Row]) -> str:
 
 def layers_svg(rows: list[Row]) -> str:
     """Kept FFN widths and measured FFN errors by layer, of the default recipe's rows in `quality_rows()`."""
-    shown = [row for row in rows if row["recipe"] == "oneshot" and not row["settings"] and row.get("layers")]
+    shown = [row for row in rows[1:] if row["recipe"] == "oneshot" and not varies_a_part(row)]
+    shown = [row for row in shown if row["calibration"] == shown[0]["calibration"]]
     file = io.StringIO()
     with _drawing(2, file) as (widths, errors):
         for row in sorted(shown, key=lambda row: (row["tier"], row["asked"])):

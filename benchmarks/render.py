@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from harness import KINDS, ROOT, Row, fitted_exponent, latest, quality_rows, read_rows
+from harness import KINDS, ROOT, Row, fitted_exponent, latest, quality_rows, read_rows, varies_a_part
 from plot import LAYERS, QUALITY, layers_svg, quality_svg
 
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
@@ -14,6 +14,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "recipes" / "group-pca.md",
+    ROOT / "docs" / "recipes" / "oneshot.md",
     KERNELS / "pivoted_qr" / "README.md",
     KERNELS / "count_sketch" / "README.md",
 )
@@ -33,6 +34,7 @@ def quality_table() -> str:
     if not rows:
         return "No rows yet: run `python benchmarks/quality.py`."
     dense, *compressed = rows
+    compressed = [row for row in compressed if not varies_a_part(row)]
     lines = [[f"0 ({dense['stored_parameters'] / 1e6:.1f} M)", "dense", "–", "–", "1", "–", *["1"] * len(KINDS)]]
     lines[0].append(_accuracy(dense, dense))
     for row in sorted(compressed, key=lambda row: (row["asked"], row["score"])):
@@ -63,8 +65,35 @@ def quality_table() -> str:
         ],
         lines,
         f"Perplexity ÷ dense for every kind of text (dense: {dense_values}); score: their geometric mean.{accuracies} "
-        f"{dense['model']}, fp32, "
-        f"first {dense['max_windows']} windows of {dense['sequence_length']} tokens of each text; {_origin(rows)}.",
+        f"{dense['model']}, fp32, first {dense['max_windows']} windows of {dense['sequence_length']} tokens of each text; "
+        f"{_origin([dense, *compressed])}.",
+    )
+
+
+def parts_table() -> str:
+    """Scores of the default with one part or its text changed, beside the default at the same size and tier."""
+    rows = [row for row in quality_rows() if row["recipe"] == "oneshot"]
+    varied = [row for row in rows if varies_a_part(row)]
+    if not varied:
+        return "Not measured yet."
+    sizes = {(row["asked"], row["tier"]) for row in varied}
+    shown = [row for row in rows if (row["asked"], row["tier"]) in sizes]
+    lines = [
+        [
+            *(f"{row['sparsity']:.1%}", row["tier"], _settings(row) or "–", row["calibration"]),
+            *(
+                f"{row['calibration_tokens']:,}",
+                f"{row['score']:.3f}",
+                f"{row['worst_ratio']:.2f} ({KINDS[row['worst']]})",
+            ),
+        ]
+        for row in sorted(shown, key=lambda row: (row["asked"], row["tier"], row["score"]))
+    ]
+    return markdown(
+        ["stored removed", "tier", "settings", "text", "tokens", "score", "worst kind"],
+        lines,
+        f"Score: geometric mean over five kinds of text of perplexity ÷ dense; {rows[0]['model']}, fp32, first "
+        f"{rows[0]['max_windows']} windows of each text; {_origin(shown)}.",
     )
 
 
@@ -324,6 +353,7 @@ def combined_table() -> str:
 # table: (function, results file)
 TABLES = {
     "quality": (quality_table, "quality"),
+    "parts": (parts_table, "quality"),
     "overhead": (overhead_table, "overhead"),
     "memory": (memory_table, "memory"),
     "pivots": (pivots_table, "kernels"),
