@@ -65,8 +65,8 @@ def quality_table() -> str:
         ],
         lines,
         f"Perplexity ÷ dense for every kind of text (dense: {dense_values}); score: their geometric mean.{accuracies} "
-        f"{dense['model']}, fp32, first {dense['max_windows']} windows of {dense['sequence_length']} tokens of each text; "
-        f"{_origin([dense, *compressed])}.",
+        f"{dense['model']}, fp32, first {dense['max_windows']} windows of {dense['sequence_length']} tokens of each "
+        f"text; {_origin([dense, *compressed])}.",
     )
 
 
