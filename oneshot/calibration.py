@@ -63,8 +63,14 @@ def load_calibration(
 
 
 def split_sources(calibration: str) -> list[str]:
-    """`"c4+self"` -> `["c4", "self"]`; a name that is there as it is, plus signs and all, is one source."""
-    return [calibration] if Path(calibration).exists() else calibration.split("+")
+    """`"c4+self"` -> `["c4", "self"]`; plus signs in the name of a file that is there do not split it."""
+    sources, parts = [], calibration.split("+")
+    while parts:
+        files = [count for count in range(2, len(parts) + 1) if Path("+".join(parts[:count])).exists()]
+        count = max(files, default=1)
+        sources.append("+".join(parts[:count]))
+        parts = parts[count:]
+    return sources
 
 
 def shares(num_sequences: int, sources: Sequence[str]) -> list[int]:

@@ -273,6 +273,7 @@ def test_a_plus_sign_may_be_part_of_a_files_name(tmp_path: Path) -> None:
     assert len(split_sources(str(path))) == 2
     path.write_text("text")
     assert split_sources(str(path)) == [str(path)]
+    assert split_sources(f"c4+{path}+self") == ["c4", str(path), "self"]
 
 
 def test_text_from_a_file_and_from_the_model(
