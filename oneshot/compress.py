@@ -11,6 +11,7 @@ from oneshot.config import (
     ALLOCATIONS,
     BUDGETS,
     CORRECTIONS,
+    DEPTHS,
     HIDDEN_METHODS,
     PIVOTINGS,
     SELECTORS,
@@ -92,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     method.add_argument(
         "--allocation", choices=ALLOCATIONS, help="how sizes are shared out among layers (default: the recipe's)"
     )
+    method.add_argument("--depth", choices=DEPTHS, help="how whole layers are left out (default: the recipe's)")
     method.add_argument("--profile", help="folder of a profile to plan from (default: made where it is needed)")
     method.add_argument("--correction", choices=CORRECTIONS, help="least-squares correction (default: the recipe's)")
     method.add_argument("--pivoting", choices=PIVOTINGS, help="how pivots are found (default: the recipe's)")

@@ -24,6 +24,7 @@ HEAD_UNITS = ("auto", "query-head", "kv-group")
 CORRECTIONS = ("none", "same-layer", "two-stream")
 PIVOTINGS = ("cholesky", "qr", "grouped", "tournament")
 BUDGETS = ("parameters", "bytes", "flops", "latency")
+DEPTHS = ("sensitivity", "none")
 ALLOCATIONS = ("auto", "uniform", "error", "stat", "block-influence", "sensitivity")
 TIERS = ("stock", "per-layer")
 TOKEN_WEIGHTINGS = ("unit", "raw")
@@ -62,9 +63,9 @@ class CompressionConfig:
 
     Exactly one of `sparsity` (fraction of the stored parameters to remove, in [0, 1)) and `params` (stored
     parameters to keep) is given; neither where sizes are given that say everything. Parts of the recipe (`ffn`,
-    `heads`, `hidden`, `group_size`, `correction`, `pivoting`, `sketch`, `tier`, `allocation`) override it where they
-    are not None. `budget` is what `sparsity` is a share of: stored parameters, bytes of the weight files, FLOPs per
-    token, or the measured seconds of the decoder layers for one sequence.
+    `heads`, `hidden`, `group_size`, `correction`, `pivoting`, `sketch`, `tier`, `allocation`, `depth`) override it
+    where they are not None. `budget` is what `sparsity` is a share of: stored parameters, bytes of the weight files,
+    FLOPs per token, or the measured seconds of the decoder layers for one sequence.
     `hidden_size`, `value_size` and `query_key_size` (per head) are the kept sizes (None: what the target asks for, and
     all); `group_size` blocks share a projection of the residual stream, in which the statistics of all other blocks
     count `shared_weight` times, and tokens alike (`unit` `token_weighting`) or by their energy (`raw`). `damping` is
@@ -95,6 +96,7 @@ class CompressionConfig:
     query_key_size: int | None = None
     tier: str | None = None
     allocation: str | None = None
+    depth: str | None = None
     profile: str | None = None
     head_unit: str = "auto"
     correction: str | None = None
@@ -159,6 +161,7 @@ class CompressionConfig:
             ("tier", TIERS),
             ("budget", BUDGETS),
             ("allocation", ALLOCATIONS),
+            ("depth", DEPTHS),
             ("token_weighting", TOKEN_WEIGHTINGS),
             ("head_unit", HEAD_UNITS),
             ("correction", CORRECTIONS),

@@ -95,6 +95,7 @@ class Inputs:
             tier=config.tier,
             group_size=config.group_size,
             allocation=config.allocation,
+            depth=config.depth,
         )
         self.workers = join_workers(on_cpu=resolve_device(config.device).type == "cpu")
         self.device = resolve_device(config.device, self.workers.local_rank if self.workers.size > 1 else None)
@@ -198,7 +199,8 @@ class Inputs:
 
     def probed_kinds(self) -> list[str]:
         """The kinds of blocks that shrink, whose sensitivity a profile of this run's own measures."""
-        return [kind for kind in ("ffn", "heads") if getattr(self.recipe, kind) != "none"]
+        chosen = {"ffn": self.recipe.ffn, "heads": self.recipe.heads, "layer": self.recipe.depth}
+        return [kind for kind in PROBED_KINDS if chosen[kind] != "none"]
 
     def footprint(self, config: CompressionConfig, plan: Plan | None, *, dry: bool = False) -> Footprint:
         """What the run of a plan will take (None: a profile alone); raises `MemoryLimitError` before any work.

@@ -176,7 +176,7 @@ def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
         )
         warnings = inputs.warnings.take()
         text = calibration if layers_read_text else None
-        layers = _write_layers(config, inputs, compressor, plan.tier, text, writer)
+        layers = _write_layers(config, inputs, compressor, plan, text, writer)
         watch.lap("layers")
         report = None
         if writer is not None:
@@ -267,7 +267,7 @@ def _write_layers(
     config: CompressionConfig,
     inputs: Inputs,
     compressor: LayerCompressor,
-    tier: str,
+    plan: Plan,
     text: CalibrationSet | None,
     writer: CheckpointWriter | None,
 ) -> list[LayerReport]:
@@ -276,7 +276,8 @@ def _write_layers(
     Only one of several processes has a writer.
     """
     num_layers = inputs.source.shape.num_hidden_layers
-    own = inputs.source.architecture if tier == "stock" else LLAMA  # whose names the checkpoint takes
+    own = inputs.source.architecture if plan.tier == "stock" else LLAMA  # whose names the checkpoint takes
+    prefixes = {layer: own.layer_prefix(number) for number, layer in enumerate(plan.kept_layers)}
     workers = inputs.workers
     finished = workers.share(0, lambda: min(writer.num_finished, num_layers) if writer is not None else 0)
     layers = [] if writer is None else [LayerReport.from_dict(writer.record(layer)) for layer in range(finished)]
@@ -289,12 +290,13 @@ def _write_layers(
         for layer, tensors in enumerate(prefetch(inputs.source.read_layer, num_layers)):
             if layer < finished:
                 stored, scaffold = workers.share(0, partial(_reread, writer, layer))
-                working = scaffold or _llama_layer(stored, layer, own)
+                working = scaffold or _llama_layer(stored, prefixes.get(layer, ""), own)
                 compressor.replay_layer(layer, tensors, working, progress.advance)
                 continue
             started = time.perf_counter()
             done = compressor.compress_layer(layer, tensors, progress.advance)
-            named = {own.layer_prefix(layer) + name: value for name, value in own.to_own_names(done.folded).items()}
+            prefix = prefixes.get(layer, "")
+            named = {prefix + name: value for name, value in own.to_own_names(done.folded).items()}
             saved = cast(config.save_dtype, named)
             layers.append(
                 LayerReport(
@@ -307,7 +309,7 @@ def _write_layers(
                 )
             )
             if writer is not None:
-                folded = not _same(_llama_layer(saved, layer, own), done.working)
+                folded = not _same(_llama_layer(saved, prefix, own), done.working)
                 writer.add(saved, record=asdict(layers[-1]), scaffold=done.working if folded else None)
             progress.layer_done(layers[-1])
             del tensors, done, named, saved  # or they would wait for the next layer's
@@ -319,9 +321,8 @@ def _reread(writer: CheckpointWriter | None, layer: int) -> tuple[Tensors, Tenso
     return ({}, {}) if writer is None else writer.reread(layer)
 
 
-def _llama_layer(tensors: Tensors, layer: int, own: Architecture) -> Tensors:
-    """A layer of a checkpoint under Llama's names, without the layer's."""
-    prefix = own.layer_prefix(layer)
+def _llama_layer(tensors: Tensors, prefix: str, own: Architecture) -> Tensors:
+    """A layer of a checkpoint under Llama's names, without the layer's prefix."""
     return own.to_llama_names({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
 
 

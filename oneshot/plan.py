@@ -12,7 +12,7 @@ from oneshot.config import TIERS, CompressionConfig
 from oneshot.errors import ConfigError, PlanError
 from oneshot.linalg.allocation import least_damage
 from oneshot.recipes import Recipe
-from oneshot.records import HiddenPlan, LayerPlan, ModelShape, Plan, Profile, StackShape
+from oneshot.records import LEFT_OUT, HiddenPlan, LayerPlan, ModelShape, Plan, Profile, StackShape
 
 MAX_ROUND_TO = 64
 PRICE_STEPS = 60  # bisection steps for the price of a parameter
@@ -33,10 +33,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class Damages:
-    """What is lost by keeping k neurons, `ffn (layers, n + 1)`, or k head units, `heads (layers, units + 1)`."""
+    """What is lost by keeping k neurons, `ffn (layers, n + 1)`, or k head units, `heads (layers, units + 1)`.
+
+    `layers (layers,)`: by leaving out a whole layer; in nats per token, as only sensitivities are.
+    """
 
     ffn: torch.Tensor
     heads: torch.Tensor
+    layers: torch.Tensor
 
 
 def default_round_to(size: int) -> int:
@@ -97,15 +101,21 @@ def plan_sizes(
                 f"The sizes given leave {budget.show(start)}, fewer than the {budget.show(budget.target)} asked for; "
                 "give larger ones."
             )
-        plan = make_plan(
-            shape,
-            plan,
-            budget,
-            reduce_ffn=recipe.ffn != "none",
-            reduce_heads=recipe.heads != "none",
-            round_to=config.round_to,
-            damages=damages,
-        )
+
+        def meet_budget(plan: Plan) -> Plan:
+            return make_plan(
+                shape,
+                plan,
+                budget,
+                reduce_ffn=recipe.ffn != "none",
+                reduce_heads=recipe.heads != "none",
+                round_to=config.round_to,
+                damages=damages,
+            )
+
+        if recipe.depth == "none":
+            return meet_budget(plan)
+        return _with_fewer_layers(shape, plan, budget, damages, meet_budget if blocks else None)
     return plan
 
 
@@ -286,9 +296,56 @@ def make_plan(
     return _with_width(shape, next(fitting), budget, step)
 
 
+def _with_fewer_layers(
+    shape: ModelShape,
+    plan: Plan,
+    budget: Budget,
+    damages: Damages | None,
+    meet_budget: Callable[[Plan], Plan] | None,
+) -> Plan:
+    """The plan of least predicted damage among those without one layer, without two, and so on.
+
+    Layers go in the order of what leaving out each alone costs, the last ones first where that is not known yet.
+    `meet_budget` shrinks those that stay to the budget; without it the number of layers that comes nearest to it is
+    taken. Without damages, before they are measured, layers go only where nothing else reaches the budget.
+    """
+    known = torch.arange(shape.num_hidden_layers, 0, -1) if damages is None else damages.layers
+    fewer = [plan]
+    for layer in known.argsort().tolist()[:-1]:
+        layers = list(fewer[-1].layers)
+        layers[layer] = LEFT_OUT
+        fewer.append(replace(plan, layers=tuple(layers)))
+    measured = [(option, budget.measure(option.stack(shape))) for option in fewer]
+    if meet_budget is None:
+        nearest, measure = min(measured, key=lambda pair: abs(pair[1] - budget.target))
+        if nearest == fewer[-1] and measure > budget.target:
+            raise PlanError(
+                f"The target is {budget.show(budget.target)}, but one layer alone has {budget.show(measure)}; ask for "
+                "a smaller --sparsity, or allow --ffn id as well."
+            )
+        return nearest
+    plans: list[Plan] = []
+    refusal: PlanError | None = None
+    for option, measure in measured:
+        if plans and (damages is None or measure < budget.target):
+            break
+        if measure < budget.target:  # layers more are too large at their narrowest
+            return option
+        try:
+            plans.append(meet_budget(option))
+        except PlanError as error:
+            refusal = error  # at last that of the fewest layers
+    if damages is not None and plans:
+        return min(plans, key=lambda plan: predicted_damage(plan, shape, damages))
+    if plans:
+        return plans[0]
+    assert refusal is not None
+    raise refusal
+
+
 def _alike(plan: Plan, **sizes: int) -> Plan:
-    """The plan with these sizes in every layer."""
-    return replace(plan, layers=tuple(replace(layer, **sizes) for layer in plan.layers))
+    """The plan with these sizes in every layer that stays."""
+    return replace(plan, layers=tuple(kept if kept.is_left_out else replace(kept, **sizes) for kept in plan.layers))
 
 
 def _head_sizes(shape: ModelShape, head_unit: str) -> list[dict[str, int]]:
@@ -354,10 +411,12 @@ def _spread(
     heads = _head_sizes(shape, plan.head_unit) if reduce_heads else _head_sizes(shape, plan.head_unit)[-1:]
     kinds = [{"intermediate_size": width} for width in widths], heads
     total = budget.measure(plan.stack(shape))
-    tables, costs = [], []
-    for layer, kept in enumerate(plan.layers):
+    tables: list[np.ndarray] = []
+    costs: list[np.ndarray] = []
+    for layer in plan.kept_layers:
+        kept = plan.layers[layer]
         tables += [damages.ffn[layer, widths].numpy(), damages.heads[layer, -len(heads) :].numpy()]
-        if layer == 0 or plan.hidden is not None:  # without a plan for the hidden size layers are alike
+        if not costs or plan.hidden is not None:  # without a plan for the hidden size layers are alike
             before, after = plan.layers[:layer], plan.layers[layer + 1 :]
             prices = []
             for choices in kinds:
@@ -371,10 +430,10 @@ def _spread(
             f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(least)} at best; "
             "ask for a smaller --sparsity, or allow --heads id as well."
         )
-    layers = tuple(
-        LayerPlan(widths[width], **heads[units]) for width, units in zip(chosen[::2], chosen[1::2], strict=True)
-    )
-    return replace(plan, layers=layers)
+    layers = list(plan.layers)
+    for layer, width, units in zip(plan.kept_layers, chosen[::2], chosen[1::2], strict=True):
+        layers[layer] = LayerPlan(widths[width], **heads[units])
+    return replace(plan, layers=tuple(layers))
 
 
 def profiled_damages(profile: Profile, allocation: str) -> Damages:
@@ -386,14 +445,18 @@ def profiled_damages(profile: Profile, allocation: str) -> Damages:
     """
     depth = torch.arange(len(profile.block_influence), dtype=torch.float64).unsqueeze(1)
     if allocation == "stat":
-        return Damages((depth + 50) * profile.ffn_errors.sqrt(), (depth + 50) * profile.head_errors.sqrt())
+        weights = depth + 50
+        ffn, heads = weights * profile.ffn_errors.sqrt(), weights * profile.head_errors.sqrt()
+        return Damages(ffn, heads, profile.layer_divergence)
     ones = torch.ones(len(depth), dtype=torch.float64)
     ffn, heads = {
         "error": (ones, ones),
         "block-influence": (profile.block_influence, profile.block_influence),
         "sensitivity": (profile.ffn_sensitivity, profile.head_sensitivity),
     }[allocation]
-    return Damages(ffn.unsqueeze(1) * profile.ffn_errors, heads.unsqueeze(1) * profile.head_errors)
+    return Damages(
+        ffn.unsqueeze(1) * profile.ffn_errors, heads.unsqueeze(1) * profile.head_errors, profile.layer_divergence
+    )
 
 
 def predicted_divergences(
@@ -417,10 +480,12 @@ def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
     """The sum of the damages of a plan's sizes."""
     total = 0.0
     for layer, kept in enumerate(plan.layers):
-        units = (
-            kept.num_key_value_heads
-            if plan.head_unit == "kv-group"
-            else kept.num_attention_heads // shape.num_key_value_heads
-        )
-        total += float(damages.ffn[layer, kept.intermediate_size] + damages.heads[layer, units])
+        if kept.is_left_out:
+            total += float(damages.layers[layer])
+            continue
+        if plan.head_unit == "kv-group":
+            removed = shape.num_key_value_heads - kept.num_key_value_heads
+        else:
+            removed = (shape.num_attention_heads - kept.num_attention_heads) // shape.num_key_value_heads
+        total += float(damages.ffn[layer, kept.intermediate_size] + damages.heads[layer, -1 - removed])
     return total

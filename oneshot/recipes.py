@@ -25,6 +25,7 @@ class Recipe:
         tier: `stock`, or `per-layer` for what no stock config holds.
         allocation: how sizes are shared out: `uniform`, or by a profile's `error`, `stat`, `block-influence` or
             `sensitivity` (see `plan.profiled_damages`); `auto` is `sensitivity` where layers may differ.
+        depth: `sensitivity` leaves out whole layers, too, where a profile says that this costs less; or `none`.
     """
 
     ffn: str
@@ -36,11 +37,13 @@ class Recipe:
     group_size: int = 0
     tier: str = "stock"
     allocation: str = "auto"
+    depth: str = "none"
 
     @property
     def reads_profile(self) -> bool:
         """Whether sizes come from a profile."""
-        return self.allocation != "uniform" and (self.ffn != "none" or self.heads != "none")
+        blocks = self.allocation != "uniform" and (self.ffn != "none" or self.heads != "none")
+        return blocks or self.depth != "none"
 
 
 RECIPES = {
@@ -65,7 +68,11 @@ def resolve_recipe(name: str, **parts: str | int | None) -> Recipe:
     recipe = replace(RECIPES[name], **chosen)
     if recipe.pivoting == "qr" and recipe.sketch == "none":
         raise ConfigError("--pivoting qr needs a matrix to factorise; add --sketch count or --sketch sparse-sign.")
+    if recipe.depth != "none" and recipe.hidden != "none":
+        raise ConfigError("--depth leaves out layers of a model whose hidden size stays; leave --hidden none.")
+    if recipe.depth != "none" and recipe.allocation not in ("auto", "sensitivity"):
+        raise ConfigError(f"--depth {recipe.depth} goes with --allocation sensitivity, not {recipe.allocation}.")
     if recipe.allocation == "auto":
-        by_profile = recipe.tier == "per-layer" and recipe.hidden == "none"
+        by_profile = recipe.depth != "none" or (recipe.tier == "per-layer" and recipe.hidden == "none")
         recipe = replace(recipe, allocation="sensitivity" if by_profile else "uniform")
     return recipe

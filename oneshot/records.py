@@ -189,18 +189,26 @@ class HiddenPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The kept FFN width and heads of one layer."""
+    """The kept FFN width and heads of one layer; all zero where the whole layer is left out."""
 
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
+
+    @property
+    def is_left_out(self) -> bool:
+        return self == LEFT_OUT
+
+
+LEFT_OUT = LayerPlan(0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Plan:
     """The kept sizes.
 
-    FFN width and heads are those of `layers`, all alike in the stock tier. `head_unit` says what a removed head is: a
+    FFN width and heads are those of `layers`, one for each of the dense model; those that stay are all alike in the
+    stock tier. `head_unit` says what a removed head is: a
     whole `kv-group` (KV head and its query heads), or the same number of `query-head`s out of every group of a layer.
     `query_key_size`, `value_size`: kept per head, None for all. `hidden`: None where the residual stream keeps its
     width. `tier` is the form of the result: `stock` or `per-layer`.
@@ -222,17 +230,26 @@ class Plan:
         layers = tuple(LayerPlan(**layer) for layer in values["layers"])
         return Plan(**{**values, "layers": layers, "hidden": hidden})
 
+    @property
+    def kept_layers(self) -> list[int]:
+        """The layers that stay, in order: the compressed model's layer i is the dense one's `kept_layers[i]`."""
+        return [layer for layer, kept in enumerate(self.layers) if not kept.is_left_out]
+
     def is_uniform(self) -> bool:
         """Whether all layers have the same sizes, as a stock config demands."""
-        return len(set(self.layers)) == 1
+        return len({self.layers[layer] for layer in self.kept_layers}) == 1
 
     def shape_of_layer(self, shape: ModelShape, layer: int) -> ModelShape:
         """The shape with a layer's kept FFN width and heads: what a stock layer in the original coordinates has."""
         return replace(shape, **asdict(self.layers[layer]))
 
+    def shrinks_layers(self, shape: ModelShape) -> bool:
+        """Whether any layer that stays loses neurons or heads."""
+        return any(self.shape_of_layer(shape, layer) != shape for layer in self.kept_layers)
+
     def reduces_blocks(self, shape: ModelShape) -> bool:
-        """Whether any layer loses neurons or heads."""
-        return any(self.shape_of_layer(shape, layer) != shape for layer in range(shape.num_hidden_layers))
+        """Whether any layer loses neurons or heads, or is left out."""
+        return len(self.kept_layers) < shape.num_hidden_layers or self.shrinks_layers(shape)
 
     def stack(self, shape: ModelShape) -> StackShape:
         """The shape of the compressed model, layer by layer.
@@ -250,7 +267,7 @@ class Plan:
                 rotary_selected=self.query_key_size is not None and shape.num_positions == 0,
                 norm_bias=shape.norm_bias and self.tier != "per-layer",
             )
-            for layer in range(shape.num_hidden_layers)
+            for layer in self.kept_layers
         ]
         if self.hidden is not None:
             hidden = self.hidden

@@ -62,8 +62,18 @@ def output_config(source: SourceModel, plan: Plan) -> dict[str, Any]:
     config, shape, stack = source.checkpoint.config, source.shape, plan.stack(source.shape)
     if plan.tier == "per-layer":
         return per_layer_config(config, shape, stack)
-    resized = replace(plan.shape_of_layer(shape, 0), hidden_size=stack.embedding_size)
+    kept = plan.kept_layers
+    resized = replace(plan.shape_of_layer(shape, kept[0]), hidden_size=stack.embedding_size)
+    if len(kept) < shape.num_hidden_layers:
+        config = _with_layers(config, kept)
     return stock_config(source.architecture.resize_config(config, resized), untied=plan.hidden is not None)
+
+
+def _with_layers(config: dict[str, Any], kept: list[int]) -> dict[str, Any]:
+    """The config of a model of these layers of the one that it describes."""
+    fewer = config | {"num_hidden_layers": len(kept)}
+    types = config.get("layer_types")
+    return fewer if types is None else fewer | {"layer_types": [types[layer] for layer in kept]}
 
 
 def expected_bytes(save_dtype: str, checkpoint: Checkpoint, parameters: int) -> int:

@@ -187,7 +187,9 @@ class CheckpointWriter:
         record: dict[str, Any] | None = None,
         scaffold: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Write the next shard. `record`: JSON values, `scaffold`: tensors that `reread` shall give back until the end.
+        """Write the next shard, no file where there are no tensors.
+
+        `record`: JSON values, `scaffold`: tensors that `reread` shall give back until the end.
 
         Raises `OutputError` for a tensor with NaN or Inf.
         """
@@ -232,8 +234,9 @@ class CheckpointWriter:
 
     def reread(self, number: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The tensors and the scaffold of a finished shard."""
-        scaffold = self._path(_scaffold(number))
-        return load_file(self._path(self._shard(number))), load_file(scaffold) if scaffold.exists() else {}
+        shard, scaffold = self._path(self._shard(number)), self._path(_scaffold(number))
+        tensors, scaffolding = (load_file(path) if path.exists() else {} for path in (shard, scaffold))
+        return tensors, scaffolding
 
     def finish_weights(self) -> None:
         """Write the index over the finished shards."""

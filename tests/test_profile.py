@@ -198,7 +198,8 @@ def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: str)
     shape = ModelShape(2, 8, 12, 4, 2, 4)
     generator = np.random.default_rng(seed)
     damages = Damages(
-        *(torch.from_numpy(np.sort(generator.random((2, size)), axis=1)[:, ::-1].copy()) for size in (13, 3))
+        *(torch.from_numpy(np.sort(generator.random((2, size)), axis=1)[:, ::-1].copy()) for size in (13, 3)),
+        torch.ones(2),
     )
     whole = Plan((LayerPlan(12, 4, 2),) * 2, unit, tier="per-layer")
     dense = shape.stack().stored_parameters()
@@ -216,3 +217,11 @@ def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: str)
     assert found.stack(shape).stored_parameters() <= target
     best = min(predicted_damage(plan, shape, damages) for plan in fitting)
     assert predicted_damage(found, shape, damages) == pytest.approx(best, abs=1e-4)
+
+
+def test_a_family_whose_heads_all_stay(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    """OPT's attention has one size, that of all heads; its plan is made, and told, by the FFN alone."""
+    report = compress(make_config(make_checkpoint(family="opt", groups=4), tier="per-layer", sparsity=0.1, round_to=1))
+    assert report.predicted_divergence is not None
+    assert report.predicted_divergence["plan"] > 0
+    assert {layer["num_attention_heads"] for layer in report.plan["layers"]} == {4}

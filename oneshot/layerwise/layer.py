@@ -26,7 +26,7 @@ def reads_activations(recipe: Recipe, plan: Plan, shape: ModelShape) -> bool:
     inner = plan.query_key_size is not None or plan.value_size is not None
     sliced = plan.hidden is not None and recipe.correction == "two-stream"
     by_weights = recipe.ffn in WEIGHT_SELECTORS and recipe.heads == "none" and recipe.correction == "none"
-    return inner or sliced or (plan.reduces_blocks(shape) and not by_weights)
+    return inner or sliced or (plan.shrinks_layers(shape) and not by_weights)
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,9 @@ class LayerCompressor:
         """Move the streams through a layer that another run finished: its dense tensors, and its `working` ones."""
         if not self.streams.has_text:
             return
+        if not working:
+            self._pass_by(tensors, advance)
+            return
         _, ffn = self._blocks(layer)
         dense, current = self.streams.layer(tensors), self.streams.layer(working)
         for batch, x, x_dense in self.streams.read():
@@ -121,6 +124,11 @@ class LayerCompressor:
     def compress_layer(self, layer: int, tensors: Tensors, advance: Callable[[float], None]) -> CompressedLayer:
         """The layer's smaller tensors and what was lost. `advance` hears of tokens done, as parts of the layer."""
         release_heap()  # of the last layer's factorisation
+        if self._plan.layers[layer].is_left_out:
+            self._pass_by(tensors, advance)
+            dense_sizes = {"heads": self._shape.num_attention_heads, "ffn": self._shape.intermediate_size}
+            gone = [BlockReport(kind, size, 0, None, None, None, None) for kind, size in dense_sizes.items()]
+            return CompressedLayer({}, {}, gone)
         attention, ffn = self._blocks(layer)
         sizes = self._shape.intermediate_size, ffn.kept.intermediate_size
         working, maps = self._confined(layer, tensors), InnerMaps()
@@ -160,6 +168,17 @@ class LayerCompressor:
         if ffn.is_solved_for:
             reports.append(block_report("ffn", *sizes, factors, measured))
         return CompressedLayer(self._fold(layer, tensors, working, maps), working, reports)
+
+    def _pass_by(self, tensors: Tensors, advance: Callable[[float], None]) -> None:
+        """A layer that is left out: only the dense stream goes through it."""
+        if not self.streams.has_text:
+            advance(1)
+            return
+        dense = self.streams.layer(tensors)
+        for batch, x, x_dense in self.streams.read():
+            if x_dense is not None:
+                self.streams.write_dense(batch, dense.ffn(dense.attention(x_dense)))
+            advance(x.shape[0] * x.shape[1])
 
     def _confined(self, layer: int, tensors: Tensors) -> Tensors:
         """The layer with outputs inside the subspaces that read them."""

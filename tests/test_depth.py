@@ -1,0 +1,192 @@
+"""Whole layers that are left out: which ones, and that the result is the model without them."""
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, build_model
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from oneshot import CompressionConfig, compress, predict
+from oneshot.compress import main
+from oneshot.errors import ConfigError, PlanError
+from oneshot.evaluate import load_model
+from oneshot.plan import Budget, Damages, plan_sizes, predicted_damage
+from oneshot.recipes import resolve_recipe
+from oneshot.records import LEFT_OUT, LayerPlan, ModelShape, Plan
+
+IDS = torch.arange(3, 51).view(2, 24)
+
+
+def without_layers(folder: Path, left_out: list[int]) -> Any:
+    """The dense model with some layers taken out of its module list."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    decoder = getattr(model.model, "decoder", model.model)
+    decoder.layers = torch.nn.ModuleList(layer for number, layer in enumerate(decoder.layers) if number not in left_out)
+    return model
+
+
+def left_out(plan: dict[str, Any]) -> list[int]:
+    return [number for number, layer in enumerate(plan["layers"]) if layer["intermediate_size"] == 0]
+
+
+@pytest.fixture
+def idle_layer(save_model: Callable[..., Path]) -> Path:
+    """A model of four layers whose third adds next to nothing."""
+    model = build_model(layers=4)
+    for linear in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
+        linear.weight.data *= 1e-3
+    return save_model(model)
+
+
+@pytest.mark.parametrize("tier", ["stock", "per-layer"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "opt"])
+def test_the_result_is_the_model_without_the_layers(
+    family: str, tier: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(family=family, layers=4, groups=4 if family == "opt" else 2)
+    sparsity = 0.2 if family == "opt" else 0.4  # embeddings are most of the tiny OPT
+    report = compress(make_config(folder, depth="sensitivity", ffn="none", sparsity=sparsity, tier=tier))
+    gone = left_out(report.plan)
+    assert 0 < len(gone) < 4
+    assert report.sparsity["reached"] == pytest.approx(sparsity, abs=0.15)
+    output = Path(report.config["output"])
+    assert AutoConfig.from_pretrained(output, trust_remote_code=True).num_hidden_layers == 4 - len(gone)
+    compressed = load_model(output, device=torch.device("cpu"), dtype=torch.float32)
+    with torch.no_grad():
+        wanted = without_layers(folder, gone)(IDS).logits
+        torch.testing.assert_close(compressed(IDS).logits, wanted, rtol=1e-4, atol=1e-4)
+    kept_sizes = [[block.kept_size for block in layer.blocks] for layer in report.layers]
+    assert [number for number, sizes in enumerate(kept_sizes) if sizes == [0, 0]] == gone
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"tier": "per-layer"}, {"heads": "id"}, {"correction": "same-layer"}], ids=str
+)
+def test_the_layer_that_does_least_goes_first(
+    settings: dict[str, Any], idle_layer: Path, make_config: MakeConfig
+) -> None:
+    config = make_config(idle_layer, allocation="sensitivity", sparsity=0.3, round_to=4, **settings)
+    report = compress(replace(config, depth="sensitivity"))
+    assert 2 in left_out(report.plan)
+    assert report.sparsity["reached"] == pytest.approx(0.3, abs=0.03)
+    shallow, all_layers = report.predicted_divergence, compress(replace(config, output=f"{config.output}-all"))
+    assert shallow is not None
+    assert all_layers.predicted_divergence is not None
+    assert shallow["plan"] < all_layers.predicted_divergence["plan"]
+
+
+def test_what_goes_with_smaller_layers_is_corrected_for_the_dense_stream(
+    idle_layer: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """The dense stream goes through every layer: with all of the residual the output is nearer to the dense one's."""
+    config = make_config(idle_layer, depth="sensitivity", sparsity=0.35, round_to=4, num_sequences=64)
+    dense = AutoModelForCausalLM.from_pretrained(idle_layer).eval()
+    errors = []
+    for correction in ("none", "two-stream"):
+        output = str(tmp_path / correction)
+        report = compress(replace(config, correction=correction, residual_weight=1.0, output=output))
+        assert left_out(report.plan)
+        model = load_model(Path(output), device=torch.device("cpu"), dtype=torch.float32)
+        with torch.no_grad():
+            errors.append(float((model(IDS).logits - dense(IDS).logits).norm()))
+    assert errors[1] < errors[0]
+
+
+@given(seed=st.integers(0, 10**6), share=st.floats(0.05, 0.6))
+def test_the_plan_is_the_best_of_all_subsets(seed: int, share: float) -> None:
+    """Against every subset of layers and every common width, where narrower FFNs cost the same in all layers."""
+    layers, width = 4, 12
+    shape = ModelShape(layers, 8, width, 4, 2, 4)
+    generator = np.random.default_rng(seed)
+    curve = np.sort(generator.random(width + 1))[::-1].copy()
+    damages = Damages(
+        torch.from_numpy(np.tile(curve, (layers, 1))),
+        torch.zeros(layers, 3),
+        torch.from_numpy(generator.random(layers) * 4),
+    )
+    config = CompressionConfig("", "", sparsity=0.1, round_to=4)
+    dense = shape.stack().stored_parameters()
+    budget = Budget(round(dense - share * shape.stack().block_parameters()))
+    recipe = resolve_recipe("oneshot", depth="sensitivity")
+    whole = LayerPlan(width, 4, 2)
+    best = float("inf")
+    for count in range(layers):
+        for gone in itertools.combinations(range(layers), count):
+            start = Plan(tuple(LEFT_OUT if layer in gone else whole for layer in range(layers)), "query-head")
+            if start.stack(shape).stored_parameters() < budget.target:
+                continue
+            options = [
+                replace(
+                    start,
+                    layers=tuple(
+                        kept if kept.is_left_out else replace(kept, intermediate_size=size) for kept in start.layers
+                    ),
+                )
+                for size in (4, 8, 12)
+            ]
+            distances = [abs(option.stack(shape).stored_parameters() - budget.target) for option in options]
+            nearest = min(distances)
+            smallest = shape.layer_parameters() - replace(shape, intermediate_size=8).layer_parameters()
+            if options[0].stack(shape).stored_parameters() - budget.target > smallest * (layers - count) / 2:
+                continue  # out of reach
+            chosen = options[distances.index(nearest)]
+            best = min(best, predicted_damage(chosen, shape, damages))
+    assume(best < float("inf"))
+    found = plan_sizes(config, recipe, shape, damages, budget)
+    assert predicted_damage(found, shape, damages) == pytest.approx(best)
+
+
+def test_fewer_layers_reach_what_narrow_ones_do_not(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(layers=2), sparsity=0.3)
+    with pytest.raises(PlanError, match="at best"):
+        compress(config)
+    report = compress(replace(config, depth="sensitivity"))
+    assert len(left_out(report.plan)) == 1
+    assert report.sparsity["reached"] == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden": "pca"}, "leave --hidden none"),
+        ({"allocation": "uniform"}, "goes with --allocation sensitivity"),
+        ({"allocation": "stat"}, "goes with --allocation sensitivity"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(
+    settings: dict[str, Any], message: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compress(make_config(make_checkpoint(layers=4), depth="sensitivity", **settings))
+
+
+def test_one_layer_must_stay(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    with pytest.raises(PlanError, match="one layer alone has"):
+        compress(make_config(make_checkpoint(layers=3), depth="sensitivity", ffn="none", sparsity=0.99))
+
+
+def test_a_config_that_lists_its_layers_loses_some(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = make_checkpoint(family="qwen2", layers=4)
+    assert len(json.loads((folder / "config.json").read_text())["layer_types"]) == 4
+    report = compress(make_config(folder, depth="sensitivity", ffn="none", sparsity=0.3))
+    config = json.loads((Path(report.config["output"]) / "config.json").read_text())
+    assert len(config["layer_types"]) == config["num_hidden_layers"] == 4 - len(left_out(report.plan))
+
+
+def test_a_dry_run_and_the_command_line(idle_layer: Path, make_config: MakeConfig, capsys: Any) -> None:
+    config = make_config(idle_layer, depth="sensitivity", ffn="none")
+    assert predict(config).stored_parameters["compressed"] < predict(config).stored_parameters["dense"]
+    arguments = [str(idle_layer), f"--output={config.output}", f"--calibration={config.calibration}", "--sparsity=0.2"]
+    arguments += ["--depth=sensitivity", "--num-sequences=8", "--sequence-length=32", "--device=cpu"]
+    assert main(arguments) == 0
+    assert "64 → 0" in capsys.readouterr().out
