@@ -9,8 +9,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import PercentFormatter
 
+WORST_DRAWN = 5  # scores beyond stand in the legend, or the others would lie on one line
 QUALITY, LAYERS = RESULTS / "quality.svg", RESULTS / "layers.svg"
 
 
@@ -38,14 +39,13 @@ def quality_svg(rows: list[Row]) -> str:
     file = io.StringIO()
     with _drawing(1, file) as (axes,):
         for label, points in curves.items():
-            points = sorted(points, key=lambda row: row["stored_parameters"])
-            sizes = [row["stored_parameters"] / 1e6 for row in points]
-            axes.plot(sizes, [row["score"] for row in points], marker="o", label=label)
+            shown = sorted(
+                (row for row in points if row["score"] <= WORST_DRAWN), key=lambda row: row["stored_parameters"]
+            )
+            beyond = "".join(f" ({row['score']:,.0f}, beyond)" for row in points if row["score"] > WORST_DRAWN)
+            sizes = [row["stored_parameters"] / 1e6 for row in shown]
+            axes.plot(sizes, [row["score"] for row in shown], marker="o", label=label + beyond)
         axes.plot(dense["stored_parameters"] / 1e6, 1, marker="*", markersize=12, color="black", ls="", label="dense")
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-        # numbers between only in a narrow range
-        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
         axes.set_xlabel("stored parameters (millions)")
         axes.set_ylabel("perplexity ÷ dense, geometric mean over kinds of text")
         axes.set_title(f"{dense['model']}: quality against size (lower is better)")

@@ -73,7 +73,7 @@ def quality_table() -> str:
 def parts_table() -> str:
     """Scores of the default with one part or its text changed, beside the default at the same size and tier."""
     rows = [row for row in quality_rows() if row["recipe"] == "oneshot"]
-    varied = [row for row in rows if varies_a_part(row)]
+    varied = [row for row in rows if varies_a_part(row) or row["calibration"] != rows[0]["calibration"]]
     if not varied:
         return "Not measured yet."
     sizes = {(row["asked"], row["tier"]) for row in varied}
