@@ -158,7 +158,7 @@ def test_warnings_are_in_the_report(make_checkpoint: MakeCheckpoint, make_config
 
 def test_a_killed_process_goes_on(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
     """The real command, on a model whose layers take a tenth of a second or more, killed at random moments."""
-    folder, output = make_checkpoint(layers=10, hidden=64, width=512), tmp_path / "out"
+    folder, output = make_checkpoint(layers=16, hidden=64, width=1024), tmp_path / "out"
     options = [str(folder), "--sparsity=0.2", f"--calibration={text_file}", "--num-sequences=64"]
     options += ["--sequence-length=32", "--device=cpu", "--quiet"]
 

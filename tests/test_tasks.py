@@ -241,10 +241,11 @@ def row(recipe: str, **changes: Any) -> dict[str, Any]:
         "sparsity": 0.1,
         "stored_parameters": 90_000_000,
         "calibration": "general.jsonl",
-        "calibration_tokens": 1024,
+        "calibration_tokens": 131072,
         "perplexity": dict.fromkeys(kinds, 20.0),
         "score": 2.0,
         "worst": "piqa",
+        "worst_ratio": 2.0,
     } | changes
 
 
@@ -257,21 +258,30 @@ def test_table_and_plot_show_only_comparable_rows(harness: ModuleType, monkeypat
         row("oneshot", score=9.0),  # measured again below
         row("oneshot", texts={"wikitext2": {"token_hash": "2"}}, score=7.0),  # other windows
         row("oneshot"),
-        row("stat", tier="per-layer", settings={"damping": 0.1}, asked=0.2, score=3.0),
+        row("stat", tier="per-layer", asked=0.2, score=3.0),
+        row("oneshot", settings={"damping": 0.1}, score=2.5, worst_ratio=2.6),
+        row("oneshot", calibration="general.jsonl+self", score=1.5),
     ]
     monkeypatch.setattr(harness, "read_rows", lambda name: rows)
     chosen = harness.quality_rows()
-    assert chosen == [dense, rows[4], rows[5]]
+    assert chosen == [dense, *rows[4:]]
     render, plot = importlib.import_module("render"), importlib.import_module("plot")
     lines = render.quality_table().splitlines()
     assert lines[2].startswith("| 0 (100.0 M) | dense |")
-    one = "| 10.0% | **oneshot** | stock | – | 2.00 | how-to dialogue | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | – |"
-    assert lines[3] == one
-    assert lines[4].startswith("| 10.0% | stat | per-layer | damping 0.1 | 3.00 |")
-    assert lines[5] == ""
+    text = "general.jsonl, 131,072 tokens"
+    one = f"| 10.0% | **oneshot** | stock | {text} | 2.00 | how-to dialogue | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | – |"
+    assert lines[4] == one
+    assert "general.jsonl+self" in lines[3]
+    assert lines[5].startswith("| 10.0% | stat | per-layer |")
+    assert lines[6] == ""
+    parts = render.parts_table()
+    assert "| 10.0% | stock | damping 0.1 |" in parts
+    assert "stat" not in parts
     drawing = plot.quality_svg(chosen)
     assert drawing == plot.quality_svg(chosen)
-    assert "stat, per-layer, damping 0.1" in drawing
+    assert "stat, per-layer" in drawing
+    assert "with text of its own" in drawing
+    assert "damping" not in drawing
     layers = [{"intermediate_size": 48}, {"intermediate_size": 64}]
     with_layers = row("oneshot", tier="per-layer", layers=layers, errors=[{"ffn": 0.2}, {}])
     assert "per-layer, −10.0%" in plot.layers_svg([dense, with_layers])
