@@ -47,6 +47,7 @@ class Runs:
         if processes > 1:
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
             command = [*launcher, f"--nproc-per-node={processes}", *command]
+        popen = {"preexec_fn": heed_interrupts} | popen
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=self._environment, **popen)
 
     def finish(self, name: str, *more: str, processes: int = 1) -> float:
@@ -69,6 +70,11 @@ class Runs:
             for path in sorted((self.folder / name).iterdir())
             if path.name not in TELLING
         }
+
+
+def heed_interrupts() -> None:
+    """A shell's background job ignores SIGINT, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def stop_early(process: subprocess.Popen[str]) -> str:

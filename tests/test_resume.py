@@ -158,19 +158,24 @@ def test_warnings_are_in_the_report(make_checkpoint: MakeCheckpoint, make_config
 
 def test_a_killed_process_goes_on(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
     """The real command, on a model whose layers take a tenth of a second or more, killed at random moments."""
-    folder, output = make_checkpoint(layers=16, hidden=64, width=1024), tmp_path / "out"
+    folder, output = make_checkpoint(layers=10, hidden=64, width=512), tmp_path / "out"
     options = [str(folder), "--sparsity=0.2", f"--calibration={text_file}", "--num-sequences=64"]
     options += ["--sequence-length=32", "--device=cpu", "--quiet"]
 
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "oneshot.compress", *options, f"--output={output}", "--resume"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        # a shell's background job ignores SIGINT, and its children inherit that
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed)
+
+    def finished_layers() -> int:
+        return len(list(tmp_path.glob("out.incomplete/record-*.json")))
 
     chance = random.Random(0)
-    for number, kind in enumerate(KILLS):
-        process = start()
-        while process.poll() is None and len(list(tmp_path.glob("out.incomplete/record-*.json"))) <= number:
+    for kind in KILLS:
+        before, process = finished_layers(), start()
+        while process.poll() is None and finished_layers() == before:
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.1))
         process.send_signal(kind)
