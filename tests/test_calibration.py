@@ -225,7 +225,10 @@ def test_documents_are_drawn_from_the_models_distribution(make_checkpoint: MakeC
 
 
 def test_sampled_text_is_openings_and_what_follows(make_checkpoint: MakeCheckpoint, tokenizer: Any) -> None:
+    """Whatever the model's own generation config says of where documents end and how they are drawn."""
     folder = make_checkpoint()
+    habits = {"eos_token_id": list(range(100)), "do_sample": True, "top_k": 2, "repetition_penalty": 2.0}
+    (folder / "generation_config.json").write_text(json.dumps(habits))
     text = sample(folder, tokenizer, num=6, length=50, seed=3)
     positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
     longest = min(DOCUMENT_TOKENS, positions // 2)  # of the opening, and of what is written
