@@ -1,6 +1,5 @@
 """Calibration text: data set, file or built-in text -> packed token sequences, with a seed and a content hash."""
 
-import hashlib
 import json
 import logging
 import reprlib
@@ -59,7 +58,7 @@ def load_calibration(
     token_ids = pack(documents, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, source=source)
     if len(token_ids) < num_sequences:
         logger.warning("%s holds %d sequences of the %d asked for.", source, len(token_ids), num_sequences)
-    return CalibrationSet(token_ids, source, _hash(token_ids))
+    return CalibrationSet(token_ids, source)
 
 
 def split_sources(calibration: str) -> list[str]:
@@ -93,11 +92,7 @@ def mixed(parts: Sequence[CalibrationSet], seed: int) -> CalibrationSet:
         return parts[0]
     together = torch.cat([part.token_ids for part in parts])
     token_ids = together[torch.randperm(len(together), generator=torch.Generator().manual_seed(seed))]
-    return CalibrationSet(token_ids, "+".join(part.source for part in parts), _hash(token_ids))
-
-
-def _hash(token_ids: torch.Tensor) -> str:
-    return hashlib.sha256(token_ids.numpy().tobytes()).hexdigest()
+    return CalibrationSet(token_ids, "+".join(part.source for part in parts))
 
 
 def pack(

@@ -1,6 +1,5 @@
 """What an evaluation tells: its records, the table on the terminal, the JSON with its provenance."""
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from oneshot.errors import OutputError
+from oneshot.records import token_hash
 from oneshot.report import versions
 
 LABELS = {  # of rows in the table, where a field's name is not enough
@@ -64,7 +64,7 @@ class Evaluation:
 
 def text_record(windows: torch.Tensor) -> TextRecord:
     """The record of int64 windows."""
-    return TextRecord(len(windows), windows.numel(), hashlib.sha256(windows.numpy().tobytes()).hexdigest())
+    return TextRecord(len(windows), windows.numel(), token_hash(windows))
 
 
 def print_evaluations(evaluations: Sequence[Evaluation]) -> None:

@@ -28,11 +28,12 @@ from oneshot.profiles import load_profile, refuse_other
 from oneshot.recipes import resolve_recipe
 from oneshot.records import CalibrationSet, Footprint, ModelShape, Plan, Profile, ProfileOrigin, StackShape
 from oneshot.report import ProgressBar, Stopwatch, WarningLog, versions
-from oneshot.result import expected_bytes
+from oneshot.result import expected_bytes, output_folder
 from oneshot.sampling import SELF, sample_calibration
 from oneshot.source import SourceModel, identify, resolve_checkpoint
 from oneshot.stream import prefetch, release_heap, resolve_device, resolve_dtype
 from oneshot.workers import join_workers
+from oneshot.writer import kept_values
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class Inputs:
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.source = source or self._open(config, scratch)
         self.scratch, self.show_progress = scratch, show_progress and self.workers.is_main
+        self.written: CalibrationSet | None = None  # what the model wrote itself, in the process that let it
         self._calibration: CalibrationSet | None = None
         self._profile: Profile | None = None
         self._seconds: Callable[[StackShape], float] | None = None
@@ -139,6 +141,18 @@ class Inputs:
                 sequence_length=config.sequence_length,
                 seed=config.seed,
             )
+        self.written = self._kept_text(config, num_sequences) or self._write_text(config, num_sequences, tokenizer)
+        return self.written
+
+    def _kept_text(self, config: CompressionConfig, num_sequences: int) -> CalibrationSet | None:
+        """What the model wrote for the interrupted run that shall go on; its fingerprint says whether it is that."""
+        kept = kept_values(output_folder(config), SELF) if config.resume else None
+        if kept is None:
+            return None
+        token_ids = torch.tensor(kept["token_ids"])
+        return CalibrationSet(token_ids, SELF) if token_ids.shape == (num_sequences, config.sequence_length) else None
+
+    def _write_text(self, config: CompressionConfig, num_sequences: int, tokenizer: Any) -> CalibrationSet:
         num_tokens = num_sequences * config.sequence_length
         with ProgressBar(
             num_layers=1, num_tokens=num_tokens, visible=self.show_progress, description="writing text"

@@ -41,6 +41,7 @@ from oneshot.result import (
     outside_shards,
     refuse_place,
 )
+from oneshot.sampling import SELF
 from oneshot.source import identify, open_model
 from oneshot.stream import prefetch
 from oneshot.writer import CheckpointWriter, refuse_output
@@ -160,6 +161,8 @@ def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
                     expected_bytes=expected_bytes(config.save_dtype, checkpoint, plan.stack(shape).stored_parameters()),
                 )
             )
+            if inputs.written is not None:
+                writer.keep(SELF, {"token_ids": inputs.written.token_ids.tolist()})
         plan, divergences = _plan_by_measurement(config, inputs, plan, budget, footprint.tier, by_profile, writer)
         plan, subspaces = _find_subspaces(config, inputs, plan, calibration, footprint.tier)
         compressor = LayerCompressor(

@@ -1,5 +1,6 @@
 """Frozen records that cross the stages. Plain data with JSON round trips; no behaviour beyond arithmetic."""
 
+import hashlib
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -322,16 +323,22 @@ class Profile:
     origin: ProfileOrigin
 
 
+def token_hash(token_ids: torch.Tensor) -> str:
+    """The SHA-256 of int64 tokens."""
+    return hashlib.sha256(token_ids.numpy().tobytes()).hexdigest()
+
+
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Packed token sequences and where they came from.
-
-    `token_ids` is an int64 tensor `(num_sequences, sequence_length)`; `token_hash` is the SHA-256 of its bytes.
-    """
+    """Packed token sequences `(num_sequences, sequence_length)`, int64, and where they came from."""
 
     token_ids: torch.Tensor
     source: str
-    token_hash: str
+
+    @property
+    def token_hash(self) -> str:
+        """The SHA-256 of the tokens' bytes."""
+        return token_hash(self.token_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -68,6 +68,11 @@ def _holds_something(work: Path) -> bool:
     return any(work.glob("record-*.json")) or any(work.glob("kept-*.json"))
 
 
+def kept_values(folder: Path, name: str) -> dict[str, Any] | None:
+    """What an interrupted run that was to write `folder` kept under a name; None where there is nothing."""
+    return _read_json(incomplete_folder(folder) / f"kept-{name}.json")
+
+
 class CheckpointWriter:
     """Writes shards into `OUT.incomplete` and renames it when complete: OUT is whole or is not there.
 
@@ -225,7 +230,7 @@ class CheckpointWriter:
 
     def kept(self, name: str) -> dict[str, Any] | None:
         """What an interrupted run kept under a name; None where there is nothing."""
-        return _read_json(self._work / f"kept-{name}.json")
+        return kept_values(self.folder, name)
 
     def record(self, number: int) -> dict[str, Any]:
         """The record of a finished shard."""

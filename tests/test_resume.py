@@ -114,6 +114,27 @@ def test_what_a_profile_told_is_not_measured_again(
     assert report.predicted_divergence
 
 
+def test_what_the_model_wrote_is_not_written_again(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And text that was written for other options is no reason to go on with them."""
+    options = {"num_sequences": 20, "sequence_length": 24}
+    config = make_config(make_checkpoint(layers=3), calibration=f"{text_file}+self", **options)
+    wanted = undisturbed(config)
+    stop_before(0, partial(compress, config))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("text was written")
+
+    monkeypatch.setattr("oneshot.inputs.sample_calibration", refuse)
+    with pytest.raises(OutputError, match="begun by another run"):
+        compress(replace(config, resume=True, seed=1))
+    with pytest.raises(AssertionError, match="text was written"):
+        compress(replace(config, resume=True, num_sequences=22))
+    compress(replace(config, resume=True))
+    assert contents(Path(config.output)) == wanted
+
+
 def test_a_finished_run_is_left_as_it_is(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     config = make_config(make_checkpoint())
     report = compress(config)
