@@ -1,4 +1,4 @@
-"""Perplexity of SmolLM2-135M at several sizes, beside dense and beside trivial baselines of the same code path.
+"""Perplexity of SmolLM2-135M at several sizes, beside dense and beside baselines of the same code path.
 
 Every model is calibrated on one text and judged on five kinds that are not the calibration's, with `--tasks` on lm-eval
 tasks over local files, too. What the sizes of a recipe share (the text, a profile) is done once. One row for every
@@ -40,7 +40,7 @@ from oneshot.evaluate import run_tasks
 from oneshot.pipeline import compress_sizes
 from oneshot.source import resolve_checkpoint
 
-RECIPES = ("oneshot", "activation-norm", "magnitude", "random")
+RECIPES = ("oneshot", "flap", "activation-norm", "magnitude", "random")
 
 
 def judge_tasks(model: Path, arguments: argparse.Namespace, include_path: Path) -> dict[str, Any]:

@@ -95,7 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     method.add_argument("--depth", choices=DEPTHS, help="how whole layers are left out (default: the recipe's)")
     method.add_argument("--profile", help="folder of a profile to plan from (default: made where it is needed)")
-    method.add_argument("--correction", choices=CORRECTIONS, help="least-squares correction (default: the recipe's)")
+    method.add_argument(
+        "--correction", choices=CORRECTIONS, help="of what is kept, for what is gone (default: the recipe's)"
+    )
     method.add_argument("--pivoting", choices=PIVOTINGS, help="how pivots are found (default: the recipe's)")
     method.add_argument("--sketch", choices=SKETCHES, help="what pivots are found in (default: the recipe's)")
     method.add_argument("--sketch-size", type=int, help="rows of the sketch (default: twice the FFN width)")

@@ -21,7 +21,7 @@ SELECTORS = (
 )
 HIDDEN_METHODS = ("pca", "none")
 HEAD_UNITS = ("auto", "query-head", "kv-group")
-CORRECTIONS = ("none", "same-layer", "two-stream")
+CORRECTIONS = ("none", "bias", "same-layer", "two-stream")
 PIVOTINGS = ("cholesky", "qr", "grouped", "tournament")
 BUDGETS = ("parameters", "bytes", "flops", "latency")
 DEPTHS = ("sensitivity", "none")

@@ -24,7 +24,8 @@ def correct(
     Args:
         weight: `(d, n)`, with the bias as last column where `statistics` has a constant column.
         kept: `(k,)` ascending columns.
-        correction: `none` keeps `weight[:, kept]`. `same-layer` solves
+        correction: `none` keeps `weight[:, kept]`. `bias` adds to its last column, the bias, what the other columns
+            give on average (FLAP, arXiv 2312.11983: baseline bias compensation). `same-layer` solves
             `min ‖A Wᵀ − A[:, kept] W'ᵀ‖² + λ‖W' − W[:, kept]‖²` (STAT section 3.1; METHODS section 2), which is
             `W' = W Pᵀ` with the ridged interpolation matrix. `two-stream` has the target `A Wᵀ + ρ (Y − A Wᵀ)`, `Y` the
             dense stream's next hidden state less this stream's residual, `ρ = residual_weight`.
@@ -34,6 +35,12 @@ def correct(
         return Factors(kept, corrected, _error_if_known(weight.double(), corrected, kept, statistics))
     if statistics is None:
         raise ValueError(f"the correction {correction!r} needs statistics")
+    if correction == "bias":
+        means = statistics.gram[:, -1].double() / statistics.gram[-1, -1]
+        means[kept] = 0
+        corrected = weight[:, kept].double()
+        corrected[:, -1] += weight.double() @ means
+        return Factors(kept, corrected, predicted_error(weight.double(), corrected, kept, statistics))
     residual = statistics.residual if correction == "two-stream" else None
     if correction == "two-stream" and residual is None:
         raise ValueError("the two-stream correction needs statistics with a residual")

@@ -102,6 +102,9 @@ class Inputs:
         self.device = resolve_device(config.device, self.workers.local_rank if self.workers.size > 1 else None)
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.source = source or self._open(config, scratch)
+        self.dense = self.source.shape.stack()
+        if self.recipe.correction == "bias" and config.sparsity != 0:  # else there is nothing to make up for
+            self.source = self.source.with_ffn_biases()
         self.scratch, self.show_progress = scratch, show_progress and self.workers.is_main
         self.written: CalibrationSet | None = None  # what the model wrote itself, in the process that let it
         self._calibration: CalibrationSet | None = None
@@ -182,20 +185,20 @@ class Inputs:
 
     def budget(self, config: CompressionConfig) -> Budget:
         """What `config.sparsity` asks for, in the units of `config.budget`."""
-        checkpoint, shape = self.source.checkpoint, self.source.shape
+        checkpoint, dense = self.source.checkpoint, self.dense
         if config.budget == "parameters":
-            return Budget(wanted_parameters(config, shape.stack().stored_parameters()))
+            return Budget(wanted_parameters(config, dense.stored_parameters()))
         kept = 1 - (config.sparsity or 0.0)
         if config.budget == "bytes":
             each = expected_bytes(config.save_dtype, checkpoint, 10**9) / 10**9
             return Budget(kept * checkpoint.num_bytes, lambda stack: each * stack.stored_parameters(), "bytes")
         if config.budget == "flops":
-            return Budget(kept * shape.stack().flops_per_token(), StackShape.flops_per_token, "FLOPs per token")
+            return Budget(kept * dense.flops_per_token(), StackShape.flops_per_token, "FLOPs per token")
         if self._seconds is None:
             self._seconds = measured_seconds(
                 self.source, sequence_length=config.sequence_length, device=self.device, dtype=self.dtype
             )
-        return Budget(kept * self._seconds(shape.stack()), self._seconds, "seconds")
+        return Budget(kept * self._seconds(dense), self._seconds, "seconds")
 
     def fingerprint(self, config: CompressionConfig, calibration: CalibrationSet | None) -> dict[str, Any]:
         """What the weights that a run writes depend on: runs with equal fingerprints write the same bytes."""

@@ -77,7 +77,7 @@ def compress_sizes(
     ]
     if len({one.output for one in configs}) < len(configs):
         raise ConfigError("Two of the --sparsity values are equal to two decimals; give each once.")
-    with open_inputs(config, show_progress=show_progress) as inputs:
+    with open_inputs(max(configs, key=lambda one: one.sparsity or 0), show_progress=show_progress) as inputs:
         for one in configs:
             plan = plan_sizes(one, inputs.recipe, inputs.source.shape, budget=inputs.budget(one))
             inputs.footprint(one, plan)
@@ -103,6 +103,7 @@ def predict(config: CompressionConfig) -> Footprint:
             refuse_conversion(config, header, current_bounds(config, inputs.device))
         refuse_place(config, source.checkpoint)
         unmeasured = replace(config, budget="flops") if config.budget == "latency" else config
+        source = inputs.source
         plan = plan_sizes(unmeasured, inputs.recipe, source.shape, budget=inputs.budget(unmeasured))
         if plan.stack(source.shape) != source.shape.stack():
             output_config(source, plan)
@@ -258,7 +259,7 @@ def _find_subspaces(
             plan,
             shape,
             found.energies,
-            target_parameters=wanted_parameters(config, shape.stack().stored_parameters()),
+            target_parameters=wanted_parameters(config, inputs.dense.stored_parameters()),
             round_to=config.round_to,
         )
     assert plan.hidden is not None
@@ -350,7 +351,7 @@ def _report(
 ) -> Report:
     source = inputs.source
     dense = source.checkpoint.num_parameters
-    stacks = {"dense": source.shape.stack(), "compressed": plan.stack(source.shape)}
+    stacks = {"dense": inputs.dense, "compressed": plan.stack(source.shape)}
     asked = config.sparsity if config.params is None else 1 - config.params / dense
     return Report(
         config=config.to_dict(),

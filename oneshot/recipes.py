@@ -16,7 +16,7 @@ class Recipe:
     Attributes:
         ffn, heads: `id` (output-weighted pivots; for heads STAT section 3.2), `obs` (backward elimination), a score of
             `selection.column_scores`, or `none`.
-        correction: `none`, `same-layer` or `two-stream` least squares.
+        correction: `none`; `bias`: the mean of what is gone (FLAP); `same-layer` or `two-stream` least squares.
         pivoting: of the `id` selector for neurons: `cholesky` (of the Gram), `qr` (of the sketch), `grouped` or
             `tournament` (of either).
         sketch: `none`, `count` or `sparse-sign`: what neuron pivots are chosen from instead of the exact Gram.
@@ -40,6 +40,11 @@ class Recipe:
     depth: str = "none"
 
     @property
+    def solves(self) -> bool:
+        """Whether the correction is by least squares."""
+        return self.correction in ("same-layer", "two-stream")
+
+    @property
     def reads_profile(self) -> bool:
         """Whether sizes come from a profile."""
         blocks = self.allocation != "uniform" and (self.ffn != "none" or self.heads != "none")
@@ -51,6 +56,7 @@ RECIPES = {
     "stat": Recipe(ffn="id", heads="id", correction="two-stream", pivoting="grouped", sketch="count"),
     "tcsp": Recipe(ffn="none", heads="none", correction="none", hidden="pca"),
     "group-pca": Recipe(ffn="none", heads="none", correction="none", hidden="pca", group_size=8, tier="per-layer"),
+    "flap": Recipe(ffn="flap", heads="none", correction="bias"),
     "activation-norm": Recipe(ffn="activation-norm", heads="none", correction="none"),
     "magnitude": Recipe(ffn="magnitude", heads="none", correction="none"),
     "random": Recipe(ffn="random", heads="none", correction="none"),

@@ -3,18 +3,20 @@
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from oneshot.arch import Architecture, get_architecture
+from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
 from oneshot.checkpoint import Checkpoint
-from oneshot.errors import CheckpointError, OutputError, cause
+from oneshot.errors import CheckpointError, OutputError, PlanError, cause
 from oneshot.records import ModelShape
 
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+FFN_LINEARS = {GATE_PROJ, UP_PROJ, DOWN_PROJ}
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -30,7 +32,24 @@ class SourceModel:
         """The tensors of a decoder layer under Llama's names."""
         with torch.inference_mode():  # the mode is per thread, and the prefetching one reads, too
             prefix = self.architecture.layer_prefix(layer)
-            return self.architecture.to_llama_names(self.checkpoint.read_prefix(prefix))
+            tensors = self.architecture.to_llama_names(self.checkpoint.read_prefix(prefix))
+            if self.shape.mlp_bias:  # zeros where none is stored, see `with_ffn_biases`
+                for linear in FFN_LINEARS & {name.rpartition(".")[0] for name in tensors}:
+                    weight = tensors[f"{linear}.weight"]
+                    tensors.setdefault(f"{linear}.bias", weight.new_zeros(len(weight)))
+            return tensors
+
+    def with_ffn_biases(self) -> "SourceModel":
+        """The same model with biases in its FFN, zeros where it has none.
+
+        Raises `PlanError` where the family's config knows no such biases.
+        """
+        if not (self.shape.mlp_bias or self.architecture.optional_ffn_biases):
+            raise PlanError(
+                f"--correction bias needs biases in the FFN, which a {self.architecture.model_type} config cannot "
+                "state; choose another --correction."
+            )
+        return replace(self, shape=replace(self.shape, mlp_bias=True))
 
     def read_positions(self) -> torch.Tensor | None:
         """The rows of a learned position embedding that tokens use, `(positions, D)`; None without one."""

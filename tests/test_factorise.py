@@ -65,6 +65,17 @@ def test_same_layer_equals_ridge_least_squares(seed: int, bias: bool, damping: f
     np.testing.assert_allclose(factors.weight.numpy(), wanted, rtol=1e-7, atol=1e-7)
 
 
+@given(seed=st.integers(0, 5000))
+def test_a_bias_takes_the_mean_of_what_the_other_columns_give(seed: int) -> None:
+    activations, weight, kept, _ = problem(seed, bias=True)
+    factors = correct(torch.from_numpy(weight), kept, exact_statistics(activations), correction="bias", damping=0.1)
+    gone = np.setdiff1d(np.arange(weight.shape[1]), kept)
+    wanted = weight[:, kept.numpy()].copy()
+    wanted[:, -1] += (activations[:, gone] @ weight[:, gone].T).mean(0)
+    np.testing.assert_allclose(factors.weight.numpy(), wanted, rtol=1e-10, atol=1e-10)
+    assert factors.predicted_error == pytest.approx(measured_error(activations, factors, activations @ weight.T))
+
+
 @given(seed=st.integers(0, 5000), bias=st.booleans(), share=st.sampled_from((0.0, 0.5, 1.0)))
 def test_two_stream_equals_ridge_least_squares_on_the_dense_target(seed: int, bias: bool, share: float) -> None:
     activations, weight, kept, residual = problem(seed, bias=bias)

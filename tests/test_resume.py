@@ -36,6 +36,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"recipe": "random", "heads": "random"},
     {"recipe": "activation-norm", "save_dtype": "bfloat16"},
     {"save_dtype": "float16", "dtype": "bfloat16"},
+    {"recipe": "flap"},
     {"recipe": "tcsp"},
     {"recipe": "group-pca", "correction": "two-stream"},
     {"recipe": "stat", "tier": "per-layer", "allocation": "stat"},

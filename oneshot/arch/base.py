@@ -43,6 +43,7 @@ class Architecture:
         activation: name of the activation function within a layer. width_key: the config's name of the FFN width.
         norm_bias: LayerNorm instead of RMSNorm. gated: whether the FFN has a gate.
         removable_heads: whether the family's layer class can have fewer heads of the same size.
+        optional_ffn_biases: whether its config says if the FFN has biases (`mlp_bias`).
     """
 
     model_type: str
@@ -60,6 +61,7 @@ class Architecture:
     norm_bias: bool = False
     gated: bool = True
     removable_heads: bool = True
+    optional_ffn_biases: bool = False
 
     def layer_prefix(self, layer: int) -> str:
         """`model.layers.3.` for layer 3."""

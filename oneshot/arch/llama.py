@@ -13,6 +13,8 @@ def resize_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     Such a model without biases is therefore written as `MistralForCausalLM` with no sliding window.
     """
     resized = set_sizes(config, shape)
+    if shape.mlp_bias:
+        resized["mlp_bias"] = True
     if shape.hidden_size % shape.num_attention_heads == 0:
         return resized
     if shape.attention_bias or shape.output_bias or shape.mlp_bias:
@@ -23,4 +25,4 @@ def resize_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     return resized | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
 
 
-LLAMA = Architecture(model_type="llama", resize_config=resize_config)
+LLAMA = Architecture(model_type="llama", resize_config=resize_config, optional_ffn_biases=True)

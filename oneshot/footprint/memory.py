@@ -154,7 +154,7 @@ def _pivoting(work: Work, size: int, kept: int, selector: str) -> Term:
 def _correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     """Working memory of `factorise.correct` beside the Gram: of its solve or of the errors that follow."""
     hidden, rest = work.shape.hidden_size, size - kept
-    if work.recipe.correction == "none":
+    if not work.recipe.solves:
         return Term(DOUBLE * hidden * (2 * size + kept), computed=True)
     solve = (FLOAT + DOUBLE) * kept * kept + (FLOAT + 3 * DOUBLE) * kept * rest
     step = DOUBLE * kept * kept + DOUBLE * kept * rest + residual * (FLOAT + 3 * DOUBLE) * kept * hidden

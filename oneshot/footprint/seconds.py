@@ -100,7 +100,7 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates) -> flo
             seconds += 2 * (work.config.sketch_size or 2 * size) * size * kept / rates.double
         if work.recipe.ffn == "obs":
             seconds += 4 * size**3 / rates.double
-    if work.recipe.correction != "none":
+    if work.recipe.solves:
         right = size - kept + shape.hidden_size * work.two_streams
         solve = kept**3 / 3 + 2 * kept**2 * right + 2 * shape.hidden_size * kept * (size - kept)
         seconds += (solve + 4 * size**2 * shape.hidden_size) / rates.double

@@ -121,7 +121,7 @@ class AttentionBlock(Block):
             num_groups=self.kept.num_key_value_heads,
             head_dim=self.shape.head_dim,
             size=self.plan.value_size,
-            correct=self.recipe.correction != "none",
+            correct=self.recipe.solves,
             damping=self.config.damping,
         )
         new_weight = torch.cat((restricted, factors.weight[:, len(columns) :]), dim=1)

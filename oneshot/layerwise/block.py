@@ -72,7 +72,9 @@ class Block:
         """Correct a consuming linear over the kept columns; `has_bias`: its last column is the bias, which stays."""
         if has_bias:
             columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
-        own = "none" if self.recipe.correction == "none" else "same-layer"
+        own = "same-layer" if self.recipe.solves else "none"
+        if self.recipe.correction == "bias" and has_bias:
+            own = "bias"
         return correct(
             weight,
             columns,
