@@ -1,6 +1,7 @@
 """Compression time over the time of one dense forward pass on the same tokens, same dtype and threads, one run.
 
-Also says where the time goes: self seconds of the costliest operators, from torch's profiler on a second run.
+The pass is timed without the output head (the compressor computes none either) and with it. `--operators` also says
+where the time goes: self seconds of the costliest operators, from torch's profiler on a second run.
 Rows go to `results/overhead.jsonl`.
 """
 
@@ -20,14 +21,18 @@ from oneshot.source import resolve_checkpoint
 
 
 @torch.inference_mode()
-def forward_seconds(folder: Path, token_ids: torch.Tensor, batch_size: int) -> float:
-    """One pass of the stock model's decoder (no output head: the compressor computes none either)."""
-    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32).model
+def forward_seconds(folder: Path, token_ids: torch.Tensor, batch_size: int) -> tuple[float, float]:
+    """One pass of the stock model: of its decoder alone, and with the logits of all tokens."""
+    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     model(token_ids[:1, :64], use_cache=False)
-    started = time.perf_counter()
+    decoder = head = 0.0
     for batch in token_ids.split(batch_size):
-        model(batch, use_cache=False)
-    return time.perf_counter() - started
+        started = time.perf_counter()
+        states = model.model(batch, use_cache=False).last_hidden_state
+        decoded = time.perf_counter()
+        model.lm_head(states)
+        decoder, head = decoder + decoded - started, head + time.perf_counter() - decoded
+    return decoder, decoder + head
 
 
 def operator_seconds(config: CompressionConfig) -> dict[str, float]:
@@ -45,6 +50,7 @@ def main() -> None:
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
     options.add_argument("--num-sequences", type=int, default=32)
     options.add_argument("--recipes", nargs="+", default=["oneshot", "stat"])
+    options.add_argument("--operators", action="store_true", help="compress again under the profiler")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
@@ -67,7 +73,8 @@ def main() -> None:
             before = forward_seconds(dense, text.token_ids, config.batch_size)
             report = compress(config)
             after = forward_seconds(dense, text.token_ids, config.batch_size)
-            forward = (before + after) / 2  # around the compression, since the machine's speed drifts
+            # around the compression, since the machine's speed drifts
+            decoder, whole = ((first + second) / 2 for first, second in zip(before, after, strict=True))
             append_row(
                 "overhead",
                 provenance(
@@ -75,10 +82,12 @@ def main() -> None:
                     recipe=recipe,
                     sparsity=report.sparsity["reached"],
                     num_tokens=text.num_tokens,
-                    forward_seconds=[before, after],
+                    forward_seconds=[before[0], after[0]],
+                    whole_forward_seconds=[before[1], after[1]],
                     compress_seconds=report.seconds,
-                    ratio=report.seconds["total"] / forward,
-                    operator_seconds=operator_seconds(config),
+                    ratio=report.seconds["total"] / decoder,
+                    whole_ratio=report.seconds["total"] / whole,
+                    operator_seconds=operator_seconds(config) if arguments.operators else None,
                 ),
             )
 

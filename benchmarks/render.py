@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from statistics import fmean
 
 from harness import KINDS, ROOT, Row, fitted_exponent, latest, quality_rows, read_rows, varies_a_part
 from plot import LAYERS, QUALITY, layers_svg, quality_svg
@@ -116,17 +117,28 @@ def overhead_table() -> str:
     rows = latest(read_rows("overhead"), "recipe")
     lines = []
     for row in rows:
-        forward = sum(row["forward_seconds"]) / len(row["forward_seconds"])
-        operators = list(row["operator_seconds"].items())
-        total = sum(row["operator_seconds"].values())
-        shares = ", ".join(f"`{name.removeprefix('aten::')}` {seconds / total:.0%}" for name, seconds in operators[:4])
-        seconds = [f"{forward:.1f} s", f"{row['compress_seconds']['total']:.1f} s"]
-        lines.append([row["recipe"], f"{row['num_tokens']:,}", *seconds, f"{row['ratio']:.2f}", shares])
+        passes = [fmean(row[name]) for name in ("forward_seconds", "whole_forward_seconds") if name in row]
+        total = row["compress_seconds"]["total"]
+        seconds = [f"{value:.0f} s" for value in passes] + ["–"] * (2 - len(passes))
+        ratios = [f"{total / value:.2f}" for value in passes] + ["–"] * (2 - len(passes))
+        lines.append([row["recipe"], f"{row['num_tokens']:,}", *seconds, f"{total:.0f} s", *ratios, _operators(row)])
     return markdown(
-        ["recipe", "tokens", "one dense forward pass", "compression", "ratio", "costliest operators"],
+        [
+            *("recipe", "tokens", "dense pass, no head", "dense pass"),
+            *("compression", "÷ pass, no head", "÷ pass", "costliest operators"),
+        ],
         lines,
         f"{rows[0]['model']}, {_origin(rows)}.",
     )
+
+
+def _operators(row: Row) -> str:
+    """The four operators that took longest, where the row has been to the profiler."""
+    if row["operator_seconds"] is None:
+        return "–"
+    total = sum(row["operator_seconds"].values())
+    first = list(row["operator_seconds"].items())[:4]
+    return ", ".join(f"`{name.removeprefix('aten::')}` {seconds / total:.0%}" for name, seconds in first)
 
 
 def memory_table() -> str:

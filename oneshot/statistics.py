@@ -35,7 +35,7 @@ class GramAccumulator:
             if target is None:
                 raise ValueError("this accumulator has a target: give its rows")
             cross_gram_(self._cross, activations, target)
-            self._target_energy += target.double().square().sum()
+            self._target_energy += target.float().square().sum(-1).sum(dtype=torch.float64)
         self._num_rows += len(activations)
 
     def merge_(self, other: "GramAccumulator") -> None:
