@@ -1,0 +1,57 @@
+"""What sizes are taken to cost, from a profile."""
+
+from dataclasses import dataclass
+
+import torch
+
+from oneshot.records import ModelShape, Plan, Profile
+
+
+@dataclass(frozen=True)
+class Damages:
+    """What is lost by keeping k neurons, `ffn (layers, n + 1)`, or k head units, `heads (layers, units + 1)`.
+
+    `layers (layers,)`: by leaving out a whole layer; in nats per token, as only sensitivities are.
+    """
+
+    ffn: torch.Tensor
+    heads: torch.Tensor
+    layers: torch.Tensor
+
+
+def profiled_damages(profile: Profile, allocation: str) -> Damages:
+    """What every size of every block is taken to cost.
+
+    `error`: the relative squared error of the block's output. `stat`: its root times `l + 50` (STAT A.4).
+    `block-influence`: the squared error times the layer's block influence (ShortGPT). `sensitivity`: times what the
+    model's output was measured to diverge by, so in nats per token, as if damages of blocks added up.
+    """
+    depth = torch.arange(len(profile.block_influence), dtype=torch.float64).unsqueeze(1)
+    if allocation == "stat":
+        weights = depth + 50
+        ffn, heads = weights * profile.ffn_errors.sqrt(), weights * profile.head_errors.sqrt()
+        return Damages(ffn, heads, profile.layer_divergence)
+    ones = torch.ones(len(depth), dtype=torch.float64)
+    ffn, heads = {
+        "error": (ones, ones),
+        "block-influence": (profile.block_influence, profile.block_influence),
+        "sensitivity": (profile.ffn_sensitivity, profile.head_sensitivity),
+    }[allocation]
+    return Damages(
+        ffn.unsqueeze(1) * profile.ffn_errors, heads.unsqueeze(1) * profile.head_errors, profile.layer_divergence
+    )
+
+
+def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
+    """The sum of the damages of a plan's sizes."""
+    total = 0.0
+    for layer, kept in enumerate(plan.layers):
+        if kept.is_left_out:
+            total += float(damages.layers[layer])
+            continue
+        if plan.head_unit == "kv-group":
+            removed = shape.num_key_value_heads - kept.num_key_value_heads
+        else:
+            removed = (shape.num_attention_heads - kept.num_attention_heads) // shape.num_key_value_heads
+        total += float(damages.ffn[layer, kept.intermediate_size] + damages.heads[layer, -1 - removed])
+    return total
