@@ -1,0 +1,164 @@
+"""The sizes of models, dense and compressed."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of one decoder layer; in a per-layer checkpoint every layer has its own.
+
+    The residual stream has `hidden_size` coordinates where attention reads it, `middle_size` where the FFN does and
+    `output_size` behind it. Where two neighbours lie in different subspaces, a *shortcut* matrix takes the stream
+    from one to the other. `query_key_size` and `value_size` are per head; `rotary_selected`: the layer stores which
+    rotary pairs each KV group keeps.
+
+    `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and the FFN's. `norm_bias`:
+    LayerNorm instead of RMSNorm. `query_key_norms`: queries and keys are normed, each by one weight for all heads.
+    `gated`: the FFN has a gate beside its up projection.
+    """
+
+    hidden_size: int
+    middle_size: int
+    output_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    query_key_size: int
+    value_size: int
+    attention_shortcut: bool = False
+    ffn_shortcut: bool = False
+    rotary_selected: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
+    query_key_norms: bool = False
+    gated: bool = True
+
+    def linear_parameters(self) -> int:
+        """Stored parameters of the layer's linears, shortcuts included."""
+        heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
+        projected = (heads + groups) * self.query_key_size + groups * self.value_size
+        attention = projected * (self.hidden_size + self.attention_bias)
+        attention += self.middle_size * (heads * self.value_size + self.output_bias)
+        inputs = 1 + self.gated
+        mlp = inputs * width * (self.middle_size + self.mlp_bias) + self.output_size * (width + self.mlp_bias)
+        shortcuts = self.attention_shortcut * self.hidden_size * self.middle_size
+        shortcuts += self.ffn_shortcut * self.middle_size * self.output_size
+        return attention + mlp + shortcuts
+
+    def parameters(self) -> int:
+        """Stored parameters, norms included."""
+        norms = (self.hidden_size + self.middle_size) * (1 + self.norm_bias)
+        pairs = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
+        return self.linear_parameters() + norms + pairs + 2 * self.query_key_size * self.query_key_norms
+
+    def key_value_size(self) -> int:
+        """Values that one token takes in the layer's KV cache."""
+        return self.num_key_value_heads * (self.query_key_size + self.value_size)
+
+
+@dataclass(frozen=True)
+class StackShape:
+    """The sizes of a whole model, layer by layer.
+
+    `head` says where the output head comes from: `own` weights, the `tied` embedding, or the tied embedding behind a
+    matrix from the last subspace to the embedding's (`mapped`). `num_positions`: rows of a learned position embedding.
+    """
+
+    layers: tuple[LayerShape, ...]
+    vocab_size: int
+    head: str
+    head_bias: bool = False
+    num_positions: int = 0
+
+    @property
+    def embedding_size(self) -> int:
+        """Width of the embedding."""
+        return self.layers[0].hidden_size
+
+    @property
+    def final_size(self) -> int:
+        """Width of the last norm."""
+        return self.layers[-1].output_size
+
+    def block_parameters(self) -> int:
+        """Stored parameters of the decoder layers."""
+        return sum(layer.parameters() for layer in self.layers)
+
+    def stored_parameters(self) -> int:
+        """Stored parameters of everything."""
+        embeddings = (self.vocab_size + self.num_positions) * self.embedding_size
+        norm = self.final_size * (1 + self.layers[-1].norm_bias)
+        head = {"own": self.vocab_size, "tied": 0, "mapped": self.embedding_size}[self.head] * self.final_size
+        return embeddings + self.block_parameters() + norm + head + self.head_bias * self.vocab_size
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations of all linears for one token, the output head included, attention scores not."""
+        linears = sum(layer.linear_parameters() for layer in self.layers)
+        mapped = self.head == "mapped"
+        head = self.vocab_size * (self.embedding_size if mapped else self.final_size)
+        return 2 * (linears + head + mapped * self.embedding_size * self.final_size)
+
+    def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
+        """Bytes that one token takes in the KV cache (16-bit values unless told otherwise)."""
+        return sum(layer.key_value_size() for layer in self.layers) * bytes_per_value
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model whose layers are alike, as its stock config states them; flags as in `LayerShape`.
+
+    `num_positions`: rows of a learned position embedding that tokens use, `unused_positions`: stored before them.
+    """
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norms: bool = False
+    vocab_size: int = 0
+    norm_bias: bool = False
+    gated: bool = True
+    tied: bool = False
+    num_positions: int = 0
+    unused_positions: int = 0
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    def layer(self) -> LayerShape:
+        """The shape of each layer."""
+        return LayerShape(
+            hidden_size=self.hidden_size,
+            middle_size=self.hidden_size,
+            output_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            query_key_size=self.head_dim,
+            value_size=self.head_dim,
+            attention_bias=self.attention_bias,
+            output_bias=self.output_bias,
+            mlp_bias=self.mlp_bias,
+            norm_bias=self.norm_bias,
+            query_key_norms=self.query_key_norms,
+            gated=self.gated,
+        )
+
+    def layer_parameters(self) -> int:
+        """Stored parameters of one decoder layer, its norms included."""
+        return self.layer().parameters()
+
+    def stack(self) -> StackShape:
+        """The same sizes, layer by layer."""
+        head = "tied" if self.tied else "own"
+        layers = (self.layer(),) * self.num_hidden_layers
+        return StackShape(layers, self.vocab_size, head, num_positions=self.num_positions + self.unused_positions)
