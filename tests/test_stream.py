@@ -9,12 +9,21 @@ import pytest
 import torch
 from factories import MakeCheckpoint, build_model
 from strategies import TOLERANCES
+from torch.nn import functional
 
 from oneshot.arch import LLAMA, OPT
 from oneshot.checkpoint import Checkpoint
 from oneshot.errors import CalibrationError, DeviceError
 from oneshot.source import open_model
-from oneshot.stream import ActivationStore, LayerStream, StreamLayer, batches, prefetch, resolve_device
+from oneshot.stream import (
+    ActivationStore,
+    LayerStream,
+    OutputHead,
+    StreamLayer,
+    batches,
+    prefetch,
+    resolve_device,
+)
 
 CPU = torch.device("cpu")
 TOKEN_IDS = torch.randint(0, 400, (3, 24), generator=torch.Generator().manual_seed(1))
@@ -216,3 +225,25 @@ def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for there, wanted in ((lambda: False, "cpu"), (lambda: True, "cuda")):
         monkeypatch.setattr("torch.cuda.is_available", there)
         assert resolve_device("auto").type == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("distance", [0.0, 1e-2, 1.0])
+def test_the_divergence_of_predictions_is_that_of_their_softmaxes(
+    distance: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against log-softmaxes of whole rows in float64; the vocabulary is no multiple of a panel."""
+    monkeypatch.setattr("oneshot.stream.VOCABULARY_PANEL", 64)
+    generator = torch.Generator().manual_seed(2)
+    dense = torch.randn(7, 32, generator=generator).to(dtype)
+    other = (dense + distance * torch.randn(7, 32, generator=generator)).to(dtype)
+    head = OutputHead(torch.nn.LayerNorm(32, dtype=dtype), torch.randn(150, 32, generator=generator).to(dtype))
+
+    def log_softmax(x: torch.Tensor) -> torch.Tensor:
+        return (head.norm(x).double() @ head.weight.double().T).log_softmax(-1)
+
+    with torch.no_grad():
+        wanted = functional.kl_div(log_softmax(other), log_softmax(dense), log_target=True, reduction="none").sum(-1)
+        torch.testing.assert_close(
+            head.divergence(head.prediction(dense), other).double(), wanted, rtol=1e-4, atol=2e-5
+        )

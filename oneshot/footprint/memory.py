@@ -15,6 +15,7 @@ from oneshot.layerwise.latency import WIDTHS
 from oneshot.layerwise.profiling import PROBE_SEQUENCES
 from oneshot.recipes import WEIGHT_SELECTORS
 from oneshot.sampling import DOCUMENT_TOKENS, GENERATED_TOGETHER, SELF
+from oneshot.stream import VOCABULARY_PANEL
 
 SLACK_BYTES = 128 * 2**20
 HEAP_SHARE = 1.08
@@ -211,12 +212,15 @@ def _profile(work: Work) -> list[Stage]:
     batch = _activations(work, shape.intermediate_size)
     curves = Term(3 * DOUBLE * size * size + 2 * DOUBLE * shape.hidden_size * size, computed=True)
     correction = max((_correction(work, size, kept, residual=False) for kept in (size // 2, 3 * size // 4)), key=_bytes)
-    vocabulary = length * shape.vocab_size * (5 * FLOAT)
+    panel = min(VOCABULARY_PANEL, shape.vocab_size)
+    predictions = FLOAT * (4 * length * panel + 6 * length * shape.hidden_size)
+    rows = FLOAT * (itemsize != FLOAT) * panel * shape.hidden_size
     head = shape.vocab_size * shape.hidden_size
     logits = (
         Term(work.outside_bytes),
         Term(head * itemsize, computed=True),
-        Term(vocabulary, computed=True, knobs=LENGTH),
+        Term(predictions, computed=True, knobs=LENGTH),
+        Term(rows, computed=True),
     )
     return [
         Stage("the profile's statistics", (*layer, batch)),

@@ -151,10 +151,9 @@ class LayerProfiler:
         head = self._streams.output_head()
         totals = [0.0] * len(self._probes)
         for sequence, dense_state in enumerate(self._dense):
-            dense = head.log_probabilities(dense_state)
+            dense = head.prediction(dense_state)
             for index, probe in enumerate(self._probes):
-                reduced = head.log_probabilities(probe.states[sequence])
-                totals[index] += float((dense.exp() * (dense - reduced)).sum(-1).double().mean())
+                totals[index] += float(head.divergence(dense, probe.states[sequence]).double().mean())
         return [max(0.0, total / len(self._dense)) for total in totals]
 
     def _statistics(
