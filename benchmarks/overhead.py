@@ -5,6 +5,7 @@ where the time goes: self seconds of the costliest operators, from torch's profi
 Rows go to `results/overhead.jsonl`.
 """
 
+import itertools
 import tempfile
 import time
 from collections import defaultdict
@@ -16,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from oneshot import CompressionConfig, compress
 from oneshot.calibration import load_calibration, load_tokenizer
+from oneshot.config import TIERS
 from oneshot.evaluate import load_model
 from oneshot.source import resolve_checkpoint
 
@@ -50,6 +52,7 @@ def main() -> None:
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
     options.add_argument("--num-sequences", type=int, default=32)
     options.add_argument("--recipes", nargs="+", default=["oneshot", "stat"])
+    options.add_argument("--tiers", nargs="+", choices=TIERS, default=["stock"], help="per-layer makes a profile first")
     options.add_argument("--operators", action="store_true", help="compress again under the profiler")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -59,12 +62,13 @@ def main() -> None:
         text = load_calibration(
             calibration, load_tokenizer(dense), num_sequences=arguments.num_sequences, sequence_length=1024, seed=0
         )
-        for recipe in arguments.recipes:
+        for recipe, tier in itertools.product(arguments.recipes, arguments.tiers):
             config = CompressionConfig(
                 checkpoint=str(dense),
                 output=str(Path(scratch) / "compressed"),
                 sparsity=0.2,
                 recipe=recipe,
+                tier=tier,
                 calibration=calibration,
                 num_sequences=arguments.num_sequences,
                 dtype="float32",
@@ -80,6 +84,7 @@ def main() -> None:
                 provenance(
                     model="SmolLM2-135M-Instruct",
                     recipe=recipe,
+                    tier=tier,
                     sparsity=report.sparsity["reached"],
                     num_tokens=text.num_tokens,
                     forward_seconds=[before[0], after[0]],
