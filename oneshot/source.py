@@ -193,7 +193,8 @@ def _convert_gguf(path: Path, scratch: Path) -> Path:
         tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise OutputError(
-            f"{path} cannot be converted in {scratch} ({cause(error)}); free some space there or set TMPDIR."
+            f"{path} cannot be converted in {scratch} ({cause(error)}); free some space there, or name another "
+            "folder (--offload-dir, or TMPDIR)."
         ) from error
     config = json.loads((folder / "config.json").read_text())
     if "quantization_config" in config:
