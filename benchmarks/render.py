@@ -295,10 +295,11 @@ def _round(value: float) -> str:
 
 
 def _origin(rows: list[Row]) -> str:
-    """Machine, threads and commits of the rows."""
+    """Machines, threads and commits of the rows."""
+    machines = ", ".join(sorted({row["device"] for row in rows}))
     threads = ", ".join(sorted({str(row["threads"]) for row in rows}))
     commits = ", ".join(sorted({row["commit"] + ("+" if row["dirty"] else "") for row in rows}))
-    return f"{rows[0]['device']}, {threads} threads; commits {commits}"
+    return f"{machines}, {threads} threads; commits {commits}"
 
 
 def hidden_size_table() -> str:
