@@ -117,11 +117,9 @@ def overhead_table() -> str:
     rows = latest([{"tier": "stock"} | row for row in read_rows("overhead")], "recipe", "tier")
     lines = []
     for row in rows:
-        passes = [fmean(row[name]) for name in ("forward_seconds", "whole_forward_seconds") if name in row]
-        total = row["compress_seconds"]["total"]
-        seconds = [f"{value:.0f} s" for value in passes] + ["–"] * (2 - len(passes))
-        ratios = [f"{total / value:.2f}" for value in passes] + ["–"] * (2 - len(passes))
-        profile = row["compress_seconds"].get("profile")
+        seconds = [f"{fmean(row[name]):.0f} s" for name in ("forward_seconds", "whole_forward_seconds")]
+        ratios = [f"{row[name]:.2f}" for name in ("ratio", "whole_ratio")]
+        total, profile = row["compress_seconds"]["total"], row["compress_seconds"].get("profile")
         taken = f"{total:.0f} s" if profile is None else f"{total:.0f} s ({profile:.0f} s of it the profile)"
         lines.append([row["recipe"], row["tier"], f"{row['num_tokens']:,}", *seconds, taken, *ratios, _operators(row)])
     return markdown(

@@ -77,6 +77,7 @@ def compress_sizes(
     ]
     if len({one.output for one in configs}) < len(configs):
         raise ConfigError("Two of the --sparsity values are equal to two decimals; give each once.")
+    # whether a model needs further tensors is asked of the target that removes most
     with open_inputs(max(configs, key=lambda one: one.sparsity or 0), show_progress=show_progress) as inputs:
         for one in configs:
             plan = plan_sizes(one, inputs.recipe, inputs.source.shape, budget=inputs.budget(one))

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from oneshot.arch import Architecture, get_architecture
-from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
 from oneshot.checkpoint import Checkpoint
 from oneshot.errors import CheckpointError, OutputError, PlanError, cause
 from oneshot.records import ModelShape
 
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-FFN_LINEARS = {GATE_PROJ, UP_PROJ, DOWN_PROJ}
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -34,7 +32,7 @@ class SourceModel:
             prefix = self.architecture.layer_prefix(layer)
             tensors = self.architecture.to_llama_names(self.checkpoint.read_prefix(prefix))
             if self.shape.mlp_bias:  # zeros where none is stored, see `with_ffn_biases`
-                for linear in FFN_LINEARS & {name.rpartition(".")[0] for name in tensors}:
+                for linear in self.architecture.ffn_linears:
                     weight = tensors[f"{linear}.weight"]
                     tensors.setdefault(f"{linear}.bias", weight.new_zeros(len(weight)))
             return tensors

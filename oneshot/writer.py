@@ -70,7 +70,7 @@ def _holds_something(work: Path) -> bool:
 
 def kept_values(folder: Path, name: str) -> dict[str, Any] | None:
     """What an interrupted run that was to write `folder` kept under a name; None where there is nothing."""
-    return _read_json(incomplete_folder(folder) / f"kept-{name}.json")
+    return _read_json(_kept_path(folder, name))
 
 
 class CheckpointWriter:
@@ -226,7 +226,7 @@ class CheckpointWriter:
 
     def keep(self, name: str, values: dict[str, Any]) -> None:
         """Write JSON values that a resumed run finds with `kept`."""
-        _write_whole(self._work / f"kept-{name}.json", json.dumps(values))
+        _write_whole(_kept_path(self.folder, name), json.dumps(values))
 
     def kept(self, name: str) -> dict[str, Any] | None:
         """What an interrupted run kept under a name; None where there is nothing."""
@@ -279,6 +279,10 @@ class CheckpointWriter:
 
     def _record_path(self, number: int) -> Path:
         return self._work / f"record-{number + 1:05d}.json"
+
+
+def _kept_path(folder: Path, name: str) -> Path:
+    return incomplete_folder(folder) / f"kept-{name}.json"
 
 
 def _scaffold(number: int) -> str:

@@ -63,6 +63,11 @@ class Architecture:
     removable_heads: bool = True
     optional_ffn_biases: bool = False
 
+    @property
+    def ffn_linears(self) -> tuple[str, ...]:
+        """The linears of the FFN, by Llama's names."""
+        return (GATE_PROJ, UP_PROJ, DOWN_PROJ) if self.gated else (UP_PROJ, DOWN_PROJ)
+
     def layer_prefix(self, layer: int) -> str:
         """`model.layers.3.` for layer 3."""
         return f"{self.layers}.{layer}."
@@ -184,7 +189,7 @@ class Architecture:
         for modules, has_bias in (
             ((Q_PROJ, K_PROJ, V_PROJ), shape.attention_bias),
             ((O_PROJ,), shape.output_bias),
-            ((GATE_PROJ, UP_PROJ, DOWN_PROJ) if shape.gated else (UP_PROJ, DOWN_PROJ), shape.mlp_bias),
+            (self.ffn_linears, shape.mlp_bias),
             ((ATTENTION_NORM, FFN_NORM), shape.norm_bias),
         ):
             if has_bias:
