@@ -30,11 +30,17 @@ TIERS = ("stock", "per-layer")
 TOKEN_WEIGHTINGS = ("unit", "raw")
 SKETCHES = ("none", "count", "sparse-sign")
 DTYPES = ("auto", "float32", "bfloat16")
+AUTO = "auto"
+DAMPING = 3e-2
 TOKENS_PER_NEURON = 4  # fewer than that say little about a layer
 SAVE_DTYPES = ("keep", "float32", "bfloat16", "float16")
 
 # Options whose command-line names are not those of their fields.
-_FLAGS = {"max_memory_bytes": "max-memory", "max_device_memory_bytes": "max-device-memory"}
+_FLAGS = {
+    "max_memory_bytes": "max-memory",
+    "max_device_memory_bytes": "max-device-memory",
+    "fixed_damping": "damping",
+}
 
 _COUNT_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _SIZE_SUFFIXES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -69,7 +75,8 @@ class CompressionConfig:
     `hidden_size`, `value_size` and `query_key_size` (per head) are the kept sizes (None: what the target asks for, and
     all); `group_size` blocks share a projection of the residual stream, in which the statistics of all other blocks
     count `shared_weight` times, and tokens alike (`unit` `token_weighting`) or by their energy (`raw`). `damping` is
-    the ridge in units of the Gram's mean diagonal; `sketch_size` is in rows (None: twice the FFN width).
+    the ridge in units of the Gram's mean diagonal, or `auto`: for every block the one that errs least on a held-out
+    eighth of the text; `sketch_size` is in rows (None: twice the FFN width).
     `residual_weight` is the share of the dense stream's residual in a two-stream target where text is plenty.
     `profile` is the folder of a profile to plan from (None: the run makes one where its allocation needs it).
     `max_memory_bytes` bounds the peak resident memory of the process, `max_device_memory_bytes` what torch takes on a
@@ -100,7 +107,7 @@ class CompressionConfig:
     profile: str | None = None
     head_unit: str = "auto"
     correction: str | None = None
-    damping: float = 3e-2
+    damping: float | str = DAMPING
     pivoting: str | None = None
     sketch: str | None = None
     sketch_size: int | None = None
@@ -150,10 +157,13 @@ class CompressionConfig:
             if value is not None and value < minimum:
                 flag = _FLAGS.get(option) or option.replace("_", "-")
                 raise ConfigError(f"--{flag} {value} is out of range: give at least {minimum}.")
-        for option in ("damping", "residual_weight", "shared_weight"):
+        if isinstance(self.damping, str) and self.damping != AUTO:
+            raise ConfigError(f"--damping {self.damping} is neither a number nor {AUTO}.")
+        for option in ("fixed_damping", "residual_weight", "shared_weight"):
             value = getattr(self, option)
             if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"--{option.replace('_', '-')} {value} is out of range: give 0 or more.")
+                flag = _FLAGS.get(option) or option.replace("_", "-")
+                raise ConfigError(f"--{flag} {value} is out of range: give 0 or more.")
         for option, allowed in (
             ("ffn", SELECTORS),
             ("heads", SELECTORS),
@@ -173,6 +183,11 @@ class CompressionConfig:
             value = getattr(self, option)
             if value is not None and value not in allowed:
                 raise ConfigError(f"--{option.replace('_', '-')} {value} is not one of {', '.join(allowed)}.")
+
+    @property
+    def fixed_damping(self) -> float:
+        """The damping of whatever has no held-out text to choose it on."""
+        return DAMPING if isinstance(self.damping, str) else self.damping
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""

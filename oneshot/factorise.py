@@ -1,13 +1,17 @@
 """(weights, statistics, kept columns) -> the corrected consuming linear. Pure functions."""
 
+from dataclasses import replace
+
 import torch
 
+from oneshot.errors import CalibrationError
 from oneshot.linalg.interpolative import interpolate
 from oneshot.linalg.low_rank import query_key_maps, strongest_rotary_pairs, value_subspace
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.records import BlockStatistics, Factors
 
 ENERGY_PANEL = 1024
+DAMPINGS = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 
 
 def correct(
@@ -55,7 +59,46 @@ def correct(
     if step is not None:
         corrected += residual_weight * step.T
     error = _error_if_known(dense, corrected, kept, statistics)
-    return Factors(kept, corrected, error, condition_number, max_interpolation, fallback)
+    return Factors(kept, corrected, error, condition_number, max_interpolation, fallback, damping)
+
+
+def best_damping(
+    weight: torch.Tensor,
+    kept: torch.Tensor,
+    statistics: BlockStatistics,
+    *,
+    correction: str,
+    residual_weight: float = 1.0,
+) -> float:
+    """Of `DAMPINGS`, the one whose correction, solved without the held-out rows, errs least on these.
+
+    Arguments as in `correct`; `statistics` has `held_out`. The error is that of the block's output, `‖Y − A W'ᵀ‖`.
+
+    Raises `CalibrationError` where no rows are left without the held-out ones.
+    """
+    held_out = statistics.held_out
+    assert held_out is not None
+    if held_out.num_rows == statistics.num_rows:
+        raise CalibrationError(
+            "--damping auto keeps every eighth batch of the text apart, and there is only one; give more "
+            "--num-sequences, a smaller --batch-size, or a number as --damping."
+        )
+    residual = statistics.residual
+    if residual is not None and held_out.residual is not None:
+        residual = residual - held_out.residual
+    fitted = replace(
+        statistics,
+        gram=statistics.gram - held_out.gram,
+        residual=residual,
+        residual_energy=statistics.residual_energy - held_out.residual_energy,
+        num_rows=statistics.num_rows - held_out.num_rows,
+    )
+
+    def error(damping: float) -> float:
+        factors = correct(weight, kept, fitted, correction=correction, damping=damping, residual_weight=residual_weight)
+        return predicted_error(weight.double(), factors.weight, kept, held_out)
+
+    return min(DAMPINGS, key=error)
 
 
 def reduce_values(

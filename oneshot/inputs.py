@@ -274,7 +274,7 @@ class Inputs:
                 model_hash=self.source.checkpoint.content_hash(),
                 token_hash=text.token_hash,
                 head_unit=unit,
-                damping=config.damping,
+                damping=config.fixed_damping,
                 probe_tokens=profiler.num_probe_tokens,
                 versions=versions(),
             )

@@ -30,9 +30,19 @@ def add_shared_method(group: Any) -> None:
     """What shapes both the profile and the compression."""
     group.add_argument("--head-unit", choices=HEAD_UNITS, default=DEFAULTS.head_unit, help="what is removed together")
     group.add_argument(
-        "--damping", type=float, default=DEFAULTS.damping, help="ridge ÷ mean diagonal (default: %(default)s)"
+        "--damping",
+        type=_damping,
+        default=DEFAULTS.damping,
+        help="ridge ÷ mean diagonal, or auto: what errs least on a held-out eighth of the text (default: %(default)s)",
     )
     group.add_argument("--seed", type=int, default=DEFAULTS.seed)
+
+
+def _damping(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # which the config takes or refuses
 
 
 def add_text(parser: argparse.ArgumentParser) -> None:

@@ -3,12 +3,16 @@
 `finish` is called once, by all workers together.
 """
 
+from dataclasses import replace
+
 import torch
 from oneshot_kernels import cross_gram_, gram_, sketch_
 
 from oneshot.errors import CheckpointError
 from oneshot.records import BlockStatistics, Moments
 from oneshot.workers import ALONE, Workers
+
+HELD_OUT_EVERY = 8  # batches
 
 
 class GramAccumulator:
@@ -69,6 +73,37 @@ class GramAccumulator:
         residual = self._cross.addmm_(self._gram, columns, alpha=-1)
         energy = self._target_energy - reached - (residual * columns).sum(dtype=torch.float64)
         return BlockStatistics(self._gram, residual, energy.clamp_min(0), int(num_rows))
+
+
+class SplitAccumulator:
+    """Those of a `GramAccumulator`, with a held-out slice of the rows by itself, too: every eighth batch.
+
+    Arguments as there.
+    """
+
+    def __init__(self, size: int, *, output_size: int | None, device: torch.device) -> None:
+        self._rest, self._held_out = (GramAccumulator(size, output_size=output_size, device=device) for _ in range(2))
+        self._num_batches = 0
+
+    def update_(self, activations: torch.Tensor, target: torch.Tensor | None = None) -> None:
+        """Add a batch of rows."""
+        part = self._held_out if self._num_batches % HELD_OUT_EVERY == 0 else self._rest
+        part.update_(activations, target)
+        self._num_batches += 1
+
+    def finish(self, weight: torch.Tensor | None = None, workers: Workers = ALONE) -> BlockStatistics:
+        """The sums over all rows of all workers, and `held_out`, those over the slice."""
+        held_out = self._held_out.finish(weight, workers)
+        sums = self._rest.finish(weight, workers)
+        sums.gram.add_(held_out.gram)
+        if sums.residual is not None and held_out.residual is not None:
+            sums.residual.add_(held_out.residual)
+        return replace(
+            sums,
+            residual_energy=sums.residual_energy + held_out.residual_energy,
+            num_rows=sums.num_rows + held_out.num_rows,
+            held_out=held_out,
+        )
 
 
 class SketchAccumulator:

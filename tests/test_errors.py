@@ -283,6 +283,8 @@ def test_sparsity_out_of_range(sparsity: str, make_checkpoint: MakeCheckpoint, f
         ({"device": "tpu"}, ("tpu",)),
         ({"damping": "-1"}, ("--damping",)),
         ({"damping": "nan"}, ("--damping",)),
+        ({"damping": "much"}, ("--damping much", "auto")),
+        ({"damping": "auto", "batch_size": 1000}, ("--damping auto", "--num-sequences", "--batch-size")),
         ({"num_sequences": 0}, ("--num-sequences",)),
         ({"sequence_length": 1}, ("--sequence-length",)),
         ({"batch_size": 0}, ("--batch-size",)),

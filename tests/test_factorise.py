@@ -1,5 +1,6 @@
 """Selection and correction against independent least squares, explicit columns and brute force."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import TOLERANCES, Matrix, matrices
 
-from oneshot.factorise import correct
+from oneshot.errors import CalibrationError
+from oneshot.factorise import DAMPINGS, best_damping, correct
 from oneshot.records import BlockStatistics, Factors
 from oneshot.statistics import GramAccumulator, with_constant_column
 
@@ -124,6 +126,34 @@ def test_correction_is_never_worse_than_none(correction: str, matrix: Matrix, se
     corrected = correct(torch.from_numpy(weight), kept, statistics, correction=correction, damping=damping)
     wanted = matrix @ weight.T + (0 if residual is None else residual)
     assert measured_error(matrix, corrected, wanted) <= measured_error(matrix, plain, wanted) * (1 + 1e-9)
+
+
+@given(seed=st.integers(0, 5000), two_streams=st.booleans())
+def test_the_best_damping_errs_least_on_rows_that_were_not_fitted(seed: int, two_streams: bool) -> None:
+    activations, weight, kept, residual = problem(seed)
+    residual = residual if two_streams else np.zeros_like(residual)
+    few = len(kept) + 2  # so that the ridge matters
+    held_out = slice(few, None)
+
+    def error(damping: float) -> float:
+        wanted = activations @ weight.T + residual
+        fitted = ridge_least_squares(activations[:few], kept, weight, wanted[:few], damping)
+        return float(np.square(wanted[held_out] - activations[held_out][:, kept.numpy()] @ fitted.T).sum())
+
+    statistics = replace(
+        exact_statistics(activations, residual if two_streams else None),
+        held_out=exact_statistics(activations[held_out], residual[held_out] if two_streams else None),
+    )
+    correction = "two-stream" if two_streams else "same-layer"
+    chosen = best_damping(torch.from_numpy(weight), kept, statistics, correction=correction)
+    assert error(chosen) <= min(error(damping) for damping in DAMPINGS) * (1 + 1e-6)
+
+
+def test_a_damping_cannot_be_chosen_on_all_rows() -> None:
+    activations, weight, kept, _ = problem(2)
+    statistics = exact_statistics(activations)
+    with pytest.raises(CalibrationError, match="--damping auto"):
+        best_damping(torch.from_numpy(weight), kept, replace(statistics, held_out=statistics), correction="same-layer")
 
 
 def test_no_correction_keeps_the_columns_as_they_are() -> None:

@@ -18,6 +18,7 @@ from oneshot.calibration import load_calibration
 from oneshot.checkpoint import INDEX_NAME, Checkpoint
 from oneshot.config import SELECTORS
 from oneshot.evaluate import load_model
+from oneshot.factorise import DAMPINGS
 from oneshot.recipes import RECIPES, resolve_recipe
 from oneshot.stream import StreamLayer
 
@@ -262,6 +263,17 @@ def test_correction_lowers_the_error_of_every_layer(make_checkpoint: MakeCheckpo
     assert errors["same-layer"] is not None
     assert errors["none"] is not None
     assert errors["same-layer"] < errors["none"]
+
+
+@pytest.mark.parametrize("correction", ["same-layer", "two-stream"])
+def test_a_ridge_by_held_out_text(correction: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    """Every block says which it took; heads and neurons choose for themselves."""
+    config = make_config(make_checkpoint(), damping="auto", heads="id", correction=correction, batch_size=1)
+    report = compress(config)
+    chosen = [block.damping for layer in report.layers for block in layer.blocks]
+    assert len(chosen) == 2 * len(report.layers)
+    assert set(chosen) <= set(DAMPINGS)
+    load_strictly(Path(config.output))
 
 
 @pytest.mark.parametrize(("num_sequences", "alike"), [(8, True), (16, False)])

@@ -14,6 +14,7 @@ from oneshot.statistics import (
     HeadGramAccumulator,
     MomentAccumulator,
     SketchAccumulator,
+    SplitAccumulator,
     with_constant_column,
 )
 
@@ -60,6 +61,25 @@ def test_merging_workers_equals_seeing_all_rows(matrix: Matrix, seed: int, cut: 
     first, second = accumulate(rows[:cut], wanted[:cut], []), accumulate(rows[cut:], wanted[cut:], [])
     first.merge_(second)
     assert_sums(first, matrix, target, seed)
+
+
+@given(seed=st.integers(0, 100), num_batches=st.integers(1, 20), targeted=st.booleans())
+def test_every_eighth_batch_is_summed_by_itself_too(seed: int, num_batches: int, targeted: bool) -> None:
+    rng = np.random.default_rng(seed)
+    rows, target, weight = (rng.standard_normal(size) for size in ((num_batches, 3, 4), (num_batches, 3, 5), (5, 4)))
+    accumulator = SplitAccumulator(4, output_size=5 if targeted else None, device=CPU)
+    for batch, wanted in zip(torch.from_numpy(rows), torch.from_numpy(target), strict=True):
+        accumulator.update_(batch, wanted if targeted else None)
+    statistics = accumulator.finish(torch.from_numpy(weight))
+    assert statistics.held_out is not None
+    for got, slice_ in ((statistics, slice(None)), (statistics.held_out, slice(None, None, 8))):
+        seen, missed = rows[slice_].reshape(-1, 4), (target - rows @ weight.T)[slice_].reshape(-1, 5)
+        assert got.num_rows == len(seen)
+        np.testing.assert_allclose(got.gram, seen.T @ seen, atol=1e-4)
+        assert (got.residual is not None) == targeted
+        if got.residual is not None:
+            np.testing.assert_allclose(got.residual, seen.T @ missed, atol=1e-4)
+            assert float(got.residual_energy) == pytest.approx(np.square(missed).sum(), abs=1e-3)
 
 
 def test_bfloat16_rows_are_summed_in_float32() -> None:

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from oneshot.config import AUTO
 from oneshot.fold import PANEL_ROWS
 from oneshot.footprint.work import Work
 from oneshot.layerwise.latency import WIDTHS
@@ -122,6 +123,13 @@ def _activations(work: Work, width: int, tokens: int | None = None) -> Term:
 def _statistics(work: Work, size: int, *, residual: bool) -> Term:
     """The Gram of `size` columns and what the dense stream wants beyond."""
     return Term(FLOAT * size * (size + residual * work.shape.hidden_size), computed=True)
+
+
+def _held_out(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
+    """Where the ridge is chosen: the statistics of a slice of the text, and those of the rest in the end."""
+    if work.config.damping != AUTO or not work.recipe.solves:
+        return ()
+    return (_statistics(work, size, residual=residual),) * 2
 
 
 def _sketch(work: Work) -> tuple[Term, ...]:
@@ -301,16 +309,19 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
         half = _correction(work, heads, heads // 2, residual=corrects_slices)
         weighted = Term(4 * DOUBLE * heads * heads, computed=True) if work.recipe.heads == "id" else Term(0)
         solved = max(chosen, half, weighted, key=_bytes)
-        found.append(Stage("the factorisation of the heads", (*base, *copies, gram, batch, solved)))
+        slices = _held_out(work, heads, residual=corrects_slices)
+        found.append(Stage("the factorisation of the heads", (*base, *copies, gram, *slices, batch, solved)))
     if work.streams_text:
         gram = _statistics(work, size, residual=work.two_streams)
-        found.append(Stage("the statistics of the neurons", (*base, *copies, gram, *_sketch(work), batch)))
+        slices = _held_out(work, size, residual=work.two_streams)
+        gathered = (*base, *copies, gram, *slices[:1], *_sketch(work), batch)
+        found.append(Stage("the statistics of the neurons", gathered))
         solved = max(
             _pivoting(work, width, kept, work.recipe.ffn),
             _correction(work, size, kept_size, residual=work.two_streams),
             key=_bytes,
         )
-        terms = (*base, gram, *_sketch(work), solved, wanted)
+        terms = (*base, gram, *slices, *_sketch(work), solved, wanted)
         found.append(Stage("the factorisation of the neurons", terms))
         moving = (*base, *folded, _layer_copy(work, share), wanted, _activations(work, kept))
         found.append(Stage("moving the streams on", moving))

@@ -122,7 +122,7 @@ class AttentionBlock(Block):
             head_dim=self.shape.head_dim,
             size=self.plan.value_size,
             correct=self.recipe.solves,
-            damping=self.config.damping,
+            damping=self.config.fixed_damping,
         )
         new_weight = torch.cat((restricted, factors.weight[:, len(columns) :]), dim=1)
         error = predicted_error(weight.double(), new_weight, factors.kept, statistics)

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from oneshot.config import TOKENS_PER_NEURON, CompressionConfig
-from oneshot.factorise import correct
+from oneshot.config import AUTO, TOKENS_PER_NEURON, CompressionConfig
+from oneshot.factorise import best_damping, correct
 from oneshot.hidden import StreamSubspaces
 from oneshot.layerwise.streams import Streams
 from oneshot.recipes import Recipe
 from oneshot.records import BlockReport, BlockStatistics, Factors, LayerPlan, ModelShape, Plan
-from oneshot.statistics import GramAccumulator
+from oneshot.statistics import GramAccumulator, SplitAccumulator
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,11 @@ class Block:
         """Whether the correction's target comes from the dense stream."""
         return self.recipe.correction == "two-stream"
 
-    def accumulator(self, weight: torch.Tensor) -> GramAccumulator:
+    def accumulator(self, weight: torch.Tensor) -> GramAccumulator | SplitAccumulator:
         """Statistics of what a linear `(d, n)` consumes, with the dense stream's residual where that is the target."""
         output_size = weight.shape[0] if self.follows_dense else None
-        return GramAccumulator(weight.shape[1], output_size=output_size, device=self.device)
+        kind = SplitAccumulator if self.config.damping == AUTO and self.recipe.solves else GramAccumulator
+        return kind(weight.shape[1], output_size=output_size, device=self.device)
 
     def enter(self, x: torch.Tensor, position: int) -> torch.Tensor:
         """The compressed stream behind a block, on its way to a position."""
@@ -57,7 +58,9 @@ class Block:
         """The residual within the subspace that the block writes to; its energy counts what lies outside, too."""
         if self.subspaces is None or statistics.residual is None:
             return statistics
-        return replace(statistics, residual=self.subspaces.inside(statistics.residual, position))
+        inside = self.subspaces.inside(statistics.residual, position)
+        held_out = None if statistics.held_out is None else self.reachable(statistics.held_out, position)
+        return replace(statistics, residual=inside, held_out=held_out)
 
     def shared(self, task: int, solve: Callable[[], Solution]) -> Solution:
         """What one worker solves, on the device of each."""
@@ -75,14 +78,12 @@ class Block:
         own = "same-layer" if self.recipe.solves else "none"
         if self.recipe.correction == "bias" and has_bias:
             own = "bias"
-        return correct(
-            weight,
-            columns,
-            statistics,
-            correction="two-stream" if self.follows_dense else own,
-            damping=self.config.damping,
-            residual_weight=self._residual_weight(weight.shape[1], statistics),
-        )
+        correction = "two-stream" if self.follows_dense else own
+        share = self._residual_weight(weight.shape[1], statistics)
+        damping = self.config.fixed_damping
+        if statistics is not None and statistics.held_out is not None:
+            damping = best_damping(weight, columns, statistics, correction=correction, residual_weight=share)
+        return correct(weight, columns, statistics, correction=correction, damping=damping, residual_weight=share)
 
     def _residual_weight(self, num_columns: int, statistics: BlockStatistics | None) -> float:
         """The share of the dense stream's residual in the target: less of it where tokens are few.
@@ -139,4 +140,5 @@ def block_report(kind: str, dense_size: int, kept_size: int, factors: Factors, m
         condition_number=factors.condition_number,
         max_interpolation=factors.max_interpolation,
         eigenvalue_fallback=factors.eigenvalue_fallback,
+        damping=factors.damping,
     )

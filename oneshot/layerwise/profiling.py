@@ -226,7 +226,7 @@ class LayerProfiler:
     ) -> Factors:
         if has_bias:
             columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
-        return correct(weight, columns, statistics, correction="same-layer", damping=self._config.damping)
+        return correct(weight, columns, statistics, correction="same-layer", damping=self._config.fixed_damping)
 
 
 def squared_error(factors: Factors) -> float:

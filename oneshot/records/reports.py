@@ -20,6 +20,7 @@ class BlockReport:
     condition_number: float | None
     max_interpolation: float | None
     eigenvalue_fallback: bool = False
+    damping: float | None = None
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class BlockStatistics:
         num_rows: tokens seen.
         sketch: `S A (s, n)` float32 for pivots alone, where the recipe asks for one; or None.
         moments: of the activations, where the recipe asks for them; or None.
+        held_out: the part of these sums that comes from a held-out slice of the text, where one is kept apart; or None.
     """
 
     gram: torch.Tensor
@@ -61,6 +62,7 @@ class BlockStatistics:
     num_rows: int
     sketch: torch.Tensor | None = None
     moments: Moments | None = None
+    held_out: "BlockStatistics | None" = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Factors:
         weight: `(d, k)` float64, its corrected weight over those columns.
         predicted_error: relative Frobenius error of the block's output from the statistics; None without them.
         condition_number, max_interpolation: of the ridged skeleton Gram, of T; None where nothing was solved.
+        damping: that of the ridge; None where nothing was solved.
     """
 
     kept: torch.Tensor
@@ -80,3 +83,4 @@ class Factors:
     condition_number: float | None = None
     max_interpolation: float | None = None
     eigenvalue_fallback: bool = False
+    damping: float | None = None
