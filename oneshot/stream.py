@@ -1,20 +1,18 @@
-"""The model, one decoder layer at a time: transformers' own layer class, real weights, off-loaded activations."""
+"""The model, one decoder layer at a time: transformers' own layer class with real weights."""
 
 import copy
 import ctypes
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
+from oneshot.activations import ActivationStore
 from oneshot.arch.base import (
     ATTENTION_NORM,
     DOWN_PROJ,
@@ -26,9 +24,9 @@ from oneshot.arch.base import (
     UP_PROJ,
     Architecture,
 )
-from oneshot.errors import CalibrationError, DeviceError, OutputError
+from oneshot.errors import CalibrationError, DeviceError
+from oneshot.output_head import OutputHead
 
-VOCABULARY_PANEL = 8192  # rows of the output head whose logits are there at a time
 STREAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -142,54 +140,11 @@ class LayerStream:
         module.load_state_dict(self._architecture.to_own_names(weights), assign=True)
         return StreamLayer(module.requires_grad_(False), self._architecture, self._call_arguments)
 
-    def output_head(self, norm: dict[str, torch.Tensor], weight: torch.Tensor) -> "OutputHead":
+    def output_head(self, norm: dict[str, torch.Tensor], weight: torch.Tensor) -> OutputHead:
         """The last norm (its own tensors) and the head `(vocabulary, D)`, cast to the stream's dtype on its device."""
         module = copy.deepcopy(self._final_norm)
         module.load_state_dict({name: tensor.to(self.device, self.dtype) for name, tensor in norm.items()}, assign=True)
         return OutputHead(module.requires_grad_(False), weight.to(self.device, self.dtype))
-
-
-@dataclass(frozen=True)
-class OutputHead:
-    """From the last hidden states to the vocabulary, in float32, a panel of the vocabulary at a time."""
-
-    norm: nn.Module
-    weight: torch.Tensor
-
-    def prediction(self, x: torch.Tensor) -> "Prediction":
-        """What `divergence` needs to know of the next tokens predicted from the last hidden states `(length, D)`."""
-        states = self.norm(x).float()
-        normaliser = self._log_normaliser(states)
-        expected = torch.zeros_like(states)
-        for panel in self.weight.split(VOCABULARY_PANEL):
-            rows = panel.float()
-            expected += functional.linear(states, rows).sub_(normaliser.unsqueeze(1)).exp_() @ rows
-        return Prediction(states, normaliser, expected)
-
-    def divergence(self, dense: "Prediction", x: torch.Tensor) -> torch.Tensor:
-        """KL divergence of what `x (length, D)` predicts from what the dense states do, float32 `(length,)`, in nats.
-
-        Of two softmaxes it is what their log normalisers differ by beyond the first one's tangent, whose slope is the
-        expected row of the head: the second one's probabilities are not needed.
-        """
-        states = self.norm(x).float()
-        tangent = (dense.expected * (states - dense.states)).sum(-1)
-        return self._log_normaliser(states) - dense.log_normaliser - tangent
-
-    def _log_normaliser(self, states: torch.Tensor) -> torch.Tensor:
-        panels = [
-            functional.linear(states, panel.float()).logsumexp(-1) for panel in self.weight.split(VOCABULARY_PANEL)
-        ]
-        return torch.stack(panels).logsumexp(0)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Of every position: normed states `h (length, D)`, `log Σ exp(W h)`, and the mean row of `W` under the softmax."""
-
-    states: torch.Tensor
-    log_normaliser: torch.Tensor
-    expected: torch.Tensor
 
 
 class StreamLayer:
@@ -244,58 +199,6 @@ class StreamLayer:
     def ffn(self, h: torch.Tensor) -> torch.Tensor:
         """`h + ffn(norm(h))`, `(sequences, length, D)`."""
         return h + self._down_proj(self.neurons(h)).view_as(h)
-
-
-class ActivationStore:
-    """Hidden states of all sequences, `(num_sequences, length, D)`, on the `device`, in `host` memory or on `disk`.
-
-    On disk they lie in a file without a name in `folder`, which goes with the process however that ends. Batches are
-    read to and written from the compute device. Host memory is pinned beside CUDA, so copies overlap with compute and
-    keep their order on the current CUDA stream.
-    """
-
-    def __init__(
-        self, shape: tuple[int, int, int], dtype: torch.dtype, *, tier: str, device: torch.device, folder: Path
-    ) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
-        self._row_bytes = shape[1] * shape[2] * dtype.itemsize
-        self._tensor: torch.Tensor | None = None
-        if tier == "disk":
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed in close)
-            self._folder = folder
-        else:
-            place = device if tier == "device" else torch.device("cpu")
-            pinned = place.type == "cpu" and device.type == "cuda"
-            self._tensor = torch.empty(shape, dtype=dtype, device=place, pin_memory=pinned)
-
-    def read(self, batch: slice) -> torch.Tensor:
-        """The sequences of a batch on the compute device; never a view of the store."""
-        if self._tensor is not None:
-            return self._tensor[batch].to(self._device, non_blocking=True, copy=True)
-        count = batch.stop - batch.start
-        self._file.seek(batch.start * self._row_bytes)
-        raw = np.frombuffer(bytearray(self._file.read(count * self._row_bytes)), dtype=np.uint8)
-        return torch.from_numpy(raw).view(self._dtype).view(count, *self._shape[1:]).to(self._device)
-
-    def write(self, batch: slice, values: torch.Tensor) -> None:
-        """Store the sequences of a batch."""
-        if self._tensor is not None:
-            self._tensor[batch].copy_(values, non_blocking=True)
-            return
-        try:
-            self._file.seek(batch.start * self._row_bytes)
-            self._file.write(values.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
-        except OSError as error:
-            raise OutputError(
-                f"Activations cannot be written to {self._folder} ({error.strerror}); free some space there, choose "
-                "another --offload-dir, or give more --max-memory."
-            ) from error
-
-    def close(self) -> None:
-        """Give the memory or the file handle back."""
-        if self._tensor is None:
-            self._file.close()
-        self._tensor = None
 
 
 def embed_text(

@@ -384,7 +384,7 @@ def test_a_scratch_disk_that_fills_up(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("oneshot.stream.ActivationStore.write", fail)
+    monkeypatch.setattr("oneshot.activations.ActivationStore.write", fail)
     fails(make_checkpoint(), "No space left")
 
 

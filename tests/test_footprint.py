@@ -202,7 +202,7 @@ def test_a_failed_run_leaves_the_off_load_folder_empty(
         seen.append(list(offload.iterdir()))
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("oneshot.stream.ActivationStore.write", fail)
+    monkeypatch.setattr("oneshot.activations.ActivationStore.write", fail)
     config = make_config(make_checkpoint(), offload_dir=str(offload))
     with pytest.raises(OutputError, match="No space left"):
         compress(config)

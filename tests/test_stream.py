@@ -11,14 +11,14 @@ from factories import MakeCheckpoint, build_model
 from strategies import TOLERANCES
 from torch.nn import functional
 
+from oneshot.activations import ActivationStore
 from oneshot.arch import LLAMA, OPT
 from oneshot.checkpoint import Checkpoint
 from oneshot.errors import CalibrationError, DeviceError
+from oneshot.output_head import OutputHead
 from oneshot.source import open_model
 from oneshot.stream import (
-    ActivationStore,
     LayerStream,
-    OutputHead,
     StreamLayer,
     batches,
     prefetch,
@@ -233,7 +233,7 @@ def test_the_divergence_of_predictions_is_that_of_their_softmaxes(
     distance: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against log-softmaxes of whole rows in float64; the vocabulary is no multiple of a panel."""
-    monkeypatch.setattr("oneshot.stream.VOCABULARY_PANEL", 64)
+    monkeypatch.setattr("oneshot.output_head.VOCABULARY_PANEL", 64)
     generator = torch.Generator().manual_seed(2)
     dense = torch.randn(7, 32, generator=generator).to(dtype)
     other = (dense + distance * torch.randn(7, 32, generator=generator)).to(dtype)

@@ -14,9 +14,9 @@ from oneshot.fold import PANEL_ROWS
 from oneshot.footprint.work import Work
 from oneshot.layerwise.latency import WIDTHS
 from oneshot.layerwise.profiling import PROBE_SEQUENCES
+from oneshot.output_head import VOCABULARY_PANEL
 from oneshot.recipes import WEIGHT_SELECTORS
 from oneshot.sampling import DOCUMENT_TOKENS, GENERATED_TOGETHER, SELF
-from oneshot.stream import VOCABULARY_PANEL
 
 SLACK_BYTES = 128 * 2**20
 HEAP_SHARE = 1.08

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import torch
 
+from oneshot.activations import ActivationStore
 from oneshot.arch.base import DOWN_PROJ, K_PROJ, O_PROJ
 from oneshot.config import CompressionConfig
 from oneshot.errors import CalibrationError
 from oneshot.hidden import StreamSubspaces
+from oneshot.output_head import OutputHead
 from oneshot.records import CalibrationSet, ModelShape
 from oneshot.source import SourceModel
-from oneshot.stream import ActivationStore, LayerStream, OutputHead, StreamLayer, embed_text
+from oneshot.stream import LayerStream, StreamLayer, embed_text
 from oneshot.workers import ALONE, Workers
 
 Tensors = dict[str, torch.Tensor]
