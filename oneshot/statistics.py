@@ -76,9 +76,9 @@ class GramAccumulator:
 
 
 class SplitAccumulator:
-    """Those of a `GramAccumulator`, with a held-out slice of the rows by itself, too: every eighth batch.
+    """The sums of a `GramAccumulator`, and those over a held-out slice of the rows: every eighth batch of each worker.
 
-    Arguments as there.
+    So the slice, unlike the sums, depends on the batch size and on the number of workers. Arguments as there.
     """
 
     def __init__(self, size: int, *, output_size: int | None, device: torch.device) -> None:
