@@ -111,17 +111,14 @@ def test_leaving_a_layer_out_diverges_as_the_stock_model_does(profiled: tuple[Pr
             assert divergence == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_probes_are_of_every_source_and_statistics_of_the_first() -> None:
+def test_probes_are_of_other_sources_than_the_statistics() -> None:
     tokens = torch.arange(100).view(50, 2)
     first, second = tokens[:40], tokens[40:]
     text = mixed([CalibrationSet(first, "a"), CalibrationSet(second, "b")], seed=3)
     counted, probes = profiled_sequences(text)
     assert set(counted.flatten().tolist()) <= set(first.flatten().tolist())
-    assert len(counted) == STATISTICS_SEQUENCES
-    for start, source in ((0, first), (PROBE_SEQUENCES, second)):
-        assert set(probes[start : start + PROBE_SEQUENCES].flatten().tolist()) <= set(source.flatten().tolist())
-    assert len(probes) == 2 * PROBE_SEQUENCES
-    assert not set(counted.flatten().tolist()) & set(probes.flatten().tolist())
+    assert set(probes.flatten().tolist()) <= set(second.flatten().tolist())
+    assert (len(counted), len(probes)) == (STATISTICS_SEQUENCES, PROBE_SEQUENCES)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 50])

@@ -213,7 +213,7 @@ def _profile(work: Work) -> list[Stage]:
     """The dense pass that the profile is made in; its probes pile up layer after layer."""
     shape, itemsize, length = work.shape, work.dtype.itemsize, work.config.sequence_length
     size, heads = shape.intermediate_size + shape.mlp_bias, shape.num_attention_heads * shape.head_dim
-    states = PROBE_SEQUENCES * len(work.texts) * length * shape.hidden_size * itemsize
+    states = PROBE_SEQUENCES * length * shape.hidden_size * itemsize
     probes = Term((work.profiled_kinds * shape.num_hidden_layers + 2) * states, computed=True, knobs=LENGTH)
     grams = (_statistics(work, size, residual=False), _statistics(work, heads + shape.output_bias, residual=False))
     layer = (*_tensors(work), _layer_copy(work), *grams, probes)

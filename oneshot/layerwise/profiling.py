@@ -27,7 +27,7 @@ from oneshot.stream import StreamLayer, release_heap
 from oneshot.workers import ALONE, Workers
 
 STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections do
-PROBE_SEQUENCES = 2  # of every source of the text
+PROBE_SEQUENCES = 2
 PROBED_KINDS = ("ffn", "heads", "layer")
 PROBE_SHARE = 3 / 4  # of a block's neurons or heads stays where it is reduced alone
 SMALLEST_ERROR = 1e-12
@@ -49,16 +49,15 @@ class _Probe:
 def profiled_sequences(calibration: CalibrationSet) -> tuple[torch.Tensor, torch.Tensor]:
     """The first sequences, for statistics, and the last ones, the probes.
 
-    Where several sources are joined, the first of them gives the statistics and every one gives probes: what a size
-    costs is to hold for other kinds of text than those that the correction has seen, too.
+    Where several sources are joined, the first of them gives the statistics and the others the probes: what a size
+    costs is to hold for other kinds of text than those that the correction has seen.
     """
     tokens, source_of = calibration.token_ids, calibration.source_of
-    if source_of is None:
-        source_of = torch.zeros(len(tokens), dtype=torch.int64)
-    first, *others = (tokens[source_of == number] for number in source_of.unique())
-    probes = min(PROBE_SEQUENCES, max(1, len(first) // 2))
-    counted = min(STATISTICS_SEQUENCES, max(1, len(first) - probes))
-    return first[:counted], torch.cat([first[-probes:], *(other[-PROBE_SEQUENCES:] for other in others)])
+    if source_of is not None:
+        return tokens[source_of == 0][:STATISTICS_SEQUENCES], tokens[source_of != 0][-PROBE_SEQUENCES:]
+    probes = min(PROBE_SEQUENCES, max(1, len(tokens) // 2))
+    counted = min(STATISTICS_SEQUENCES, max(1, len(tokens) - probes))
+    return tokens[:counted], tokens[-probes:]
 
 
 class LayerProfiler:
