@@ -87,13 +87,12 @@ def shares(num_sequences: int, sources: Sequence[str]) -> list[int]:
 
 
 def mixed(parts: Sequence[CalibrationSet], seed: int) -> CalibrationSet:
-    """The sequences of several sources in one seeded random order."""
+    """The sequences of several sources in one seeded random order, so that the first ones are of all kinds, too."""
     if len(parts) == 1:
         return parts[0]
     together = torch.cat([part.token_ids for part in parts])
-    order = torch.randperm(len(together), generator=torch.Generator().manual_seed(seed))
-    source_of = torch.repeat_interleave(torch.tensor([len(part.token_ids) for part in parts]))
-    return CalibrationSet(together[order], "+".join(part.source for part in parts), source_of[order])
+    token_ids = together[torch.randperm(len(together), generator=torch.Generator().manual_seed(seed))]
+    return CalibrationSet(token_ids, "+".join(part.source for part in parts))
 
 
 def pack(

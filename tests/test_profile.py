@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from oneshot import compress
-from oneshot.calibration import load_calibration, load_tokenizer, mixed
+from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
-from oneshot.layerwise.profiling import PROBE_SEQUENCES, STATISTICS_SEQUENCES, profiled_sequences
 from oneshot.linalg.allocation import least_damage
 from oneshot.linalg.interpolative import nested_errors
 from oneshot.pipeline import compress_sizes, profile
 from oneshot.plan import Budget, Damages, make_plan, predicted_damage
 from oneshot.profile import main
 from oneshot.profiles import load_profile
-from oneshot.records import CalibrationSet, LayerPlan, ModelShape, Plan, Profile
+from oneshot.records import LayerPlan, ModelShape, Plan, Profile
 
 
 @given(rows=st.integers(1, 40), size=st.integers(1, 12), outputs=st.integers(1, 6), seed=st.integers(0, 10**6))
@@ -109,25 +108,6 @@ def test_leaving_a_layer_out_diverges_as_the_stock_model_does(profiled: tuple[Pr
             reduced = model(probes, use_cache=False).logits.double().log_softmax(-1)
             expected = functional.kl_div(reduced, dense, log_target=True, reduction="sum") / probes.numel()
             assert divergence == pytest.approx(float(expected), rel=1e-3)
-
-
-def test_probes_are_of_other_sources_than_the_statistics() -> None:
-    tokens = torch.arange(100).view(50, 2)
-    first, second = tokens[:40], tokens[40:]
-    text = mixed([CalibrationSet(first, "a"), CalibrationSet(second, "b")], seed=3)
-    counted, probes = profiled_sequences(text)
-    assert set(counted.flatten().tolist()) <= set(first.flatten().tolist())
-    assert set(probes.flatten().tolist()) <= set(second.flatten().tolist())
-    assert (len(counted), len(probes)) == (STATISTICS_SEQUENCES, PROBE_SEQUENCES)
-
-
-@pytest.mark.parametrize("num_sequences", [1, 2, 3, 50])
-def test_probes_are_not_among_the_sequences_of_the_statistics(num_sequences: int) -> None:
-    """Unless there is but one sequence."""
-    counted, probes = profiled_sequences(CalibrationSet(torch.arange(2 * num_sequences).view(-1, 2), "a"))
-    assert min(len(counted), len(probes)) > 0
-    both = set(counted.flatten().tolist()) & set(probes.flatten().tolist())
-    assert not both or num_sequences == 1
 
 
 def test_a_profile_is_read_back_as_it_was(profiled: tuple[Profile, Any]) -> None:

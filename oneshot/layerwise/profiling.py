@@ -6,7 +6,7 @@ statistics' sequences, and they take turns with the blocks: one finds a block's 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -44,20 +44,6 @@ class _Probe:
     layer: int
     error: float
     states: torch.Tensor
-
-
-def profiled_sequences(calibration: CalibrationSet) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first sequences, for statistics, and the last ones, the probes.
-
-    Where several sources are joined, the first of them gives the statistics and the others the probes: what a size
-    costs is to hold for other kinds of text than those that the correction has seen.
-    """
-    tokens, source_of = calibration.token_ids, calibration.source_of
-    if source_of is not None:
-        return tokens[source_of == 0][:STATISTICS_SEQUENCES], tokens[source_of != 0][-PROBE_SEQUENCES:]
-    probes = min(PROBE_SEQUENCES, max(1, len(tokens) // 2))
-    counted = min(STATISTICS_SEQUENCES, max(1, len(tokens) - probes))
-    return tokens[:counted], tokens[-probes:]
 
 
 class LayerProfiler:
@@ -111,11 +97,13 @@ class LayerProfiler:
         return self._dense.shape[0] * self._dense.shape[1]
 
     def embed(self, calibration: CalibrationSet) -> None:
-        """Fill the activation store with sequences for statistics; others become the probes."""
-        counted, probes = profiled_sequences(calibration)
-        self.num_tokens = counted.numel()
-        self._streams.embed(CalibrationSet(counted, calibration.source))
-        self._dense = self._streams.embedded(probes)
+        """Fill the activation store with the first sequences; the last become the probes."""
+        tokens = calibration.token_ids
+        probes = min(PROBE_SEQUENCES, max(1, len(tokens) // 2))
+        counted = min(STATISTICS_SEQUENCES, max(1, len(tokens) - probes))
+        self.num_tokens = counted * tokens.shape[1]
+        self._streams.embed(replace(calibration, token_ids=tokens[:counted]))
+        self._dense = self._streams.embedded(tokens[-probes:])
 
     def profile_layer(self, layer: int, tensors: Tensors, advance: Callable[[float], None]) -> None:
         """Statistics of the dense layer, its error curves, and its probes."""

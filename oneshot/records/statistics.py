@@ -13,14 +13,10 @@ def token_hash(token_ids: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Packed token sequences `(num_sequences, sequence_length)`, int64, and where they came from.
-
-    `source_of (num_sequences,)`: the number of each sequence's source, where several are joined; or None.
-    """
+    """Packed token sequences `(num_sequences, sequence_length)`, int64, and where they came from."""
 
     token_ids: torch.Tensor
     source: str
-    source_of: torch.Tensor | None = None
 
     @property
     def token_hash(self) -> str:
