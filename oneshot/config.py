@@ -56,6 +56,10 @@ def parse_size(text: str) -> int:
     return _parse(text, _SIZE_SUFFIXES, "a size in bytes such as 500MB or 8GiB")
 
 
+def _flag(field: str) -> str:
+    return _FLAGS.get(field) or field.replace("_", "-")
+
+
 def _parse(text: str, suffixes: dict[str, int], expected: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in suffixes:
@@ -155,15 +159,13 @@ class CompressionConfig:
         ):
             value = getattr(self, option)
             if value is not None and value < minimum:
-                flag = _FLAGS.get(option) or option.replace("_", "-")
-                raise ConfigError(f"--{flag} {value} is out of range: give at least {minimum}.")
+                raise ConfigError(f"--{_flag(option)} {value} is out of range: give at least {minimum}.")
         if isinstance(self.damping, str) and self.damping != AUTO:
             raise ConfigError(f"--damping {self.damping} is neither a number nor {AUTO}.")
         for option in ("fixed_damping", "residual_weight", "shared_weight"):
             value = getattr(self, option)
             if not (math.isfinite(value) and value >= 0):
-                flag = _FLAGS.get(option) or option.replace("_", "-")
-                raise ConfigError(f"--{flag} {value} is out of range: give 0 or more.")
+                raise ConfigError(f"--{_flag(option)} {value} is out of range: give 0 or more.")
         for option, allowed in (
             ("ffn", SELECTORS),
             ("heads", SELECTORS),
@@ -182,7 +184,7 @@ class CompressionConfig:
         ):
             value = getattr(self, option)
             if value is not None and value not in allowed:
-                raise ConfigError(f"--{option.replace('_', '-')} {value} is not one of {', '.join(allowed)}.")
+                raise ConfigError(f"--{_flag(option)} {value} is not one of {', '.join(allowed)}.")
 
     @property
     def fixed_damping(self) -> float:

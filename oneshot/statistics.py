@@ -93,17 +93,8 @@ class SplitAccumulator:
 
     def finish(self, weight: torch.Tensor | None = None, workers: Workers = ALONE) -> BlockStatistics:
         """The sums over all rows of all workers, and `held_out`, those over the slice."""
-        held_out = self._held_out.finish(weight, workers)
-        sums = self._rest.finish(weight, workers)
-        sums.gram.add_(held_out.gram)
-        if sums.residual is not None and held_out.residual is not None:
-            sums.residual.add_(held_out.residual)
-        return replace(
-            sums,
-            residual_energy=sums.residual_energy + held_out.residual_energy,
-            num_rows=sums.num_rows + held_out.num_rows,
-            held_out=held_out,
-        )
+        self._rest.merge_(self._held_out)
+        return replace(self._rest.finish(weight, workers), held_out=self._held_out.finish(weight, workers))
 
 
 class SketchAccumulator:
