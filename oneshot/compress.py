@@ -12,6 +12,7 @@ from oneshot.config import (
     BUDGETS,
     CORRECTIONS,
     DEPTHS,
+    EMBEDDING_METHODS,
     HIDDEN_METHODS,
     PIVOTINGS,
     SELECTORS,
@@ -66,6 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
     method.add_argument("--ffn", choices=SELECTORS, help="how FFN neurons are chosen (default: the recipe's)")
     method.add_argument("--heads", choices=SELECTORS, help="how attention heads are chosen (default: the recipe's)")
     method.add_argument("--hidden", choices=HIDDEN_METHODS, help="how the hidden size shrinks (default: the recipe's)")
+    method.add_argument(
+        "--embedding",
+        choices=EMBEDDING_METHODS,
+        help="a rank for every range of the vocabulary: per-layer tier, tied output head (default: the recipe's)",
+    )
     method.add_argument("--hidden-size", type=int, help="the kept hidden size (default: what the target asks for)")
     method.add_argument(
         "--group-size",

@@ -112,10 +112,9 @@ def principal_subspaces(
     )
     batches, (hidden,) = embed_text(
         stream,
-        source.checkpoint.read_one(source.architecture.embedding),
+        [source.checkpoint.read_one(source.architecture.embedding)],
         token_ids[workers.part(len(token_ids))],
         source.read_positions(),
-        num_stores=1,
         batch_size=config.batch_size,
         tier=tier,
         folder=scratch,

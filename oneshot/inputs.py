@@ -93,6 +93,7 @@ class Inputs:
             pivoting=config.pivoting,
             sketch=config.sketch,
             hidden=config.hidden,
+            embedding=config.embedding,
             tier=config.tier,
             group_size=config.group_size,
             allocation=config.allocation,
@@ -180,7 +181,9 @@ class Inputs:
                 model_hash, token_hash = self.source.checkpoint.content_hash(), self.read_text(config).token_hash
                 refuse_other(self._profile, config.profile, model_hash=model_hash, token_hash=token_hash)
             else:
-                self._profile = self.make_profile(config, tier, probed=self.probed_kinds())
+                self._profile = self.make_profile(
+                    config, tier, probed=self.probed_kinds(), embedding=self.recipe.embedding != "none"
+                )
         return self._profile
 
     def budget(self, config: CompressionConfig) -> Budget:
@@ -244,8 +247,13 @@ class Inputs:
         bounds = current_bounds(config, self.device)
         return predict_footprint(work, bounds, result_bytes=result_bytes, measure_time=dry)
 
-    def make_profile(self, config: CompressionConfig, tier: str, *, probed: Sequence[str] = PROBED_KINDS) -> Profile:
-        """Walk through the dense model once; `probed` kinds of blocks have their sensitivity measured."""
+    def make_profile(
+        self, config: CompressionConfig, tier: str, *, probed: Sequence[str] = PROBED_KINDS, embedding: bool = True
+    ) -> Profile:
+        """Walk through the dense model once; `probed` kinds of blocks have their sensitivity measured.
+
+        `embedding`: the embedding's, too, where the output head is that; its probe walks alone behind the others.
+        """
         text = self.read_text(config)
         shape, unit = self.source.shape, head_unit(config, self.source.shape)
         profiler = LayerProfiler(
@@ -266,9 +274,13 @@ class Inputs:
             visible=self.show_progress,
             description="profile",
         ) as progress:
-            for layer, tensors in enumerate(prefetch(self.source.read_layer, shape.num_hidden_layers)):
+            for layer, tensors in enumerate(self._read_layers()):
                 profiler.profile_layer(layer, tensors, progress.advance)
                 del tensors  # or they would wait for the next layer's
+        if embedding and shape.tied and not shape.norm_bias:
+            tokenizer = load_tokenizer(self.source.checkpoint.folder)
+            marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+            profiler.profile_embedding([mark for mark in marks if mark < shape.vocab_size], self._read_layers)
         return profiler.finish(
             ProfileOrigin(
                 model_hash=self.source.checkpoint.content_hash(),
@@ -279,6 +291,9 @@ class Inputs:
                 versions=versions(),
             )
         )
+
+    def _read_layers(self) -> Iterator[dict[str, torch.Tensor]]:
+        return prefetch(self.source.read_layer, self.source.shape.num_hidden_layers)
 
 
 def _warn_if_short(calibration: CalibrationSet, shape: ModelShape) -> None:

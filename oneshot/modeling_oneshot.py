@@ -29,7 +29,8 @@ class OneshotConfig(LlamaConfig):
     `layers` has a dictionary for each layer with the fields of `LayerShape` in the package oneshot. `norm_width` is the
     hidden size that norms divide by: that of the model that was compressed. `head_dim` is that of its queries and
     keys. `head_map`: the tied output head reads the last hidden state through a matrix. `num_positions`: rows of a
-    learned position embedding, 0 for rotary positions.
+    learned position embedding, 0 for rotary positions. `embedding`: the rows and the rank of every range of the
+    vocabulary, None for one table of full width.
     """
 
     model_type = "oneshot"
@@ -39,6 +40,7 @@ class OneshotConfig(LlamaConfig):
     head_map: bool = False
     head_bias: bool = False
     num_positions: int = 0
+    embedding: list[dict] | None = None
 
     def validate_architecture(self) -> None:
         """Heads need not divide the hidden size here."""
@@ -153,6 +155,49 @@ def norm_of(config: OneshotConfig, width: int) -> LlamaRMSNorm:
     return LlamaRMSNorm(width, eps=config.rms_norm_eps * config.norm_width / width)
 
 
+class OneshotEmbedding(nn.Module):
+    """Ranges of the vocabulary, each a table of its own rank, with a map to the full width where that is more."""
+
+    def __init__(self, ranges: list[dict[str, int]], width: int) -> None:
+        super().__init__()
+        ranks = [part["rank"] for part in ranges]
+        self.rows = [part["rows"] for part in ranges]
+        self.tables: Any = nn.ModuleList(
+            [nn.Embedding(rows, rank) for rows, rank in zip(self.rows, ranks, strict=True)]
+        )
+        self.maps = nn.ModuleList(
+            [nn.Linear(rank, width, bias=False) if rank < width else nn.Identity() for rank in ranks]
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        start, embedded = 0, torch.zeros((), dtype=self.tables[0].weight.dtype, device=input_ids.device)
+        for rows, table, to_width in zip(self.rows, self.tables, self.maps, strict=True):
+            number = input_ids - start
+            inside = ((number >= 0) & (number < rows)).unsqueeze(-1)
+            embedded = torch.where(inside, to_width(table(number.clamp(0, rows - 1))), embedded)
+            start += rows
+        return embedded
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The tied output head."""
+        parts = []
+        for table, to_width in zip(self.tables, self.maps, strict=True):
+            states = hidden_states @ to_width.weight if isinstance(to_width, nn.Linear) else hidden_states
+            parts.append(nn.functional.linear(states, table.weight))
+        return torch.cat(parts, dim=-1)
+
+
+class OneshotTiedHead(nn.Module):
+    """The output head of a `OneshotEmbedding`; without weights of its own."""
+
+    def __init__(self, embedding: OneshotEmbedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple: not a submodule, or its weights would be stored twice
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._embedding[0].logits(hidden_states)
+
+
 class OneshotModel(LlamaModel):
     """The stack without its output head."""
 
@@ -166,7 +211,11 @@ class OneshotModel(LlamaModel):
         assert config.layers is not None
         first, last = config.layers[0]["hidden_size"], config.layers[-1]["output_size"]
         self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, first, self.padding_idx)
+        self.embed_tokens: Any
+        if config.embedding is None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, first, self.padding_idx)
+        else:
+            self.embed_tokens = OneshotEmbedding(config.embedding, first)
         self.embed_positions = nn.Embedding(config.num_positions, first) if config.num_positions else None
         self.layers = nn.ModuleList([OneshotDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = norm_of(config, last)
@@ -215,5 +264,9 @@ class OneshotForCausalLM(LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         assert config.layers is not None
         width = config.layers[0 if config.head_map else -1]["hidden_size" if config.head_map else "output_size"]
-        self.lm_head = nn.Linear(width, config.vocab_size, bias=config.head_bias)
+        self.lm_head: nn.Module
+        if config.embedding is None:
+            self.lm_head = nn.Linear(width, config.vocab_size, bias=config.head_bias)
+        else:
+            self.lm_head = OneshotTiedHead(self.model.embed_tokens)
         self.post_init()

@@ -36,6 +36,28 @@ class OutputHead:
         tangent = (dense.expected * (states - dense.states)).sum(-1)
         return self._log_normaliser(states) - dense.log_normaliser - tangent
 
+    def divergence_from(self, dense: "OutputHead", dense_states: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """As `divergence`, float32 `(length,)`, where the head itself is another than the `dense` one.
+
+        Args:
+            dense_states, x: last hidden states `(length, D)` of the dense model and of this one.
+        """
+        wanted, states = dense.norm(dense_states).float(), self.norm(x).float()
+        normaliser = dense._log_normaliser(wanted)
+        divergence = self._log_normaliser(states) - normaliser
+        for rows, own in zip(dense.weight.split(VOCABULARY_PANEL), self.weight.split(VOCABULARY_PANEL), strict=True):
+            logits = functional.linear(wanted, rows.float())
+            difference = logits - functional.linear(states, own.float())
+            divergence += (logits.sub_(normaliser.unsqueeze(1)).exp_() * difference).sum(-1)
+        return divergence
+
+    def probabilities(self, x: torch.Tensor) -> torch.Tensor:
+        """How often each token is predicted, `(vocabulary,)`: the mean softmax over the states `(length, D)`."""
+        states = self.norm(x).float()
+        normaliser = self._log_normaliser(states).unsqueeze(1)
+        panels = self.weight.split(VOCABULARY_PANEL)
+        return torch.cat([functional.linear(states, panel.float()).sub_(normaliser).exp_().mean(0) for panel in panels])
+
     def _log_normaliser(self, states: torch.Tensor) -> torch.Tensor:
         panels = [
             functional.linear(states, panel.float()).logsumexp(-1) for panel in self.weight.split(VOCABULARY_PANEL)

@@ -15,6 +15,7 @@ import torch
 
 from oneshot.arch import LLAMA, Architecture
 from oneshot.config import CompressionConfig
+from oneshot.embedding import expanded, reduce_embedding
 from oneshot.errors import ConfigError
 from oneshot.footprint import current_bounds, gguf_header, offload_folder, refuse_conversion, with_conversion
 from oneshot.hidden import StreamSubspaces, principal_subspaces
@@ -49,6 +50,8 @@ from oneshot.writer import CheckpointWriter, refuse_output
 logger = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
+
+EMBEDDING = "embedding"  # under which the writer keeps it
 
 
 def compress(config: CompressionConfig, *, show_progress: bool = False) -> Report:
@@ -149,14 +152,14 @@ def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
     workers.wait()  # until all have looked, before one of them writes
     watch.lap("prepare")
 
-    outside = outside_shards(source, plan)
+    num_outside = len(outside_shards(source, plan))
     with ExitStack() as stack:
         writer = None
         if workers.is_main:
             writer = stack.enter_context(
                 CheckpointWriter(
                     output,
-                    num_shards=shape.num_hidden_layers + len(outside),
+                    num_shards=shape.num_hidden_layers + num_outside,
                     fingerprint=fingerprint,
                     overwrite=config.overwrite,
                     resume=config.resume,
@@ -185,6 +188,7 @@ def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
         watch.lap("layers")
         report = None
         if writer is not None:
+            outside = outside_shards(source, plan, writer.kept_tensors(EMBEDDING))
             for read in outside[writer.num_finished - shape.num_hidden_layers :]:
                 writer.add(cast(config.save_dtype, read(subspaces)))
             compressed = finish_folder(config, source, plan, writer)
@@ -212,7 +216,8 @@ def _plan_by_measurement(
 ) -> tuple[Plan, dict[str, float] | None]:
     """The plan, made from a profile where the recipe wants that, and the divergences that the profile predicts.
 
-    What was measured is kept: a profile takes long, and latencies would differ the next time.
+    What was measured is kept: a profile takes long, and latencies would differ the next time. So is the embedding at
+    its planned ranks, for which the profile is needed, too.
     """
     kept = inputs.workers.share(0, lambda: None if writer is None else writer.kept("plan"))
     if kept is not None:
@@ -224,6 +229,10 @@ def _plan_by_measurement(
         damages = profiled_damages(found, recipe.allocation)
         plan = inputs.workers.share(0, lambda: plan_sizes(config, recipe, shape, damages, budget))
         divergences = predicted_divergences(config, recipe, shape, plan, found, budget)
+        if writer is not None and plan.embedding:
+            embedding = inputs.source.checkpoint.read_one(inputs.source.architecture.embedding)
+            seen = (found.embedding_gram.to(inputs.device), found.embedding_probabilities.to(inputs.device))
+            writer.keep_tensors(EMBEDDING, reduce_embedding(embedding, *seen, plan.embedding))
         inputs.watch.lap("profile")
     if writer is not None and (by_profile or config.budget == "latency"):
         writer.keep("plan", {"plan": asdict(plan), "divergences": divergences})
@@ -289,7 +298,7 @@ def _write_layers(
     if finished == num_layers:
         return layers
     if text is not None:
-        compressor.embed(text)
+        compressor.embed(text, workers.share(0, lambda: _compressed_embedding(writer)))
     num_tokens = text.num_tokens if text is not None else 1
     with ProgressBar(num_layers=num_layers, num_tokens=num_tokens, visible=inputs.show_progress) as progress:
         for layer, tensors in enumerate(prefetch(inputs.source.read_layer, num_layers)):
@@ -320,6 +329,12 @@ def _write_layers(
             del tensors, done, named, saved  # or they would wait for the next layer's
     compressor.close()
     return layers
+
+
+def _compressed_embedding(writer: CheckpointWriter | None) -> torch.Tensor | None:
+    """What the compressed stream begins with; None where that is the dense model's embedding."""
+    kept = None if writer is None else writer.kept_tensors(EMBEDDING)
+    return None if kept is None else expanded(kept)
 
 
 def _reread(writer: CheckpointWriter | None, layer: int) -> tuple[Tensors, Tensors]:

@@ -21,6 +21,8 @@ class Recipe:
             `tournament` (of either).
         sketch: `none`, `count` or `sparse-sign`: what neuron pivots are chosen from instead of the exact Gram.
         hidden: `pca` (projections of the residual stream: TCSP section 4, SP3 appendix F.1) or `none`.
+        embedding: `low-rank` gives ranges of the vocabulary ranks of their own (`embedding`), where the tier is
+            `per-layer`, the output head is the embedding, and sizes follow sensitivities; or `none`.
         group_size: blocks that share a projection, 0 for one in the whole model.
         tier: `stock`, or `per-layer` for what no stock config holds.
         allocation: how sizes are shared out: `uniform`, or by a profile's `error`, `stat`, `block-influence` or
@@ -34,6 +36,7 @@ class Recipe:
     pivoting: str = "cholesky"
     sketch: str = "none"
     hidden: str = "none"
+    embedding: str = "none"
     group_size: int = 0
     tier: str = "stock"
     allocation: str = "auto"
@@ -52,7 +55,7 @@ class Recipe:
 
 
 RECIPES = {
-    "oneshot": Recipe(ffn="id", heads="none", correction="two-stream"),
+    "oneshot": Recipe(ffn="id", heads="none", correction="two-stream", embedding="low-rank"),
     "stat": Recipe(ffn="id", heads="id", correction="two-stream", pivoting="grouped", sketch="count"),
     "tcsp": Recipe(ffn="none", heads="none", correction="none", hidden="pca"),
     "group-pca": Recipe(ffn="none", heads="none", correction="none", hidden="pca", group_size=8, tier="per-layer"),
@@ -78,7 +81,14 @@ def resolve_recipe(name: str, **parts: str | int | None) -> Recipe:
         raise ConfigError("--depth leaves out layers of a model whose hidden size stays; leave --hidden none.")
     if recipe.depth != "none" and recipe.allocation not in ("auto", "sensitivity"):
         raise ConfigError(f"--depth {recipe.depth} goes with --allocation sensitivity, not {recipe.allocation}.")
+    if chosen.get("embedding", "none") != "none":
+        if recipe.tier != "per-layer" or recipe.hidden != "none":
+            raise ConfigError("--embedding low-rank needs --tier per-layer and --hidden none; add them.")
+        if recipe.allocation not in ("auto", "sensitivity"):
+            raise ConfigError(f"--embedding low-rank goes with --allocation sensitivity, not {recipe.allocation}.")
     if recipe.allocation == "auto":
         by_profile = recipe.depth != "none" or (recipe.tier == "per-layer" and recipe.hidden == "none")
         recipe = replace(recipe, allocation="sensitivity" if by_profile else "uniform")
+    if recipe.tier != "per-layer" or recipe.hidden != "none" or recipe.allocation != "sensitivity":
+        recipe = replace(recipe, embedding="none")
     return recipe

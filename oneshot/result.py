@@ -83,11 +83,18 @@ def expected_bytes(save_dtype: str, checkpoint: Checkpoint, parameters: int) -> 
     return round(checkpoint.num_bytes * parameters / checkpoint.num_parameters)
 
 
-def outside_shards(source: SourceModel, plan: Plan) -> list[Callable[[StreamSubspaces | None], Tensors]]:
-    """Readers of what is outside the layers, a shard each: as it is, or folded into subspaces or the per-layer form."""
+def outside_shards(
+    source: SourceModel, plan: Plan, embedding: Tensors | None = None
+) -> list[Callable[[StreamSubspaces | None], Tensors]]:
+    """Readers of what is outside the layers, a shard each: as it is, or folded into subspaces or the per-layer form.
+
+    `embedding`: what stands for it where the plan has ranks for it.
+    """
     checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
 
     def embeddings(subspaces: StreamSubspaces | None) -> Tensors:
+        if embedding is not None:
+            return embedding
         first = None if subspaces is None else subspaces.basis(0).cpu()
         folded = fold_embedding(checkpoint.read_one(architecture.embedding), first, centred=shape.norm_bias)
         positions = source.read_positions()

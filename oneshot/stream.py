@@ -3,7 +3,7 @@
 import copy
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -203,25 +203,21 @@ class StreamLayer:
 
 def embed_text(
     stream: LayerStream,
-    embedding: torch.Tensor,
+    embeddings: Sequence[torch.Tensor],
     token_ids: torch.Tensor,
     positions: torch.Tensor | None = None,
     *,
-    num_stores: int,
     batch_size: int,
     tier: str,
     folder: Path,
 ) -> tuple[list[slice], list[ActivationStore]]:
-    """The batches of a text, and stores of the `tier` that all hold its embeddings."""
-    shape = (token_ids.shape[0], token_ids.shape[1], embedding.shape[1])
-    stores = [
-        ActivationStore(shape, stream.dtype, tier=tier, device=stream.device, folder=folder) for _ in range(num_stores)
-    ]
+    """The batches of a text, and for each of the embeddings a store of the `tier` that holds the text in it."""
+    shape = (token_ids.shape[0], token_ids.shape[1], embeddings[0].shape[1])
+    stores = [ActivationStore(shape, stream.dtype, tier=tier, device=stream.device, folder=folder) for _ in embeddings]
     parts = batches(len(token_ids), batch_size)
     for batch in parts:
-        embedded = stream.embed(embedding, token_ids[batch], positions)
-        for store in stores:
-            store.write(batch, embedded)
+        for embedding, store in zip(embeddings, stores, strict=True):
+            store.write(batch, stream.embed(embedding, token_ids[batch], positions))
     return parts, stores
 
 

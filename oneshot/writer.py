@@ -232,6 +232,15 @@ class CheckpointWriter:
         """What an interrupted run kept under a name; None where there is nothing."""
         return kept_values(self.folder, name)
 
+    def keep_tensors(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Write tensors that a resumed run finds with `kept_tensors`."""
+        self._save(self._tensors_path(name), tensors)
+
+    def kept_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
+        """Tensors that this run or an interrupted one kept under a name; None where there are none."""
+        path = self._tensors_path(name)
+        return load_file(path) if path.exists() else None
+
     def record(self, number: int) -> dict[str, Any]:
         """The record of a finished shard."""
         record: dict[str, Any] = self._content(number)["record"]
@@ -270,6 +279,9 @@ class CheckpointWriter:
         if content is None:
             raise OutputError(f"{self._record_path(number)} is gone; start anew with --overwrite.")
         return content
+
+    def _tensors_path(self, name: str) -> Path:
+        return self._work / f"kept-{name}.safetensors"
 
     def _shard(self, number: int) -> str:
         return f"model-{number + 1:05d}-of-{self._num_shards:05d}.safetensors"

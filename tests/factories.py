@@ -27,6 +27,7 @@ def build_model(
     heads: int = 4,
     groups: int = 2,
     layers: int = 2,
+    vocabulary: int = 400,
     tied: bool = False,
     attention_bias: bool = False,
     mlp_bias: bool = False,
@@ -39,7 +40,7 @@ def build_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = dict(
-        vocab_size=400,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=width,
         num_attention_heads=heads,

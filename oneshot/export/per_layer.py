@@ -7,7 +7,7 @@ from typing import Any
 
 from oneshot.arch.base import PER_LAYER_MODEL_TYPE
 from oneshot.errors import PlanError
-from oneshot.records import LayerShape, ModelShape, StackShape
+from oneshot.records import LayerShape, ModelShape, StackShape, TableShape
 
 KEPT_KEYS = (
     "attention_dropout",
@@ -58,7 +58,8 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
         "num_attention_heads": stack.layers[0].num_attention_heads,
         "num_key_value_heads": stack.layers[0].num_key_value_heads,
         "head_dim": shape.head_dim,
-        "tie_word_embeddings": stack.head != "own",
+        "tie_word_embeddings": stack.head != "own" and not stack.embedding,
+        "embedding": [asdict(table) for table in stack.embedding] or None,
         "head_map": stack.head == "mapped",
         "head_bias": stack.head_bias,
         "num_positions": stack.num_positions,
@@ -70,12 +71,14 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
 def per_layer_shape(config: dict[str, Any]) -> StackShape:
     """The sizes that the config.json of a per-layer checkpoint states."""
     names = {field.name for field in fields(LayerShape)}
+    embedding = tuple(TableShape(**table) for table in config.get("embedding") or ())
     return StackShape(
         tuple(LayerShape(**{name: layer[name] for name in names}) for layer in config["layers"]),
         config["vocab_size"],
-        "mapped" if config["head_map"] else "tied" if config["tie_word_embeddings"] else "own",
+        "mapped" if config["head_map"] else "tied" if config["tie_word_embeddings"] or embedding else "own",
         head_bias=config["head_bias"],
         num_positions=config["num_positions"],
+        embedding=embedding,
     )
 
 

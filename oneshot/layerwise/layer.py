@@ -97,9 +97,9 @@ class LayerCompressor:
             FfnBlock(*shared, torch.Generator().manual_seed(seed)),
         )
 
-    def embed(self, calibration: CalibrationSet) -> None:
-        """Fill the activation stores with the embeddings of the calibration text."""
-        self.streams.embed(calibration)
+    def embed(self, calibration: CalibrationSet, compressed: torch.Tensor | None = None) -> None:
+        """Fill the activation stores with the embeddings of the calibration text (see `Streams.embed`)."""
+        self.streams.embed(calibration, compressed)
 
     def close(self) -> None:
         """Release the activations."""

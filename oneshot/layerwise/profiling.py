@@ -5,7 +5,7 @@ alone, all of them side by side, so that every layer is read once. Of several wo
 statistics' sequences, and they take turns with the blocks: one finds a block's curve, and carries its probe.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from oneshot.arch.base import DOWN_PROJ, O_PROJ
 from oneshot.config import CompressionConfig
+from oneshot.embedding import expanded, range_errors, reduce_embedding, smaller_tables, vocabulary_ranges
 from oneshot.factorise import correct
 from oneshot.fold import augmented_weight, fold_ffn, fold_heads, head_columns
 from oneshot.layerwise.streams import Streams, Tensors
@@ -30,6 +31,9 @@ STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections do
 PROBE_SEQUENCES = 2
 PROBED_KINDS = ("ffn", "heads", "layer")
 PROBE_SHARE = 3 / 4  # of a block's neurons or heads stays where it is reduced alone
+EMBEDDING_PROBE_SHARE = 4 / 5  # of the embedding's parameters
+EMBEDDING_PROBES = 8  # sequences: what is lost is lost in a few places
+EMBEDDING_TASK = 0  # of the worker that carries the embedding's probe
 SMALLEST_ERROR = 1e-12
 
 
@@ -47,7 +51,7 @@ class _Probe:
 
 
 class LayerProfiler:
-    """Profiles layers in order: `embed` once, `profile_layer` for each, `finish`.
+    """Profiles layers in order: `embed` once, `profile_layer` for each, `profile_embedding` if wanted, `finish`.
 
     `probed` are the kinds of blocks whose sensitivity is measured, of `PROBED_KINDS`.
     """
@@ -83,6 +87,9 @@ class LayerProfiler:
         self._head_errors: list[torch.Tensor] = []
         self._influence: list[float] = []
         self._probes: list[_Probe] = []
+        self._embedding_gram = self._embedding_errors = torch.empty(0, 0, dtype=torch.float64)
+        self._embedding_sensitivity = torch.zeros(1, dtype=torch.float64)
+        self._probabilities = torch.empty(0)
 
     @property
     def head_units(self) -> int:
@@ -103,6 +110,7 @@ class LayerProfiler:
         counted = min(STATISTICS_SEQUENCES, max(1, len(tokens) - probes))
         self.num_tokens = counted * tokens.shape[1]
         self._streams.embed(replace(calibration, token_ids=tokens[:counted]))
+        self._tokens = tokens[:counted][self._workers.part(counted)]
         self._dense = self._streams.embedded(tokens[-probes:])
 
     def profile_layer(self, layer: int, tensors: Tensors, advance: Callable[[float], None]) -> None:
@@ -124,6 +132,41 @@ class LayerProfiler:
             self._profile_ffn(layer, tensors, neurons, attended)
         self._dense = dense.ffn(attended)
 
+    def profile_embedding(self, whole: Sequence[int], layers: Callable[[], Iterable[Tensors]]) -> None:
+        """What ranks of the vocabulary's ranges cost, and what a reduced embedding does to the output.
+
+        What the output head reads is known behind the last layer only, so a few of the sequences walk through all
+        `layers` again. `whole`: tokens whose ranges stay whole.
+        """
+        head = self._streams.output_head()
+        accumulator = GramAccumulator(self._shape.hidden_size, output_size=None, device=self._device)
+        last = []
+        for batch, x, _ in self._streams.read():
+            accumulator.update_(head.norm(x).flatten(0, -2))
+            last += list(x[: max(0, EMBEDDING_PROBES - batch.start)].clone())
+        gram = accumulator.finish(workers=self._workers).gram.double() / self.num_tokens
+        probabilities = torch.stack([head.probabilities(states) for states in last]).mean(0) / self._workers.size
+        self._workers.sum_(probabilities)
+        self._embedding_gram, self._probabilities = gram.cpu(), probabilities.cpu()
+        num_ranges = len(vocabulary_ranges(self._shape.vocab_size))
+        self._embedding_errors = torch.zeros(num_ranges, self._shape.hidden_size + 1, dtype=torch.float64)
+        if not self._workers.owns(EMBEDDING_TASK):
+            return
+        embedding = self._source.checkpoint.read_one(self._source.architecture.embedding)
+        errors = range_errors(embedding, gram, probabilities, whole).cpu()
+        self._embedding_errors.copy_(errors)
+        tables = smaller_tables(errors, len(embedding), EMBEDDING_PROBE_SHARE)
+        reduced = expanded(reduce_embedding(embedding, gram, probabilities, tables))
+        probes = self._streams.embedded(self._tokens[: len(last)], reduced)
+        for tensors in layers():
+            layer = self._streams.layer(tensors)
+            for probe in probes.split(1):
+                probe.copy_(layer.ffn(layer.attention(probe)))
+        other = replace(head, weight=reduced.to(head.weight))
+        divergences = [other.divergence_from(head, *pair) for pair in zip(last, probes, strict=True)]
+        lost = sum(float(errors[index, table.rank]) for index, table in enumerate(tables))
+        self._embedding_sensitivity[0] = float(torch.stack(divergences).double().mean()) / max(lost, SMALLEST_ERROR)
+
     def finish(self, origin: ProfileOrigin) -> Profile:
         """The profile; the probes go through the last norm and the output head."""
         divergences = self._divergences()
@@ -132,7 +175,12 @@ class LayerProfiler:
         for probe, divergence in zip(self._probes, divergences, strict=True):
             by_kind[probe.kind][probe.layer] = divergence / max(probe.error, SMALLEST_ERROR)
         ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
-        for values in (ffn_errors, head_errors, *by_kind.values()):  # what a worker does not own is zero there
+        for values in (
+            ffn_errors,
+            head_errors,
+            self._embedding_errors,
+            *by_kind.values(),
+        ):  # what a worker does not own is zero there
             found = values.to(self._device)
             self._workers.sum_(found)
             values.copy_(found)
@@ -143,6 +191,10 @@ class LayerProfiler:
             head_sensitivity=by_kind["heads"],
             layer_divergence=by_kind["layer"],
             block_influence=torch.tensor(self._influence, dtype=torch.float64),
+            embedding_gram=self._embedding_gram,
+            embedding_probabilities=self._probabilities,
+            embedding_errors=self._embedding_errors,
+            embedding_sensitivity=self._embedding_sensitivity,
             origin=origin,
         )
 

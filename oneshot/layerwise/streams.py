@@ -54,8 +54,10 @@ class Streams:
         self._builders: dict[ModelShape, LayerStream] = {}
         self._stores: list[ActivationStore] = []
 
-    def embed(self, calibration: CalibrationSet) -> None:
+    def embed(self, calibration: CalibrationSet, compressed: torch.Tensor | None = None) -> None:
         """Fill the activation stores with the embeddings of this worker's part of the calibration text.
+
+        `compressed`: the embedding `(N, D)` of the compressed stream, where it is not the dense model's.
 
         Raises `CalibrationError` where there are fewer sequences than workers.
         """
@@ -66,12 +68,13 @@ class Streams:
                 f"{num_sequences} sequences are too few for {self.workers.size} processes; give more --num-sequences."
             )
         self.first_row = part.start * self._sequence_length
+        dense = self._source.checkpoint.read_one(self._source.architecture.embedding)
+        first = dense if compressed is None else compressed
         self._batches, self._stores = embed_text(
             self._builder(self._source.shape),
-            self._source.checkpoint.read_one(self._source.architecture.embedding),
+            [first, dense] if self._two else [first],
             calibration.token_ids[part],
             self._source.read_positions(),
-            num_stores=2 if self._two else 1,
             batch_size=self._config.batch_size,
             tier=self._tier,
             folder=self._scratch,
@@ -80,9 +83,13 @@ class Streams:
             for batch, x, _ in self.read():
                 self.write(batch, self._subspaces.inside(x, 0))
 
-    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings of further sequences `(sequences, length, D)` of the same length, on the device."""
-        embedding = self._source.checkpoint.read_one(self._source.architecture.embedding)
+    def embedded(self, token_ids: torch.Tensor, embedding: torch.Tensor | None = None) -> torch.Tensor:
+        """Embeddings of further sequences `(sequences, length, D)` of the same length, on the device.
+
+        `embedding (N, D)`: another one than the dense model's.
+        """
+        if embedding is None:
+            embedding = self._source.checkpoint.read_one(self._source.architecture.embedding)
         return self._builder(self._source.shape).embed(embedding, token_ids, self._source.read_positions())
 
     def output_head(self) -> OutputHead:

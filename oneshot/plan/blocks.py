@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from oneshot.embedding import table_options
 from oneshot.errors import PlanError
 from oneshot.linalg.allocation import least_damage
 from oneshot.plan.budget import Budget, default_round_to
 from oneshot.plan.damages import Damages, predicted_damage
-from oneshot.records import LayerPlan, ModelShape, Plan
+from oneshot.records import LayerPlan, ModelShape, Plan, TableShape
 
 
 def make_plan(
@@ -21,13 +22,15 @@ def make_plan(
     reduce_heads: bool,
     round_to: int | None,
     damages: Damages | None = None,
+    reduce_embedding: bool = False,
 ) -> Plan:
     """The plan with fewer neurons and heads that meets the budget; FFN widths are multiples of `round_to`.
 
     Without `damages` all layers are alike and come as near to the budget as they can: with both kinds reduced, heads
     take the fraction nearest to the one that all blocks have to give, never more than one head per group below it,
     and the FFN takes what is left. With them the least damage within the budget is chosen: among plans whose layers
-    are alike in the stock tier, among all others.
+    are alike in the stock tier, among all others. `reduce_embedding`: ranks of the vocabulary's ranges are chosen with
+    them where their damages are known.
 
     Args:
         plan: what is decided already; its neurons and heads are all there.
@@ -43,7 +46,10 @@ def make_plan(
     if reduce_ffn and step > shape.intermediate_size:
         raise PlanError(f"--round-to {step} is above the FFN width of {shape.intermediate_size}; give a smaller one.")
     if damages is not None and plan.tier == "per-layer":
-        return _spread(shape, plan, budget, damages, step if reduce_ffn else None, reduce_heads=reduce_heads)
+        ranges = []
+        if reduce_embedding and len(damages.embedding):
+            ranges = table_options(damages.embedding, shape.vocab_size)
+        return _spread(shape, plan, budget, damages, step if reduce_ffn else None, ranges, reduce_heads=reduce_heads)
     if not reduce_heads:
         return _with_width(shape, plan, budget, step)
     options = _head_options(shape, plan)
@@ -117,7 +123,14 @@ def _least_damage(shape: ModelShape, options: list[Plan], budget: Budget, damage
 
 
 def _spread(
-    shape: ModelShape, plan: Plan, budget: Budget, damages: Damages, step: int | None, *, reduce_heads: bool
+    shape: ModelShape,
+    plan: Plan,
+    budget: Budget,
+    damages: Damages,
+    step: int | None,
+    ranges: list[list[TableShape]],
+    *,
+    reduce_heads: bool,
 ) -> Plan:
     """Sizes of every layer's own with the least sum of damages within the budget (`linalg.allocation`)."""
     widths = [shape.intermediate_size]
@@ -138,6 +151,11 @@ def _spread(
                 options = [replace(plan, layers=(*before, replace(kept, **choice), *after)) for choice in choices]
                 prices.append(np.array([budget.measure(option.stack(shape)) - total for option in options]))
         costs += prices
+    whole = tuple(ranks[-1] for ranks in ranges)
+    for index, ranks in enumerate(ranges):
+        tables.append(damages.embedding[index, [table.rank for table in ranks]].numpy())
+        plans = [replace(plan, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in ranks]
+        costs.append(np.array([budget.measure(option.stack(shape)) - total for option in plans]))
     chosen = least_damage(tables, costs, budget.target - total)
     if chosen is None:
         least = total + sum(float(cost.min()) for cost in costs)
@@ -145,7 +163,8 @@ def _spread(
             f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(least)} at best; "
             "ask for a smaller --sparsity, or allow --heads id as well."
         )
-    layers = list(plan.layers)
-    for layer, width, units in zip(plan.kept_layers, chosen[::2], chosen[1::2], strict=True):
+    layers, blocks = list(plan.layers), chosen[: 2 * len(plan.kept_layers)]
+    for layer, width, units in zip(plan.kept_layers, blocks[::2], blocks[1::2], strict=True):
         layers[layer] = LayerPlan(widths[width], **heads[units])
-    return replace(plan, layers=tuple(layers))
+    embedding = tuple(ranks[chosen_rank] for ranks, chosen_rank in zip(ranges, chosen[len(blocks) :], strict=True))
+    return replace(plan, layers=tuple(layers), embedding=() if embedding == whole else embedding)

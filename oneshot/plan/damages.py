@@ -11,12 +11,14 @@ from oneshot.records import ModelShape, Plan, Profile
 class Damages:
     """What is lost by keeping k neurons, `ffn (layers, n + 1)`, or k head units, `heads (layers, units + 1)`.
 
-    `layers (layers,)`: by leaving out a whole layer; in nats per token, as only sensitivities are.
+    `layers (layers,)`: by leaving out a whole layer; `embedding (ranges, D + 1)`: by rank r of a range of the
+    vocabulary, empty where that is not known. Both are in nats per token, as only sensitivities are.
     """
 
     ffn: torch.Tensor
     heads: torch.Tensor
     layers: torch.Tensor
+    embedding: torch.Tensor
 
 
 def profiled_damages(profile: Profile, allocation: str) -> Damages:
@@ -27,10 +29,11 @@ def profiled_damages(profile: Profile, allocation: str) -> Damages:
     model's output was measured to diverge by, so in nats per token, as if damages of blocks added up.
     """
     depth = torch.arange(len(profile.block_influence), dtype=torch.float64).unsqueeze(1)
+    unknown = torch.empty(0, 0, dtype=torch.float64)
     if allocation == "stat":
         weights = depth + 50
         ffn, heads = weights * profile.ffn_errors.sqrt(), weights * profile.head_errors.sqrt()
-        return Damages(ffn, heads, profile.layer_divergence)
+        return Damages(ffn, heads, profile.layer_divergence, unknown)
     ones = torch.ones(len(depth), dtype=torch.float64)
     ffn, heads = {
         "error": (ones, ones),
@@ -38,13 +41,16 @@ def profiled_damages(profile: Profile, allocation: str) -> Damages:
         "sensitivity": (profile.ffn_sensitivity, profile.head_sensitivity),
     }[allocation]
     return Damages(
-        ffn.unsqueeze(1) * profile.ffn_errors, heads.unsqueeze(1) * profile.head_errors, profile.layer_divergence
+        ffn.unsqueeze(1) * profile.ffn_errors,
+        heads.unsqueeze(1) * profile.head_errors,
+        profile.layer_divergence,
+        profile.embedding_sensitivity * profile.embedding_errors if allocation == "sensitivity" else unknown,
     )
 
 
 def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
     """The sum of the damages of a plan's sizes."""
-    total = 0.0
+    total = sum(float(damages.embedding[index, table.rank]) for index, table in enumerate(plan.embedding))
     for layer, kept in enumerate(plan.layers):
         if kept.is_left_out:
             total += float(damages.layers[layer])

@@ -44,6 +44,8 @@ def plan_sizes(
     if recipe.hidden != "none" and config.budget != "parameters":
         raise ConfigError(f"--budget {config.budget} goes with FFN neurons and heads; leave --hidden none.")
     _check_inner_sizes(config, shape)
+    if config.embedding == "low-rank" and shape.stack().head != "tied":
+        raise PlanError("--embedding low-rank needs an output head that is the embedding; leave it out.")
     whole = LayerPlan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads)
     plan = Plan(
         (whole,) * shape.num_hidden_layers,
@@ -74,6 +76,7 @@ def plan_sizes(
                 reduce_heads=recipe.heads != "none",
                 round_to=config.round_to,
                 damages=damages,
+                reduce_embedding=recipe.embedding != "none",
             )
 
         if recipe.depth == "none":

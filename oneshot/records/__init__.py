@@ -2,7 +2,7 @@
 
 from oneshot.records.plans import LEFT_OUT, HiddenPlan, LayerPlan, Plan, Profile, ProfileOrigin
 from oneshot.records.reports import BlockReport, Footprint, LayerReport, Report
-from oneshot.records.shapes import LayerShape, ModelShape, StackShape
+from oneshot.records.shapes import LayerShape, ModelShape, StackShape, TableShape
 from oneshot.records.statistics import BlockStatistics, CalibrationSet, Factors, Moments, token_hash
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "ProfileOrigin",
     "Report",
     "StackShape",
+    "TableShape",
     "token_hash",
 ]

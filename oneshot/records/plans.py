@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from oneshot.records.shapes import ModelShape, StackShape
+from oneshot.records.shapes import ModelShape, StackShape, TableShape
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Plan:
     stock tier. `head_unit` says what a removed head is: a
     whole `kv-group` (KV head and its query heads), or the same number of `query-head`s out of every group of a layer.
     `query_key_size`, `value_size`: kept per head, None for all. `hidden`: None where the residual stream keeps its
-    width. `tier` is the form of the result: `stock` or `per-layer`.
+    width. `tier` is the form of the result: `stock` or `per-layer`. `embedding`: the ranges of the vocabulary and their
+    ranks, none where the embedding stays whole.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -61,6 +62,7 @@ class Plan:
     value_size: int | None = None
     hidden: HiddenPlan | None = None
     tier: str = "stock"
+    embedding: tuple[TableShape, ...] = ()
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "Plan":
@@ -69,7 +71,8 @@ class Plan:
         if hidden is not None:
             hidden = HiddenPlan(**{name: tuple(value) for name, value in hidden.items()})
         layers = tuple(LayerPlan(**layer) for layer in values["layers"])
-        return Plan(**{**values, "layers": layers, "hidden": hidden})
+        embedding = tuple(TableShape(**table) for table in values["embedding"])
+        return Plan(**{**values, "layers": layers, "hidden": hidden, "embedding": embedding})
 
     @property
     def kept_layers(self) -> list[int]:
@@ -125,7 +128,7 @@ class Plan:
             ]
             if stack.head == "tied":
                 stack = replace(stack, head="mapped" if self.tier == "per-layer" else "own")
-        return replace(stack, layers=tuple(layers))
+        return replace(stack, layers=tuple(layers), embedding=self.embedding)
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,12 @@ class Profile:
             the dense one's, when this block alone is reduced, per unit of its relative squared error.
         layer_divergence: `(layers,)`: the same divergence when this layer alone is left out.
         block_influence: `(layers,)`: one less the mean cosine of the layer's input and output (ShortGPT equation 1).
+        embedding_gram: `(D, D)`: mean `h hᵀ` of the states that the output head reads. `embedding_*` are empty where
+            the output head is not the embedding, or its sensitivity was not measured.
+        embedding_probabilities: `(N,)`: how often each token is predicted.
+        embedding_errors: `(ranges, D + 1)`: what rank r of a range of the vocabulary loses of the logits, for every r
+            (`embedding.range_errors`); one in all at rank 0, infinite where a rank is forbidden.
+        embedding_sensitivity: `(1,)`: the divergence when the embedding alone is reduced, per unit of these errors.
     """
 
     ffn_errors: torch.Tensor
@@ -160,4 +169,8 @@ class Profile:
     head_sensitivity: torch.Tensor
     layer_divergence: torch.Tensor
     block_influence: torch.Tensor
+    embedding_gram: torch.Tensor
+    embedding_probabilities: torch.Tensor
+    embedding_errors: torch.Tensor
+    embedding_sensitivity: torch.Tensor
     origin: ProfileOrigin

@@ -59,11 +59,24 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class TableShape:
+    """A range of the vocabulary: its rows, and their rank; below the full width a matrix maps them to that."""
+
+    rows: int
+    rank: int
+
+    def parameters(self, width: int) -> int:
+        """Stored parameters of the range of an embedding of this width."""
+        return self.rows * self.rank + (self.rank * width if self.rank < width else 0)
+
+
+@dataclass(frozen=True)
 class StackShape:
     """The sizes of a whole model, layer by layer.
 
     `head` says where the output head comes from: `own` weights, the `tied` embedding, or the tied embedding behind a
     matrix from the last subspace to the embedding's (`mapped`). `num_positions`: rows of a learned position embedding.
+    `embedding`: the ranges of the vocabulary with ranks of their own (a tied embedding's only); none for a whole table.
     """
 
     layers: tuple[LayerShape, ...]
@@ -71,6 +84,7 @@ class StackShape:
     head: str
     head_bias: bool = False
     num_positions: int = 0
+    embedding: tuple[TableShape, ...] = ()
 
     @property
     def embedding_size(self) -> int:
@@ -88,7 +102,7 @@ class StackShape:
 
     def stored_parameters(self) -> int:
         """Stored parameters of everything."""
-        embeddings = (self.vocab_size + self.num_positions) * self.embedding_size
+        embeddings = self._table_parameters() + self.num_positions * self.embedding_size
         norm = self.final_size * (1 + self.layers[-1].norm_bias)
         head = {"own": self.vocab_size, "tied": 0, "mapped": self.embedding_size}[self.head] * self.final_size
         return embeddings + self.block_parameters() + norm + head + self.head_bias * self.vocab_size
@@ -97,8 +111,14 @@ class StackShape:
         """Floating-point operations of all linears for one token, the output head included, attention scores not."""
         linears = sum(layer.linear_parameters() for layer in self.layers)
         mapped = self.head == "mapped"
-        head = self.vocab_size * (self.embedding_size if mapped else self.final_size)
+        head = self.vocab_size * self.final_size if self.head == "own" else self._table_parameters()
         return 2 * (linears + head + mapped * self.embedding_size * self.final_size)
+
+    def _table_parameters(self) -> int:
+        """Stored parameters of the token embedding."""
+        if not self.embedding:
+            return self.vocab_size * self.embedding_size
+        return sum(table.parameters(self.embedding_size) for table in self.embedding)
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Bytes that one token takes in the KV cache (16-bit values unless told otherwise)."""

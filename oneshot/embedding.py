@@ -1,0 +1,146 @@
+"""A tied embedding whose rarer tokens have fewer coordinates: ranges of the vocabulary, each with a rank of its own.
+
+Tokenizers number their tokens roughly by frequency, so a range of numbers is a range of frequencies. The rows of a
+range, `E_g (rows, D)`, become `U V` of rank r: block-wise low rank as in GroupReduce (Chen et al. 2018, arXiv
+1806.06950), weighted by token as there, and by direction as the output head sees an error:
+`min ‖diag(w)^½ (E_g − U V) H^½‖_F` with the Gram `H` of the states that the head reads, and the roots of the tokens'
+probabilities as weights `w`: less than how often a token is predicted, because other texts predict others.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from oneshot.fold import PANEL_ROWS, times
+from oneshot.linalg.allocation import least_damage
+from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.records import TableShape
+
+NUM_RANGES = 8  # each has a map of its own to store
+RANK_STEP = 32  # of ranks, or a sixteenth of the width where that is less
+DAMPING = 1e-4  # of the head's Gram, in units of its mean diagonal: no direction is free
+
+Tensors = dict[str, torch.Tensor]
+
+
+def vocabulary_ranges(vocab_size: int) -> list[slice]:
+    """`NUM_RANGES` slices of the vocabulary, as equal as can be; fewer where there are fewer tokens."""
+    rows = -(-vocab_size // NUM_RANGES)
+    return [slice(start, min(start + rows, vocab_size)) for start in range(0, vocab_size, rows)]
+
+
+def range_errors(
+    embedding: torch.Tensor, gram: torch.Tensor, probabilities: torch.Tensor, whole: Iterable[int] = ()
+) -> torch.Tensor:
+    """What every rank of every range loses of the logits, `(ranges, D + 1)` float64; one in all at rank 0.
+
+    Args:
+        embedding: `(N, D)`. gram: `H (D, D)` of what the head reads. probabilities: `(N,)` of the tokens.
+        whole: tokens whose ranges must stay whole (a chat's marks): the error of any rank below D is infinite there.
+    """
+    ranges, width = vocabulary_ranges(len(embedding)), embedding.shape[1]
+    root = _root(gram)
+    errors = torch.zeros(len(ranges), width + 1, dtype=torch.float64, device=gram.device)
+    for index, part in enumerate(ranges):
+        inside = root.T @ _gram(embedding[part], _weights(probabilities[part])) @ root
+        errors[index, :-1] = energies_along(inside, principal_directions(inside)).flip(0).cumsum(0).flip(0)
+    errors /= errors[:, 0].sum()
+    for token in whole:
+        errors[token // ranges[0].stop, :-1] = torch.inf
+    return errors
+
+
+def table_options(errors: torch.Tensor, vocab_size: int) -> list[list[TableShape]]:
+    """For every range of the vocabulary: the ranks with which it takes fewer parameters than whole, and that.
+
+    `errors (ranges, D + 1)` that are infinite forbid a rank (`range_errors`).
+    """
+    width = errors.shape[1] - 1
+    step = min(RANK_STEP, max(1, width // 16))
+    options = []
+    for part, lost in zip(vocabulary_ranges(vocab_size), errors, strict=True):
+        rows = part.stop - part.start
+        tables = [TableShape(rows, rank) for rank in range(step, width, step) if lost[rank].isfinite()]
+        smaller = [table for table in tables if table.parameters(width) < rows * width]
+        options.append([*smaller, TableShape(rows, width)])
+    return options
+
+
+def smaller_tables(errors: torch.Tensor, vocab_size: int, share: float) -> tuple[TableShape, ...]:
+    """The ranks of least error (`range_errors`) with at most a share of the whole embedding's parameters.
+
+    All of it where no ranks take so few.
+    """
+    width, options = errors.shape[1] - 1, table_options(errors, vocab_size)
+    damages = [errors[index, [table.rank for table in tables]].numpy() for index, tables in enumerate(options)]
+    costs = [np.array([float(table.parameters(width)) for table in tables]) for tables in options]
+    chosen = least_damage(damages, costs, share * vocab_size * width)
+    if chosen is None:
+        return tuple(tables[-1] for tables in options)
+    return tuple(tables[index] for tables, index in zip(options, chosen, strict=True))
+
+
+def reduce_embedding(
+    embedding: torch.Tensor, gram: torch.Tensor, probabilities: torch.Tensor, tables: tuple[TableShape, ...]
+) -> Tensors:
+    """The tables and maps of a plan's ranges, as the per-layer form names them, in the embedding's dtype on the host.
+
+    `embed_tokens.tables.g.weight (rows, rank)`, and below the full rank `embed_tokens.maps.g.weight (D, rank)`: with
+    the principal directions `P` of `diag(w)^½ E_g L`, `L Lᵀ = H`, the table is `E_g L P` and the map's transpose
+    `Pᵀ L⁻¹` (Eckart and Young 1936). Arguments as in `range_errors`.
+    """
+    root = _root(gram)
+    inverse = torch.linalg.inv(root)
+    reduced: Tensors = {}
+    for index, (part, table) in enumerate(zip(vocabulary_ranges(len(embedding)), tables, strict=True)):
+        rows = embedding[part]
+        if table.rank < embedding.shape[1]:
+            inside = root.T @ _gram(rows, _weights(probabilities[part])) @ root
+            directions = principal_directions(inside)[:, : table.rank]
+            rows = times(rows, (root @ directions).cpu())
+            reduced[_map(index)] = (directions.T @ inverse).T.to("cpu", embedding.dtype).contiguous()
+        reduced[_table(index)] = rows.contiguous()
+    return reduced
+
+
+def expanded(reduced: Tensors) -> torch.Tensor:
+    """The whole embedding `(N, D)` that the tables and maps stand for."""
+    parts = []
+    for index in range(sum(name.startswith(_TABLES) for name in reduced)):
+        rows = reduced[_table(index)]
+        parts.append(times(rows, reduced[_map(index)].double().T) if _map(index) in reduced else rows)
+    return torch.cat(parts)
+
+
+_TABLES = "model.embed_tokens.tables."
+
+
+def _table(index: int) -> str:
+    return f"{_TABLES}{index}.weight"
+
+
+def _map(index: int) -> str:
+    return f"model.embed_tokens.maps.{index}.weight"
+
+
+def _root(gram: torch.Tensor) -> torch.Tensor:
+    """The lower Cholesky factor `L` of the damped Gram, `L Lᵀ ≈ H`, float64."""
+    damped = gram.double().clone()
+    damped.diagonal().add_(DAMPING * damped.diagonal().mean())
+    return torch.linalg.cholesky(damped)
+
+
+def _weights(probabilities: torch.Tensor) -> torch.Tensor:
+    """The weights of a range's tokens; half of each is the range's mean, for tokens that the text never predicts."""
+    smooth = probabilities.double()
+    return ((smooth + smooth.mean()) / 2).sqrt()
+
+
+def _gram(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`Eᵀ diag(w) E (D, D)` float64 on the device of the weights, a panel of rows at a time."""
+    total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=weights.device)
+    for panel, weight in zip(rows.split(PANEL_ROWS), weights.split(PANEL_ROWS), strict=True):
+        on_device = panel.to(total)
+        total.addmm_(on_device.T, on_device * weight.unsqueeze(1))
+    return total

@@ -1,0 +1,215 @@
+"""A tied embedding with ranks of its own for ranges of the vocabulary: the best of that rank, and a model that runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import MakeConfig, build_model
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from oneshot import OneshotError, compress
+from oneshot.embedding import (
+    DAMPING,
+    NUM_RANGES,
+    expanded,
+    range_errors,
+    reduce_embedding,
+    smaller_tables,
+    table_options,
+    vocabulary_ranges,
+)
+from oneshot.evaluate import load_model
+from oneshot.modeling_oneshot import OneshotEmbedding, OneshotTiedHead
+from oneshot.pipeline import profile
+from oneshot.profiles import load_profile
+from oneshot.records import TableShape
+
+CPU = torch.device("cpu")
+VOCABULARY, HIDDEN, RARE_RANK = 1600, 32, 4
+TOKEN_IDS = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def problem(vocabulary: int, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An embedding, the Gram of what the head reads, and the probabilities of the tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(3 * width, width, generator=generator, dtype=torch.float64) * torch.linspace(0.1, 2, width)
+    embedding = torch.randn(vocabulary, width, generator=generator)
+    probabilities = torch.rand(vocabulary, generator=generator, dtype=torch.float64) ** 4
+    return embedding, states.T @ states / len(states), probabilities / probabilities.sum()
+
+
+def singular_values(embedding: Any, gram: Any, probabilities: Any) -> tuple[np.ndarray, np.ndarray]:
+    """NumPy's, of a range's rows weighted on both sides; and the two-sided weighted rows themselves."""
+    gram = gram + DAMPING * np.diag(gram).mean() * np.eye(len(gram))
+    weights = np.sqrt((probabilities + probabilities.mean()) / 2)
+    values, vectors = np.linalg.eigh(gram)
+    matrix = np.sqrt(weights)[:, None] * embedding.astype(np.float64) @ (vectors * np.sqrt(values)) @ vectors.T
+    return np.linalg.svd(matrix, compute_uv=False), matrix
+
+
+@given(vocabulary=st.integers(1, 200), width=st.integers(2, 12), seed=st.integers(0, 10**6))
+def test_errors_are_those_of_the_best_of_each_rank(vocabulary: int, width: int, seed: int) -> None:
+    embedding, gram, probabilities = problem(vocabulary, width, seed)
+    errors = range_errors(embedding, gram, probabilities)
+    expected = np.zeros((len(errors), width + 1))
+    for index, part in enumerate(vocabulary_ranges(vocabulary)):
+        values, _ = singular_values(embedding[part].numpy(), gram.numpy(), probabilities[part].numpy())
+        for rank in range(width):
+            expected[index, rank] = (values[rank:] ** 2).sum()
+    np.testing.assert_allclose(errors.numpy(), expected / expected[:, 0].sum(), atol=1e-9)
+
+
+@given(rank=st.integers(1, 8), seed=st.integers(0, 10**6))
+def test_tables_and_maps_reach_these_errors(rank: int, seed: int) -> None:
+    """Against the singular values; and no rank-r matrix beside them is better."""
+    embedding, gram, probabilities = problem(160, 8, seed)
+    tables = tuple(TableShape(part.stop - part.start, rank) for part in vocabulary_ranges(160))
+    reduced = reduce_embedding(embedding.double(), gram, probabilities, tables)
+    found = expanded(reduced)
+    for index, part in enumerate(vocabulary_ranges(160)):
+        rows, weights = embedding[part].double().numpy(), probabilities[part].numpy()
+        assert reduced[f"model.embed_tokens.tables.{index}.weight"].shape == (20, rank)
+        values, _ = singular_values(rows, gram.numpy(), weights)
+        _, missed = singular_values(rows - found[part].numpy(), gram.numpy(), weights)
+        assert (missed**2).sum() == pytest.approx((values[rank:] ** 2).sum(), abs=1e-9 * (values**2).sum())
+
+
+@given(vocabulary=st.integers(1, 5000), width=st.integers(1, 200))
+def test_ranges_cover_the_vocabulary_and_smaller_ranks_store_less(vocabulary: int, width: int) -> None:
+    ranges = vocabulary_ranges(vocabulary)
+    assert [token for part in ranges for token in range(part.start, part.stop)] == list(range(vocabulary))
+    assert len(ranges) <= NUM_RANGES
+    errors = torch.ones(len(ranges), width + 1, dtype=torch.float64)
+    for part, tables in zip(ranges, table_options(errors, vocabulary), strict=True):
+        rows = part.stop - part.start
+        assert tables[-1] == TableShape(rows, width)
+        assert all(table.rows == rows and table.parameters(width) < rows * width for table in tables[:-1])
+
+
+def test_marked_tokens_keep_their_ranges() -> None:
+    embedding, gram, probabilities = problem(1600, 32, 0)
+    errors = range_errors(embedding, gram, probabilities, whole=[3, 1599])
+    tables = smaller_tables(errors, 1600, 0.8)
+    assert tables[0].rank == tables[-1].rank == 32
+    assert any(table.rank < 32 for table in tables[1:-1])
+    assert sum(table.parameters(32) for table in tables) <= 0.8 * 1600 * 32
+
+
+def test_the_modelling_file_computes_with_what_the_tables_stand_for() -> None:
+    embedding, gram, probabilities = problem(100, 16, 0)
+    tables = tuple(
+        TableShape(part.stop - part.start, rank)
+        for part, rank in zip(vocabulary_ranges(100), (16, 3, 16, 5, 1, 2, 16, 4), strict=True)
+    )
+    reduced = reduce_embedding(embedding, gram, probabilities, tables)
+    module = OneshotEmbedding([{"rows": table.rows, "rank": table.rank} for table in tables], 16)
+    module.load_state_dict({name.removeprefix("model.embed_tokens."): value for name, value in reduced.items()})
+    whole, ids, states = expanded(reduced), torch.arange(100).view(4, 25), torch.randn(2, 3, 16)
+    torch.testing.assert_close(module(ids), functional.embedding(ids, whole))
+    head = OneshotTiedHead(module)
+    torch.testing.assert_close(head(states), states @ whole.T, rtol=1e-4, atol=1e-4)
+    assert not list(head.parameters())
+
+
+@pytest.fixture(scope="module")
+def rarely_wide(save_model: Any) -> Path:
+    """A tied model whose second half of the vocabulary lies in few dimensions."""
+    model = build_model(hidden=HIDDEN, width=256, vocabulary=VOCABULARY, tied=True)
+    rare = model.get_input_embeddings().weight.data[VOCABULARY // 2 :]
+    directions = torch.randn(HIDDEN, RARE_RANK, generator=torch.Generator().manual_seed(0))
+    rare.copy_(rare @ torch.linalg.qr(directions).Q @ torch.linalg.qr(directions).Q.T)
+    folder: Path = save_model(model)
+    return folder
+
+
+def ranks(folder: Path) -> list[int]:
+    return [table["rank"] for table in json.loads((folder / "config.json").read_text())["embedding"] or []]
+
+
+def test_a_plan_reduces_what_has_low_rank(rarely_wide: Path, make_config: MakeConfig) -> None:
+    """The rare half is free, the marks' range stays, and the checkpoint holds exactly what the report counts."""
+    config = make_config(rarely_wide, tier="per-layer", sparsity=0.2)
+    report = compress(config)
+    found = ranks(Path(config.output))
+    assert found[0] == HIDDEN
+    assert all(rank <= 2 * RARE_RANK for rank in found[4:])
+    stored = {}
+    for path in Path(config.output).glob("*.safetensors"):
+        stored |= load_file(path)
+    assert sum(tensor.numel() for tensor in stored.values()) == report.stored_parameters["compressed"]
+    assert report.sparsity["reached"] == pytest.approx(0.2, abs=0.02)
+    model = load_model(Path(config.output), device=CPU, dtype=torch.float32)
+    assert sum(parameter.numel() for parameter in model.parameters()) == report.stored_parameters["compressed"]
+    generated = model.generate(TOKEN_IDS, attention_mask=torch.ones_like(TOKEN_IDS), max_new_tokens=3, do_sample=False)
+    assert generated.shape == (2, 27)
+
+
+def test_nothing_is_lost_where_the_rank_suffices(rarely_wide: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    """Logits of a model with nothing but the embedding reduced are those of the dense one."""
+    config = make_config(rarely_wide, tier="per-layer", sparsity=0.1)
+    report = compress(config)
+    assert all(layer["intermediate_size"] == 256 for layer in report.plan["layers"])
+    assert min(ranks(Path(config.output))) == RARE_RANK
+    with torch.inference_mode():
+        wanted, found = (
+            load_model(folder, device=CPU, dtype=torch.float32)(TOKEN_IDS).logits
+            for folder in (rarely_wide, Path(config.output))
+        )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
+
+
+def test_a_profile_has_what_the_embedding_costs(rarely_wide: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    """One made before gives the plan of one made on the way; its sensitivity is a divergence of the whole model."""
+    folder = tmp_path / "profile"
+    found = profile(make_config(rarely_wide, output=str(folder), sparsity=0.0))
+    again = load_profile(folder)
+    for name in ("embedding_gram", "embedding_probabilities", "embedding_errors", "embedding_sensitivity"):
+        assert torch.equal(getattr(found, name), getattr(again, name))
+    assert float(found.embedding_probabilities.sum()) == pytest.approx(1.0, abs=1e-4)
+    assert float(found.embedding_sensitivity) >= 0
+    config = make_config(rarely_wide, tier="per-layer", output=str(tmp_path / "own"))
+    compress(config)
+    compress(replace(config, profile=str(folder), output=str(tmp_path / "given")))
+    assert ranks(tmp_path / "own") == ranks(tmp_path / "given") != []
+
+
+def test_an_interrupted_run_keeps_the_embedding(rarely_wide: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    from test_resume import contents, interrupted_report, undisturbed
+
+    config = make_config(rarely_wide, tier="per-layer")
+    wanted = undisturbed(config)
+    interrupted_report(config, 1)
+    assert contents(Path(config.output)) == wanted
+    assert ranks(Path(config.output))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tied", "named"),
+    [
+        ({}, True, "--tier per-layer"),
+        ({"tier": "per-layer", "hidden": "pca", "hidden_size": 16}, True, "--hidden none"),
+        ({"tier": "per-layer", "allocation": "error"}, True, "--allocation sensitivity"),
+        ({"tier": "per-layer"}, False, "--embedding low-rank"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    changes: dict[str, Any], tied: bool, named: str, make_config: MakeConfig, make_checkpoint: Any
+) -> None:
+    config = make_config(make_checkpoint(tied=tied), **{"embedding": "low-rank", "sparsity": 0.2} | changes)
+    with pytest.raises(OneshotError, match=named):
+        compress(config)
+
+
+@pytest.mark.parametrize("changes", [{"embedding": "none", "tier": "per-layer"}, {"tier": "stock"}])
+def test_the_embedding_stays_whole(changes: dict[str, Any], rarely_wide: Path, make_config: MakeConfig) -> None:
+    config = make_config(rarely_wide, sparsity=0.1, **changes)
+    compress(config)
+    names = {name for path in Path(config.output).glob("*.safetensors") for name in load_file(path)}
+    assert "model.embed_tokens.weight" in names
