@@ -9,25 +9,16 @@ probabilities as weights `w`: less than how often a token is predicted, because 
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 
 from oneshot.fold import PANEL_ROWS, times
-from oneshot.linalg.allocation import least_damage
 from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.plan import vocabulary_ranges
 from oneshot.records import TableShape
 
-NUM_RANGES = 8  # each has a map of its own to store
-RANK_STEP = 32  # of ranks, or a sixteenth of the width where that is less
 DAMPING = 1e-4  # of the head's Gram, in units of its mean diagonal: no direction is free
 
 Tensors = dict[str, torch.Tensor]
-
-
-def vocabulary_ranges(vocab_size: int) -> list[slice]:
-    """`NUM_RANGES` slices of the vocabulary, as equal as can be; fewer where there are fewer tokens."""
-    rows = -(-vocab_size // NUM_RANGES)
-    return [slice(start, min(start + rows, vocab_size)) for start in range(0, vocab_size, rows)]
 
 
 def range_errors(
@@ -49,36 +40,6 @@ def range_errors(
     for token in whole:
         errors[token // ranges[0].stop, :-1] = torch.inf
     return errors
-
-
-def table_options(errors: torch.Tensor, vocab_size: int) -> list[list[TableShape]]:
-    """For every range of the vocabulary: the ranks with which it takes fewer parameters than whole, and that.
-
-    `errors (ranges, D + 1)` that are infinite forbid a rank (`range_errors`).
-    """
-    width = errors.shape[1] - 1
-    step = min(RANK_STEP, max(1, width // 16))
-    options = []
-    for part, lost in zip(vocabulary_ranges(vocab_size), errors, strict=True):
-        rows = part.stop - part.start
-        tables = [TableShape(rows, rank) for rank in range(step, width, step) if lost[rank].isfinite()]
-        smaller = [table for table in tables if table.parameters(width) < rows * width]
-        options.append([*smaller, TableShape(rows, width)])
-    return options
-
-
-def smaller_tables(errors: torch.Tensor, vocab_size: int, share: float) -> tuple[TableShape, ...]:
-    """The ranks of least error (`range_errors`) with at most a share of the whole embedding's parameters.
-
-    All of it where no ranks take so few.
-    """
-    width, options = errors.shape[1] - 1, table_options(errors, vocab_size)
-    damages = [errors[index, [table.rank for table in tables]].numpy() for index, tables in enumerate(options)]
-    costs = [np.array([float(table.parameters(width)) for table in tables]) for tables in options]
-    chosen = least_damage(damages, costs, share * vocab_size * width)
-    if chosen is None:
-        return tuple(tables[-1] for tables in options)
-    return tuple(tables[index] for tables, index in zip(options, chosen, strict=True))
 
 
 def reduce_embedding(
@@ -104,13 +65,14 @@ def reduce_embedding(
     return reduced
 
 
-def expanded(reduced: Tensors) -> torch.Tensor:
-    """The whole embedding `(N, D)` that the tables and maps stand for."""
-    parts = []
-    for index in range(sum(name.startswith(_TABLES) for name in reduced)):
-        rows = reduced[_table(index)]
-        parts.append(times(rows, reduced[_map(index)].double().T) if _map(index) in reduced else rows)
-    return torch.cat(parts)
+def expanded(reduced: Tensors, width: int) -> torch.Tensor:
+    """The whole embedding `(N, width)` that the tables and maps stand for."""
+    tables = [reduced[_table(index)] for index in range(sum(name.startswith(_TABLES) for name in reduced))]
+    sizes = [len(rows) for rows in tables]
+    whole = tables[0].new_empty(sum(sizes), width)
+    for index, (rows, place) in enumerate(zip(tables, whole.split(sizes), strict=True)):
+        place.copy_(times(rows, reduced[_map(index)].double().T) if _map(index) in reduced else rows)
+    return whole
 
 
 _TABLES = "model.embed_tokens.tables."

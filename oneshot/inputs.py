@@ -277,7 +277,7 @@ class Inputs:
             for layer, tensors in enumerate(self._read_layers()):
                 profiler.profile_layer(layer, tensors, progress.advance)
                 del tensors  # or they would wait for the next layer's
-        if embedding and shape.tied and not shape.norm_bias:
+        if embedding and shape.reads_embedding_out:
             tokenizer = load_tokenizer(self.source.checkpoint.folder)
             marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
             profiler.profile_embedding([mark for mark in marks if mark < shape.vocab_size], self._read_layers)

@@ -298,7 +298,9 @@ def _write_layers(
     if finished == num_layers:
         return layers
     if text is not None:
-        compressor.embed(text, workers.share(0, lambda: _compressed_embedding(writer)))
+        compressed = workers.share(0, lambda: _compressed_embedding(writer, inputs.source.shape.hidden_size))
+        compressor.embed(text, compressed)
+        del compressed
     num_tokens = text.num_tokens if text is not None else 1
     with ProgressBar(num_layers=num_layers, num_tokens=num_tokens, visible=inputs.show_progress) as progress:
         for layer, tensors in enumerate(prefetch(inputs.source.read_layer, num_layers)):
@@ -331,10 +333,10 @@ def _write_layers(
     return layers
 
 
-def _compressed_embedding(writer: CheckpointWriter | None) -> torch.Tensor | None:
+def _compressed_embedding(writer: CheckpointWriter | None, width: int) -> torch.Tensor | None:
     """What the compressed stream begins with; None where that is the dense model's embedding."""
     kept = None if writer is None else writer.kept_tensors(EMBEDDING)
-    return None if kept is None else expanded(kept)
+    return None if kept is None else expanded(kept, width)
 
 
 def _reread(writer: CheckpointWriter | None, layer: int) -> tuple[Tensors, Tensors]:

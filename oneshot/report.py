@@ -152,6 +152,9 @@ def print_report(report: Report) -> None:
                 f"{layer.seconds:.1f}",
             )
     console.print(layers)
+    if report.plan["embedding"]:
+        ranks = ", ".join(str(table["rank"]) for table in report.plan["embedding"])
+        console.print(f"embedding: ranks {ranks} of {report.dense_shape['hidden_size']} by ranges of the vocabulary")
     if report.predicted_divergence is not None:
         shown = ", ".join(f"{name} {value:.3f}" for name, value in report.predicted_divergence.items())
         console.print(f"predicted KL divergence of the output, nats per token: {shown}")

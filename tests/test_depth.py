@@ -112,6 +112,7 @@ def test_the_plan_is_the_best_of_all_subsets(seed: int, share: float) -> None:
         torch.from_numpy(np.tile(curve, (layers, 1))),
         torch.zeros(layers, 3),
         torch.from_numpy(generator.random(layers) * 4),
+        torch.empty(0, 0),
     )
     config = CompressionConfig("", "", sparsity=0.1, round_to=4)
     dense = shape.stack().stored_parameters()

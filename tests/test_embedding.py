@@ -8,26 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeConfig, build_model
+from factories import MakeCheckpoint, MakeConfig, build_model
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional
 
 from oneshot import OneshotError, compress
-from oneshot.embedding import (
-    DAMPING,
-    NUM_RANGES,
-    expanded,
-    range_errors,
-    reduce_embedding,
-    smaller_tables,
-    table_options,
-    vocabulary_ranges,
-)
+from oneshot.calibration import load_calibration, load_tokenizer
+from oneshot.embedding import DAMPING, expanded, range_errors, reduce_embedding
 from oneshot.evaluate import load_model
+from oneshot.layerwise.profiling import EMBEDDING_PROBE_SHARE, EMBEDDING_PROBES
 from oneshot.modeling_oneshot import OneshotEmbedding, OneshotTiedHead
 from oneshot.pipeline import profile
+from oneshot.plan.vocabulary import NUM_RANGES, smaller_tables, table_options, vocabulary_ranges
 from oneshot.profiles import load_profile
 from oneshot.records import TableShape
 
@@ -72,7 +66,7 @@ def test_tables_and_maps_reach_these_errors(rank: int, seed: int) -> None:
     embedding, gram, probabilities = problem(160, 8, seed)
     tables = tuple(TableShape(part.stop - part.start, rank) for part in vocabulary_ranges(160))
     reduced = reduce_embedding(embedding.double(), gram, probabilities, tables)
-    found = expanded(reduced)
+    found = expanded(reduced, 8)
     for index, part in enumerate(vocabulary_ranges(160)):
         rows, weights = embedding[part].double().numpy(), probabilities[part].numpy()
         assert reduced[f"model.embed_tokens.tables.{index}.weight"].shape == (20, rank)
@@ -111,7 +105,7 @@ def test_the_modelling_file_computes_with_what_the_tables_stand_for() -> None:
     reduced = reduce_embedding(embedding, gram, probabilities, tables)
     module = OneshotEmbedding([{"rows": table.rows, "rank": table.rank} for table in tables], 16)
     module.load_state_dict({name.removeprefix("model.embed_tokens."): value for name, value in reduced.items()})
-    whole, ids, states = expanded(reduced), torch.arange(100).view(4, 25), torch.randn(2, 3, 16)
+    whole, ids, states = expanded(reduced, 16), torch.arange(100).view(4, 25), torch.randn(2, 3, 16)
     torch.testing.assert_close(module(ids), functional.embedding(ids, whole))
     head = OneshotTiedHead(module)
     torch.testing.assert_close(head(states), states @ whole.T, rtol=1e-4, atol=1e-4)
@@ -180,6 +174,36 @@ def test_a_profile_has_what_the_embedding_costs(rarely_wide: Path, make_config: 
     assert ranks(tmp_path / "own") == ranks(tmp_path / "given") != []
 
 
+def test_the_sensitivity_is_a_divergence_of_the_whole_model(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Against transformers' model with the reduced embedding at both of its ends, on the sequences of the probes."""
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = make_checkpoint(vocabulary=VOCABULARY, tied=True)
+    config = make_config(checkpoint)
+    found = profile(config)
+    dense, reduced = (AutoModelForCausalLM.from_pretrained(checkpoint).eval() for _ in range(2))
+    weight = reduced.get_input_embeddings().weight
+    tables = smaller_tables(found.embedding_errors, VOCABULARY, EMBEDDING_PROBE_SHARE)
+    seen = (found.embedding_gram, found.embedding_probabilities)
+    weight.data = expanded(reduce_embedding(weight.data, *seen, tables), HIDDEN)
+    text = load_calibration(
+        config.calibration,
+        load_tokenizer(checkpoint),
+        num_sequences=config.num_sequences,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+    )
+    probes = text.token_ids[:EMBEDDING_PROBES]
+    with torch.no_grad():
+        first, second = (model(probes, use_cache=False).logits.double().log_softmax(-1) for model in (dense, reduced))
+    expected = functional.kl_div(second, first, log_target=True, reduction="sum") / probes.numel()
+    lost = sum(float(found.embedding_errors[index, table.rank]) for index, table in enumerate(tables))
+    assert lost > 1e-3, "the probe must lose something"
+    assert float(found.embedding_sensitivity) * lost == pytest.approx(float(expected), rel=1e-3)
+
+
 def test_an_interrupted_run_keeps_the_embedding(rarely_wide: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     from test_resume import contents, interrupted_report, undisturbed
 
@@ -200,7 +224,7 @@ def test_an_interrupted_run_keeps_the_embedding(rarely_wide: Path, make_config: 
     ],
 )
 def test_what_cannot_be_is_refused(
-    changes: dict[str, Any], tied: bool, named: str, make_config: MakeConfig, make_checkpoint: Any
+    changes: dict[str, Any], tied: bool, named: str, make_config: MakeConfig, make_checkpoint: MakeCheckpoint
 ) -> None:
     config = make_config(make_checkpoint(tied=tied), **{"embedding": "low-rank", "sparsity": 0.2} | changes)
     with pytest.raises(OneshotError, match=named):

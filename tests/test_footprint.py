@@ -32,7 +32,7 @@ WEIGHTS = "model.safetensors"
 Usage = namedtuple("Usage", "total used free")
 
 # wide enough, and batches large enough, that tensors are most of what a run takes
-MEASURED_MODEL = {"hidden": 256, "width": 1024, "heads": 8, "groups": 2, "tied": True}
+MEASURED_MODEL = {"hidden": 256, "width": 1024, "heads": 8, "groups": 2, "tied": True, "vocabulary": 16384}
 MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "oneshot": {},
     "stat": {"recipe": "stat"},

@@ -24,7 +24,7 @@ from oneshot.pipeline import compress_sizes, profile
 from oneshot.plan import Budget, Damages, make_plan, predicted_damage
 from oneshot.profile import main
 from oneshot.profiles import load_profile
-from oneshot.records import LayerPlan, ModelShape, Plan, Profile
+from oneshot.records import LayerPlan, ModelShape, Plan, Profile, TableShape
 
 
 @given(rows=st.integers(1, 40), size=st.integers(1, 12), outputs=st.integers(1, 6), seed=st.integers(0, 10**6))
@@ -194,21 +194,31 @@ def test_the_command_line(
 
 @given(seed=st.integers(0, 10**6), share=st.floats(0.05, 0.6), unit=st.sampled_from(("query-head", "kv-group")))
 def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: str) -> None:
-    """Against every combination of widths and heads, on curves that fall with the size."""
-    shape = ModelShape(2, 8, 12, 4, 2, 4)
+    """Against every combination of widths, heads and ranks of two ranges, on curves that fall with the size."""
+    shape = ModelShape(2, 8, 12, 4, 2, 4, vocab_size=80, tied=True)
     generator = np.random.default_rng(seed)
-    damages = Damages(
-        *(torch.from_numpy(np.sort(generator.random((2, size)), axis=1)[:, ::-1].copy()) for size in (13, 3)),
-        torch.ones(2),
-    )
+
+    def curves(size: int) -> torch.Tensor:
+        return torch.from_numpy(np.sort(generator.random((2, size)), axis=1)[:, ::-1].copy())
+
+    embedding = torch.full((8, 9), torch.inf, dtype=torch.float64)
+    embedding[-2:] = curves(9)
+    embedding[:, -1] = 0
+    damages = Damages(curves(13), curves(3), torch.ones(2), embedding)
     whole = Plan((LayerPlan(12, 4, 2),) * 2, unit, tier="per-layer")
     dense = shape.stack().stored_parameters()
     target = dense - share * shape.stack().block_parameters()
     heads = [(2, 2), (4, 2)] if unit == "query-head" else [(2, 1), (4, 2)]
     layers = [LayerPlan(width, *each) for width in (4, 8, 12) for each in heads]
-    plans = [replace(whole, layers=pair) for pair in itertools.product(layers, layers)]
+    ranks = [1, 2, 3, 4, 8]  # fewer parameters than 10 rows of 8
+    tables = [(8,) * 6 + pair for pair in itertools.product(ranks, ranks)]
+    embeddings = [tuple(TableShape(10, rank) for rank in each) for each in tables]
+    plans = [
+        replace(whole, layers=pair, embedding=each) for pair in itertools.product(layers, layers) for each in embeddings
+    ]
     fitting = [plan for plan in plans if plan.stack(shape).stored_parameters() <= target]
-    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": True, "round_to": 4, "damages": damages}
+    kinds = {"reduce_ffn": True, "reduce_heads": True, "reduce_embedding": True}
+    options: dict[str, Any] = {**kinds, "round_to": 4, "damages": damages}
     if not fitting:
         with pytest.raises(PlanError, match="at best"):
             make_plan(shape, whole, Budget(target), **options)

@@ -87,7 +87,7 @@ def make_report(layers: tuple[tuple[BlockReport, ...], ...] = ((ffn(1024),),), *
             "num_attention_heads": 9,
             "head_dim": 64,
         },
-        plan={"query_key_size": None, "value_size": None, "hidden": None, "tier": "stock"},
+        plan={"query_key_size": None, "value_size": None, "hidden": None, "tier": "stock", "embedding": []},
         stored_parameters={"dense": 134515008, "compressed": 107972928},
         block_parameters={"dense": 106202880, "compressed": 79660800},
         flops_per_token={"dense": 268959744, "compressed": 215875584},
@@ -175,6 +175,13 @@ def test_all_settings_and_versions_are_folded() -> None:
         for name, value in record.items():
             assert name in folded
             assert (name, "–" if value is None else str(value)) in page.definitions
+
+
+def test_ranks_of_the_embedding_are_told() -> None:
+    assert ("Embedding", "whole") in Page(report_page(make_report())).definitions
+    embedding = [{"rows": 100, "rank": 576}, {"rows": 100, "rank": 320}]
+    page = Page(report_page(make_report(plan=make_report().plan | {"embedding": embedding})))
+    assert ("Embedding", "ranks 576, 320 of 576, by ranges of the vocabulary") in page.definitions
 
 
 def test_sizes_inside_heads_and_the_hidden_error_are_told() -> None:

@@ -13,7 +13,7 @@ from oneshot.config import AUTO
 from oneshot.fold import PANEL_ROWS
 from oneshot.footprint.work import Work
 from oneshot.layerwise.latency import WIDTHS
-from oneshot.layerwise.profiling import PROBE_SEQUENCES
+from oneshot.layerwise.profiling import EMBEDDING_PROBES, PROBE_SEQUENCES
 from oneshot.output_head import VOCABULARY_PANEL
 from oneshot.recipes import WEIGHT_SELECTORS
 from oneshot.sampling import DOCUMENT_TOKENS, GENERATED_TOGETHER, SELF
@@ -64,7 +64,9 @@ def stages(work: Work) -> list[Stage]:
     if work.texts:
         found += [_writing(work) if source == SELF else _reading(source) for source in work.texts]
         embedded = 3 * work.batch_tokens * work.shape.hidden_size * work.dtype.itemsize
-        found.append(Stage("the embedding", (*_read(work.outside_bytes), Term(embedded, computed=True, knobs=BATCH))))
+        compressed = Term(2 * work.outside_bytes if work.may_reduce_embedding else 0)  # its parts, and what they make
+        stage = (*_read(work.outside_bytes), compressed, Term(embedded, computed=True, knobs=BATCH))
+        found.append(Stage("the embedding", stage))
     if work.config.budget == "latency":
         found.append(_latency(work))
     if work.profiled_kinds:
@@ -72,6 +74,8 @@ def stages(work: Work) -> list[Stage]:
     if work.plan is None:
         return found
     found.append(Stage("the report", (Term(REPORT_BYTES),)))
+    if work.may_reduce_embedding:
+        found.append(Stage("reducing the embedding", (*_read(work.outside_bytes), *_reduction(work))))
     if work.slices:
         found += _hidden_size(work)
     found.append(_outside(work))
@@ -231,10 +235,38 @@ def _profile(work: Work) -> list[Stage]:
         Term(rows, computed=True),
     )
     return [
+        *(_profiled_embedding(work) if work.profiles_embedding else []),
         Stage("the profile's statistics", (*layer, batch)),
         Stage("the profile's error curves", (*layer, max(curves, correction, key=_bytes), _layer_copy(work))),
         Stage("the profile's output divergences", (*logits, probes)),
     ]
+
+
+def _profiled_embedding(work: Work) -> list[Stage]:
+    """A reduced embedding on its way through the dense model; the output heads of both are there."""
+    shape, length = work.shape, work.config.sequence_length
+    head = Term(shape.vocab_size * shape.hidden_size * work.dtype.itemsize, computed=True)
+    states = Term(3 * EMBEDDING_PROBES * length * shape.hidden_size * work.dtype.itemsize, computed=True, knobs=LENGTH)
+    logits = 3 * length * min(VOCABULARY_PANEL, shape.vocab_size) + 6 * length * shape.hidden_size
+    predictions = Term(FLOAT * logits, computed=True, knobs=LENGTH)
+    expanded = Term(work.outside_bytes)
+    walk = (*_tensors(work), _layer_copy(work), _activations(work, shape.intermediate_size, length))
+    return [
+        Stage("the profile's embedding", (*_read(work.outside_bytes), head, states, expanded, *_reduction(work))),
+        Stage("the embedding's probes", (Term(work.outside_bytes), head, states, expanded, *walk)),
+        Stage("the embedding's divergence", (expanded, head, head, states, predictions)),
+    ]
+
+
+def _reduction(work: Work) -> tuple[Term, ...]:
+    """Tables and maps of a reduced embedding, at most as large as it; what they are found with."""
+    hidden, vocabulary = work.shape.hidden_size, work.shape.vocab_size
+    rows = min(PANEL_ROWS, vocabulary)
+    return (
+        Term(work.outside_bytes),
+        Term(3 * DOUBLE * rows * hidden),
+        Term(10 * DOUBLE * hidden * hidden + 4 * DOUBLE * vocabulary, computed=True),
+    )
 
 
 def _hidden_size(work: Work) -> list[Stage]:

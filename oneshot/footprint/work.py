@@ -73,6 +73,18 @@ class Work:
         return self.hidden is not None
 
     @property
+    def profiles_embedding(self) -> bool:
+        """Whether a profile is made that says what a reduced embedding costs."""
+        wanted = self.plan is None or self.recipe.embedding != "none"
+        return self.profiled_kinds > 0 and wanted and self.shape.reads_embedding_out
+
+    @property
+    def may_reduce_embedding(self) -> bool:
+        """Whether a profile may say that the embedding shall be reduced."""
+        planned = self.plan is not None and not self.exact
+        return planned and self.recipe.embedding != "none" and self.shape.reads_embedding_out
+
+    @property
     def texts(self) -> list[str]:
         """Where calibration text comes from; nothing where none is read."""
         reads = self.streams_text or self.slices or self.profiled_kinds > 0

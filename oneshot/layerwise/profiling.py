@@ -14,12 +14,13 @@ from torch.nn import functional
 
 from oneshot.arch.base import DOWN_PROJ, O_PROJ
 from oneshot.config import CompressionConfig
-from oneshot.embedding import expanded, range_errors, reduce_embedding, smaller_tables, vocabulary_ranges
+from oneshot.embedding import expanded, range_errors, reduce_embedding
 from oneshot.factorise import correct
 from oneshot.fold import augmented_weight, fold_ffn, fold_heads, head_columns
 from oneshot.layerwise.streams import Streams, Tensors
 from oneshot.linalg.interpolative import nested_errors
 from oneshot.linalg.pivoted_qr import weighted_pivots
+from oneshot.plan import smaller_tables, vocabulary_ranges
 from oneshot.records import BlockStatistics, CalibrationSet, Factors, Profile, ProfileOrigin
 from oneshot.selection import Evidence, select_heads
 from oneshot.source import SourceModel
@@ -156,7 +157,7 @@ class LayerProfiler:
         errors = range_errors(embedding, gram, probabilities, whole).cpu()
         self._embedding_errors.copy_(errors)
         tables = smaller_tables(errors, len(embedding), EMBEDDING_PROBE_SHARE)
-        reduced = expanded(reduce_embedding(embedding, gram, probabilities, tables))
+        reduced = expanded(reduce_embedding(embedding, gram, probabilities, tables), embedding.shape[1])
         probes = self._streams.embedded(self._tokens[: len(last)], reduced)
         for tensors in layers():
             layer = self._streams.layer(tensors)

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from oneshot.embedding import table_options
 from oneshot.errors import PlanError
 from oneshot.linalg.allocation import least_damage
 from oneshot.plan.budget import Budget, default_round_to
 from oneshot.plan.damages import Damages, predicted_damage
+from oneshot.plan.vocabulary import table_options
 from oneshot.records import LayerPlan, ModelShape, Plan, TableShape
 
 

@@ -44,7 +44,7 @@ def plan_sizes(
     if recipe.hidden != "none" and config.budget != "parameters":
         raise ConfigError(f"--budget {config.budget} goes with FFN neurons and heads; leave --hidden none.")
     _check_inner_sizes(config, shape)
-    if config.embedding == "low-rank" and shape.stack().head != "tied":
+    if config.embedding == "low-rank" and not shape.reads_embedding_out:
         raise PlanError("--embedding low-rank needs an output head that is the embedding; leave it out.")
     whole = LayerPlan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads)
     plan = Plan(

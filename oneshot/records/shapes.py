@@ -154,6 +154,11 @@ class ModelShape:
         """Query heads that share one KV head."""
         return self.num_attention_heads // self.num_key_value_heads
 
+    @property
+    def reads_embedding_out(self) -> bool:
+        """Whether the output head is the embedding also in the per-layer form, where a LayerNorm model gets its own."""
+        return self.tied and not self.norm_bias
+
     def layer(self) -> LayerShape:
         """The shape of each layer."""
         return LayerShape(
