@@ -20,6 +20,8 @@ DAMPING = 1e-4  # of the head's Gram, in units of its mean diagonal: no directio
 
 Tensors = dict[str, torch.Tensor]
 
+_TABLES = "model.embed_tokens.tables."
+
 
 def range_errors(
     embedding: torch.Tensor, gram: torch.Tensor, probabilities: torch.Tensor, whole: Iterable[int] = ()
@@ -36,7 +38,7 @@ def range_errors(
     for index, part in enumerate(ranges):
         inside = root.T @ _gram(embedding[part], _weights(probabilities[part])) @ root
         errors[index, :-1] = energies_along(inside, principal_directions(inside)).flip(0).cumsum(0).flip(0)
-    errors /= errors[:, 0].sum()
+    errors /= errors[:, 0].sum().clamp_min(torch.finfo(errors.dtype).tiny)  # the rows may all be zero
     for token in whole:
         errors[token // ranges[0].stop, :-1] = torch.inf
     return errors
@@ -75,9 +77,6 @@ def expanded(reduced: Tensors, width: int) -> torch.Tensor:
     return whole
 
 
-_TABLES = "model.embed_tokens.tables."
-
-
 def _table(index: int) -> str:
     return f"{_TABLES}{index}.weight"
 
@@ -89,7 +88,8 @@ def _map(index: int) -> str:
 def _root(gram: torch.Tensor) -> torch.Tensor:
     """The lower Cholesky factor `L` of the damped Gram, `L Lᵀ ≈ H`, float64."""
     damped = gram.double().clone()
-    damped.diagonal().add_(DAMPING * damped.diagonal().mean())
+    mean = damped.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)  # the states may all be zero
+    damped.diagonal().add_(DAMPING * mean)
     return torch.linalg.cholesky(damped)
 
 

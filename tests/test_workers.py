@@ -50,6 +50,7 @@ def test_the_parts_of_the_workers_are_the_whole_in_order(count: int, size: int) 
     "options",
     [
         ["--sparsity=0.1", "--tier=per-layer", "--round-to=1", "--heads=id"],
+        ["--sparsity=0.1", "--tier=per-layer", "--round-to=1", "--embedding=low-rank"],
         ["--sparsity=0.1", "--recipe=group-pca", "--correction=two-stream"],
         ["--sparsity=0.15", "--recipe=stat", "--ffn=wanda"],
         ["--sparsity=0.15", "--recipe=random", "--heads=random"],
@@ -61,7 +62,8 @@ def test_the_parts_of_the_workers_are_the_whole_in_order(count: int, size: int) 
 def test_two_processes_give_what_one_gives(
     options: list[str], make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path
 ) -> None:
-    arguments = [str(make_checkpoint(layers=3)), f"--calibration={text_file}", *options]
+    vocabulary = {"tied": True, "vocabulary": 1600} if "--embedding=low-rank" in options else {}
+    arguments = [str(make_checkpoint(layers=3, **vocabulary)), f"--calibration={text_file}", *options]
     process = start_two(*arguments, f"--output={tmp_path / 'two'}")
     _, errors = process.communicate()
     assert process.returncode == 0, errors

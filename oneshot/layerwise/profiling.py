@@ -20,7 +20,7 @@ from oneshot.fold import augmented_weight, fold_ffn, fold_heads, head_columns
 from oneshot.layerwise.streams import Streams, Tensors
 from oneshot.linalg.interpolative import nested_errors
 from oneshot.linalg.pivoted_qr import weighted_pivots
-from oneshot.plan import smaller_tables, vocabulary_ranges
+from oneshot.plan import smaller_tables
 from oneshot.records import BlockStatistics, CalibrationSet, Factors, Profile, ProfileOrigin
 from oneshot.selection import Evidence, select_heads
 from oneshot.source import SourceModel
@@ -34,7 +34,7 @@ PROBED_KINDS = ("ffn", "heads", "layer")
 PROBE_SHARE = 3 / 4  # of a block's neurons or heads stays where it is reduced alone
 EMBEDDING_PROBE_SHARE = 4 / 5  # of the embedding's parameters
 EMBEDDING_PROBES = 8  # sequences: what is lost is lost in a few places
-EMBEDDING_TASK = 0  # of the worker that carries the embedding's probe
+EMBEDDING_TASK = 0  # of the worker that decomposes the embedding
 SMALLEST_ERROR = 1e-12
 
 
@@ -111,7 +111,7 @@ class LayerProfiler:
         counted = min(STATISTICS_SEQUENCES, max(1, len(tokens) - probes))
         self.num_tokens = counted * tokens.shape[1]
         self._streams.embed(replace(calibration, token_ids=tokens[:counted]))
-        self._tokens = tokens[:counted][self._workers.part(counted)]
+        self._tokens, self._part = tokens[:counted], self._workers.part(counted)
         self._dense = self._streams.embedded(tokens[-probes:])
 
     def profile_layer(self, layer: int, tensors: Tensors, advance: Callable[[float], None]) -> None:
@@ -141,32 +141,35 @@ class LayerProfiler:
         """
         head = self._streams.output_head()
         accumulator = GramAccumulator(self._shape.hidden_size, output_size=None, device=self._device)
-        last = []
+        last: list[torch.Tensor] = []  # states of this worker's part of the first sequences
         for batch, x, _ in self._streams.read():
             accumulator.update_(head.norm(x).flatten(0, -2))
-            last += list(x[: max(0, EMBEDDING_PROBES - batch.start)].clone())
+            last += list(x[: max(0, EMBEDDING_PROBES - self._part.start - batch.start)].clone())
         gram = accumulator.finish(workers=self._workers).gram.double() / self.num_tokens
-        probabilities = torch.stack([head.probabilities(states) for states in last]).mean(0) / self._workers.size
-        self._workers.sum_(probabilities)
-        self._embedding_gram, self._probabilities = gram.cpu(), probabilities.cpu()
-        num_ranges = len(vocabulary_ranges(self._shape.vocab_size))
-        self._embedding_errors = torch.zeros(num_ranges, self._shape.hidden_size + 1, dtype=torch.float64)
-        if not self._workers.owns(EMBEDDING_TASK):
-            return
+        probabilities = torch.zeros(self._shape.vocab_size, device=self._device)
+        for states in last:
+            probabilities += head.probabilities(states)
+        count = torch.tensor(len(last), device=self._device)
+        self._workers.sum_(probabilities, count)
+        probabilities /= count
         embedding = self._source.checkpoint.read_one(self._source.architecture.embedding)
-        errors = range_errors(embedding, gram, probabilities, whole).cpu()
-        self._embedding_errors.copy_(errors)
+        errors = self._workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole).cpu())
         tables = smaller_tables(errors, len(embedding), EMBEDDING_PROBE_SHARE)
-        reduced = expanded(reduce_embedding(embedding, gram, probabilities, tables), embedding.shape[1])
-        probes = self._streams.embedded(self._tokens[: len(last)], reduced)
-        for tensors in layers():
-            layer = self._streams.layer(tensors)
-            for probe in probes.split(1):
-                probe.copy_(layer.ffn(layer.attention(probe)))
-        other = replace(head, weight=reduced.to(head.weight))
-        divergences = [other.divergence_from(head, *pair) for pair in zip(last, probes, strict=True)]
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if last:
+            reduced = expanded(reduce_embedding(embedding, gram, probabilities, tables), embedding.shape[1])
+            probes = self._streams.embedded(self._tokens[self._part][: len(last)], reduced)
+            for tensors in layers():
+                layer = self._streams.layer(tensors)
+                for probe in probes.split(1):
+                    probe.copy_(layer.ffn(layer.attention(probe)))
+            other = replace(head, weight=reduced.to(head.weight))
+            for states, probe in zip(last, probes, strict=True):
+                total += other.divergence_from(head, states, probe).double().mean()
+        self._workers.sum_(total)
         lost = sum(float(errors[index, table.rank]) for index, table in enumerate(tables))
-        self._embedding_sensitivity[0] = float(torch.stack(divergences).double().mean()) / max(lost, SMALLEST_ERROR)
+        self._embedding_sensitivity[0] = max(0.0, float(total / count)) / max(lost, SMALLEST_ERROR)
+        self._embedding_gram, self._probabilities, self._embedding_errors = gram.cpu(), probabilities.cpu(), errors
 
     def finish(self, origin: ProfileOrigin) -> Profile:
         """The profile; the probes go through the last norm and the output head."""
@@ -176,12 +179,7 @@ class LayerProfiler:
         for probe, divergence in zip(self._probes, divergences, strict=True):
             by_kind[probe.kind][probe.layer] = divergence / max(probe.error, SMALLEST_ERROR)
         ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
-        for values in (
-            ffn_errors,
-            head_errors,
-            self._embedding_errors,
-            *by_kind.values(),
-        ):  # what a worker does not own is zero there
+        for values in (ffn_errors, head_errors, *by_kind.values()):  # what a worker does not own is zero there
             found = values.to(self._device)
             self._workers.sum_(found)
             values.copy_(found)
