@@ -6,7 +6,6 @@ import torch
 
 from oneshot.records import ModelShape, Plan, Profile
 
-
 # On other kinds of text a smaller embedding costs 1.7 times what it does on the calibration's, and unlike a block's
 # that loss is not made up for by the layers behind it (docs/experiments.md).
 EMBEDDING_CAUTION = 2.0
