@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.config import CompressionConfig
 
 MakeCheckpoint = Callable[..., Path]
@@ -17,6 +18,17 @@ def topics(start: int = 0, stop: int | None = None) -> str:
     from pydoc_data.topics import topics as texts
 
     return "\n\n".join(texts[name] for name in sorted(texts)[start:stop])
+
+
+def calibration_tokens(config: CompressionConfig) -> torch.Tensor:
+    """The token sequences that a run with this config reads, `(num_sequences, sequence_length)`."""
+    return load_calibration(
+        config.calibration,
+        load_tokenizer(Path(config.checkpoint)),
+        num_sequences=config.num_sequences,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+    ).token_ids
 
 
 def build_model(

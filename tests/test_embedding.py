@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model
+from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional
 
 from oneshot import OneshotError, compress
-from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.embedding import DAMPING, expanded, range_errors, reduce_embedding
 from oneshot.evaluate import load_model
 from oneshot.layerwise.profiling import EMBEDDING_PROBE_SHARE, EMBEDDING_PROBES
@@ -188,14 +187,8 @@ def test_the_sensitivity_is_a_divergence_of_the_whole_model(
     tables = smaller_tables(found.embedding_errors, VOCABULARY, EMBEDDING_PROBE_SHARE)
     seen = (found.embedding_gram, found.embedding_probabilities)
     weight.data = expanded(reduce_embedding(weight.data, *seen, tables), HIDDEN)
-    text = load_calibration(
-        config.calibration,
-        load_tokenizer(checkpoint),
-        num_sequences=config.num_sequences,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-    )
-    probes = text.token_ids[:EMBEDDING_PROBES]
+    text = calibration_tokens(config)
+    probes = text[:EMBEDDING_PROBES]
     with torch.no_grad():
         first, second = (model(probes, use_cache=False).logits.double().log_softmax(-1) for model in (dense, reduced))
     expected = functional.kl_div(second, first, log_target=True, reduction="sum") / probes.numel()

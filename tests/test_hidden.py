@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig, calibration_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from oneshot import OneshotError, compress
-from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.evaluate import load_model
 from oneshot.export.hf import stock_config
 from oneshot.export.per_layer import per_layer_config, per_layer_shape
@@ -168,15 +167,9 @@ def test_the_errors_reported_are_those_of_what_the_norms_see(
             module.register_forward_pre_hook(
                 lambda _, inputs, name=name: seen.update({name: inputs[0].reshape(-1, 32).double()})
             )
-    calibration = load_calibration(
-        config.calibration,
-        load_tokenizer(folder),
-        num_sequences=config.num_sequences,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-    )
+    calibration = calibration_tokens(config)
     with torch.inference_mode():
-        model(calibration.token_ids)
+        model(calibration)
     order = {
         "mistral": ["model.layers.{}.input_layernorm", "model.layers.{}.post_attention_layernorm"],
         "opt": ["model.decoder.layers.{}.self_attn_layer_norm", "model.decoder.layers.{}.final_layer_norm"],
@@ -247,14 +240,12 @@ def test_the_stored_model_is_the_one_that_was_streamed(
     monkeypatch.setattr(LayerCompressor, "close", watched)
     report = compress(config)
     assert report.plan["layers"][0]["intermediate_size"] < 64
-    calibration = load_calibration(
-        config.calibration, load_tokenizer(folder), num_sequences=16, sequence_length=32, seed=config.seed
-    )
+    calibration = calibration_tokens(config)
     read_by_norm: list[torch.Tensor] = []
     model = load_model(Path(config.output), device=CPU, dtype=torch.float32)
     model.model.norm.register_forward_pre_hook(lambda _, inputs: read_by_norm.append(inputs[0].double()))
     with torch.inference_mode():
-        model(calibration.token_ids)
+        model(calibration)
     assert read_by_norm[0].shape[-1] == 24
     torch.testing.assert_close(read_by_norm[0], streamed[0], rtol=0, atol=1e-4 * float(streamed[0].abs().max()))
 

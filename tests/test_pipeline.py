@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model
+from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
 from safetensors.torch import load_file
 
 from oneshot import OneshotError, compress
-from oneshot.calibration import load_calibration
 from oneshot.checkpoint import INDEX_NAME, Checkpoint
 from oneshot.config import SELECTORS
 from oneshot.evaluate import load_model
@@ -235,17 +234,11 @@ def test_biases_make_up_for_the_mean_of_what_is_gone(
     report = compress(config)
     cpu = torch.device("cpu")
     models = [load_model(path, device=cpu, dtype=torch.float32) for path in (folder, Path(config.output))]
-    text = load_calibration(
-        str(text_file),
-        tokenizer,
-        num_sequences=config.num_sequences,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-    )
+    text = calibration_tokens(config)
     outputs: list[torch.Tensor] = []
     for model in models:
         model.model.layers[0].mlp.register_forward_hook(lambda _, __, output: outputs.append(output))
-        model(text.token_ids)
+        model(text)
     dense, compressed = (output.flatten(0, 1).double() for output in outputs)
     assert (dense - compressed).norm() > 0.1 * dense.norm()
     torch.testing.assert_close(compressed.mean(0), dense.mean(0), rtol=1e-4, atol=1e-5)

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig, calibration_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from oneshot import compress
-from oneshot.calibration import load_calibration, load_tokenizer
 from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
 from oneshot.linalg.allocation import least_damage
 from oneshot.linalg.interpolative import nested_errors
@@ -91,14 +90,8 @@ def test_leaving_a_layer_out_diverges_as_the_stock_model_does(profiled: tuple[Pr
     from transformers import AutoModelForCausalLM
 
     found, config = profiled
-    text = load_calibration(
-        config.calibration,
-        load_tokenizer(Path(config.checkpoint)),
-        num_sequences=config.num_sequences,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-    )
-    probes = text.token_ids[-found.origin.probe_tokens // config.sequence_length :]
+    text = calibration_tokens(config)
+    probes = text[-found.origin.probe_tokens // config.sequence_length :]
     model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
     with torch.no_grad():
         dense = model(probes, use_cache=False).logits.double().log_softmax(-1)
