@@ -36,8 +36,8 @@ def range_errors(
     root = _root(gram)
     errors = torch.zeros(len(ranges), width + 1, dtype=torch.float64, device=gram.device)
     for index, part in enumerate(ranges):
-        inside = root.T @ _gram(embedding[part], _weights(probabilities[part])) @ root
-        errors[index, :-1] = energies_along(inside, principal_directions(inside)).flip(0).cumsum(0).flip(0)
+        _, energies = _decompose(embedding[part], probabilities[part], root)
+        errors[index, :-1] = energies.flip(0).cumsum(0).flip(0)
     errors /= errors[:, 0].sum().clamp_min(torch.finfo(errors.dtype).tiny)  # the rows may all be zero
     for token in whole:
         errors[token // ranges[0].stop, :-1] = torch.inf
@@ -59,8 +59,7 @@ def reduce_embedding(
     for index, (part, table) in enumerate(zip(vocabulary_ranges(len(embedding)), tables, strict=True)):
         rows = embedding[part]
         if table.rank < embedding.shape[1]:
-            inside = root.T @ _gram(rows, _weights(probabilities[part])) @ root
-            directions = principal_directions(inside)[:, : table.rank]
+            directions = _decompose(rows, probabilities[part], root)[0][:, : table.rank]
             rows = times(rows, (root @ directions).cpu())
             reduced[_map(index)] = (directions.T @ inverse).T.to("cpu", embedding.dtype).contiguous()
         reduced[_table(index)] = rows.contiguous()
@@ -91,6 +90,15 @@ def _root(gram: torch.Tensor) -> torch.Tensor:
     mean = damped.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)  # the states may all be zero
     damped.diagonal().add_(DAMPING * mean)
     return torch.linalg.cholesky(damped)
+
+
+def _decompose(
+    rows: torch.Tensor, probabilities: torch.Tensor, root: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The principal directions `P (D, D)` of `diag(w)^½ E_g L`, strongest first, and their energies `(D,)`, float64."""
+    inside = root.T @ _gram(rows, _weights(probabilities)) @ root
+    directions = principal_directions(inside)
+    return directions, energies_along(inside, directions)
 
 
 def _weights(probabilities: torch.Tensor) -> torch.Tensor:
