@@ -188,7 +188,7 @@ def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
         watch.lap("layers")
         report = None
         if writer is not None:
-            outside = outside_shards(source, plan, writer.kept_tensors(EMBEDDING))
+            outside = outside_shards(source, plan, _kept_embedding(writer, plan))
             for read in outside[writer.num_finished - shape.num_hidden_layers :]:
                 writer.add(cast(config.save_dtype, read(subspaces)))
             compressed = finish_folder(config, source, plan, writer)
@@ -298,7 +298,7 @@ def _write_layers(
     if finished == num_layers:
         return layers
     if text is not None:
-        compressed = workers.share(0, lambda: _compressed_embedding(writer, inputs.source.shape.hidden_size))
+        compressed = workers.share(0, lambda: _compressed_embedding(writer, plan, inputs.source.shape.hidden_size))
         compressor.embed(text, compressed)
         del compressed
     num_tokens = text.num_tokens if text is not None else 1
@@ -333,9 +333,14 @@ def _write_layers(
     return layers
 
 
-def _compressed_embedding(writer: CheckpointWriter | None, width: int) -> torch.Tensor | None:
+def _kept_embedding(writer: CheckpointWriter | None, plan: Plan) -> Tensors | None:
+    """The embedding at its planned ranks; None where it stays whole, or another worker writes."""
+    return writer.kept_tensors(EMBEDDING) if writer is not None and plan.embedding else None
+
+
+def _compressed_embedding(writer: CheckpointWriter | None, plan: Plan, width: int) -> torch.Tensor | None:
     """What the compressed stream begins with; None where that is the dense model's embedding."""
-    kept = None if writer is None else writer.kept_tensors(EMBEDDING)
+    kept = _kept_embedding(writer, plan)
     return None if kept is None else expanded(kept, width)
 
 
