@@ -224,37 +224,40 @@ def _profile(work: Work) -> list[Stage]:
     batch = _activations(work, shape.intermediate_size)
     curves = Term(3 * DOUBLE * size * size + 2 * DOUBLE * shape.hidden_size * size, computed=True)
     correction = max((_correction(work, size, kept, residual=False) for kept in (size // 2, 3 * size // 4)), key=_bytes)
-    panel = min(VOCABULARY_PANEL, shape.vocab_size)
-    predictions = FLOAT * (4 * length * panel + 6 * length * shape.hidden_size)
-    rows = FLOAT * (itemsize != FLOAT) * panel * shape.hidden_size
-    head = shape.vocab_size * shape.hidden_size
-    logits = (
-        Term(work.outside_bytes),
-        Term(head * itemsize, computed=True),
-        Term(predictions, computed=True, knobs=LENGTH),
-        Term(rows, computed=True),
-    )
+    logits = (Term(work.outside_bytes), _output_head(work), *_predictions(work), probes)
     return [
-        *(_profiled_embedding(work) if work.profiles_embedding else []),
+        *(_profiled_embedding(work, probes) if work.profiles_embedding else []),
         Stage("the profile's statistics", (*layer, batch)),
         Stage("the profile's error curves", (*layer, max(curves, correction, key=_bytes), _layer_copy(work))),
-        Stage("the profile's output divergences", (*logits, probes)),
+        Stage("the profile's output divergences", logits),
     ]
 
 
-def _profiled_embedding(work: Work) -> list[Stage]:
-    """A reduced embedding on its way through the dense model; the output heads of both are there."""
+def _output_head(work: Work) -> Term:
+    """The output head in the dtype of the streams."""
+    return Term(work.shape.vocab_size * work.shape.hidden_size * work.dtype.itemsize, computed=True)
+
+
+def _predictions(work: Work) -> tuple[Term, ...]:
+    """Logits of two models for one sequence, a panel of the vocabulary at a time, and its rows of the head."""
     shape, length = work.shape, work.config.sequence_length
-    head = Term(shape.vocab_size * shape.hidden_size * work.dtype.itemsize, computed=True)
+    panel = min(VOCABULARY_PANEL, shape.vocab_size)
+    logits = Term(FLOAT * length * (4 * panel + 6 * shape.hidden_size), computed=True, knobs=LENGTH)
+    return logits, Term(FLOAT * (work.dtype.itemsize != FLOAT) * panel * shape.hidden_size, computed=True)
+
+
+def _profiled_embedding(work: Work, probes: Term) -> list[Stage]:
+    """A reduced embedding on its way through the dense model, while the blocks' `probes` wait; both output heads."""
+    shape, length = work.shape, work.config.sequence_length
+    head = _output_head(work)
     states = Term(3 * EMBEDDING_PROBES * length * shape.hidden_size * work.dtype.itemsize, computed=True, knobs=LENGTH)
-    logits = 3 * length * min(VOCABULARY_PANEL, shape.vocab_size) + 6 * length * shape.hidden_size
-    predictions = Term(FLOAT * logits, computed=True, knobs=LENGTH)
     expanded = Term(work.outside_bytes)
+    held = (head, states, expanded, probes)
     walk = (*_tensors(work), _layer_copy(work), _activations(work, shape.intermediate_size, length))
     return [
-        Stage("the profile's embedding", (*_read(work.outside_bytes), head, states, expanded, *_reduction(work))),
-        Stage("the embedding's probes", (Term(work.outside_bytes), head, states, expanded, *walk)),
-        Stage("the embedding's divergence", (expanded, head, head, states, predictions)),
+        Stage("the profile's embedding", (*held, *_read(work.outside_bytes), *_reduction(work))),
+        Stage("the embedding's probes", (*held, Term(work.outside_bytes), *walk)),
+        Stage("the embedding's divergence", (*held, head, *_predictions(work))),
     ]
 
 

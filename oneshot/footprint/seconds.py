@@ -11,7 +11,7 @@ import torch
 from oneshot_kernels import cholesky_pivots_
 
 from oneshot.footprint.work import Work
-from oneshot.layerwise.profiling import STATISTICS_SEQUENCES
+from oneshot.layerwise.profiling import PROBE_SEQUENCES, STATISTICS_SEQUENCES
 from oneshot.recipes import WEIGHT_SELECTORS
 from oneshot.sampling import SELF
 
@@ -69,7 +69,7 @@ def predicted_seconds(work: Work, rates: Rates) -> dict[str, float]:
         seconds["prepare"] += 4 * written * layers * forward / rates.stream  # token by token: slower
     if work.profiled_kinds:
         read = min(STATISTICS_SEQUENCES, work.config.num_sequences) * work.config.sequence_length
-        probes = 2 * work.config.sequence_length * work.profiled_kinds * layers / 2
+        probes = PROBE_SEQUENCES * work.config.sequence_length * work.profiled_kinds * layers / 2
         each = (read + probes) * forward / rates.stream + _gram(size, read) / rates.single
         each += _gram(_heads(work), read) / rates.single + size**3 / 3 / rates.pivoted
         each += (size**3 / 3 + 8 * size**2 * shape.hidden_size) / rates.double
