@@ -20,6 +20,7 @@ from oneshot.fold import augmented_weight, fold_ffn, fold_heads, head_columns
 from oneshot.layerwise.streams import Streams, Tensors
 from oneshot.linalg.interpolative import nested_errors
 from oneshot.linalg.pivoted_qr import weighted_pivots
+from oneshot.output_head import OutputHead
 from oneshot.plan import smaller_tables
 from oneshot.records import BlockStatistics, CalibrationSet, Factors, Profile, ProfileOrigin
 from oneshot.selection import Evidence, select_heads
@@ -140,8 +141,27 @@ class LayerProfiler:
         `layers` again. `whole`: tokens whose ranges stay whole.
         """
         head = self._streams.output_head()
+        gram, probabilities, last = self._read_by_head(head)
+        embedding = self._source.checkpoint.read_one(self._source.architecture.embedding)
+        errors = self._workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole).cpu())
+        tables = smaller_tables(errors, len(embedding), EMBEDDING_PROBE_SHARE)
+        total, count = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if last:
+            reduced = expanded(reduce_embedding(embedding, gram, probabilities, tables), embedding.shape[1])
+            total += self._divergence_of_embedding(reduced, head, last, layers)
+            count += len(last)
+        self._workers.sum_(total, count)
+        lost = sum(float(errors[index, table.rank]) for index, table in enumerate(tables))
+        self._embedding_sensitivity[0] = max(0.0, float(total / count)) / max(lost, SMALLEST_ERROR)
+        self._embedding_gram, self._probabilities, self._embedding_errors = gram.cpu(), probabilities.cpu(), errors
+
+    def _read_by_head(self, head: OutputHead) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """The mean `h hᵀ (D, D)` float64 over the stream, the tokens' probabilities, the probes' last states.
+
+        Both of the latter are of the first sequences, the states of this worker's part of them.
+        """
         accumulator = GramAccumulator(self._shape.hidden_size, output_size=None, device=self._device)
-        last: list[torch.Tensor] = []  # states of this worker's part of the first sequences
+        last: list[torch.Tensor] = []
         for batch, x, _ in self._streams.read():
             accumulator.update_(head.norm(x).flatten(0, -2))
             last += list(x[: max(0, EMBEDDING_PROBES - self._part.start - batch.start)].clone())
@@ -151,25 +171,26 @@ class LayerProfiler:
             probabilities += head.probabilities(states)
         count = torch.tensor(len(last), device=self._device)
         self._workers.sum_(probabilities, count)
-        probabilities /= count
-        embedding = self._source.checkpoint.read_one(self._source.architecture.embedding)
-        errors = self._workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole).cpu())
-        tables = smaller_tables(errors, len(embedding), EMBEDDING_PROBE_SHARE)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        if last:
-            reduced = expanded(reduce_embedding(embedding, gram, probabilities, tables), embedding.shape[1])
-            probes = self._streams.embedded(self._tokens[self._part][: len(last)], reduced)
-            for tensors in layers():
-                layer = self._streams.layer(tensors)
-                for probe in probes.split(1):
-                    probe.copy_(layer.ffn(layer.attention(probe)))
-            other = replace(head, weight=reduced.to(head.weight))
-            for states, probe in zip(last, probes, strict=True):
-                total += other.divergence_from(head, states, probe).double().mean()
-        self._workers.sum_(total)
-        lost = sum(float(errors[index, table.rank]) for index, table in enumerate(tables))
-        self._embedding_sensitivity[0] = max(0.0, float(total / count)) / max(lost, SMALLEST_ERROR)
-        self._embedding_gram, self._probabilities, self._embedding_errors = gram.cpu(), probabilities.cpu(), errors
+        return gram, probabilities / count, last
+
+    def _divergence_of_embedding(
+        self,
+        reduced: torch.Tensor,
+        head: OutputHead,
+        last: list[torch.Tensor],
+        layers: Callable[[], Iterable[Tensors]],
+    ) -> float:
+        """KL divergence of the output with an embedding `(N, D)`, from the states `last`: means, summed over them."""
+        probes = self._streams.embedded(self._tokens[self._part][: len(last)], reduced)
+        for tensors in layers():
+            layer = self._streams.layer(tensors)
+            for probe in probes.split(1):
+                probe.copy_(layer.ffn(layer.attention(probe)))
+        other = replace(head, weight=reduced.to(head.weight))
+        return sum(
+            float(other.divergence_from(head, states, probe).double().mean())
+            for states, probe in zip(last, probes, strict=True)
+        )
 
     def finish(self, origin: ProfileOrigin) -> Profile:
         """The profile; the probes go through the last norm and the output head."""
