@@ -11,7 +11,7 @@ import torch
 from oneshot_kernels import cholesky_pivots_
 
 from oneshot.footprint.work import Work
-from oneshot.layerwise.profiling import PROBE_SEQUENCES, STATISTICS_SEQUENCES
+from oneshot.layerwise.profiling import EMBEDDING_PROBES, PROBE_SEQUENCES, STATISTICS_SEQUENCES
 from oneshot.recipes import WEIGHT_SELECTORS
 from oneshot.sampling import SELF
 
@@ -68,12 +68,16 @@ def predicted_seconds(work: Work, rates: Rates) -> dict[str, float]:
         written = work.num_tokens / len(work.texts)
         seconds["prepare"] += 4 * written * layers * forward / rates.stream  # token by token: slower
     if work.profiled_kinds:
-        read = min(STATISTICS_SEQUENCES, work.config.num_sequences) * work.config.sequence_length
-        probes = PROBE_SEQUENCES * work.config.sequence_length * work.profiled_kinds * layers / 2
+        length = work.config.sequence_length
+        read = min(STATISTICS_SEQUENCES, work.config.num_sequences) * length
+        probes = PROBE_SEQUENCES * length * work.profiled_kinds * layers / 2
         each = (read + probes) * forward / rates.stream + _gram(size, read) / rates.single
         each += _gram(_heads(work), read) / rates.single + size**3 / 3 / rates.pivoted
         each += (size**3 / 3 + 8 * size**2 * shape.hidden_size) / rates.double
-        seconds["profile"] = layers * each
+        logits = 2 * length * shape.vocab_size * shape.hidden_size / rates.single
+        seconds["profile"] = layers * each + PROBE_SEQUENCES * (work.profiled_kinds * layers + 3) * logits
+        if work.profiles_embedding:
+            seconds["profile"] += EMBEDDING_PROBES * (layers * length * forward / rates.stream + 6 * logits)
     if work.plan is None:
         return seconds | {"total": sum(seconds.values())}
     if work.slices:
