@@ -104,6 +104,11 @@ def build_parser() -> argparse.ArgumentParser:
     method.add_argument(
         "--correction", choices=CORRECTIONS, help="of what is kept, for what is gone (default: the recipe's)"
     )
+    method.add_argument(
+        "--up-steps",
+        type=int,
+        help="steps of conjugate gradients that correct up_proj, too, behind the correction (default: the recipe's)",
+    )
     method.add_argument("--pivoting", choices=PIVOTINGS, help="how pivots are found (default: the recipe's)")
     method.add_argument("--sketch", choices=SKETCHES, help="what pivots are found in (default: the recipe's)")
     method.add_argument("--sketch-size", type=int, help="rows of the sketch (default: twice the FFN width)")

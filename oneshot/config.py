@@ -74,9 +74,9 @@ class CompressionConfig:
 
     Exactly one of `sparsity` (fraction of the stored parameters to remove, in [0, 1)) and `params` (stored
     parameters to keep) is given; neither where sizes are given that say everything. Parts of the recipe (`ffn`,
-    `heads`, `hidden`, `embedding`, `group_size`, `correction`, `pivoting`, `sketch`, `tier`, `allocation`, `depth`)
-    override it where they are not None. `budget` is what `sparsity` is a share of: stored parameters, bytes of the
-    weight files, FLOPs per token, or the measured seconds of the decoder layers for one sequence.
+    `heads`, `hidden`, `embedding`, `up_steps`, `group_size`, `correction`, `pivoting`, `sketch`, `tier`, `allocation`,
+    `depth`) override it where they are not None. `budget` is what `sparsity` is a share of: stored parameters, bytes of
+    the weight files, FLOPs per token, or the measured seconds of the decoder layers for one sequence.
     `hidden_size`, `value_size` and `query_key_size` (per head) are the kept sizes (None: what the target asks for, and
     all); `group_size` blocks share a projection of the residual stream, in which the statistics of all other blocks
     count `shared_weight` times, and tokens alike (`unit` `token_weighting`) or by their energy (`raw`). `damping` is
@@ -101,6 +101,7 @@ class CompressionConfig:
     heads: str | None = None
     hidden: str | None = None
     embedding: str | None = None
+    up_steps: int | None = None
     hidden_size: int | None = None
     group_size: int | None = None
     shared_weight: float = 0.0
@@ -154,6 +155,7 @@ class CompressionConfig:
             ("sketch_size", 1),
             ("pivot_group_size", 1),
             ("group_size", 0),
+            ("up_steps", 0),
             ("value_size", 1),
             ("query_key_size", 1),
             ("max_memory_bytes", 1),

@@ -94,6 +94,7 @@ class Inputs:
             sketch=config.sketch,
             hidden=config.hidden,
             embedding=config.embedding,
+            up_steps=config.up_steps,
             tier=config.tier,
             group_size=config.group_size,
             allocation=config.allocation,

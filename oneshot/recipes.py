@@ -23,6 +23,8 @@ class Recipe:
         hidden: `pca` (projections of the residual stream: TCSP section 4, SP3 appendix F.1) or `none`.
         embedding: `low-rank` gives ranges of the vocabulary ranks of their own (`embedding`), where the tier is
             `per-layer`, the output head is the embedding, and sizes follow sensitivities; or `none`.
+        up_steps: steps of conjugate gradients that correct `up_proj` behind `down_proj`'s least squares
+            (`layerwise.up_proj`); 0 where that is not by least squares, or the hidden size shrinks.
         group_size: blocks that share a projection, 0 for one in the whole model.
         tier: `stock`, or `per-layer` for what no stock config holds.
         allocation: how sizes are shared out: `uniform`, or by a profile's `error`, `stat`, `block-influence` or
@@ -37,6 +39,7 @@ class Recipe:
     sketch: str = "none"
     hidden: str = "none"
     embedding: str = "none"
+    up_steps: int = 0
     group_size: int = 0
     tier: str = "stock"
     allocation: str = "auto"
@@ -86,6 +89,10 @@ def resolve_recipe(name: str, **parts: str | int | None) -> Recipe:
             raise ConfigError("--embedding low-rank needs --tier per-layer and --hidden none; add them.")
         if recipe.allocation not in ("auto", "sensitivity"):
             raise ConfigError(f"--embedding low-rank goes with --allocation sensitivity, not {recipe.allocation}.")
+    if recipe.ffn == "none" or not recipe.solves or recipe.hidden != "none":
+        if chosen.get("up_steps", 0) > 0:
+            raise ConfigError("--up-steps needs --ffn, least squares as --correction, and --hidden none; leave it out.")
+        recipe = replace(recipe, up_steps=0)
     if recipe.allocation == "auto":
         by_profile = recipe.depth != "none" or (recipe.tier == "per-layer" and recipe.hidden == "none")
         recipe = replace(recipe, allocation="sensitivity" if by_profile else "uniform")

@@ -188,6 +188,12 @@ class StreamLayer:
             return self._activation(self._up_proj(normed)).flatten(0, -2)
         return self._activation(self._gate_proj(normed)).mul_(self._up_proj(normed)).flatten(0, -2)
 
+    def gates(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What an FFN with a gate reads, `(tokens, D)`, and the gate's activations, `(tokens, n)`."""
+        assert self._gate_proj is not None
+        normed = self._ffn_norm(h).flatten(0, -2)
+        return normed, self._activation(self._gate_proj(normed))
+
     def project_heads(self, heads: torch.Tensor) -> torch.Tensor:
         """`o_proj` of rows `(tokens, H·h)`."""
         return self._o_proj(heads)

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import scipy.linalg
 import scipy.linalg.interpolative
+import scipy.sparse.linalg
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import TOLERANCES, Matrix, exact_rank, graded, low_rank_plus_noise, matrices, psd
 
+from oneshot.linalg.conjugate_gradients import conjugate_gradients
 from oneshot.linalg.interpolative import interpolate
 from oneshot.linalg.pivoted_qr import pivots_with_quota, weighted_pivots
 from oneshot.linalg.psd import RidgeFactor
@@ -218,3 +220,27 @@ def test_pivoting_that_is_not_known() -> None:
         weighted_pivots(torch.eye(3), torch.ones(3), rank=2, pivoting="magic")
     with pytest.raises(ValueError, match="sketch"):
         weighted_pivots(torch.eye(3), torch.ones(3), rank=2, pivoting="qr")
+
+
+@given(seed=st.integers(0, 1000), steps=st.integers(1, 6))
+def test_conjugate_gradients_equal_scipys(seed: int, steps: int) -> None:
+    rng = np.random.default_rng(seed)
+    size, rows, columns = 12, 4, 3
+    rows_of_design = rng.standard_normal((20, size))
+    matrix, scale = rows_of_design.T @ rows_of_design, rng.uniform(0.5, 2.0, size)
+    right = rng.standard_normal(size)
+    wanted, _ = scipy.sparse.linalg.cg(matrix, right, rtol=0.0, maxiter=steps, M=np.diag(scale))
+    found = conjugate_gradients(
+        torch.from_numpy(right).view(rows, columns),
+        lambda x: (torch.from_numpy(matrix) @ x.flatten()).view(rows, columns),
+        lambda x: torch.from_numpy(scale).view(rows, columns) * x,
+        steps=steps,
+    )
+    np.testing.assert_allclose(found.flatten().numpy(), wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_conjugate_gradients_stop_where_nothing_is_left() -> None:
+    right = torch.zeros(3, 2)
+    assert torch.equal(conjugate_gradients(right, lambda x: x, lambda x: x, steps=3), right)
+    exact = torch.eye(3)[:, :2].clone()
+    torch.testing.assert_close(conjugate_gradients(exact, lambda x: 2 * x, lambda x: x, steps=5), exact / 2)

@@ -41,6 +41,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"recipe": "group-pca", "correction": "two-stream"},
     {"recipe": "stat", "tier": "per-layer", "allocation": "stat"},
     {"depth": "sensitivity", "sparsity": 0.3},
+    {"up_steps": 2, "heads": "id"},
     {"value_size": 4, "query_key_size": 4, "tier": "per-layer", "correction": "same-layer"},
 ]
 

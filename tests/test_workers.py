@@ -55,6 +55,7 @@ def test_the_parts_of_the_workers_are_the_whole_in_order(count: int, size: int) 
         ["--sparsity=0.15", "--recipe=stat", "--ffn=wanda"],
         ["--sparsity=0.15", "--recipe=random", "--heads=random"],
         ["--sparsity=0.3", "--depth=sensitivity"],
+        ["--sparsity=0.2", "--up-steps=2"],
         ["--value-size=4", "--query-key-size=4", "--tier=per-layer"],
     ],
     ids=str,

@@ -176,6 +176,13 @@ def _correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     return Term(max(solve, step, errors), computed=True)
 
 
+def _up_proj(work: Work, kept: int) -> tuple[Term, ...]:
+    """Both factors of the preconditioner, what they are made of, and the steps of conjugate gradients."""
+    hidden = work.shape.hidden_size
+    factors = (2 * FLOAT + DOUBLE) * kept * kept + (FLOAT + DOUBLE) * hidden * hidden
+    return Term(factors, computed=True), Term((6 * FLOAT + 3 * DOUBLE) * kept * hidden, computed=True)
+
+
 def _reading(source: str) -> Stage:
     """Reading and tokenising a text."""
     size = HUB_TEXT_BYTES
@@ -358,6 +365,9 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
         )
         terms = (*base, gram, *slices, *_sketch(work), solved, wanted)
         found.append(Stage("the factorisation of the neurons", terms))
+        if work.corrects_up:
+            both = (_layer_copy(work), _layer_copy(work, share), _activations(work, width), _activations(work, kept))
+            found.append(Stage("the correction of up_proj", (*base, *folded, *both, *_up_proj(work, kept))))
         moving = (*base, *folded, _layer_copy(work, share), wanted, _activations(work, kept))
         found.append(Stage("moving the streams on", moving))
     elif work.recipe.ffn != "none":

@@ -11,6 +11,7 @@ import torch
 from oneshot_kernels import cholesky_pivots_
 
 from oneshot.footprint.work import Work
+from oneshot.layerwise.ffn import UP_BATCHES
 from oneshot.layerwise.profiling import EMBEDDING_PROBES, PROBE_SEQUENCES, STATISTICS_SEQUENCES
 from oneshot.recipes import WEIGHT_SELECTORS
 from oneshot.sampling import SELF
@@ -108,6 +109,11 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates) -> flo
         right = size - kept + shape.hidden_size * work.two_streams
         solve = kept**3 / 3 + 2 * kept**2 * right + 2 * shape.hidden_size * kept * (size - kept)
         seconds += (solve + 4 * size**2 * shape.hidden_size) / rates.double
+    if work.corrects_up:
+        hidden, steps = shape.hidden_size, work.recipe.up_steps
+        there_and_back = 2 * hidden * (3 * size + (6 + 5 * steps) * kept)
+        seconds += tokens / UP_BATCHES * (there_and_back / rates.stream + kept**2 / rates.single)
+        seconds += (kept**3 / 3 + 2 * (1 + steps) * kept**2 * hidden) / rates.double
     if work.slices:
         seconds += 6 * shape.hidden_size * shape.layer_parameters() / rates.double
     return seconds

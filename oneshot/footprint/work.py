@@ -63,6 +63,11 @@ class Work:
         return self.recipe.correction == "two-stream"
 
     @property
+    def corrects_up(self) -> bool:
+        """Whether `up_proj` is corrected, too."""
+        return self.recipe.up_steps > 0 and self.shape.gated
+
+    @property
     def hidden(self) -> HiddenPlan | None:
         """The plan of a narrower residual stream."""
         return None if self.plan is None else self.plan.hidden

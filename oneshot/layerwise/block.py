@@ -79,21 +79,21 @@ class Block:
         if self.recipe.correction == "bias" and has_bias:
             own = "bias"
         correction = "two-stream" if self.follows_dense else own
-        share = self._residual_weight(weight.shape[1], statistics)
+        share = self.residual_weight(weight.shape[1], None if statistics is None else statistics.num_rows)
         damping = self.config.fixed_damping
         if statistics is not None and statistics.held_out is not None:
             damping = best_damping(weight, columns, statistics, correction=correction, residual_weight=share)
         return correct(weight, columns, statistics, correction=correction, damping=damping, residual_weight=share)
 
-    def _residual_weight(self, num_columns: int, statistics: BlockStatistics | None) -> float:
+    def residual_weight(self, num_columns: int, num_tokens: int | None) -> float:
         """The share of the dense stream's residual in the target: less of it where tokens are few.
 
         What little text needs is what that text happens to need: none of it is asked for below `TOKENS_PER_NEURON`
         tokens for each column. A stream inside subspaces has more to make up for, and asks for all that was set.
         """
-        if statistics is None or self.corrects_slices:
+        if num_tokens is None or self.corrects_slices:
             return self.config.residual_weight
-        return self.config.residual_weight * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / statistics.num_rows)
+        return self.config.residual_weight * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / num_tokens)
 
 
 def moved(solution: Any, device: torch.device | str) -> Any:

@@ -6,21 +6,25 @@ from dataclasses import dataclass, replace
 import torch
 
 from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
+from oneshot.config import TOKENS_PER_NEURON
+from oneshot.factorise import correct
 from oneshot.fold import augmented_weight, fold_ffn, row_energy
 from oneshot.layerwise.block import Block, relative_error, warn_if_dead
 from oneshot.layerwise.streams import Tensors
+from oneshot.layerwise.up_proj import up_proj_step, wanted_output
 from oneshot.recipes import MOMENT_SELECTORS
 from oneshot.records import BlockStatistics, Factors
 from oneshot.selection import Evidence, select_neurons
-from oneshot.statistics import MomentAccumulator, SketchAccumulator, with_constant_column
+from oneshot.statistics import GramAccumulator, MomentAccumulator, SketchAccumulator, with_constant_column
 from oneshot.stream import StreamLayer
 
 NONZEROS = {"count": 1, "sparse-sign": 8}  # per column of the sketching matrix
+UP_BATCHES = 2  # of so many batches one corrects `up_proj`
 
 
 @dataclass(frozen=True)
 class FfnBlock(Block):
-    """In this order: `run_attention` for the statistics of `down_proj`'s input, `factorise`, `run_ffn`."""
+    """In this order: `run_attention` for the statistics of the neurons, `factorise`, `correct_up`, `run_ffn`."""
 
     @property
     def reduces_neurons(self) -> bool:
@@ -30,6 +34,11 @@ class FfnBlock(Block):
     def is_solved_for(self) -> bool:
         """Whether `down_proj` changes, and statistics of its input are needed where there is text."""
         return self.reduces_neurons or self.corrects_slices
+
+    @property
+    def corrects_up(self) -> bool:
+        """Whether `up_proj` changes: the FFN's output is linear in it where there is a gate."""
+        return self.recipe.up_steps > 0 and self.reduces_neurons and self.shape.gated and self.subspaces is None
 
     def run_attention(
         self,
@@ -106,6 +115,44 @@ class FfnBlock(Block):
             )
             neurons = select_neurons(self.recipe.ffn, self.kept.intermediate_size, evidence)
         return self.correct(weight, neurons, statistics, has_bias=self.shape.mlp_bias)
+
+    def correct_up(self, layer: int, tensors: Tensors, folded: Tensors, num_tokens: int) -> Tensors:
+        """The `folded` layer with a corrected `up_proj`, and `down_proj` solved for again.
+
+        Half of the text is enough for the first, where that has `TOKENS_PER_NEURON` tokens for every neuron.
+
+        Args:
+            tensors: of the dense layer. num_tokens: of all workers.
+        """
+        num_neurons, dense = self.shape.intermediate_size, self.streams.layer(tensors)
+        share = self.residual_weight(num_neurons, num_tokens)
+        step = up_proj_step(
+            self.streams,
+            dense,
+            self.streams.layer(folded),
+            folded[f"{DOWN_PROJ}.weight"].to(self.device, self.streams.dtype),
+            steps=self.recipe.up_steps,
+            every=UP_BATCHES if num_tokens >= UP_BATCHES * TOKENS_PER_NEURON * num_neurons else 1,
+            residual_weight=share,
+            damping=self.config.fixed_damping,
+        )
+        step = self.shared(2 * layer + 1, lambda: step)  # or rounding would differ between workers
+        up = folded[f"{UP_PROJ}.weight"]
+        folded = folded | {f"{UP_PROJ}.weight": (up.to(step) + step).to(up)}
+        current, weight = self.streams.layer(folded), augmented_weight(folded, DOWN_PROJ).to(self.device)
+        accumulator = GramAccumulator(weight.shape[1], output_size=weight.shape[0], device=self.device)
+        for _, h, dense_state in self.streams.read():
+            neurons = current.neurons(h)
+            accumulator.update_(
+                with_constant_column(neurons) if self.shape.mlp_bias else neurons,
+                wanted_output(dense, h, dense_state, share),
+            )
+        statistics = accumulator.finish(weight, self.streams.workers)
+        columns, damping = torch.arange(weight.shape[1], device=self.device), self.config.fixed_damping
+        factors = self.shared(
+            2 * layer + 1, lambda: correct(weight, columns, statistics, correction="two-stream", damping=damping)
+        )
+        return fold_ffn(folded, factors)
 
     def run_ffn(
         self, layer: int, current: StreamLayer, wanted: torch.Tensor, advance: Callable[[float], None]

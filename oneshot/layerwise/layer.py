@@ -162,7 +162,10 @@ class LayerCompressor:
             del dense, current  # their memory is needed for the factorisation
             release_heap()
             working, factors = ffn.factorise(layer, working, statistics)
-            del statistics
+            if ffn.corrects_up and statistics is not None:
+                num_tokens = statistics.num_rows
+                del statistics
+                working = ffn.correct_up(layer, tensors, working, num_tokens)
             current = self.streams.layer(working)
         measured = ffn.run_ffn(layer, current, wanted, part)
         if ffn.is_solved_for:

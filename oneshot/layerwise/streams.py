@@ -50,7 +50,8 @@ class Streams:
     ) -> None:
         self.workers = workers
         self._config, self._source, self._subspaces = config, source, subspaces
-        self._two, self._device, self._dtype, self._scratch, self._tier = two, device, dtype, scratch, tier
+        self.dtype = dtype
+        self._two, self._device, self._scratch, self._tier = two, device, scratch, tier
         self._builders: dict[ModelShape, LayerStream] = {}
         self._stores: list[ActivationStore] = []
 
@@ -104,9 +105,12 @@ class Streams:
         """Whether there is anything to read."""
         return bool(self._stores)
 
-    def read(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
-        """The batches of both streams: the compressed one's states, and the dense one's where it is there."""
-        for batch in self._batches:
+    def read(self, every: int = 1) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+        """The batches of both streams: the compressed one's states, and the dense one's where it is there.
+
+        `every`: of so many batches the first alone.
+        """
+        for batch in self._batches[::every]:
             yield batch, *self._read(batch)
 
     def read_last(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -147,6 +151,6 @@ class Streams:
                 architecture,
                 sequence_length=self._sequence_length,
                 device=self._device,
-                dtype=self._dtype,
+                dtype=self.dtype,
             )
         return self._builders[shape]

@@ -46,6 +46,8 @@ def plan_sizes(
     _check_inner_sizes(config, shape)
     if config.embedding == "low-rank" and not shape.reads_embedding_out:
         raise PlanError("--embedding low-rank needs an output head that is the embedding; leave it out.")
+    if config.up_steps and not shape.gated:
+        raise PlanError("--up-steps needs FFNs with a gate, which this family has not; leave it out.")
     whole = LayerPlan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads)
     plan = Plan(
         (whole,) * shape.num_hidden_layers,

@@ -1,0 +1,41 @@
+"""Preconditioned conjugate gradients for a matrix of unknowns."""
+
+from collections.abc import Callable
+
+import torch
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def conjugate_gradients(right: torch.Tensor, product: Map, precondition: Map, *, steps: int) -> torch.Tensor:
+    """`X` after `steps` steps from zero towards `product(X) = right` (Hestenes and Stiefel 1952).
+
+    Few steps on purpose: they are what the text says clearly, the last ones would fit what it says by chance.
+
+    Args:
+        right: `(m, n)`. product, precondition: linear, symmetric and positive semi-definite in `⟨X, Y⟩ = Σ Xᵢⱼ Yᵢⱼ`;
+            the second stands for the first's inverse.
+
+    Cost: `steps` products and as many preconditionings. Stops before where a direction costs nothing.
+    """
+    solution, residual = torch.zeros_like(right), right
+    direction = conjugate = precondition(residual)
+    energy = _inner(residual, conjugate)
+    for step in range(steps):
+        curved = product(direction)
+        curvature = _inner(direction, curved)
+        if curvature <= 0 or energy <= 0:
+            break
+        length = energy / curvature
+        solution = solution + length * direction
+        if step + 1 == steps:
+            break
+        residual = residual - length * curved
+        conjugate = precondition(residual)
+        previous, energy = energy, _inner(residual, conjugate)
+        direction = conjugate + (energy / previous) * direction
+    return solution
+
+
+def _inner(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left * right).sum(dtype=torch.float64))
