@@ -38,6 +38,7 @@ MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "stat": {"recipe": "stat"},
     "group-pca": {"recipe": "group-pca"},
     "by a profile": {"tier": "per-layer"},
+    "up_proj corrected, too": {"up_steps": 2},
     "a ridge by held-out text": {"damping": "auto", "heads": "id", "batch_size": 8},
     "all at once": {"hidden": "pca", "hidden_size": 224, "heads": "id", "tier": "per-layer", "allocation": "uniform"},
     "the model's own text": {"calibration": "self", "num_sequences": 4},

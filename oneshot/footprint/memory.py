@@ -367,7 +367,11 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
         found.append(Stage("the factorisation of the neurons", terms))
         if work.corrects_up:
             both = (_layer_copy(work), _layer_copy(work, share), _activations(work, width), _activations(work, kept))
-            found.append(Stage("the correction of up_proj", (*base, *folded, *both, *_up_proj(work, kept))))
+            again = _statistics(work, kept_size, residual=True), _correction(work, kept_size, kept_size, residual=True)
+            found += [
+                Stage("the correction of up_proj", (*base, *folded, *both, *_up_proj(work, kept))),
+                Stage("the correction of down_proj behind it", (*base, *folded, *both, *again)),
+            ]
         moving = (*base, *folded, _layer_copy(work, share), wanted, _activations(work, kept))
         found.append(Stage("moving the streams on", moving))
     elif work.recipe.ffn != "none":

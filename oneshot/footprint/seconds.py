@@ -113,7 +113,10 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates) -> flo
         hidden, steps = shape.hidden_size, work.recipe.up_steps
         there_and_back = 2 * hidden * (3 * size + (6 + 5 * steps) * kept)
         seconds += tokens / UP_BATCHES * (there_and_back / rates.stream + kept**2 / rates.single)
-        seconds += (kept**3 / 3 + 2 * (1 + steps) * kept**2 * hidden) / rates.double
+        seconds += tokens * (
+            2 * hidden * (3 * size + 2 * kept) / rates.stream + kept * (kept + 2 * hidden) / rates.single
+        )
+        seconds += (2 * kept**3 / 3 + 2 * (2 + steps) * kept**2 * hidden) / rates.double
     if work.slices:
         seconds += 6 * shape.hidden_size * shape.layer_parameters() / rates.double
     return seconds
