@@ -169,9 +169,12 @@ def quality_rows() -> list[Row]:
 
 
 def varies_a_part(row: Row) -> bool:
-    """Whether a row of `quality_rows()` is of the default with another part or another text, for the table of those."""
+    """Whether a row of `quality_rows()` is of the default with another part or another text, for the table of those.
+
+    `up_steps` is no such part: whoever has the time gets a better model.
+    """
     usual = row["recipe"] != "oneshot" or (row["calibration"], row["calibration_tokens"]) in USUAL_CALIBRATIONS
-    return bool(row["settings"]) or not usual
+    return bool(row["settings"].keys() - {"up_steps"}) or not usual
 
 
 def latest(rows: list[Row], *keys: str) -> list[Row]:

@@ -26,7 +26,9 @@ def _drawing(columns: int, file: io.StringIO) -> Iterator[list[Axes]]:
 
 
 def _label(row: Row) -> str:
-    return f"{row['recipe']}, {row['tier']}" + (", with text of its own" if "+self" in row["calibration"] else "")
+    text = ", with text of its own" if "+self" in row["calibration"] else ""
+    steps = row["settings"].get("up_steps")
+    return f"{row['recipe']}, {row['tier']}{text}" + (f", --up-steps {steps}" if steps else "")
 
 
 def quality_svg(rows: list[Row]) -> str:
@@ -56,7 +58,7 @@ def quality_svg(rows: list[Row]) -> str:
 
 def layers_svg(rows: list[Row]) -> str:
     """Kept FFN widths and measured FFN errors by layer, of the default recipe's rows in `quality_rows()`."""
-    shown = [row for row in rows[1:] if row["recipe"] == "oneshot" and not varies_a_part(row)]
+    shown = [row for row in rows[1:] if row["recipe"] == "oneshot" and not row["settings"] and not varies_a_part(row)]
     shown = [row for row in shown if row["calibration"] == shown[0]["calibration"]]
     file = io.StringIO()
     with _drawing(2, file) as (widths, errors):

@@ -261,26 +261,29 @@ def test_table_and_plot_show_only_comparable_rows(harness: ModuleType, monkeypat
         row("stat", tier="per-layer", asked=0.2, score=3.0),
         row("oneshot", settings={"damping": 0.1}, score=2.5, worst_ratio=2.6),
         row("oneshot", calibration="general.jsonl+self", score=1.5),
+        row("oneshot", settings={"up_steps": 4}, score=2.2),
     ]
     monkeypatch.setattr(harness, "read_rows", lambda name: rows)
     chosen = harness.quality_rows()
     assert chosen == [dense, *rows[4:]]
-    render, plot = importlib.import_module("render"), importlib.import_module("plot")
-    lines = render.quality_table().splitlines()
+    tables, plot = importlib.import_module("tables.quality"), importlib.import_module("plot")
+    lines = tables.quality_table().splitlines()
     assert lines[2].startswith("| 0 (100.0 M) | dense |")
     text = "general.jsonl, 131,072 tokens"
     one = f"| 10.0% | **oneshot** | stock | {text} | 2.00 | how-to dialogue | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | – |"
     assert lines[4] == one
     assert "general.jsonl+self" in lines[3]
-    assert lines[5].startswith("| 10.0% | stat | per-layer |")
-    assert lines[6] == ""
-    parts = render.parts_table()
+    assert lines[5].startswith("| 10.0% | **oneshot** | stock | up steps 4; ")
+    assert lines[6].startswith("| 10.0% | stat | per-layer |")
+    assert lines[7] == ""
+    parts = tables.parts_table()
     assert "| 10.0% | stock | damping 0.1 |" in parts
     assert "stat" not in parts
     drawing = plot.quality_svg(chosen)
     assert drawing == plot.quality_svg(chosen)
     assert "stat, per-layer" in drawing
     assert "with text of its own" in drawing
+    assert "oneshot, stock, --up-steps 4" in drawing
     assert "damping" not in drawing
     layers = [{"intermediate_size": 48}, {"intermediate_size": 64}]
     with_layers = row("oneshot", tier="per-layer", layers=layers, errors=[{"ffn": 0.2}, {}])

@@ -1,0 +1,1 @@
+"""The tables of the documents, made from the rows in `results/`."""

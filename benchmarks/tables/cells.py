@@ -1,0 +1,35 @@
+"""What the tables have in common: their form, and cells for numbers, settings and origins."""
+
+from collections.abc import Sequence
+
+from harness import Row
+
+TEXTS = ("wikitext2", "lambada")  # of the tables that have two
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str) -> str:
+    """A table and a line below it that says what the rows have in common."""
+    body = [header, ["---"] * len(header), *lines]
+    return "\n".join([*("| " + " | ".join(cells) + " |" for cells in body), "", caption])
+
+
+def rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+
+
+def scores(row: Row, dense: dict[str, float]) -> list[str]:
+    """Perplexity and its ratio to the dense model's, for every text that models are judged on."""
+    pairs = [(row["perplexity"][text], row["perplexity"][text] / dense[text]) for text in TEXTS]
+    return [rounded(value) for pair in pairs for value in pair]
+
+
+def settings(row: Row) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["settings"].items())
+
+
+def origin(rows: list[Row]) -> str:
+    """Machines, threads and commits of the rows."""
+    machines = ", ".join(sorted({row["device"] for row in rows}))
+    threads = ", ".join(sorted({str(row["threads"]) for row in rows}))
+    commits = ", ".join(sorted({row["commit"] + ("+" if row["dirty"] else "") for row in rows}))
+    return f"{machines}, {threads} threads; commits {commits}"

@@ -1,0 +1,124 @@
+"""Tables of how good the compressed models are."""
+
+from harness import KINDS, Row, latest, quality_rows, read_rows, varies_a_part
+
+from tables.cells import TEXTS, markdown, origin, rounded, scores, settings
+
+
+def quality_table() -> str:
+    """Score, worst kind of text, ratios and task accuracies of every model, over five kinds of text."""
+    rows = quality_rows()
+    if not rows:
+        return "No rows yet: run `python benchmarks/quality.py`."
+    dense, *compressed = rows
+    compressed = [row for row in compressed if not varies_a_part(row)]
+    lines = [[f"0 ({dense['stored_parameters'] / 1e6:.1f} M)", "dense", "–", "–", "1", "–", *["1"] * len(KINDS)]]
+    lines[0].append(_accuracy(dense, dense))
+    for row in sorted(compressed, key=lambda row: (row["asked"], row["score"])):
+        ratios = {kind: row["perplexity"][kind] / dense["perplexity"][kind] for kind in KINDS}
+        lines.append(
+            [
+                f"{row['sparsity']:.1%}",
+                f"**{row['recipe']}**" if row["recipe"] == "oneshot" else row["recipe"],
+                row["tier"],
+                _calibrated(row, compressed),
+                rounded(row["score"]),
+                KINDS[row["worst"]],
+                *(rounded(ratio) for ratio in ratios.values()),
+                _accuracy(row, dense),
+            ]
+        )
+    tasks = dense.get("tasks", {})
+    dense_values = ", ".join(f"{dense['perplexity'][kind]:.2f}" for kind in KINDS)
+    accuracies = ""
+    if tasks:
+        documents = f"the first {dense['task_limit']} documents of {', '.join(tasks)}"
+        accuracies = f" Accuracy (by length-normalised likelihood where the task has that): mean over {documents}."
+    return markdown(
+        [
+            *("stored removed", "method", "tier", "settings", "score", "worst kind"),
+            *(f"{text} ({kind})" for text, kind in KINDS.items()),
+            "mean accuracy",
+        ],
+        lines,
+        f"Perplexity ÷ dense for every kind of text (dense: {dense_values}); score: their geometric mean.{accuracies} "
+        f"{dense['model']}, fp32, first {dense['max_windows']} windows of {dense['sequence_length']} tokens of each "
+        f"text; {origin([dense, *compressed])}.",
+    )
+
+
+def parts_table() -> str:
+    """Scores of the default with one part or its text changed, beside the default at the same size and tier."""
+    rows = [row for row in quality_rows() if row["recipe"] == "oneshot"]
+    varied = [row for row in rows if varies_a_part(row) or row["calibration"] != rows[0]["calibration"]]
+    if not varied:
+        return "Not measured yet."
+    sizes = {(row["asked"], row["tier"]) for row in varied}
+    shown = [row for row in rows if (row["asked"], row["tier"]) in sizes]
+    lines = [
+        [
+            *(f"{row['sparsity']:.1%}", row["tier"], settings(row) or "–", row["calibration"]),
+            *(
+                f"{row['calibration_tokens']:,}",
+                f"{row['score']:.3f}",
+                f"{row['worst_ratio']:.2f} ({KINDS[row['worst']]})",
+            ),
+        ]
+        for row in sorted(shown, key=lambda row: (row["asked"], row["tier"], row["score"]))
+    ]
+    return markdown(
+        ["stored removed", "tier", "settings", "text", "tokens", "score", "worst kind"],
+        lines,
+        f"Score: geometric mean over five kinds of text of perplexity ÷ dense; {rows[0]['model']}, fp32, first "
+        f"{rows[0]['max_windows']} windows of each text; {origin(shown)}.",
+    )
+
+
+def combined_table() -> str:
+    """The hidden size beside FFN and heads in one run, and these alone, at equal stored parameters."""
+    rows = [row for row in read_rows("quality") if row["max_windows"] == 4 and row.get("settings")]
+    rows = latest([row for row in rows if set(row["perplexity"]) == set(TEXTS)], "settings")
+    if not rows:
+        return "Not measured yet."
+    dense = next(row["perplexity"] for row in read_rows("hidden_size") if row["group_size"] is None)
+    lines = []
+    for row in sorted(rows, key=lambda row: row["perplexity"]["wikitext2"]):
+        lines.append([settings(row), f"{row['sparsity']:.1%}", *scores(row, dense)])
+    return markdown(
+        ["`oneshot` with", "stored removed", "WikiText-2", "× dense", "LAMBADA text", "× dense"],
+        lines,
+        f"{rows[0]['model']}, {rows[0]['calibration']}, {rows[0]['calibration_tokens'] // 1024} × 1024 tokens; first "
+        f"{rows[0]['max_windows']} windows; {origin(rows)}.",
+    )
+
+
+def sketch_table() -> str:
+    rows = latest(read_rows("sketch_quality"), "pivoting", "sketch", "sketch_rows_per_column")
+    exact = next(row for row in rows if (row["pivoting"], row["sketch"]) == ("cholesky", "none"))["perplexity"]
+    lines = []
+    for row in rows:
+        times = row["sketch_rows_per_column"]
+        source = "exact Gram" if row["sketch"] == "none" else f"{row['sketch']} sketch, {times} n rows"
+        cells = [(f"{row['perplexity'][text]:.2f}", f"{row['perplexity'][text] / exact[text]:.3f}") for text in TEXTS]
+        lines.append([source, row["pivoting"], *(cell for pair in cells for cell in pair)])
+    return markdown(
+        ["pivots from", "pivoting", "WikiText-2", "÷ exact", "LAMBADA text", "÷ exact"],
+        lines,
+        f"{rows[0]['model']} at FFN width 1024 (−19.7 %), {rows[0]['calibration_tokens']:,} dense-stream tokens, "
+        f"first {rows[0]['max_windows']} windows; {origin(rows)}.",
+    )
+
+
+def _calibrated(row: Row, rows: list[Row]) -> str:
+    """Settings of a row, and its calibration where it is not that of all rows."""
+    texts = {(other["calibration"], other["calibration_tokens"]) for other in rows if other["calibration_tokens"]}
+    parts = [settings(row)] if row["settings"] else []
+    if len(texts) > 1 and row["calibration_tokens"]:
+        parts.append(f"{row['calibration']}, {row['calibration_tokens']:,} tokens")
+    return "; ".join(parts) or "–"
+
+
+def _accuracy(row: Row, dense: Row) -> str:
+    """Mean accuracy where it is over the same documents as the dense model's."""
+    known = row.get("tasks") and list(row["tasks"]) == list(dense.get("tasks", ()))
+    return f"{row['mean_accuracy']:.1%}" if known and row["task_limit"] == dense["task_limit"] else "–"

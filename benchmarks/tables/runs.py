@@ -1,0 +1,98 @@
+"""Tables of what runs take and survive: time, memory, faults, processes."""
+
+from statistics import fmean
+
+from harness import Row, latest, read_rows
+
+from tables.cells import markdown, origin
+
+
+def overhead_table() -> str:
+    rows = latest([{"tier": "stock"} | row for row in read_rows("overhead")], "recipe", "tier")
+    lines = []
+    for row in rows:
+        seconds = [f"{fmean(row[name]):.0f} s" for name in ("forward_seconds", "whole_forward_seconds")]
+        ratios = [f"{row[name]:.2f}" for name in ("ratio", "whole_ratio")]
+        total, profile = row["compress_seconds"]["total"], row["compress_seconds"].get("profile")
+        taken = f"{total:.0f} s" if profile is None else f"{total:.0f} s ({profile:.0f} s of it the profile)"
+        lines.append([row["recipe"], row["tier"], f"{row['num_tokens']:,}", *seconds, taken, *ratios, _operators(row)])
+    return markdown(
+        [
+            *("recipe", "tier", "tokens", "dense pass, no head", "dense pass"),
+            *("compression", "÷ pass, no head", "÷ pass", "costliest operators"),
+        ],
+        lines,
+        f"{rows[0]['model']}, {origin(rows)}.",
+    )
+
+
+def _operators(row: Row) -> str:
+    """The four operators that took longest, where the row has been to the profiler."""
+    if row["operator_seconds"] is None:
+        return "–"
+    total = sum(row["operator_seconds"].values())
+    first = list(row["operator_seconds"].items())[:4]
+    return ", ".join(f"`{name.removeprefix('aten::')}` {seconds / total:.0%}" for name, seconds in first)
+
+
+def memory_table() -> str:
+    """Peak memory by model: predicted, allowed and measured."""
+    rows = [row for row in read_rows("memory") if "predicted_bytes" in row]
+    if not rows:
+        return "Not measured yet."
+    rows = sorted(latest(rows, "model", "recipe"), key=lambda row: row["measured_bytes"])
+    sizes = ("weight_bytes", "predicted_bytes", "max_memory_bytes", "measured_bytes")
+    return markdown(
+        [
+            "model",
+            "tokens",
+            "weights",
+            "predicted peak",
+            "`--max-memory`",
+            "measured peak",
+            "÷ predicted",
+            "activations",
+        ],
+        [
+            [
+                row["model"],
+                f"{row['num_tokens']:,}",
+                *(f"{row[size] / 1e9:.2f} GB" for size in sizes),
+                f"{row['ratio']:.2f}",
+                f"on the {row['tier']}",
+            ]
+            for row in rows
+        ],
+        f"Recipe {rows[0]['recipe']}, resident memory of the whole process, libraries included (0.46 GB before the "
+        f"first tensor); {origin(rows)}.",
+    )
+
+
+def faults_table() -> str:
+    """Faults injected, survived and lost."""
+    rows = latest(read_rows("faults"), "fault")
+    lines = [[row["fault"], *(str(row[name]) for name in ("injected", "survived", "lost"))] for row in rows]
+    total = [f"**{sum(row[name] for row in rows)}**" for name in ("injected", "survived", "lost")]
+    return markdown(
+        ["fault", "injected", "survived", "lost"],
+        [*lines, ["**all**", *total]],
+        f"{rows[0]['model']}, {rows[0]['num_tokens']:,} tokens; an undisturbed run took "
+        f"{rows[0]['undisturbed_seconds']:.0f} s; {origin(rows)}.",
+    )
+
+
+def processes_table() -> str:
+    """Two processes beside one."""
+    row = read_rows("processes")[-1]
+    return markdown(
+        ["one process", "two processes", "same plan", "largest difference of a tensor ÷ its norm"],
+        [
+            [
+                f"{row['one_seconds']:.0f} s",
+                f"{row['two_seconds']:.0f} s",
+                "yes" if row["same_plan"] else "no",
+                f"{row['largest_difference']:.1e}",
+            ]
+        ],
+        f"{row['model']}, {row['num_tokens']:,} tokens, from start to end of the command; {origin([row])}.",
+    )
