@@ -21,7 +21,8 @@ from oneshot.config import CompressionConfig
 from oneshot.errors import ConfigError, MemoryLimitError, OutputError
 from oneshot.footprint import gguf_header
 from oneshot.footprint.bounds import Bounds, predict_footprint
-from oneshot.footprint.memory import Stage, Term, stages
+from oneshot.footprint.memory import Stage, stages
+from oneshot.footprint.terms import Term
 from oneshot.footprint.work import Work
 from oneshot.recipes import RECIPES, resolve_recipe
 from oneshot.records import LayerPlan, ModelShape, Plan

@@ -1,6 +1,6 @@
 """What a run takes, predicted before it starts: memory on the host and on the device, disk, seconds.
 
-`work` says what there is to do, `memory` and `seconds` what it takes, `bounds` whether that may be taken.
+`work` says what there is to do, `memory` (sums of `terms`) and `seconds` what it takes, `bounds` whether that may be.
 """
 
 from oneshot.footprint.bounds import current_bounds, load_libraries, offload_folder, predict_footprint

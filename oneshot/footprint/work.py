@@ -25,9 +25,8 @@ class Work:
     Attributes:
         plan: None for a run that makes a profile and nothing else.
         dtype: of the streams. layer_bytes: of a layer. outside_bytes: of the largest tensor outside the layers.
-        profiled_kinds: kinds of blocks whose sensitivity is
-            measured, 0 where no profile is made. exact: whether the plan's sizes are those that the run will have; a
-            profile changes them otherwise.
+        profiled_kinds: kinds of blocks whose sensitivity is measured, 0 where no profile is made.
+        exact: whether the plan's sizes are those that the run will have; a profile changes them otherwise.
     """
 
     config: CompressionConfig
