@@ -27,8 +27,9 @@ class Recipe:
             (`layerwise.up_proj`); 0 where that is not by least squares, or the hidden size shrinks.
         group_size: blocks that share a projection, 0 for one in the whole model.
         tier: `stock`, or `per-layer` for what no stock config holds.
-        allocation: how sizes are shared out: `uniform`, or by a profile's `error`, `stat`, `block-influence` or
-            `sensitivity` (see `plan.profiled_damages`); `auto` is `sensitivity` where layers may differ.
+        allocation: how sizes are shared out: `uniform`, or by a profile's `error`, `stat`, `block-influence`, `flap` or
+            `sensitivity` (see `plan.profiled_damages`); `auto` is `sensitivity` where layers may differ, for the recipe
+            `flap` its own.
         depth: `sensitivity` leaves out whole layers, too, where a profile says that this costs less; or `none`.
     """
 
@@ -95,7 +96,10 @@ def resolve_recipe(name: str, **parts: str | int | None) -> Recipe:
         recipe = replace(recipe, up_steps=0)
     if recipe.allocation == "auto":
         by_profile = recipe.depth != "none" or (recipe.tier == "per-layer" and recipe.hidden == "none")
-        recipe = replace(recipe, allocation="sensitivity" if by_profile else "uniform")
+        own = "flap" if name == "flap" and recipe.depth == "none" else "sensitivity"
+        recipe = replace(recipe, allocation=own if by_profile else "uniform")
+    if recipe.allocation == "flap" and recipe.heads != "none":
+        raise ConfigError("--allocation flap is for FFN neurons alone; leave --heads none, or choose another.")
     if recipe.tier != "per-layer" or recipe.hidden != "none" or recipe.allocation != "sensitivity":
         recipe = replace(recipe, embedding="none")
     return recipe

@@ -71,7 +71,8 @@ class ProgressBar:
 
     def layer_done(self, layer: LayerReport) -> None:
         """Show the layer's worst error and move on to the next."""
-        errors = [block.predicted_error for block in layer.blocks if block.predicted_error is not None]
+        found = [block.predicted_error or block.measured_error for block in layer.blocks]
+        errors = [error for error in found if error is not None]
         shown = f"{max(errors):.3f}" if errors else "–"
         self._bar.set_description(f"layer {min(layer.layer + 2, self._num_layers)}/{self._num_layers}")
         self._bar.set_postfix_str(f"error {shown}, peak {layer.peak_bytes / 2**30:.2f} GiB")

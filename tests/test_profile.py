@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -21,6 +21,7 @@ from oneshot.linalg.allocation import least_damage
 from oneshot.linalg.interpolative import nested_errors
 from oneshot.pipeline import compress_sizes, profile
 from oneshot.plan import Budget, Damages, make_plan, predicted_damage
+from oneshot.plan.damages import removed_fluctuation
 from oneshot.profile import main
 from oneshot.profiles import load_profile
 from oneshot.records import LayerPlan, ModelShape, Plan, Profile, TableShape
@@ -83,6 +84,49 @@ def test_a_profile_has_every_size_of_every_block(profiled: tuple[Profile, Any]) 
         assert values.shape == (layers,)
         assert torch.isfinite(values).all()
         assert (values > 0).all()
+
+
+def test_fluctuations_are_those_of_the_stock_model(profiled: tuple[Profile, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found, config = profiled
+    text = calibration_tokens(config)
+    model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
+    for layer, fluctuation in zip(model.model.layers, found.ffn_fluctuation, strict=True):
+        seen: list[torch.Tensor] = []
+        handle = layer.mlp.down_proj.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        with torch.no_grad():
+            model(text[: -found.origin.probe_tokens // config.sequence_length], use_cache=False)
+        handle.remove()
+        norms = layer.mlp.down_proj.weight.detach().double().square().sum(0)
+        expected = seen[0].double().flatten(0, 1).var(0, correction=0) * norms
+        assert torch.allclose(fluctuation, expected, rtol=1e-3)
+
+
+@given(seed=st.integers(0, 10**6), removed=st.integers(0, 20))
+def test_least_fluctuation_is_one_threshold_for_all_layers(seed: int, removed: int) -> None:
+    shape = ModelShape(3, 8, 12, 4, 2, 4, vocab_size=80, tied=True)
+    scores = np.random.default_rng(seed).random((3, 12)) ** 4
+    standardised = (scores - scores.mean(1, keepdims=True)) / scores.std(1, keepdims=True)
+    threshold = np.sort(standardised.ravel())[removed]
+    widths = (standardised >= threshold).sum(1)
+    assume(widths.min() > 0)
+    damages = Damages(removed_fluctuation(torch.from_numpy(scores)), torch.zeros(3, 3), torch.ones(3), torch.empty(0))
+    whole = Plan((LayerPlan(12, 4, 2),) * 3, "query-head", tier="per-layer")
+    budget = Budget(shape.stack().stored_parameters() - removed * 3 * shape.hidden_size)
+    plan = make_plan(shape, whole, budget, reduce_ffn=True, reduce_heads=False, round_to=1, damages=damages)
+    assert [layer.intermediate_size for layer in plan.layers] == widths.tolist()
+
+
+def test_the_recipe_flap_has_widths_of_its_own(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = make_checkpoint(tied=True)
+    settings: dict[str, Any] = {"recipe": "flap", "tier": "per-layer", "sparsity": 0.2, "round_to": 1}
+    report = compress(make_config(folder, **settings))
+    assert report.recipe["allocation"] == "flap"
+    assert len({layer["intermediate_size"] for layer in report.plan["layers"]}) > 1
+    assert report.sparsity["reached"] == pytest.approx(0.2, abs=0.01)
+    with pytest.raises(ConfigError, match="--allocation flap is for FFN neurons alone"):
+        compress(make_config(folder, **settings, heads="id"))
 
 
 def test_leaving_a_layer_out_diverges_as_the_stock_model_does(profiled: tuple[Profile, Any]) -> None:

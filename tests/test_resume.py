@@ -37,6 +37,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"recipe": "activation-norm", "save_dtype": "bfloat16"},
     {"save_dtype": "float16", "dtype": "bfloat16"},
     {"recipe": "flap"},
+    {"recipe": "flap", "tier": "per-layer", "round_to": 1},
     {"recipe": "tcsp"},
     {"recipe": "group-pca", "correction": "two-stream"},
     {"recipe": "stat", "tier": "per-layer", "allocation": "stat"},

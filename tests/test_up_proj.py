@@ -15,6 +15,7 @@ from oneshot import OneshotError, compress
 from oneshot.arch import LLAMA
 from oneshot.checkpoint import Checkpoint
 from oneshot.layerwise.up_proj import up_proj_step
+from oneshot.report import ProgressBar
 from oneshot.stream import LayerStream
 from oneshot.workers import ALONE
 
@@ -66,6 +67,7 @@ def test_many_steps_are_least_squares(two_streams: bool, mlp_bias: bool, make_ch
             every=2,
             residual_weight=0.25,
             damping=1e-2,
+            advance=lambda _: None,
         )
         return found.numpy().astype(DOUBLE)
 
@@ -125,3 +127,14 @@ def test_where_it_has_no_place(
 def test_an_ffn_without_a_gate(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     with pytest.raises(OneshotError, match="--up-steps needs FFNs with a gate"):
         compress(make_config(make_checkpoint(family="opt", groups=4), up_steps=2))
+
+
+@pytest.mark.parametrize("settings", [{"up_steps": 3}, {"up_steps": 3, "heads": "id"}, {"up_steps": 0}], ids=str)
+def test_progress_counts_every_token_once_for_each_layer(
+    settings: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[float] = []
+    monkeypatch.setattr(ProgressBar, "advance", lambda _, num_tokens: counted.append(num_tokens))
+    report = compress(make_config(make_checkpoint(layers=3), **settings))
+    assert report.calibration is not None
+    assert sum(counted) == pytest.approx(3 * report.calibration["num_tokens"])

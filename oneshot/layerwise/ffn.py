@@ -40,6 +40,19 @@ class FfnBlock(Block):
         """Whether `up_proj` changes: the FFN's output is linear in it where there is a gate."""
         return self.recipe.up_steps > 0 and self.reduces_neurons and self.shape.gated and self.subspaces is None
 
+    @property
+    def up_batches(self) -> int:
+        """Every so-many-th batch corrects `up_proj`: all, where fewer had not `TOKENS_PER_NEURON` tokens per neuron."""
+        needed = TOKENS_PER_NEURON * self.shape.intermediate_size
+        return UP_BATCHES if self.streams.num_tokens >= UP_BATCHES * needed else 1
+
+    @property
+    def passes(self) -> float:
+        """How often `run_attention`, `correct_up` and `run_ffn` together read the text."""
+        if not self.corrects_up:
+            return 2
+        return 3 + (1 + self.recipe.up_steps) * self.streams.share_read(self.up_batches)
+
     def run_attention(
         self,
         layer: int,
@@ -116,25 +129,26 @@ class FfnBlock(Block):
             neurons = select_neurons(self.recipe.ffn, self.kept.intermediate_size, evidence)
         return self.correct(weight, neurons, statistics, has_bias=self.shape.mlp_bias)
 
-    def correct_up(self, layer: int, tensors: Tensors, folded: Tensors, num_tokens: int) -> Tensors:
+    def correct_up(
+        self, layer: int, tensors: Tensors, folded: Tensors, advance: Callable[[float], None]
+    ) -> tuple[Tensors, Factors]:
         """The `folded` layer with a corrected `up_proj`, and `down_proj` solved for again.
 
-        Half of the text is enough for the first, where that has `TOKENS_PER_NEURON` tokens for every neuron.
-
-        Args:
-            tensors: of the dense layer. num_tokens: of all workers.
+        The factors know no error: their statistics are those of what was asked of them, a part of what is wanted.
+        `tensors` are those of the dense layer.
         """
         num_neurons, dense = self.shape.intermediate_size, self.streams.layer(tensors)
-        share = self.residual_weight(num_neurons, num_tokens)
+        share = self.residual_weight(num_neurons, self.streams.num_tokens)
         step = up_proj_step(
             self.streams,
             dense,
             self.streams.layer(folded),
             folded[f"{DOWN_PROJ}.weight"].to(self.device, self.streams.dtype),
             steps=self.recipe.up_steps,
-            every=UP_BATCHES if num_tokens >= UP_BATCHES * TOKENS_PER_NEURON * num_neurons else 1,
+            every=self.up_batches,
             residual_weight=share,
             damping=self.config.fixed_damping,
+            advance=advance,
         )
         step = self.shared(2 * layer + 1, lambda: step)  # or rounding would differ between workers
         up = folded[f"{UP_PROJ}.weight"]
@@ -147,12 +161,13 @@ class FfnBlock(Block):
                 with_constant_column(neurons) if self.shape.mlp_bias else neurons,
                 wanted_output(dense, h, dense_state, share),
             )
+            advance(h.shape[0] * h.shape[1])
         statistics = accumulator.finish(weight, self.streams.workers)
         columns, damping = torch.arange(weight.shape[1], device=self.device), self.config.fixed_damping
         factors = self.shared(
             2 * layer + 1, lambda: correct(weight, columns, statistics, correction="two-stream", damping=damping)
         )
-        return fold_ffn(folded, factors)
+        return fold_ffn(folded, factors), replace(factors, predicted_error=None)
 
     def run_ffn(
         self, layer: int, current: StreamLayer, wanted: torch.Tensor, advance: Callable[[float], None]

@@ -139,7 +139,7 @@ class LayerCompressor:
                 reports.append(block_report("ffn", *sizes, factors, None))
             advance(1)
             return CompressedLayer(self._fold(layer, tensors, working, maps), working, reports)
-        passes = 2 + attention.is_solved_for
+        passes = ffn.passes + attention.is_solved_for
 
         def part(tokens: float) -> None:
             advance(tokens / passes)
@@ -163,9 +163,8 @@ class LayerCompressor:
             release_heap()
             working, factors = ffn.factorise(layer, working, statistics)
             if ffn.corrects_up and statistics is not None:
-                num_tokens = statistics.num_rows
                 del statistics
-                working = ffn.correct_up(layer, tensors, working, num_tokens)
+                working, factors = ffn.correct_up(layer, tensors, working, part)
             current = self.streams.layer(working)
         measured = ffn.run_ffn(layer, current, wanted, part)
         if ffn.is_solved_for:

@@ -23,9 +23,9 @@ from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.output_head import OutputHead
 from oneshot.plan import smaller_tables
 from oneshot.records import BlockStatistics, CalibrationSet, Factors, Profile, ProfileOrigin
-from oneshot.selection import Evidence, select_heads
+from oneshot.selection import Evidence, column_scores, select_heads
 from oneshot.source import SourceModel
-from oneshot.statistics import GramAccumulator, with_constant_column
+from oneshot.statistics import GramAccumulator, MomentAccumulator, with_constant_column
 from oneshot.stream import StreamLayer, release_heap
 from oneshot.workers import ALONE, Workers
 
@@ -87,6 +87,7 @@ class LayerProfiler:
         )
         self._ffn_errors: list[torch.Tensor] = []
         self._head_errors: list[torch.Tensor] = []
+        self._fluctuation: list[torch.Tensor] = []
         self._influence: list[float] = []
         self._probes: list[_Probe] = []
         self._embedding_gram = self._embedding_errors = torch.empty(0, 0, dtype=torch.float64)
@@ -125,6 +126,7 @@ class LayerProfiler:
         attended = dense.attention(self._dense)
         self._head_errors.append(torch.zeros(self.head_units + 1, dtype=torch.float64))
         self._ffn_errors.append(torch.zeros(self._shape.intermediate_size + 1, dtype=torch.float64))
+        self._fluctuation.append(torch.zeros(self._shape.intermediate_size, dtype=torch.float64))
         if self._workers.owns(2 * layer):
             if "layer" in self._probed:
                 self._probes.append(_Probe("layer", layer, 1.0, self._dense.clone()))
@@ -200,7 +202,13 @@ class LayerProfiler:
         for probe, divergence in zip(self._probes, divergences, strict=True):
             by_kind[probe.kind][probe.layer] = divergence / max(probe.error, SMALLEST_ERROR)
         ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
-        for values in (ffn_errors, head_errors, *by_kind.values()):  # what a worker does not own is zero there
+        fluctuation = torch.stack(self._fluctuation)
+        for values in (
+            ffn_errors,
+            head_errors,
+            fluctuation,
+            *by_kind.values(),
+        ):  # what a worker does not own is zero there
             found = values.to(self._device)
             self._workers.sum_(found)
             values.copy_(found)
@@ -211,6 +219,7 @@ class LayerProfiler:
             head_sensitivity=by_kind["heads"],
             layer_divergence=by_kind["layer"],
             block_influence=torch.tensor(self._influence, dtype=torch.float64),
+            ffn_fluctuation=fluctuation,
             embedding_gram=self._embedding_gram,
             embedding_probabilities=self._probabilities,
             embedding_errors=self._embedding_errors,
@@ -235,6 +244,7 @@ class LayerProfiler:
         shape = self._shape
         sizes = (augmented_weight(tensors, linear).shape[1] for linear in (O_PROJ, DOWN_PROJ))
         of_heads, of_neurons = (GramAccumulator(size, output_size=None, device=self._device) for size in sizes)
+        moments = MomentAccumulator(shape.intermediate_size, device=self._device)
         cosines, rows = 0.0, 0
         for batch, x, _ in self._streams.read():
             heads = dense.heads(x)
@@ -243,6 +253,7 @@ class LayerProfiler:
             moved = attended + dense.project_neurons(neurons).view_as(x)
             of_heads.update_(with_constant_column(heads) if shape.output_bias else heads)
             of_neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
+            moments.update_(neurons)
             cosines += float(functional.cosine_similarity(x.float(), moved.float(), dim=-1).double().sum())
             rows += len(heads)
             self._streams.write(batch, moved)
@@ -250,7 +261,8 @@ class LayerProfiler:
         totals = torch.tensor([cosines, rows], dtype=torch.float64, device=self._device)
         self._workers.sum_(totals)
         self._influence.append(1 - float(totals[0] / totals[1]))
-        return of_heads.finish(workers=self._workers), of_neurons.finish(workers=self._workers)
+        neuron_statistics = of_neurons.finish(workers=self._workers)
+        return of_heads.finish(workers=self._workers), replace(neuron_statistics, moments=moments.finish(self._workers))
 
     def _profile_heads(self, layer: int, tensors: Tensors, dense: StreamLayer, statistics: BlockStatistics) -> None:
         shape, units, by_group = self._shape, self.head_units, self._head_unit == "kv-group"
@@ -286,6 +298,8 @@ class LayerProfiler:
         gram = statistics.gram[: shape.intermediate_size, : shape.intermediate_size]
         order = weighted_pivots(gram, down.double().norm(dim=0), rank=len(gram))
         self._ffn_errors[layer] = nested_errors(gram, down, order).cpu()
+        evidence = Evidence(down, down.new_zeros(len(order)), gram, torch.Generator(), moments=statistics.moments)
+        self._fluctuation[layer] = column_scores("flap", evidence).cpu()
         if "ffn" not in self._probed:
             return
         kept = order[: round(PROBE_SHARE * len(order))].sort().values

@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 class Streams:
     """Both streams, batch by batch. `embed` comes first; without it there is no text, and nothing to read.
 
-    Of several workers each has its own part of the sequences.
+    Of several workers each has its own part of the sequences; `num_tokens` are those of all.
 
     Args:
         two: whether the dense stream is there, too.
@@ -63,6 +63,7 @@ class Streams:
         Raises `CalibrationError` where there are fewer sequences than workers.
         """
         num_sequences, self._sequence_length = calibration.token_ids.shape
+        self.num_tokens = calibration.token_ids.numel()
         part = self.workers.part(num_sequences)
         if num_sequences < self.workers.size:
             raise CalibrationError(
@@ -112,6 +113,11 @@ class Streams:
         """
         for batch in self._batches[::every]:
             yield batch, *self._read(batch)
+
+    def share_read(self, every: int) -> float:
+        """The share of this worker's sequences that `read(every)` gives."""
+        sizes = [batch.stop - batch.start for batch in self._batches]
+        return sum(sizes[::every]) / sum(sizes)
 
     def read_last(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last batch of both streams."""

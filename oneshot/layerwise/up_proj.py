@@ -1,5 +1,7 @@
 """The correction of `up_proj`: what `down_proj` could not make up for, by least squares over the kept neurons."""
 
+from collections.abc import Callable
+
 import torch
 from oneshot_kernels import cross_gram_, gram_
 
@@ -33,6 +35,7 @@ def up_proj_step(
     every: int,
     residual_weight: float,
     damping: float,
+    advance: Callable[[float], None],
 ) -> torch.Tensor:
     """What to add to `up_proj` for a smaller error of the FFN's output; gate and `down_proj` stay as they are.
 
@@ -43,7 +46,7 @@ def up_proj_step(
     Args:
         dense, current: the layer with all neurons of the dense model, and with those kept. down_proj: `V (D, k)`.
         every: the batches that are read: each `every`-th. residual_weight: as in `factorise.correct`.
-        damping: ridge of both factors of the preconditioner.
+        damping: ridge of both factors of the preconditioner. advance: hears of tokens that were read.
 
     Returns:
         `ΔU (k, D)` float32. Cost: `1 + steps` passes of that text through the FFN, forth and back.
@@ -59,6 +62,7 @@ def up_proj_step(
         cross_gram_(gradient, (lost @ down_proj).mul_(gates), inputs)
         gram_(gates_gram, gates)
         gram_(inputs_gram, inputs)
+        advance(len(inputs))
     workers.sum_(gradient, gates_gram, inputs_gram)
     gates_factor = RidgeFactor(gates_gram.mul_(down_proj.float().T @ down_proj.float()), damping)
     inputs_factor = RidgeFactor(inputs_gram, damping)
@@ -69,6 +73,7 @@ def up_proj_step(
             inputs, gates = current.gates(h)
             moved = (inputs @ rows).mul_(gates) @ down_proj.T
             cross_gram_(found, (moved @ down_proj).mul_(gates), inputs)
+            advance(len(inputs))
         workers.sum_(found)
         return found
 

@@ -9,6 +9,7 @@ from oneshot.records import ModelShape, Plan, Profile
 # On other kinds of text a smaller embedding costs 1.7 times what it does on the calibration's, and unlike a block's
 # that loss is not made up for by the layers behind it (docs/experiments.md).
 EMBEDDING_CAUTION = 2.0
+TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def profiled_damages(profile: Profile, allocation: str) -> Damages:
     `error`: the relative squared error of the block's output. `stat`: its root times `l + 50` (STAT A.4).
     `block-influence`: the squared error times the layer's block influence (ShortGPT). `sensitivity`: times what the
     model's output was measured to diverge by, so in nats per token, as if damages of blocks added up; the embedding's
-    count `EMBEDDING_CAUTION` times.
+    count `EMBEDDING_CAUTION` times. `flap`: the fluctuations of the neurons that go, standardised in every layer.
     """
     depth = torch.arange(len(profile.block_influence), dtype=torch.float64).unsqueeze(1)
     unknown = torch.empty(0, 0, dtype=torch.float64)
@@ -39,6 +40,9 @@ def profiled_damages(profile: Profile, allocation: str) -> Damages:
         weights = depth + 50
         ffn, heads = weights * profile.ffn_errors.sqrt(), weights * profile.head_errors.sqrt()
         return Damages(ffn, heads, profile.layer_divergence, unknown)
+    if allocation == "flap":
+        ffn = removed_fluctuation(profile.ffn_fluctuation)
+        return Damages(ffn, torch.zeros_like(profile.head_errors), profile.layer_divergence, unknown)
     ones = torch.ones(len(depth), dtype=torch.float64)
     ffn, heads = {
         "error": (ones, ones),
@@ -52,6 +56,21 @@ def profiled_damages(profile: Profile, allocation: str) -> Damages:
         profile.layer_divergence,
         embedding if allocation == "sensitivity" else unknown,
     )
+
+
+def removed_fluctuation(fluctuation: torch.Tensor) -> torch.Tensor:
+    """Sums over the neurons that go, those of least fluctuation, `(layers, n + 1)` by the number of those that stay.
+
+    Standardised in every layer and shifted to be positive, so that the least sum is one threshold for all layers (FLAP,
+    An et al. 2023, arXiv 2312.11983: adaptive structure search).
+
+    Args:
+        fluctuation: `(layers, n)` float64.
+    """
+    deviation = fluctuation.std(dim=1, keepdim=True, correction=0)
+    standardised = (fluctuation - fluctuation.mean(dim=1, keepdim=True)) / deviation.clamp_min(TINY)
+    sums = (standardised - standardised.min()).sort(dim=1).values.cumsum(dim=1)
+    return torch.cat((torch.zeros_like(sums[:, :1]), sums), dim=1).flip(1)
 
 
 def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:

@@ -155,6 +155,7 @@ class Profile:
             the dense one's, when this block alone is reduced, per unit of its relative squared error.
         layer_divergence: `(layers,)`: the same divergence when this layer alone is left out.
         block_influence: `(layers,)`: one less the mean cosine of the layer's input and output (ShortGPT equation 1).
+        ffn_fluctuation: `(layers, n)`: variance of every neuron's activation, times its squared norm in `down_proj`.
         embedding_gram: `(D, D)`: mean `h hᵀ` of the states that the output head reads. `embedding_*` are empty where
             the output head is not the embedding, or its sensitivity was not measured.
         embedding_probabilities: `(N,)`: how often each token is predicted.
@@ -169,6 +170,7 @@ class Profile:
     head_sensitivity: torch.Tensor
     layer_divergence: torch.Tensor
     block_influence: torch.Tensor
+    ffn_fluctuation: torch.Tensor
     embedding_gram: torch.Tensor
     embedding_probabilities: torch.Tensor
     embedding_errors: torch.Tensor

@@ -9,7 +9,8 @@ class BlockReport:
     """What happened to one block (`ffn` or `heads`) of one layer.
 
     Errors are relative Frobenius norms of the block's output on the calibration text: `predicted_error` from the
-    statistics, `measured_error` on the activations themselves (None where no text was read).
+    statistics (None where `up_proj` was corrected, too), `measured_error` on the activations themselves (None where no
+    text was read).
     """
 
     kind: str
