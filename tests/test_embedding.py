@@ -17,7 +17,7 @@ from torch.nn import functional
 from oneshot import OneshotError, compress
 from oneshot.embedding import DAMPING, expanded, range_errors, reduce_embedding
 from oneshot.evaluate import load_model
-from oneshot.layerwise.profiling import EMBEDDING_PROBE_SHARE, EMBEDDING_PROBES
+from oneshot.layerwise.profiling import EMBEDDING_PROBES, embedding_probe
 from oneshot.modeling_oneshot import OneshotEmbedding, OneshotTiedHead
 from oneshot.pipeline import profile
 from oneshot.plan.vocabulary import NUM_RANGES, smaller_tables, table_options, vocabulary_ranges
@@ -184,7 +184,7 @@ def test_the_sensitivity_is_a_divergence_of_the_whole_model(
     found = profile(config)
     dense, reduced = (AutoModelForCausalLM.from_pretrained(checkpoint).eval() for _ in range(2))
     weight = reduced.get_input_embeddings().weight
-    tables = smaller_tables(found.embedding_errors, VOCABULARY, EMBEDDING_PROBE_SHARE)
+    tables, lost = embedding_probe(found.embedding_errors, VOCABULARY)
     seen = (found.embedding_gram, found.embedding_probabilities)
     weight.data = expanded(reduce_embedding(weight.data, *seen, tables), HIDDEN)
     text = calibration_tokens(config)
@@ -192,7 +192,6 @@ def test_the_sensitivity_is_a_divergence_of_the_whole_model(
     with torch.no_grad():
         first, second = (model(probes, use_cache=False).logits.double().log_softmax(-1) for model in (dense, reduced))
     expected = functional.kl_div(second, first, log_target=True, reduction="sum") / probes.numel()
-    lost = sum(float(found.embedding_errors[index, table.rank]) for index, table in enumerate(tables))
     assert lost > 1e-3, "the probe must lose something"
     assert float(found.embedding_sensitivity) * lost == pytest.approx(float(expected), rel=1e-3)
 

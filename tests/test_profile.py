@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, calibration_tokens
+from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from oneshot import compress
 from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
+from oneshot.layerwise.profiling import FELT_ERROR, PROBE_SHARE, probe_size
 from oneshot.linalg.allocation import least_damage
 from oneshot.linalg.interpolative import nested_errors
 from oneshot.pipeline import compress_sizes, profile
@@ -84,6 +85,42 @@ def test_a_profile_has_every_size_of_every_block(profiled: tuple[Profile, Any]) 
         assert values.shape == (layers,)
         assert torch.isfinite(values).all()
         assert (values > 0).all()
+
+
+@given(sizes=st.integers(1, 40), lossless=st.integers(0, 40))
+def test_a_probe_errs_by_more_than_rounding(sizes: int, lossless: int) -> None:
+    """The share of units that is set, unless as many of them as that give the whole output."""
+    errors = torch.linspace(1, 0, sizes + 1, dtype=torch.float64) ** 2
+    errors[max(1, sizes - lossless) :] = 1e-9
+    kept = probe_size(errors)
+    assert 1 <= kept <= max(1, round(PROBE_SHARE * sizes))
+    if float(errors[1]) >= FELT_ERROR:
+        assert float(errors[kept]) >= FELT_ERROR
+        assert kept == round(PROBE_SHARE * sizes) or float(errors[kept + 1]) < FELT_ERROR or kept == sizes - 1
+
+
+def test_dead_neurons_say_nothing_of_the_others(make_config: MakeConfig, save_model: Any, tmp_path: Path) -> None:
+    """A model with as many neurons again that are zero has the sensitivities of the model without them, by and large.
+
+    Of three quarters of its neurons nothing is lost, so its probes have to be smaller.
+    """
+    alive, padded = build_model(width=64), build_model(width=128)
+    padded.load_state_dict(
+        alive.state_dict()
+        | {
+            name: torch.cat((tensor, torch.zeros_like(tensor)), dim=1 if "down_proj" in name else 0)
+            for name, tensor in alive.state_dict().items()
+            if ".mlp." in name
+        }
+    )
+    wanted, found = (
+        profile(make_config(save_model(model), output=str(tmp_path / name)))
+        for name, model in (("alive", alive), ("padded", padded))
+    )
+    assert float(found.ffn_errors[:, 64:].max()) < 1e-6
+    ratio = found.ffn_sensitivity / wanted.ffn_sensitivity
+    assert float(ratio.min()) > 1 / 3
+    assert float(ratio.max()) < 3
 
 
 def test_fluctuations_are_those_of_the_stock_model(profiled: tuple[Profile, Any]) -> None:

@@ -22,7 +22,7 @@ from oneshot.linalg.interpolative import nested_errors
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.output_head import OutputHead
 from oneshot.plan import smaller_tables
-from oneshot.records import BlockStatistics, CalibrationSet, Factors, Profile, ProfileOrigin
+from oneshot.records import BlockStatistics, CalibrationSet, Factors, Profile, ProfileOrigin, TableShape
 from oneshot.selection import Evidence, column_scores, select_heads
 from oneshot.source import SourceModel
 from oneshot.statistics import GramAccumulator, MomentAccumulator, with_constant_column
@@ -32,11 +32,11 @@ from oneshot.workers import ALONE, Workers
 STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections do
 PROBE_SEQUENCES = 2
 PROBED_KINDS = ("ffn", "heads", "layer")
-PROBE_SHARE = 3 / 4  # of a block's neurons or heads stays where it is reduced alone
-EMBEDDING_PROBE_SHARE = 3 / 5  # of the embedding's parameters: large steps cost more for each than small ones
+PROBE_SHARE = 3 / 4  # of a block's neurons or heads stays where it is reduced alone; less where that errs by nothing
+EMBEDDING_PROBE_SHARES = (3 / 5, 2 / 5, 1 / 5)  # of its parameters: large steps cost more for each than small ones
 EMBEDDING_PROBES = 8  # sequences: what is lost is lost in a few places
 EMBEDDING_TASK = 0  # of the worker that decomposes the embedding
-SMALLEST_ERROR = 1e-12
+FELT_ERROR = 1e-4  # relative and squared: what a probe that errs by less diverges by is rounding
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,14 @@ class LayerProfiler:
         gram, probabilities, last = self._read_by_head(head)
         embedding = self._source.checkpoint.read_one(self._source.architecture.embedding)
         errors = self._workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole).cpu())
-        tables = smaller_tables(errors, len(embedding), EMBEDDING_PROBE_SHARE)
+        tables, lost = embedding_probe(errors, len(embedding))
         total, count = torch.zeros(2, dtype=torch.float64, device=self._device)
         if last:
             reduced = expanded(reduce_embedding(embedding, gram, probabilities, tables), embedding.shape[1])
             total += self._divergence_of_embedding(reduced, head, last, layers)
             count += len(last)
         self._workers.sum_(total, count)
-        lost = sum(float(errors[index, table.rank]) for index, table in enumerate(tables))
-        self._embedding_sensitivity[0] = max(0.0, float(total / count)) / max(lost, SMALLEST_ERROR)
+        self._embedding_sensitivity[0] = max(0.0, float(total / count)) / max(lost, FELT_ERROR)
         self._embedding_gram, self._probabilities, self._embedding_errors = gram.cpu(), probabilities.cpu(), errors
 
     def _read_by_head(self, head: OutputHead) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -200,7 +199,7 @@ class LayerProfiler:
         self._streams.close()
         by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in PROBED_KINDS}
         for probe, divergence in zip(self._probes, divergences, strict=True):
-            by_kind[probe.kind][probe.layer] = divergence / max(probe.error, SMALLEST_ERROR)
+            by_kind[probe.kind][probe.layer] = divergence / max(probe.error, FELT_ERROR)
         ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
         fluctuation = torch.stack(self._fluctuation)
         for values in (
@@ -271,9 +270,8 @@ class LayerProfiler:
         consumer = weight[:, :width]
         evidence = Evidence(consumer, consumer.new_zeros(width), statistics.gram[:width, :width], torch.Generator())
         errors = self._head_errors[layer]
-        errors[0] = 1.0
-        probed = min(units - 1, max(1, round(PROBE_SHARE * units)))
-        for kept in range(1, units):
+
+        def reduce(kept: int) -> tuple[torch.Tensor, Factors]:
             heads = select_heads(
                 "id",
                 evidence,
@@ -282,14 +280,20 @@ class LayerProfiler:
                 kept_groups=kept if by_group else shape.num_key_value_heads,
                 kept_heads_per_group=shape.heads_per_group if by_group else kept,
             )
-            factors = self._correct(weight, head_columns(heads, shape.head_dim), statistics, shape.output_bias)
-            errors[kept] = squared_error(factors)
-            if kept == probed and "heads" in self._probed:
-                folded = fold_heads(
-                    tensors, factors, heads=heads, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim
-                )
-                states = dense.ffn(self._streams.layer(folded).attention(self._dense))
-                self._probes.append(_Probe("heads", layer, float(errors[kept]), states))
+            return heads, self._correct(weight, head_columns(heads, shape.head_dim), statistics, shape.output_bias)
+
+        errors[0] = 1.0
+        for kept in range(1, units):
+            errors[kept] = squared_error(reduce(kept)[1])
+        if "heads" not in self._probed or units == 1:
+            return
+        probed = probe_size(errors)
+        heads, factors = reduce(probed)
+        folded = fold_heads(
+            tensors, factors, heads=heads, heads_per_group=shape.heads_per_group, head_dim=shape.head_dim
+        )
+        states = dense.ffn(self._streams.layer(folded).attention(self._dense))
+        self._probes.append(_Probe("heads", layer, float(errors[probed]), states))
 
     def _profile_ffn(self, layer: int, tensors: Tensors, statistics: BlockStatistics, attended: torch.Tensor) -> None:
         shape = self._shape
@@ -302,7 +306,7 @@ class LayerProfiler:
         self._fluctuation[layer] = column_scores("flap", evidence).cpu()
         if "ffn" not in self._probed:
             return
-        kept = order[: round(PROBE_SHARE * len(order))].sort().values
+        kept = order[: probe_size(self._ffn_errors[layer])].sort().values
         factors = self._correct(weight, kept, statistics, shape.mlp_bias)
         reduced = self._streams.layer(fold_ffn(tensors, factors))
         self._probes.append(_Probe("ffn", layer, squared_error(factors), reduced.ffn(attended)))
@@ -319,3 +323,26 @@ def squared_error(factors: Factors) -> float:
     """The relative squared error that the statistics predict."""
     assert factors.predicted_error is not None
     return factors.predicted_error**2
+
+
+def probe_size(errors: torch.Tensor) -> int:
+    """How many of a block's n units stay in its probe: `PROBE_SHARE` of them, or the most with which it errs enough.
+
+    `errors (n + 1,)`: relative squared errors by units kept, falling.
+    """
+    units = len(errors) - 1
+    largest = min(units - 1, max(1, round(PROBE_SHARE * units)))
+    return max(1, int((errors[1 : largest + 1] >= FELT_ERROR).sum()))
+
+
+def embedding_probe(errors: torch.Tensor, vocab_size: int) -> tuple[tuple[TableShape, ...], float]:
+    """The ranks of the reduced embedding that is tried out, and the squared error that they leave.
+
+    The largest of `EMBEDDING_PROBE_SHARES` that errs enough; `errors` as in `smaller_tables`.
+    """
+    for share in EMBEDDING_PROBE_SHARES:
+        tables = smaller_tables(errors, vocab_size, share)
+        lost = sum(float(errors[index, table.rank]) for index, table in enumerate(tables))
+        if lost >= FELT_ERROR:
+            break
+    return tables, lost
