@@ -1,5 +1,7 @@
 """Tables of how good the compressed models are."""
 
+import math
+
 from harness import KINDS, Row, latest, quality_rows, read_rows, varies_a_part
 
 from tables.cells import TEXTS, markdown, origin, rounded, scores, settings
@@ -33,7 +35,11 @@ def quality_table() -> str:
     accuracies = ""
     if tasks:
         documents = f"the first {dense['task_limit']} documents of {', '.join(tasks)}"
-        accuracies = f" Accuracy (by length-normalised likelihood where the task has that): mean over {documents}."
+        error = _standard_error(tasks)
+        accuracies = (
+            f" Accuracy (by length-normalised likelihood where the task has that): mean over {documents}; "
+            f"standard error {100 * error:.1f} points."
+        )
     return markdown(
         [
             *("stored removed", "method", "tier", "settings", "score", "worst kind"),
@@ -116,6 +122,13 @@ def _calibrated(row: Row, rows: list[Row]) -> str:
     if len(texts) > 1 and row["calibration_tokens"]:
         parts.append(f"{row['calibration']}, {row['calibration_tokens']:,} tokens")
     return "; ".join(parts) or "–"
+
+
+def _standard_error(tasks: Row) -> float:
+    """Of the mean accuracy: tasks are independent, and each counts alike."""
+    names = ("acc_norm_stderr,none", "acc_stderr,none")
+    errors = [next(values[name] for name in names if name in values) for values in tasks.values()]
+    return math.hypot(*errors) / len(errors)
 
 
 def _accuracy(row: Row, dense: Row) -> str:
