@@ -8,12 +8,13 @@ from harness import ROOT, quality_rows, read_rows
 from plot import LAYERS, QUALITY, layers_svg, quality_svg
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
-from tables.quality import combined_table, parts_table, quality_table, sketch_table
+from tables.quality import combined_table, parts_table, quality_table, sketch_table, wikitext2_table
 from tables.runs import faults_table, memory_table, overhead_table, processes_table
 
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
+    ROOT / "docs" / "experiments.md",
     ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "recipes" / "group-pca.md",
     ROOT / "docs" / "recipes" / "oneshot.md",
@@ -25,6 +26,7 @@ DOCUMENTS = (
 TABLES = {
     "quality": (quality_table, "quality"),
     "parts": (parts_table, "quality"),
+    "wikitext2": (wikitext2_table, "quality"),
     "overhead": (overhead_table, "overhead"),
     "memory": (memory_table, "memory"),
     "pivots": (pivots_table, "kernels"),

@@ -1,10 +1,13 @@
 """Tables of how good the compressed models are."""
 
 import math
+from statistics import geometric_mean
 
 from harness import KINDS, Row, latest, quality_rows, read_rows, varies_a_part
 
 from tables.cells import TEXTS, markdown, origin, rounded, scores, settings
+
+WIKITEXT2 = "wikitext2_valid.txt"  # calibrated on what other tools are calibrated on
 
 
 def quality_table() -> str:
@@ -55,7 +58,7 @@ def quality_table() -> str:
 
 def parts_table() -> str:
     """Scores of the default with one part or its text changed, beside the default at the same size and tier."""
-    rows = [row for row in quality_rows() if row["recipe"] == "oneshot"]
+    rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and row["calibration"] != WIKITEXT2]
     varied = [row for row in rows if varies_a_part(row) or row["calibration"] != rows[0]["calibration"]]
     if not varied:
         return "Not measured yet."
@@ -77,6 +80,28 @@ def parts_table() -> str:
         lines,
         f"Score: geometric mean over five kinds of text of perplexity ÷ dense; {rows[0]['model']}, fp32, first "
         f"{rows[0]['max_windows']} windows of each text; {origin(shown)}.",
+    )
+
+
+def wikitext2_table() -> str:
+    """Models calibrated on WikiText-2's own validation text: on its test text, and on the other kinds."""
+    all_rows = quality_rows()
+    rows = [row for row in all_rows if row.get("calibration") == WIKITEXT2]
+    if not rows:
+        return "Not measured yet."
+    dense = next(row["perplexity"] for row in all_rows if row["recipe"] == "dense")
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["sparsity"], row["tier"])):
+        ratios = {kind: row["perplexity"][kind] / value for kind, value in dense.items()}
+        own = ratios.pop("wikitext2")
+        lines.append([f"{row['sparsity']:.1%}", row["tier"], rounded(own), rounded(geometric_mean(ratios.values()))])
+    others = ", ".join(KINDS[kind] for kind in dense if kind != "wikitext2")
+    return markdown(
+        ["stored removed", "tier", "WikiText-2", "other kinds of text"],
+        lines,
+        f"Perplexity ÷ dense, of the default calibrated on {rows[0]['calibration_tokens']:,} tokens of WikiText-2's "
+        f"validation text, on its test text and on {others} (geometric mean); {rows[0]['model']}, fp32, first "
+        f"{rows[0]['max_windows']} windows of each text; {origin(rows)}.",
     )
 
 
