@@ -9,12 +9,13 @@ from plot import LAYERS, QUALITY, layers_svg, quality_svg
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
 from tables.quality import combined_table, parts_table, quality_table, sketch_table, wikitext2_table
-from tables.runs import faults_table, memory_table, overhead_table, processes_table
+from tables.runs import faults_table, llama_cpp_table, memory_table, overhead_table, processes_table
 
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "experiments.md",
+    ROOT / "docs" / "llama-cpp.md",
     ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "recipes" / "group-pca.md",
     ROOT / "docs" / "recipes" / "oneshot.md",
@@ -37,6 +38,7 @@ TABLES = {
     "hidden_error": (hidden_error_table, "hidden_size"),
     "faults": (faults_table, "faults"),
     "processes": (processes_table, "processes"),
+    "llama_cpp": (llama_cpp_table, "llama_cpp"),
     "sketch_quality": (sketch_table, "sketch_quality"),
 }
 

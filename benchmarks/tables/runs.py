@@ -1,4 +1,4 @@
-"""Tables of what runs take and survive: time, memory, faults, processes."""
+"""Tables of what runs take and survive (time, memory, faults, processes), and of results in llama.cpp."""
 
 from statistics import fmean
 
@@ -95,4 +95,21 @@ def processes_table() -> str:
             ]
         ],
         f"{row['model']}, {row['num_tokens']:,} tokens, from start to end of the command; {origin([row])}.",
+    )
+
+
+def llama_cpp_table() -> str:
+    """Perplexity and file size of the dense and the compressed model in llama.cpp, beside transformers."""
+    rows = latest(read_rows("llama_cpp"), "dense")
+    lines = []
+    for row in sorted(rows, key=lambda row: not row["dense"]):
+        cells = [f"{found['perplexity']:.2f} ({found['file_bytes'] / 1e6:.0f} MB)" for found in row["types"].values()]
+        name = "dense" if row["dense"] else "compressed"
+        lines.append([name, f"{row['stored_parameters'] / 1e6:.1f} M", f"{row['transformers_perplexity']:.2f}", *cells])
+    return markdown(
+        ["model", "stored parameters", "transformers, fp32", *(f"llama.cpp, {kind}" for kind in rows[0]["types"])],
+        lines,
+        f"Perplexity on the second halves of the first {rows[0]['chunks']} chunks of 512 tokens of WikiText-2's test "
+        f"text, and file sizes; {rows[0]['model']}, llama.cpp {rows[0]['llama_cpp'].removeprefix('version: ')}; "
+        f"{origin(rows)}.",
     )
