@@ -58,7 +58,7 @@ def quality_table() -> str:
 
 def parts_table() -> str:
     """Scores of the default with one part or its text changed, beside the default at the same size and tier."""
-    rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and row["calibration"] != WIKITEXT2]
+    rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not _is_narrow(row)]
     varied = [row for row in rows if varies_a_part(row) or row["calibration"] != rows[0]["calibration"]]
     if not varied:
         return "Not measured yet."
@@ -84,23 +84,28 @@ def parts_table() -> str:
 
 
 def wikitext2_table() -> str:
-    """Models calibrated on WikiText-2's own validation text: on its test text, and on the other kinds."""
+    """Models calibrated on WikiText-2's validation text, alone or with the model's own: on its test text and others."""
     all_rows = quality_rows()
-    rows = [row for row in all_rows if row.get("calibration") == WIKITEXT2]
+    rows = [row for row in all_rows if row["recipe"] == "oneshot" and _is_narrow(row)]
     if not rows:
         return "Not measured yet."
     dense = next(row["perplexity"] for row in all_rows if row["recipe"] == "dense")
     lines = []
-    for row in sorted(rows, key=lambda row: (row["sparsity"], row["tier"])):
+    for row in sorted(rows, key=lambda row: (row["sparsity"], row["tier"], row["calibration"])):
         ratios = {kind: row["perplexity"][kind] / value for kind, value in dense.items()}
         own = ratios.pop("wikitext2")
-        lines.append([f"{row['sparsity']:.1%}", row["tier"], rounded(own), rounded(geometric_mean(ratios.values()))])
+        lines.append(
+            [
+                *(f"{row['sparsity']:.1%}", row["tier"], row["calibration"]),
+                *(rounded(own), rounded(geometric_mean(ratios.values()))),
+            ]
+        )
     others = ", ".join(KINDS[kind] for kind in dense if kind != "wikitext2")
     return markdown(
-        ["stored removed", "tier", "WikiText-2", "other kinds of text"],
+        ["stored removed", "tier", "text", "WikiText-2", "other kinds of text"],
         lines,
-        f"Perplexity ÷ dense, of the default calibrated on {rows[0]['calibration_tokens']:,} tokens of WikiText-2's "
-        f"validation text, on its test text and on {others} (geometric mean); {rows[0]['model']}, fp32, first "
+        f"Perplexity ÷ dense, of the default calibrated on {rows[0]['calibration_tokens']:,} tokens, on WikiText-2's "
+        f"test text and on {others} (geometric mean); {rows[0]['model']}, fp32, first "
         f"{rows[0]['max_windows']} windows of each text; {origin(rows)}.",
     )
 
@@ -138,6 +143,10 @@ def sketch_table() -> str:
         f"{rows[0]['model']} at FFN width 1024 (−19.7 %), {rows[0]['calibration_tokens']:,} dense-stream tokens, "
         f"first {rows[0]['max_windows']} windows; {origin(rows)}.",
     )
+
+
+def _is_narrow(row: Row) -> bool:
+    return (row["calibration"] or "").startswith(WIKITEXT2)
 
 
 def _calibrated(row: Row, rows: list[Row]) -> str:
