@@ -115,10 +115,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
-def add_compression_options(options: argparse.ArgumentParser, *, num_sequences: int) -> None:
-    """Options of the benchmarks that compress the demo model and judge it on texts of the data folder."""
+def add_text_options(options: argparse.ArgumentParser, *, num_sequences: int) -> None:
+    """Options of the benchmarks that compress the demo model with texts of the data folder."""
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
     options.add_argument("--num-sequences", type=int, default=num_sequences)
+
+
+def add_compression_options(options: argparse.ArgumentParser, *, num_sequences: int) -> None:
+    """Options of the benchmarks that compress the demo model and judge it on texts of the data folder."""
+    add_text_options(options, num_sequences=num_sequences)
     options.add_argument("--max-windows", type=int, default=8)
 
 
@@ -184,14 +189,20 @@ def latest(rows: list[Row], *keys: str) -> list[Row]:
 
 def judge(report: Report, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What a row says of a compressed model: its size, its calibration and its perplexities."""
-    calibration = report.calibration or {}
-    return {
+    sizes = {
         "stored_parameters": report.stored_parameters["compressed"],
         "block_parameters": report.block_parameters["compressed"],
+    }
+    return sizes | calibration_record(report) | {"perplexity": perplexities(Path(report.config["output"]), windows)}
+
+
+def calibration_record(report: Report) -> dict[str, Any]:
+    """What a row says of the text that a compressed model was calibrated on."""
+    calibration = report.calibration or {}
+    return {
         "calibration": Path(report.config["calibration"]).name,
         "calibration_tokens": calibration.get("num_tokens"),
         "calibration_hash": calibration.get("token_hash"),
-        "perplexity": perplexities(Path(report.config["output"]), windows),
     }
 
 

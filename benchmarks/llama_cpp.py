@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import append_row, kind_text, parser, provenance, smollm2_gguf
+from harness import add_text_options, append_row, calibration_record, kind_text, parser, provenance, smollm2_gguf
 
 from oneshot import CompressionConfig, compress
 from oneshot.calibration import load_tokenizer
@@ -67,8 +67,7 @@ def in_llama_cpp(folder: Path, text: Path, scratch: Path, arguments: argparse.Na
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
-    options.add_argument("--num-sequences", type=int, default=128)
+    add_text_options(options, num_sequences=128)
     options.add_argument("--llama-cpp", type=Path, required=True, help="source tree with build/bin")
     options.add_argument("--chunks", type=int, default=16)
     options.add_argument("--sparsity", type=float, default=0.2)
@@ -87,10 +86,10 @@ def main() -> None:
             calibration=str(arguments.data_dir / "general.jsonl"),
             num_sequences=arguments.num_sequences,
         )
-        compress(config)
-        for folder in (dense, Path(config.output)):
-            row = provenance(model="SmolLM2-135M-Instruct", llama_cpp=version, chunks=arguments.chunks)
-            row |= {
+        of_compressed = calibration_record(compress(config)) | {"seed": config.seed}
+        for folder, origin in ((dense, {}), (Path(config.output), of_compressed)):
+            row = provenance(model="SmolLM2-135M-Instruct", llama_cpp=version, chunks=arguments.chunks, context=CONTEXT)
+            row |= origin | {
                 "dense": folder == dense,
                 "stored_parameters": Checkpoint(folder).num_parameters,
                 "transformers_perplexity": half_chunk_perplexity(folder, text.read_text(), arguments.chunks),

@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from harness import append_row, parser, provenance, smollm2_gguf
+from harness import add_text_options, append_row, parser, provenance, smollm2_gguf
 from torch.profiler import ProfilerActivity, profile
 
 from oneshot import CompressionConfig, compress
@@ -49,8 +49,7 @@ def operator_seconds(config: CompressionConfig) -> dict[str, float]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
-    options.add_argument("--num-sequences", type=int, default=32)
+    add_text_options(options, num_sequences=32)
     options.add_argument("--recipes", nargs="+", default=["oneshot", "stat"])
     options.add_argument("--tiers", nargs="+", choices=TIERS, default=["stock"], help="per-layer makes a profile first")
     options.add_argument("--operators", action="store_true", help="compress again under the profiler")

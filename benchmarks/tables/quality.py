@@ -146,7 +146,9 @@ def sketch_table() -> str:
 
 
 def _is_narrow(row: Row) -> bool:
-    return (row["calibration"] or "").startswith(WIKITEXT2)
+    """Whether a row of the default was calibrated on WikiText-2, alone or with the model's own text."""
+    calibration: str = row["calibration"]
+    return calibration.startswith(WIKITEXT2)
 
 
 def _calibrated(row: Row, rows: list[Row]) -> str:

@@ -101,15 +101,17 @@ def processes_table() -> str:
 def llama_cpp_table() -> str:
     """Perplexity and file size of the dense and the compressed model in llama.cpp, beside transformers."""
     rows = latest(read_rows("llama_cpp"), "dense")
+    dense, compressed = sorted(rows, key=lambda row: not row["dense"])
     lines = []
-    for row in sorted(rows, key=lambda row: not row["dense"]):
+    for row in (dense, compressed):
         cells = [f"{found['perplexity']:.2f} ({found['file_bytes'] / 1e6:.0f} MB)" for found in row["types"].values()]
         name = "dense" if row["dense"] else "compressed"
         lines.append([name, f"{row['stored_parameters'] / 1e6:.1f} M", f"{row['transformers_perplexity']:.2f}", *cells])
     return markdown(
-        ["model", "stored parameters", "transformers, fp32", *(f"llama.cpp, {kind}" for kind in rows[0]["types"])],
+        ["model", "stored parameters", "transformers, fp32", *(f"llama.cpp, {kind}" for kind in dense["types"])],
         lines,
-        f"Perplexity on the second halves of the first {rows[0]['chunks']} chunks of 512 tokens of WikiText-2's test "
-        f"text, and file sizes; {rows[0]['model']}, llama.cpp {rows[0]['llama_cpp'].removeprefix('version: ')}; "
+        f"Perplexity on the second halves of the first {dense['chunks']} chunks of {dense['context']} tokens of "
+        f"WikiText-2's test text, and file sizes; compressed on {compressed['calibration_tokens']:,} tokens of "
+        f"{compressed['calibration']}; {dense['model']}, llama.cpp {dense['llama_cpp'].removeprefix('version: ')}; "
         f"{origin(rows)}.",
     )
