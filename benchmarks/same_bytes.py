@@ -1,0 +1,197 @@
+"""Compare the bytes of stored tensors between this tree and another checkout: families × forms × recipes.
+
+`python benchmarks/same_bytes.py OTHER_TREE` compresses tiny random models of every family with both trees, each in a
+process of its own, and prints a line for every case: equal, different (with the first tensor), or refused by both. The
+files that tensors lie in may differ. Exit code 1 if any case differs.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
+RECIPES = ("oneshot", "stat", "tcsp", "group-pca", "flap")
+FORMS = ("stock", "per-layer")
+SPARSITY = "0.1"
+# Options beyond a recipe and a form; keys as `--set` takes them.
+VARIANTS: dict[str, dict[str, str]] = {
+    "heads": {"heads": "id"},
+    "heads-obs": {"heads": "obs", "ffn": "obs"},
+    "heads-only": {"heads": "id", "ffn": "none", "sparsity": "0.04"},
+    "up-steps": {"up_steps": "2"},
+    "damping-auto": {"damping": "auto"},
+    "same-layer": {"correction": "same-layer"},
+    "uncorrected": {"correction": "none", "ffn": "wanda", "heads": "leverage"},
+    "depth": {"depth": "sensitivity"},
+    "values": {"value_size": "4"},
+    "queries-keys": {"query_key_size": "4"},
+    "corrected-slices": {"sparsity": "0.25", "hidden": "pca", "hidden_size": "28", "correction": "two-stream", "heads": "id"},
+    "group-slices": {"hidden": "pca", "group_size": "1", "ffn": "none", "shared_weight": "0.1"},
+    "magnitude": {"ffn": "magnitude", "correction": "none"},
+    "tournament": {"pivoting": "tournament", "sketch": "sparse-sign"},
+}
+
+
+def cases() -> list[dict[str, object]]:
+    """Every family, tied and untied, with every recipe and form; every variant with Llama and OPT."""
+    listed: list[dict[str, object]] = []
+    for family in FAMILIES:
+        for tied in (False, True):
+            for form in FORMS:
+                listed += [
+                    {"family": family, "tied": tied, "form": form, "recipe": recipe, "options": {}, "name": recipe}
+                    for recipe in RECIPES
+                ]
+    for family in ("llama", "opt"):
+        for form in FORMS:
+            listed += [
+                {"family": family, "tied": True, "form": form, "recipe": "oneshot", "options": options, "name": name}
+                for name, options in VARIANTS.items()
+            ]
+    return listed
+
+
+def make_models(folder: Path) -> None:
+    """Save a tiny random model of every family, with a tokenizer and a text."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from factories import build_model, topics
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([topics(0, 20)], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    for family in FAMILIES:
+        for tied in (False, True):
+            extra = {"head_dim": 8} if family == "qwen3" else {}  # its default is 128
+            model = build_model(family, tied=tied, width=128, layers=3, vocabulary=400, **extra)
+            place = folder / f"{family}-{'tied' if tied else 'untied'}"
+            model.save_pretrained(place)
+            fast.save_pretrained(place)
+    (folder / "text.txt").write_text(topics(0, 10))
+
+
+def arguments_of(case: dict[str, object], models: Path, output: Path, *, new: bool) -> list[str]:
+    """Return the command line of a case, in the spelling of the tree that runs it."""
+    listed = [
+        str(models / f"{case['family']}-{'tied' if case['tied'] else 'untied'}"),
+        *("--output", str(output), "--recipe", str(case["recipe"]), "--tier", str(case["form"])),
+        *("--calibration", str(models / "text.txt"), "--num-sequences", "16", "--sequence-length", "32"),
+        *("--batch-size", "4", "--device", "cpu", "--dtype", "float32", "--quiet"),
+    ]
+    options = case["options"]
+    assert isinstance(options, dict)
+    if not options.keys() & {"value_size", "query_key_size", "sparsity"}:
+        listed += ["--sparsity", SPARSITY]
+    for key, value in options.items():
+        visible = key in ("up_steps", "sparsity") or not new
+        listed += [f"--{key.replace('_', '-')}", value] if visible else ["--set", f"{key}={value}"]
+    return listed
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every stored tensor, with its dtype and shape."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            content = tensor.contiguous().flatten().view(__import__("torch").uint8).numpy().tobytes()
+            found[name] = f"{hashlib.sha256(content).hexdigest()} {tensor.dtype} {list(tensor.shape)}"
+    return found
+
+
+def drive(models: Path, result: Path) -> None:
+    """Run every case with the `oneshot` that Python finds; write checksums or the exit code."""
+    import contextlib
+    import importlib.util
+    import io
+
+    import torch
+
+    from oneshot.compress import main
+
+    torch.set_num_threads(1)
+    new = importlib.util.find_spec("oneshot.cli") is not None
+    found: list[dict[str, str]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, case in enumerate(cases()):
+            output = Path(scratch) / str(number)
+            errors = io.StringIO()
+            try:
+                with contextlib.redirect_stderr(errors):
+                    code = main(arguments_of(case, models, output, new=new))
+            except SystemExit as error:
+                code = int(error.code or 0)
+            except (ValueError, IndexError, RuntimeError) as error:  # a defect of that tree, shown in the table
+                found.append({"crashed": f"{type(error).__name__}: {error}"})
+                continue
+            if code:
+                lines = errors.getvalue().strip().splitlines() or ["?"]
+                found.append({"refused": next((line for line in lines if line.startswith("error")), lines[-1])})
+            else:
+                found.append(checksums(output))
+    result.write_text(json.dumps(found))
+
+
+def main() -> int:
+    """Run both trees side by side and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("other", type=Path, help="a checkout of the commit to compare with")
+    parser.add_argument("--models", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--keep", type=Path, help="folder that keeps the other tree's checksums for the next call")
+    arguments = parser.parse_args()
+    if arguments.models:
+        drive(arguments.models, arguments.result)
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.keep or Path(scratch)
+        folder.mkdir(exist_ok=True, parents=True)
+        if not (folder / "text.txt").exists():
+            make_models(folder)
+        running = []
+        for name, tree in (("other", arguments.other), ("this", ROOT)):
+            result = folder / f"{name}.json"
+            if name == "other" and result.exists():
+                continue
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tree}:{tree / 'kernels'}"}
+            command = [sys.executable, __file__, str(tree), "--models", str(folder), "--result", str(result)]
+            running.append(subprocess.Popen(command, env=environment, cwd=tree))
+        if any(process.wait() for process in running):
+            return 1
+        theirs, ours = (json.loads((folder / f"{name}.json").read_text()) for name in ("other", "this"))
+    counts = {"equal": 0, "refused by both": 0, "different": 0}
+    for case, old, new in zip(cases(), theirs, ours, strict=True):
+        names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+        verdict = "different" if names else "equal"
+        if "refused" in new and old.keys() & {"refused", "crashed"}:
+            verdict = "refused by both"
+        counts[verdict] += 1
+        tied = "tied" if case["tied"] else "untied"
+        detail = ""
+        if verdict == "different":
+            detail = f": {names[0]} of {len(names)}: {old.get(names[0])} | {new.get(names[0])}"
+        if verdict == "refused by both":
+            detail = f": {new['refused']}"
+        print(f"{case['family']:8} {tied:7} {case['form']:10} {case['name']:17} {verdict}{detail}")
+    print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
+    return int(counts["different"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
