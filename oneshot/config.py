@@ -1,64 +1,36 @@
-"""What a user asks for: one frozen, validated record of every option of a run."""
+"""What a user asks for: a target, a method, a text, a machine, and where the result goes."""
 
 import math
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 from oneshot.errors import ConfigError
+from oneshot.fields import FLAGS, check_choices, check_minimum, display, field_names
+from oneshot.recipes import RECIPE_FORMS, RECIPES, Method, find_recipe
 
-SELECTORS = (
-    "id",
-    "obs",
-    "leverage",
-    "activation-norm",
-    "wanda",
-    "flap",
-    "tcsp-score",
-    "magnitude",
-    "random",
-    "none",
-)
-HIDDEN_METHODS = ("pca", "none")
-EMBEDDING_METHODS = ("low-rank", "none")
-HEAD_UNITS = ("auto", "query-head", "kv-group")
-CORRECTIONS = ("none", "bias", "same-layer", "two-stream")
-PIVOTINGS = ("cholesky", "qr", "grouped", "tournament")
-BUDGETS = ("parameters", "bytes", "flops", "latency")
-DEPTHS = ("sensitivity", "none")
-ALLOCATIONS = ("auto", "uniform", "error", "stat", "block-influence", "flap", "sensitivity")
-TIERS = ("stock", "per-layer")
-TOKEN_WEIGHTINGS = ("unit", "raw")
-SKETCHES = ("none", "count", "sparse-sign")
-DTYPES = ("auto", "float32", "bfloat16")
-AUTO = "auto"
-DAMPING = 3e-2
-TOKENS_PER_NEURON = 4  # fewer than that say little about a layer
-SAVE_DTYPES = ("keep", "float32", "bfloat16", "float16")
+BudgetUnit = Literal["parameters", "bytes", "flops", "latency"]
+FormName = Literal["stock", "per-layer"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+SaveDtype = Literal["keep", "float32", "bfloat16", "float16"]
 
-# Options whose command-line names are not those of their fields.
-_FLAGS = {
-    "max_memory_bytes": "max-memory",
-    "max_device_memory_bytes": "max-device-memory",
-    "fixed_damping": "damping",
-}
+MAX_FILE_BYTES = 5 * 10**9  # transformers' default of max_shard_size
+
+# Fields that say where things are and what may be done, and do not change the result.
+NOT_IN_FINGERPRINT = ("checkpoint", "output", "machine", "overwrite", "resume")
 
 _COUNT_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _SIZE_SUFFIXES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parse_count(text: str) -> int:
-    """`"5.5B"` -> 5_500_000_000 (a number of parameters). Raises `ConfigError` on anything else."""
+    """Parse a number of parameters: `"5.5B"` is 5_500_000_000. Raises `ConfigError` for anything else."""
     return _parse(text, _COUNT_SUFFIXES, "a number of parameters such as 900M or 5.5B")
 
 
 def parse_size(text: str) -> int:
-    """`"8GiB"` -> 8_589_934_592 (bytes). Raises `ConfigError` on anything else."""
+    """Parse a number of bytes: `"8GiB"` is 8_589_934_592. Raises `ConfigError` for anything else."""
     return _parse(text, _SIZE_SUFFIXES, "a size in bytes such as 500MB or 8GiB")
-
-
-def _flag(field: str) -> str:
-    return _FLAGS.get(field) or field.replace("_", "-")
 
 
 def _parse(text: str, suffixes: dict[str, int], expected: str) -> int:
@@ -69,133 +41,198 @@ def _parse(text: str, suffixes: dict[str, int], expected: str) -> int:
 
 
 @dataclass(frozen=True)
-class CompressionConfig:
-    """Every choice of one compression run; the same record goes into the report.
+class Target:
+    """How small the result is.
 
-    Exactly one of `sparsity` (fraction of the stored parameters to remove, in [0, 1)) and `params` (stored
-    parameters to keep) is given; neither where sizes are given that say everything. Parts of the recipe (`ffn`,
-    `heads`, `hidden`, `embedding`, `up_steps`, `group_size`, `correction`, `pivoting`, `sketch`, `tier`, `allocation`,
-    `depth`) override it where they are not None. `budget` is what `sparsity` is a share of: stored parameters, bytes of
-    the weight files, FLOPs per token, or the measured seconds of the decoder layers for one sequence.
-    `hidden_size`, `value_size` and `query_key_size` (per head) are the kept sizes (None: what the target asks for, and
-    all); `group_size` blocks share a projection of the residual stream, in which the statistics of all other blocks
-    count `shared_weight` times, and tokens alike (`unit` `token_weighting`) or by their energy (`raw`). `damping` is
-    the ridge in units of the Gram's mean diagonal, or `auto`: for every block the one that errs least on a held-out
-    eighth of the text; `sketch_size` is in rows (None: twice the FFN width).
-    `residual_weight` is the share of the dense stream's residual in a two-stream target where text is plenty.
-    `profile` is the folder of a profile to plan from (None: the run makes one where its allocation needs it).
-    `max_memory_bytes` bounds the peak resident memory of the process, `max_device_memory_bytes` what torch takes on a
-    CUDA device: activations go where both hold, and a run that cannot keep to them is refused. `offload_dir` is the
-    folder for activations that do not fit and for scratch files (None: the system's temporary folder).
-    `resume`: go on where an interrupted run of the same fingerprint stopped; `overwrite`: replace an output, and forget
-    an interrupted run.
+    Attributes:
+        sparsity: fraction of the budget to remove, from 0 up to below 1.
+        parameters: stored parameters to keep, instead of `sparsity`.
+        budget: what `sparsity` is a fraction of; latency is measured on this machine, for one sequence.
+        hidden_size, value_size, query_key_size: kept sizes (the last two per head); None: what the target asks for,
+            and all.
+        round_to: sizes are multiples of this; None: 64, less for small models.
+    """
+
+    sparsity: float | None = None
+    parameters: int | None = None
+    budget: BudgetUnit = "parameters"
+    hidden_size: int | None = None
+    value_size: int | None = None
+    query_key_size: int | None = None
+    round_to: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        given = (self.sparsity is not None) + (self.parameters is not None)
+        sizes_given = any((self.hidden_size, self.value_size, self.query_key_size))
+        if given > 1 or (given == 0 and not sizes_given):
+            raise ConfigError("Give exactly one target: --sparsity (such as 0.2) or --params (such as 900M).")
+        if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
+            raise ConfigError(f"--sparsity {self.sparsity} is out of range: give a fraction from 0 up to below 1.")
+        if self.parameters is not None and self.budget != "parameters":
+            raise ConfigError(f"--params counts parameters; give --sparsity beside --set budget={self.budget}.")
+        if self.parameters is not None and self.parameters <= 0:
+            raise ConfigError(f"--params {self.parameters} is out of range: give a positive number of parameters.")
+        check_minimum(self, round_to=1, hidden_size=1, value_size=1, query_key_size=1)
+
+    def wanted_parameters(self, dense_parameters: int) -> int:
+        """Return the stored parameters that are asked for; the dense model's if only sizes are given."""
+        if self.parameters is not None:
+            return self.parameters
+        return round(dense_parameters * (1 - (self.sparsity or 0.0)))
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The calibration text: its sources, joined by `+`, and how many sequences of how many tokens are read."""
+
+    calibration: str = "c4"
+    num_sequences: int = 128
+    sequence_length: int = 1024
+
+    def __post_init__(self) -> None:
+        check_minimum(self, num_sequences=1, sequence_length=2)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of all sequences."""
+        return self.num_sequences * self.sequence_length
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """Where a run computes and what it may take.
+
+    Attributes:
+        device: `auto`, `cpu`, `cuda` or `cuda:N`. dtype: of the forward passes.
+        batch_size: sequences in one forward pass.
+        max_memory_bytes: bound of the process's peak resident memory; a run that cannot keep to it is refused.
+        max_device_memory_bytes: bound of what torch takes on a CUDA device.
+        offload_dir: folder for activations that do not fit and for scratch files; None: the system's temporary folder.
+    """
+
+    device: str = "auto"
+    dtype: Dtype = "auto"
+    batch_size: int = 4
+    max_memory_bytes: int | None = None
+    max_device_memory_bytes: int | None = None
+    offload_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_minimum(self, batch_size=1, max_memory_bytes=1, max_device_memory_bytes=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every choice of a run; the report holds the same record. `Config.of` makes one from flat options.
+
+    Attributes:
+        checkpoint: a folder of safetensors, a `.gguf` file, or a hub name. output: a folder that does not exist.
+        target, method, text, machine: see these records. recipe: the name of the method it began with.
+        form: what the result is written as.
+        profile: folder of a profile to plan from; None: the run makes one if it needs one.
+        seed: of the text's order, of sketches and of random choices.
+        save_dtype: of the stored weights; `keep`: the input's. max_file_bytes: of one weight file.
+        overwrite: replace an output and forget an interrupted run. resume: continue an interrupted run.
     """
 
     checkpoint: str
     output: str
-    sparsity: float | None = None
-    params: int | None = None
-    budget: str = "parameters"
+    target: Target
+    method: Method = RECIPES["oneshot"]
+    text: TextOptions = TextOptions()
+    machine: MachineOptions = MachineOptions()
     recipe: str = "oneshot"
-    ffn: str | None = None
-    heads: str | None = None
-    hidden: str | None = None
-    embedding: str | None = None
-    up_steps: int | None = None
-    hidden_size: int | None = None
-    group_size: int | None = None
-    shared_weight: float = 0.0
-    token_weighting: str = "unit"
-    value_size: int | None = None
-    query_key_size: int | None = None
-    tier: str | None = None
-    allocation: str | None = None
-    depth: str | None = None
+    form: FormName = "stock"
     profile: str | None = None
-    head_unit: str = "auto"
-    correction: str | None = None
-    damping: float | str = DAMPING
-    pivoting: str | None = None
-    sketch: str | None = None
-    sketch_size: int | None = None
-    pivot_group_size: int = 512
-    residual_weight: float = 0.25
-    round_to: int | None = None
-    calibration: str = "c4"
-    num_sequences: int = 128
-    sequence_length: int = 1024
-    batch_size: int = 4
     seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
-    save_dtype: str = "keep"
-    max_memory_bytes: int | None = None
-    max_device_memory_bytes: int | None = None
-    offload_dir: str | None = None
+    save_dtype: SaveDtype = "keep"
+    max_file_bytes: int = MAX_FILE_BYTES
     overwrite: bool = False
     resume: bool = False
 
     def __post_init__(self) -> None:
-        targets = (self.sparsity is not None) + (self.params is not None)
-        sizes_given = any((self.hidden_size, self.value_size, self.query_key_size))
-        if targets > 1 or (targets == 0 and not sizes_given):
-            raise ConfigError("Give exactly one target: --sparsity (such as 0.2) or --params (such as 900M).")
-        if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
-            raise ConfigError(f"--sparsity {self.sparsity} is out of range: give a fraction from 0 up to below 1.")
-        if self.params is not None and self.budget != "parameters":
-            raise ConfigError(f"--params counts parameters; give --sparsity beside --budget {self.budget}.")
-        if self.params is not None and self.params <= 0:
-            raise ConfigError(f"--params {self.params} is out of range: give a positive number of parameters.")
-        for option, minimum in (
-            ("num_sequences", 1),
-            ("sequence_length", 2),
-            ("batch_size", 1),
-            ("round_to", 1),
-            ("hidden_size", 1),
-            ("sketch_size", 1),
-            ("pivot_group_size", 1),
-            ("group_size", 0),
-            ("up_steps", 0),
-            ("value_size", 1),
-            ("query_key_size", 1),
-            ("max_memory_bytes", 1),
-            ("max_device_memory_bytes", 1),
-        ):
-            value = getattr(self, option)
-            if value is not None and value < minimum:
-                raise ConfigError(f"--{_flag(option)} {value} is out of range: give at least {minimum}.")
-        if isinstance(self.damping, str) and self.damping != AUTO:
-            raise ConfigError(f"--damping {self.damping} is neither a number nor {AUTO}.")
-        for option in ("fixed_damping", "residual_weight", "shared_weight"):
-            value = getattr(self, option)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"--{_flag(option)} {value} is out of range: give 0 or more.")
-        for option, allowed in (
-            ("ffn", SELECTORS),
-            ("heads", SELECTORS),
-            ("hidden", HIDDEN_METHODS),
-            ("embedding", EMBEDDING_METHODS),
-            ("tier", TIERS),
-            ("budget", BUDGETS),
-            ("allocation", ALLOCATIONS),
-            ("depth", DEPTHS),
-            ("token_weighting", TOKEN_WEIGHTINGS),
-            ("head_unit", HEAD_UNITS),
-            ("correction", CORRECTIONS),
-            ("pivoting", PIVOTINGS),
-            ("sketch", SKETCHES),
-            ("dtype", DTYPES),
-            ("save_dtype", SAVE_DTYPES),
-        ):
-            value = getattr(self, option)
-            if value is not None and value not in allowed:
-                raise ConfigError(f"--{_flag(option)} {value} is not one of {', '.join(allowed)}.")
+        check_choices(self)
+        check_minimum(self, max_file_bytes=1)
 
-    @property
-    def fixed_damping(self) -> float:
-        """The damping of whatever has no held-out text to choose it on."""
-        return DAMPING if isinstance(self.damping, str) else self.damping
+    @staticmethod
+    def of(checkpoint: str, output: str, *, recipe: str = "oneshot", **options: Any) -> "Config":
+        """Make a config from flat options, such as `sparsity=0.2, calibration="text.jsonl", ffn="obs"`.
+
+        Every option is a field of `Target`, `Method`, `TextOptions`, `MachineOptions` or `Config`; the method's other
+        fields are the recipe's.
+
+        Raises `ConfigError` for an unknown option or recipe, and for values that are not allowed.
+        """
+        parts: dict[str, dict[str, Any]] = {name: {} for name in ("target", "method", "text", "machine", "config")}
+        for name, value in options.items():
+            parts[part_of(name)][name] = value
+        parts["config"].setdefault("form", RECIPE_FORMS.get(recipe, "stock"))
+        return Config(
+            checkpoint,
+            output,
+            Target(**parts["target"]),
+            find_recipe(recipe, **parts["method"]),
+            TextOptions(**parts["text"]),
+            MachineOptions(**parts["machine"]),
+            recipe,
+            **parts["config"],
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
+        """Return the record as plain JSON values."""
         return asdict(self)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the options that change the result; the text counts by its tokens and not by its name."""
+        options = {name: value for name, value in self.to_dict().items() if name not in NOT_IN_FINGERPRINT}
+        del options["text"]["calibration"]
+        return options
+
+
+PARTS: dict[str, type] = {
+    "target": Target,
+    "method": Method,
+    "text": TextOptions,
+    "machine": MachineOptions,
+    "config": Config,
+}
+
+
+def part_of(option: str) -> str:
+    """Return the part of a config that has this option. Raises `ConfigError` for an unknown option."""
+    for name, record in PARTS.items():
+        if option in field_names(record) and option not in PARTS:
+            return name
+    raise ConfigError(f"{option} is not an option; --help and --help-methods list them.")
+
+
+def settings() -> dict[str, type]:
+    """Return the keys of `--set`, each with the record that has it."""
+    return {name: record for record in (Method, Target) for name in field_names(record) if name not in FLAGS}
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Parse `key=value` of `--set`. Raises `ConfigError` for an unknown key and for a value of another type."""
+    key, separator, value = text.partition("=")
+    key = key.strip().replace("-", "_")
+    known = settings()
+    if not separator or key not in known:
+        raise ConfigError(f"--set {text} is not understood; write key=value with a key of --help-methods.")
+    return key, parse_value(key, value.strip(), get_type_hints(known[key])[key])
+
+
+def parse_value(key: str, text: str, hint: Any) -> Any:
+    """Parse a value by the type of its field. Raises `ConfigError` if it is of another type."""
+    kinds = (hint, *get_args(hint))
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                pass
+    takes_words = any(isinstance(choice, str) for part in kinds for choice in (part, *get_args(part)))
+    if not takes_words:
+        raise ConfigError(f"{display(key, text)} is not {'an integer' if int in kinds else 'a number'}.")
+    return text

@@ -6,7 +6,7 @@ LONGEST_CAUSE = 300  # characters
 class OneshotError(Exception):
     """Base of every error that `oneshot` raises on purpose; the command line prints it without a traceback.
 
-    Its text is one line: names of files and tensors may hold anything, also what a terminal would obey.
+    Its text is one printable line, because names of files and tensors may hold control characters.
     """
 
     def __str__(self) -> str:
@@ -14,12 +14,12 @@ class OneshotError(Exception):
 
 
 def printable(text: str) -> str:
-    """The text on one line, with escapes for line ends, control characters and what is no Unicode."""
+    """Return the text on one line, with escapes for line ends, control characters and invalid Unicode."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def cause(error: BaseException) -> str:
-    """The first line of another library's error, to be named in a sentence; its type where it says nothing."""
+    """Return the first line of another library's error for use in a sentence; its type if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0][:LONGEST_CAUSE] if lines else type(error).__name__
 
@@ -41,7 +41,7 @@ class ProfileError(OneshotError):
 
 
 class PlanError(OneshotError):
-    """No plan reaches the wanted size, or the export tier cannot hold the plan."""
+    """No plan reaches the target, or the form cannot hold the plan."""
 
 
 class OutputError(OneshotError):
@@ -49,7 +49,7 @@ class OutputError(OneshotError):
 
 
 class DeviceError(OneshotError):
-    """The wanted device is not there or ran out of memory."""
+    """The device is not there or ran out of memory."""
 
 
 class WorkerError(OneshotError):

@@ -1,312 +1,328 @@
-"""The order of the stages: checkpoint -> plan -> calibration -> hidden size -> (per layer) statistics, factors, fold
--> output.
-"""
+"""The order of the stages: open, plan, read text, profile, find subspaces, compress layers, export."""
 
+import json
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from oneshot.config import CompressionConfig
-from oneshot.embedding import reduce_embedding
+from oneshot.checkpoint import Journal, gguf_header, output_folder, refuse_output, refuse_place
+from oneshot.compression import LayerCompressor, StreamSubspaces, expanded, find_subspaces, reduce_embedding
+from oneshot.config import Config
 from oneshot.errors import ConfigError
-from oneshot.footprint import current_bounds, gguf_header, offload_folder, refuse_conversion, with_conversion
-from oneshot.hidden import StreamSubspaces, principal_subspaces
-from oneshot.inputs import Inputs, open_inputs
-from oneshot.layer_shards import EMBEDDING, kept_embedding, write_layers
-from oneshot.layerwise import LayerCompressor, reads_activations
-from oneshot.plan import (
+from oneshot.export import FORMS, cast, expected_bytes, verify, write_companions, write_layers
+from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
+from oneshot.machine.memory import peak_bytes, peak_device_bytes, reset_peak
+from oneshot.planning import (
     Budget,
-    plan_sizes,
+    Grid,
+    Plan,
+    Profile,
+    make_plan,
     predicted_divergences,
     profiled_damages,
     spread_hidden_sizes,
-    wanted_parameters,
 )
-from oneshot.profiles import refuse_existing, save_profile
-from oneshot.records import CalibrationSet, Footprint, LayerReport, Plan, Profile, Report
-from oneshot.report import ProgressBar, peak_bytes, peak_device_bytes, versions, write_report
-from oneshot.result import (
-    cast,
-    expected_bytes,
-    finish_folder,
-    finished_report,
-    output_config,
-    output_folder,
-    outside_shards,
-    refuse_place,
-)
-from oneshot.sampling import SELF
-from oneshot.source import identify, open_model
-from oneshot.writer import CheckpointWriter, refuse_output
+from oneshot.profiling import refuse_existing, save_profile
+from oneshot.report.card import REPORT_NAME, write_report
+from oneshot.report.progress import ProgressBar, Stopwatch
+from oneshot.report.provenance import versions
+from oneshot.report.records import Footprint, Report
+from oneshot.run import SAVED_TEXT, Run, open_run
+from oneshot.schedule import Schedule, make_schedule, profile_schedule
+from oneshot.stream import States
+
+Tensors = dict[str, torch.Tensor]
+
+EMBEDDING = "embedding"  # the journal's name for a reduced embedding
 
 
-def compress(config: CompressionConfig, *, show_progress: bool = False) -> Report:
+def compress(config: Config, *, show_progress: bool = False) -> Report:
     """Compress a checkpoint into `config.output` and return the report that is also written there.
 
-    The result is a stock checkpoint (transformers loads it with no code of ours). Nothing appears at the output before
-    it is complete. Same seed, same machine and same thread count give the same bytes, also where a run was interrupted
-    and another went on with `config.resume`.
+    Nothing appears at the output before it is complete. The same seed, machine and thread count give the same bytes,
+    also if a run was interrupted and another continued with `config.resume`.
 
     Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
     """
-    with open_inputs(config, show_progress=show_progress) as inputs:
-        return _compress(config, inputs)
+    with open_run(config, [output_folder(config.output)], show_progress=show_progress) as run:
+        return _compress(config, run)
 
 
-def compress_sizes(
-    config: CompressionConfig, sparsities: Sequence[float], *, show_progress: bool = False
-) -> list[Report]:
-    """As `compress`, once for every sparsity, into `OUT/sparsity-0.10` and so on; what they share is done once.
+def compress_sizes(config: Config, sparsities: Sequence[float], *, show_progress: bool = False) -> list[Report]:
+    """Compress once for every sparsity, into `OUT/sparsity-0.10` and so on; text and profile are shared.
 
     All targets are planned before the first run, so that one out of reach is refused before any work.
     """
     configs = [
-        replace(config, sparsity=sparsity, output=str(Path(config.output) / f"sparsity-{sparsity:.2f}"))
+        replace(
+            config,
+            target=replace(config.target, sparsity=sparsity),
+            output=str(Path(config.output) / f"sparsity-{sparsity:.2f}"),
+        )
         for sparsity in sparsities
     ]
     if len({one.output for one in configs}) < len(configs):
         raise ConfigError("Two of the --sparsity values are equal to two decimals; give each once.")
-    # whether a model needs further tensors is asked of the target that removes most
-    with open_inputs(max(configs, key=lambda one: one.sparsity or 0), show_progress=show_progress) as inputs:
+    # the largest target decides whether a model needs further tensors
+    largest = max(configs, key=lambda one: one.target.sparsity or 0)
+    with open_run(largest, [output_folder(one.output) for one in configs], show_progress=show_progress) as run:
         for one in configs:
-            plan = plan_sizes(one, inputs.recipe, inputs.source.shape, budget=inputs.budget(one))
-            inputs.footprint(one, plan)
-            refuse_place(one, inputs.source.checkpoint)
-        return [_compress(one, inputs) for one in configs]
+            plan = make_plan(run.grid, run.method, one.target, budget=run.budget(one.target))
+            run.footprint(one, _schedule(one, run, plan), plan)
+            _refuse_place(one, run)
+        return [_compress(one, run) for one in configs]
 
 
-def predict(config: CompressionConfig) -> Footprint:
-    """What `compress` would take: an upper bound of its memory, its disk, its parameters, roughly its time.
+def predict(config: Config) -> Footprint:
+    """Return what `compress` would take: a bound of its memory, its disk, its parameters, and roughly its time.
 
-    Reads headers only, no weights and no text, and writes nothing. The plan is that of layers which are all alike; a
-    profile may share the same parameters out otherwise, which the bound covers. A `--budget latency` is taken as one
-    of FLOPs, because measuring a layer needs its weights.
+    It reads headers only, no weights and no text, and writes nothing. The plan has equal layers; a profile may
+    distribute the same parameters otherwise, which the bound covers. A latency budget is taken as one of FLOPs, because
+    measuring a layer needs its weights.
 
-    Raises as `compress` does for what is known before the first weight is read.
+    Raises as `compress` for everything that is known before the first weight is read.
     """
-    offload_folder(config)
+    offload_folder(config.machine)
     with torch.inference_mode():
         header = gguf_header(config.checkpoint)
-        source = open_model(config.checkpoint, Path()) if header is None else identify(header)
-        inputs = Inputs(config, Path(), show_progress=False, source=source)
+        run = Run(config, Path(), header=header)
         if header is not None:
-            refuse_conversion(config, header, current_bounds(config, inputs.device))
-        refuse_place(config, source.checkpoint)
-        unmeasured = replace(config, budget="flops") if config.budget == "latency" else config
-        source = inputs.source
-        plan = plan_sizes(unmeasured, inputs.recipe, source.shape, budget=inputs.budget(unmeasured))
-        if plan.stack(source.shape) != source.shape.stack():
-            output_config(source, plan)
-        return with_conversion(inputs.footprint(config, plan, dry=True), header)
+            bounds = current_bounds(config.machine, run.machine.device)
+            refuse_conversion(config.checkpoint, header, config.machine, bounds)
+        _refuse_place(config, run)
+        target = config.target
+        if target.budget == "latency":
+            target = replace(target, budget="flops")
+        plan = make_plan(run.grid, run.method, target, budget=run.budget(target))
+        _refuse_config(run, plan)
+        return with_conversion(run.footprint(config, _schedule(config, run, plan), plan, dry=True), header)
 
 
-def profile(config: CompressionConfig, *, show_progress: bool = False) -> Profile:
-    """Profile a checkpoint into the folder `config.output`: the error curves that plans are made from.
-
-    Raises as `compress`.
-    """
-    output = output_folder(config)
+def profile(config: Config, *, show_progress: bool = False) -> Profile:
+    """Measure what smaller sizes cost into the folder `config.output`, for later plans. Raises as `compress`."""
+    output = output_folder(config.output)
     refuse_existing(output)
-    with open_inputs(config, show_progress=show_progress) as inputs:
-        found = inputs.make_profile(config, inputs.footprint(config, None).tier)
-        if inputs.workers.is_main:
-            save_profile(found, output)
-        return found
+    with open_run(config, show_progress=show_progress) as run:
+        schedule = profile_schedule(run.grid)
+        run.store_activations(run.footprint(config, schedule, None).store)
+        measured = run.make_profile(schedule)
+        if run.machine.workers.is_main:
+            save_profile(measured, output)
+        return measured
 
 
-def _compress(config: CompressionConfig, inputs: Inputs) -> Report:
-    watch, recipe, source, workers = inputs.watch, inputs.recipe, inputs.source, inputs.workers
-    checkpoint, shape = source.checkpoint, source.shape
-    output = output_folder(config)
-    refuse_place(config, checkpoint)
-    budget = inputs.budget(config)
-    plan = workers.share(0, lambda: plan_sizes(config, recipe, shape, budget=budget))
-    if plan.stack(shape) != shape.stack():
-        output_config(source, plan)  # refuses what the tier's config cannot hold, before any work
-    footprint = inputs.footprint(config, plan)
-    layers_read_text = reads_activations(recipe, plan, shape)
-    by_profile = recipe.reads_profile and plan.reduces_blocks(shape)
-    calibration = None
-    if plan.hidden is not None or layers_read_text or by_profile:
-        calibration = inputs.read_text(config)
-    fingerprint = inputs.fingerprint(config, calibration)
+def _compress(config: Config, run: Run) -> Report:
+    """Compress one target of a run."""
+    watch, model, grid, form = Stopwatch(), run.model, run.grid, FORMS[config.form]
+    reset_peak()
+    _refuse_place(config, run)
+    budget = run.budget(config.target)
+    plan = run.machine.workers.share(0, lambda: make_plan(grid, run.method, config.target, budget=budget))
+    _refuse_config(run, plan)
+    schedule = _schedule(config, run, plan)
+    footprint = run.footprint(config, schedule, plan)
+    run.store_activations(footprint.store)
+    fingerprint = run.fingerprint(config, schedule)
+    output = output_folder(config.output)
     if config.resume and output.exists():
-        finished = finished_report(output, fingerprint)
+        finished = _finished_report(output, fingerprint)
         if finished is not None:
             return finished
         refuse_output(output, overwrite=config.overwrite, resume=False)
-    workers.wait()  # until all have looked, before one of them writes
+    run.machine.workers.wait()  # all must have looked before one of them writes
     watch.lap("prepare")
-
-    num_outside = len(outside_shards(source, plan))
-    with ExitStack() as stack:
-        writer = None
-        if workers.is_main:
-            writer = stack.enter_context(
-                CheckpointWriter(
-                    output,
-                    num_shards=shape.num_hidden_layers + num_outside,
-                    fingerprint=fingerprint,
-                    overwrite=config.overwrite,
-                    resume=config.resume,
-                    expected_bytes=expected_bytes(config.save_dtype, checkpoint, plan.stack(shape).stored_parameters()),
-                )
-            )
-            if inputs.written is not None:
-                writer.keep(SELF, {"token_ids": inputs.written.token_ids.tolist()})
-        plan, divergences = _plan_by_measurement(config, inputs, plan, budget, footprint.tier, by_profile, writer)
-        plan, subspaces = _find_subspaces(config, inputs, plan, calibration, footprint.tier)
+    parameters = grid.stack(plan).stored_parameters()
+    num_layers = model.shape.num_hidden_layers
+    with Journal(
+        output,
+        num_parts=num_layers + len(form.outside(model, plan, None, None)),
+        fingerprint=fingerprint,
+        workers=run.machine.workers,
+        overwrite=config.overwrite,
+        resume=config.resume,
+        expected_bytes=expected_bytes(config.save_dtype, model.checkpoint, parameters),
+        max_file_bytes=config.max_file_bytes,
+    ) as journal:
+        if run.written_text is not None:
+            journal.save(SAVED_TEXT, {"token_ids": run.written_text.token_ids.tolist()})
+        plan, divergences = _measured_plan(config, run, plan, budget, schedule, journal)
+        watch.lap("profile")
+        plan, subspaces = _subspaces(config, run, plan, schedule)
+        watch.lap("hidden size")
+        embedding = journal.saved_tensors(EMBEDDING) if plan.embedding else None
+        states = None
+        if schedule.streams and journal.num_finished < num_layers:
+            states = _states(run, schedule, embedding, subspaces)
         compressor = LayerCompressor(
-            config,
-            recipe,
-            source,
-            plan,
-            subspaces,
-            device=inputs.device,
-            dtype=inputs.dtype,
-            scratch=inputs.scratch,
-            tier=footprint.tier,
-            workers=workers,
+            model, run.method, plan, grid, run.machine, subspaces=subspaces, states=states, seed=config.seed
         )
-        warnings = inputs.warnings.take()
-        text = calibration if layers_read_text else None
-        layers = write_layers(config, inputs, compressor, plan, text, writer)
+        warnings = run.warnings.take()
+        layers = write_layers(
+            model,
+            plan,
+            form,
+            compressor,
+            states,
+            journal,
+            save_dtype=config.save_dtype,
+            warnings=run.warnings,
+            show_progress=run.show_progress,
+        )
         watch.lap("layers")
+        for read in form.outside(model, plan, subspaces, embedding)[journal.num_finished - num_layers :]:
+            journal.add(cast(config.save_dtype, read()))
+        journal.join()
         report = None
-        if writer is not None:
-            outside = outside_shards(source, plan, kept_embedding(writer, plan))
-            for read in outside[writer.num_finished - shape.num_hidden_layers :]:
-                writer.add(cast(config.save_dtype, read(subspaces)))
-            compressed = finish_folder(config, source, plan, writer)
-            watch.lap("write")
-            hidden_error = None if subspaces is None else subspaces.mean_error()
-            report = _report(
-                config, inputs, plan, compressed, calibration, hidden_error, divergences, layers, fingerprint
+        if run.machine.workers.is_main:
+            write_companions(
+                model.checkpoint.folder,
+                journal.partial,
+                form.config(model, plan),
+                dtype=None if config.save_dtype == "keep" else config.save_dtype,
             )
-            report = replace(report, footprint=footprint, warnings=warnings + inputs.warnings.take())
-            write_report(report, writer.partial)
-            writer.commit()
-        shared = workers.share(0, lambda: report)
+            form.finish(journal.partial)
+            compressed = verify(journal.partial).num_parameters
+            watch.lap("write")
+            report = Report(
+                config=config.to_dict(),
+                method=asdict(run.method),
+                versions=versions(),
+                plan=asdict(plan),
+                **_sizes(config, run, plan, compressed),
+                dense_shape=asdict(model.shape),
+                calibration=_described_text(run) if schedule.reads_text else None,
+                layers=tuple(layers),
+                seconds=watch.total(),
+                peak_bytes=peak_bytes(),
+                peak_device_bytes=peak_device_bytes(),
+                hidden_error=None if subspaces is None else subspaces.mean_error(),
+                predicted_divergence=divergences,
+                footprint=footprint,
+                fingerprint=fingerprint,
+                warnings=warnings + run.warnings.take(),
+            )
+            write_report(report, model.checkpoint.folder, journal.partial, title=form.title, loading=form.loading)
+        journal.commit()
+        shared = run.machine.workers.share(0, lambda: report)
     assert shared is not None
     return shared
 
 
-def _plan_by_measurement(
-    config: CompressionConfig,
-    inputs: Inputs,
-    plan: Plan,
-    budget: Budget,
-    tier: str,
-    by_profile: bool,
-    writer: CheckpointWriter | None,
-) -> tuple[Plan, dict[str, float] | None]:
-    """The plan, made from a profile where the recipe wants that, and the divergences that the profile predicts.
+def _schedule(config: Config, run: Run, plan: Plan) -> Schedule:
+    return make_schedule(run.method, plan, run.grid, has_profile=config.profile is not None)
 
-    What was measured is kept: a profile takes long, and latencies would differ the next time. So is the embedding at
-    its planned ranks, for which the profile is needed, too.
+
+def _refuse_place(config: Config, run: Run) -> None:
+    """Raise `OutputError` if the result cannot appear at its place."""
+    refuse_place(output_folder(config.output), run.model.checkpoint, overwrite=config.overwrite, resume=config.resume)
+
+
+def _refuse_config(run: Run, plan: Plan) -> None:
+    """Raise `PlanError` before any work if the form's config cannot state the plan."""
+    if run.grid.stack(plan) != run.model.shape.stack():
+        run.form.config(run.model, plan)
+
+
+def _measured_plan(
+    config: Config, run: Run, plan: Plan, budget: Budget, schedule: Schedule, journal: Journal
+) -> tuple[Plan, dict[str, float] | None]:
+    """Return the plan made from a profile, if the schedule has one, and the divergences that the profile predicts.
+
+    What was measured is saved: a profile takes long, and latencies would differ the next time. The embedding at its
+    planned ranks is also saved, because it needs the profile.
     """
-    kept = inputs.workers.share(0, lambda: None if writer is None else writer.kept("plan"))
-    if kept is not None:
-        return Plan.from_dict(kept["plan"]), kept["divergences"]
+    saved = journal.saved("plan")
+    if saved is not None:
+        return Plan.from_dict(saved["plan"]), saved["divergences"]
     divergences = None
-    if by_profile:
-        shape, recipe = inputs.source.shape, inputs.recipe
-        found = inputs.read_profile(config, tier)
-        damages = profiled_damages(found, recipe.allocation)
-        plan = inputs.workers.share(0, lambda: plan_sizes(config, recipe, shape, damages, budget))
-        divergences = predicted_divergences(config, recipe, shape, plan, found, budget)
-        if writer is not None and plan.embedding:
-            embedding = inputs.source.checkpoint.read_one(inputs.source.architecture.embedding)
-            seen = (found.embedding_gram.to(inputs.device), found.embedding_probabilities.to(inputs.device))
-            writer.keep_tensors(EMBEDDING, reduce_embedding(embedding, *seen, plan.embedding))
-        inputs.watch.lap("profile")
-    if writer is not None and (by_profile or config.budget == "latency"):
-        writer.keep("plan", {"plan": asdict(plan), "divergences": divergences})
+    if schedule.plans_by_profile:
+        measured = run.profile(schedule)
+        damages = profiled_damages(measured, run.method.allocation)
+        plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, budget))
+        grids: dict[str, Grid] = {name: form.grid(run.model) for name, form in FORMS.items()}
+        divergences = predicted_divergences(grids, run.method, config.target, plan, measured, budget)
+        if plan.embedding and run.machine.workers.is_main:
+            device = run.machine.device
+            evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
+            tensors = reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding)
+            journal.save_tensors(EMBEDDING, tensors)
+    if schedule.plans_by_profile or config.target.budget == "latency":
+        journal.save("plan", {"plan": asdict(plan), "divergences": divergences})
     return plan, divergences
 
 
-def _find_subspaces(
-    config: CompressionConfig, inputs: Inputs, plan: Plan, calibration: CalibrationSet | None, tier: str
-) -> tuple[Plan, StreamSubspaces | None]:
-    """The subspaces of a smaller hidden size, and the plan with the sizes that suit them."""
-    if plan.hidden is None or calibration is None:
+def _subspaces(config: Config, run: Run, plan: Plan, schedule: Schedule) -> tuple[Plan, StreamSubspaces | None]:
+    """Return the subspaces of a smaller hidden size, and the plan with the widths that suit them."""
+    if plan.hidden is None or not schedule.finds_subspaces:
         return plan, None
-    shape = inputs.source.shape
+    shape, method = run.model.shape, run.method
     with ProgressBar(
         num_layers=shape.num_hidden_layers,
-        num_tokens=calibration.num_tokens,
-        visible=inputs.show_progress,
+        num_tokens=run.text.num_tokens,
+        visible=run.show_progress,
         description="hidden size",
     ) as progress:
-        found = principal_subspaces(
-            config,
-            inputs.source,
-            calibration,
+        subspaces = find_subspaces(
+            run.model,
+            run.text,
             plan.hidden.group_of,
-            device=inputs.device,
-            dtype=inputs.dtype,
-            scratch=inputs.scratch,
-            tier=tier,
+            run.machine,
+            token_weighting=method.token_weighting,
+            shared_weight=method.shared_weight,
             advance=progress.advance,
-            workers=inputs.workers,
         )
-    if config.hidden_size is None and plan.hidden.num_groups > 1:
+    if config.target.hidden_size is None and plan.hidden.num_groups > 1:
+        wanted = config.target.wanted_parameters(run.dense.stored_parameters())
         plan = spread_hidden_sizes(
-            plan,
-            shape,
-            found.energies,
-            target_parameters=wanted_parameters(config, inputs.dense.stored_parameters()),
-            round_to=config.round_to,
+            run.grid, plan, subspaces.energies, target_parameters=wanted, round_to=config.target.round_to
         )
     assert plan.hidden is not None
-    inputs.watch.lap("hidden size")
-    return plan, StreamSubspaces(found, plan.hidden, inputs.device)
+    return plan, StreamSubspaces(subspaces, plan.hidden, run.machine.device)
 
 
-def _report(
-    config: CompressionConfig,
-    inputs: Inputs,
-    plan: Plan,
-    compressed: int,
-    calibration: CalibrationSet | None,
-    hidden_error: float | None,
-    divergences: dict[str, float] | None,
-    layers: list[LayerReport],
-    fingerprint: dict[str, Any],
-) -> Report:
-    source = inputs.source
-    dense = source.checkpoint.num_parameters
-    stacks = {"dense": inputs.dense, "compressed": plan.stack(source.shape)}
-    asked = config.sparsity if config.params is None else 1 - config.params / dense
-    return Report(
-        config=config.to_dict(),
-        recipe=asdict(inputs.recipe),
-        versions=versions(),
-        plan=asdict(plan),
-        stored_parameters={"dense": dense, "compressed": compressed},
-        block_parameters={name: stack.block_parameters() for name, stack in stacks.items()},
-        flops_per_token={name: stack.flops_per_token() for name, stack in stacks.items()},
-        kv_bytes_per_token={name: stack.kv_bytes_per_token() for name, stack in stacks.items()},
-        sparsity={"asked": asked, "reached": 1 - compressed / dense},
-        dense_shape=asdict(source.shape),
-        calibration=None
-        if calibration is None
-        else {
-            "source": calibration.source,
-            "num_sequences": len(calibration.token_ids),
-            "sequence_length": calibration.token_ids.shape[1],
-            "num_tokens": calibration.num_tokens,
-            "token_hash": calibration.token_hash,
-        },
-        layers=tuple(layers),
-        seconds=inputs.watch.total(),
-        peak_bytes=peak_bytes(),
-        peak_device_bytes=peak_device_bytes(),
-        hidden_error=hidden_error,
-        predicted_divergence=divergences,
-        fingerprint=fingerprint,
-    )
+def _states(run: Run, schedule: Schedule, embedding: Tensors | None, subspaces: StreamSubspaces | None) -> States:
+    """Return the streams at the embedding."""
+    first = None if embedding is None else expanded(embedding, run.model.shape.hidden_size)
+    states = States(run.model, run.machine, run.text, two=schedule.two_streams, compressed_embedding=first)
+    if subspaces is not None:
+        states.defer(lambda x, _: subspaces.inside(x, 0))
+        states.settle()
+    return states
+
+
+def _finished_report(output: Path, fingerprint: dict[str, Any]) -> Report | None:
+    """Return the report of a finished run with this fingerprint; None if the output is another run's."""
+    path = output / REPORT_NAME
+    if not path.exists():
+        return None
+    values = json.loads(path.read_text())
+    return Report.from_dict(values) if values.get("fingerprint") == fingerprint else None
+
+
+def _sizes(config: Config, run: Run, plan: Plan, compressed: int) -> dict[str, Any]:
+    """Return the report's sizes before and after."""
+    dense = run.model.checkpoint.num_parameters
+    stacks = {"dense": run.dense, "compressed": run.grid.stack(plan)}
+    target = config.target
+    asked = target.sparsity if target.parameters is None else 1 - target.parameters / dense
+    return {
+        "stored_parameters": {"dense": dense, "compressed": compressed},
+        "layer_parameters": {name: stack.all_layer_parameters() for name, stack in stacks.items()},
+        "flops_per_token": {name: stack.flops_per_token() for name, stack in stacks.items()},
+        "kv_bytes_per_token": {name: stack.kv_bytes_per_token() for name, stack in stacks.items()},
+        "sparsity": {"asked": asked, "reached": 1 - compressed / dense},
+    }
+
+
+def _described_text(run: Run) -> dict[str, Any]:
+    """Return the report's description of the calibration text."""
+    return {
+        "source": run.text.source,
+        "num_sequences": len(run.text.token_ids),
+        "sequence_length": run.text.token_ids.shape[1],
+        "num_tokens": run.text.num_tokens,
+        "token_hash": run.text.token_hash,
+    }

@@ -1,105 +1,176 @@
-"""Named recipes: which parts of a model are reduced and how. A recipe is data; every part can be overridden."""
+"""Methods: which parts of a model are reduced, and how. A recipe is a named method; every field can be replaced."""
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from oneshot.errors import ConfigError
+from oneshot.fields import check_choices, check_minimum, display
 
-WEIGHT_SELECTORS = ("magnitude", "random", "none")  # choose neurons without looking at activations
-MOMENT_SELECTORS = ("flap", "tcsp-score")  # look at means and deviations
+Selector = Literal[
+    "id", "obs", "leverage", "activation-norm", "wanda", "flap", "tcsp-score", "magnitude", "random", "none"
+]
+Hidden = Literal["pca", "none"]
+Embedding = Literal["auto", "low-rank", "none"]
+HeadUnit = Literal["auto", "query-head", "kv-group"]
+Correction = Literal["none", "bias", "same-layer", "two-stream"]
+Pivoting = Literal["cholesky", "qr", "grouped", "tournament"]
+Sketch = Literal["none", "count", "sparse-sign"]
+Allocation = Literal["auto", "uniform", "error", "stat", "block-influence", "flap", "sensitivity"]
+Depth = Literal["sensitivity", "none"]
+TokenWeighting = Literal["unit", "raw"]
+
+AUTO = "auto"
+DAMPING = 3e-2
+TOKENS_PER_NEURON = 4  # with fewer tokens the correction fits the text and not the model
+WEIGHT_SELECTORS = ("magnitude", "random", "none")  # need no activations
+MOMENT_SELECTORS = ("flap", "tcsp-score")  # need means and deviations
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How FFN neurons, attention heads and the hidden size shrink, and the correction of the consuming linears.
+class Method:
+    """How FFN neurons, heads and the hidden size shrink, and how the linears that read them are corrected.
 
     Attributes:
-        ffn, heads: `id` (output-weighted pivots; for heads STAT section 3.2), `obs` (backward elimination), a score of
-            `selection.column_scores`, or `none`.
-        correction: `none`; `bias`: the mean of what is gone (FLAP); `same-layer` or `two-stream` least squares.
-        pivoting: of the `id` selector for neurons: `cholesky` (of the Gram), `qr` (of the sketch), `grouped` or
-            `tournament` (of either).
-        sketch: `none`, `count` or `sparse-sign`: what neuron pivots are chosen from instead of the exact Gram.
-        hidden: `pca` (projections of the residual stream: TCSP section 4, SP3 appendix F.1) or `none`.
-        embedding: `low-rank` gives ranges of the vocabulary ranks of their own (`embedding`), where the tier is
-            `per-layer`, the output head is the embedding, and sizes follow sensitivities; or `none`.
-        up_steps: steps of conjugate gradients that correct `up_proj` behind `down_proj`'s least squares
-            (`layerwise.up_proj`); 0 where that is not by least squares, or the hidden size shrinks.
-        group_size: blocks that share a projection, 0 for one in the whole model.
-        tier: `stock`, or `per-layer` for what no stock config holds.
-        allocation: how sizes are shared out: `uniform`, or by a profile's `error`, `stat`, `block-influence`, `flap` or
-            `sensitivity` (see `plan.profiled_damages`); `auto` is `sensitivity` where layers may differ, for the recipe
-            `flap` its own.
-        depth: `sensitivity` leaves out whole layers, too, where a profile says that this costs less; or `none`.
+        ffn: selector of neurons: `id` (output-weighted pivots), `obs` (backward elimination), a score, or none.
+        heads: selector of heads, the same choices (`id`: STAT section 3.2).
+        head_unit: what is removed together: a whole KV group, or a query head of every group.
+        hidden: `pca` projects the residual stream (TCSP section 4; SP3 appendix F.1).
+        group_size: sublayers that share a projection, 0 for one projection in the whole model.
+        shared_weight: weight of all other sublayers' statistics in a group's projection.
+        token_weighting: in that projection tokens count equally (`unit`) or by their energy (`raw`).
+        embedding: `low-rank` gives ranges of a tied vocabulary their own ranks; `auto`: if the form can hold it.
+        correction: `bias` adds the mean of removed columns (FLAP); `same-layer` and `two-stream`: least squares.
+        residual_weight: share of the dense stream's residual in a two-stream target.
+        damping: ridge in units of the Gram's mean diagonal, or `auto`: least error on a held-out eighth of the text.
+        up_steps: steps of conjugate gradients that also correct `up_proj`.
+        pivoting: of `id` for neurons: `cholesky` of the Gram, `qr` of the sketch, `grouped` or `tournament`.
+        pivot_group_size: columns in a group of `grouped` or `tournament` pivots.
+        sketch: what neuron pivots are chosen from instead of the exact Gram.
+        sketch_size: rows of the sketch, 0 for twice the FFN width.
+        allocation: how layers share the target: `uniform`, or by a profile (`planning.damages`).
+        layer_allocation: what `allocation=auto` means if layers may have different sizes.
+        depth: `sensitivity` also leaves out whole layers if a profile says that it costs less.
     """
 
-    ffn: str
-    heads: str
-    correction: str
-    pivoting: str = "cholesky"
-    sketch: str = "none"
-    hidden: str = "none"
-    embedding: str = "none"
-    up_steps: int = 0
+    ffn: Selector
+    heads: Selector
+    correction: Correction
+    head_unit: HeadUnit = "auto"
+    hidden: Hidden = "none"
     group_size: int = 0
-    tier: str = "stock"
-    allocation: str = "auto"
-    depth: str = "none"
+    shared_weight: float = 0.0
+    token_weighting: TokenWeighting = "unit"
+    embedding: Embedding = "none"
+    residual_weight: float = 0.25
+    damping: float | Literal["auto"] = DAMPING
+    up_steps: int = 0
+    pivoting: Pivoting = "cholesky"
+    pivot_group_size: int = 512
+    sketch: Sketch = "none"
+    sketch_size: int = 0
+    allocation: Allocation = "auto"
+    layer_allocation: Allocation = "sensitivity"
+    depth: Depth = "none"
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_minimum(self, group_size=0, up_steps=0, pivot_group_size=1, sketch_size=0)
+        for name, value in (
+            ("damping", self.fixed_damping),
+            ("residual_weight", self.residual_weight),
+            ("shared_weight", self.shared_weight),
+        ):
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{display(name, value)} is out of range: give 0 or more.")
+        if self.pivoting == "qr" and self.sketch == "none":
+            raise ConfigError("--set pivoting=qr needs a matrix to factorise; add --set sketch=count or sparse-sign.")
+        if self.depth != "none" and self.hidden != "none":
+            raise ConfigError("--set depth= leaves out layers of a model with its full hidden size; set hidden=none.")
+        if self.depth != "none" and self.allocation not in ("auto", "sensitivity"):
+            raise ConfigError(f"--set depth={self.depth} needs allocation=sensitivity, not {self.allocation}.")
+        if self.up_steps and (not self.reduces_ffn or not self.solves or self.hidden != "none"):
+            raise ConfigError(
+                "--up-steps needs a selector for ffn, least squares as correction, and hidden=none; leave it out."
+            )
+        if self.embedding == "low-rank" and (self.hidden != "none" or self.allocation not in ("auto", "sensitivity")):
+            raise ConfigError("--set embedding=low-rank needs hidden=none and allocation=sensitivity; set them.")
+        if self.allocation == "flap" and self.reduces_heads:
+            raise ConfigError("--set allocation=flap is for FFN neurons alone; set heads=none, or choose another.")
+
+    @property
+    def reduces_ffn(self) -> bool:
+        """Return whether FFN neurons are removed."""
+        return self.ffn != "none"
+
+    @property
+    def reduces_heads(self) -> bool:
+        """Return whether heads are removed."""
+        return self.heads != "none"
+
+    @property
+    def reduces_sublayers(self) -> bool:
+        """Return whether neurons or heads are removed."""
+        return self.reduces_ffn or self.reduces_heads
+
+    @property
+    def slices(self) -> bool:
+        """Return whether the hidden size shrinks."""
+        return self.hidden != "none"
+
+    @property
+    def leaves_out_layers(self) -> bool:
+        """Return whether whole layers may be removed."""
+        return self.depth != "none"
 
     @property
     def solves(self) -> bool:
-        """Whether the correction is by least squares."""
+        """Return whether the correction is by least squares."""
         return self.correction in ("same-layer", "two-stream")
 
     @property
+    def follows_dense(self) -> bool:
+        """Return whether the correction's target comes from the dense stream."""
+        return self.correction == "two-stream"
+
+    @property
     def reads_profile(self) -> bool:
-        """Whether sizes come from a profile."""
-        blocks = self.allocation != "uniform" and (self.ffn != "none" or self.heads != "none")
-        return blocks or self.depth != "none"
+        """Return whether sizes come from a profile; `allocation` must be settled."""
+        return (self.allocation != "uniform" and self.reduces_sublayers) or self.leaves_out_layers
+
+    @property
+    def fixed_damping(self) -> float:
+        """Return the damping of solves without held-out text."""
+        return DAMPING if isinstance(self.damping, str) else self.damping
+
+    @property
+    def holds_out(self) -> bool:
+        """Return whether held-out text chooses the damping of every correction."""
+        return isinstance(self.damping, str) and self.solves
+
+    def rows_of_sketch(self, width: int) -> int:
+        """Return the rows of the sketch for an FFN of this width."""
+        return self.sketch_size or 2 * width
 
 
 RECIPES = {
-    "oneshot": Recipe(ffn="id", heads="none", correction="two-stream", embedding="low-rank"),
-    "stat": Recipe(ffn="id", heads="id", correction="two-stream", pivoting="grouped", sketch="count"),
-    "tcsp": Recipe(ffn="none", heads="none", correction="none", hidden="pca"),
-    "group-pca": Recipe(ffn="none", heads="none", correction="none", hidden="pca", group_size=8, tier="per-layer"),
-    "flap": Recipe(ffn="flap", heads="none", correction="bias"),
-    "activation-norm": Recipe(ffn="activation-norm", heads="none", correction="none"),
-    "magnitude": Recipe(ffn="magnitude", heads="none", correction="none"),
-    "random": Recipe(ffn="random", heads="none", correction="none"),
+    "oneshot": Method(ffn="id", heads="none", correction="two-stream", embedding="auto"),
+    "stat": Method(ffn="id", heads="id", correction="two-stream", pivoting="grouped", sketch="count"),
+    "tcsp": Method(ffn="none", heads="none", correction="none", hidden="pca"),
+    "group-pca": Method(ffn="none", heads="none", correction="none", hidden="pca", group_size=8),
+    "flap": Method(ffn="flap", heads="none", correction="bias", layer_allocation="flap"),
+    "activation-norm": Method(ffn="activation-norm", heads="none", correction="none"),
+    "magnitude": Method(ffn="magnitude", heads="none", correction="none"),
+    "random": Method(ffn="random", heads="none", correction="none"),
 }
+RECIPE_FORMS = {"group-pca": "per-layer"}  # recipes whose result no stock config can state
 
 
-def resolve_recipe(name: str, **parts: str | int | None) -> Recipe:
-    """The named recipe with the parts that are not None replaced.
+def find_recipe(name: str, **changes: Any) -> Method:
+    """Return the method of a recipe with the fields in `changes` replaced.
 
-    Raises `ConfigError` for an unknown name, and for parts that do not go together.
+    Raises `ConfigError` for an unknown name and for fields that contradict each other.
     """
     if name not in RECIPES:
         raise ConfigError(f"--recipe {name} is not known: choose one of {', '.join(RECIPES)}.")
-    chosen: dict[str, Any] = {part: choice for part, choice in parts.items() if choice is not None}
-    recipe = replace(RECIPES[name], **chosen)
-    if recipe.pivoting == "qr" and recipe.sketch == "none":
-        raise ConfigError("--pivoting qr needs a matrix to factorise; add --sketch count or --sketch sparse-sign.")
-    if recipe.depth != "none" and recipe.hidden != "none":
-        raise ConfigError("--depth leaves out layers of a model whose hidden size stays; leave --hidden none.")
-    if recipe.depth != "none" and recipe.allocation not in ("auto", "sensitivity"):
-        raise ConfigError(f"--depth {recipe.depth} goes with --allocation sensitivity, not {recipe.allocation}.")
-    if chosen.get("embedding", "none") != "none":
-        if recipe.tier != "per-layer" or recipe.hidden != "none":
-            raise ConfigError("--embedding low-rank needs --tier per-layer and --hidden none; add them.")
-        if recipe.allocation not in ("auto", "sensitivity"):
-            raise ConfigError(f"--embedding low-rank goes with --allocation sensitivity, not {recipe.allocation}.")
-    if recipe.ffn == "none" or not recipe.solves or recipe.hidden != "none":
-        if chosen.get("up_steps", 0) > 0:
-            raise ConfigError("--up-steps needs --ffn, least squares as --correction, and --hidden none; leave it out.")
-        recipe = replace(recipe, up_steps=0)
-    if recipe.allocation == "auto":
-        by_profile = recipe.depth != "none" or (recipe.tier == "per-layer" and recipe.hidden == "none")
-        own = "flap" if name == "flap" and recipe.depth == "none" else "sensitivity"
-        recipe = replace(recipe, allocation=own if by_profile else "uniform")
-    if recipe.allocation == "flap" and recipe.heads != "none":
-        raise ConfigError("--allocation flap is for FFN neurons alone; leave --heads none, or choose another.")
-    if recipe.tier != "per-layer" or recipe.hidden != "none" or recipe.allocation != "sensitivity":
-        recipe = replace(recipe, embedding="none")
-    return recipe
+    return replace(RECIPES[name], **changes)

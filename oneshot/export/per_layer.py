@@ -1,13 +1,18 @@
-"""Tier B, `per-layer`: a checkpoint with sizes of every layer's own, and the modelling file that reads it."""
+"""Form `per-layer`: a checkpoint whose layers have their own sizes, with the modelling file that reads it."""
 
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from oneshot.arch.base import PER_LAYER_MODEL_TYPE
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.compression import StreamSubspaces
 from oneshot.errors import PlanError
-from oneshot.records import LayerShape, ModelShape, StackShape, TableShape
+from oneshot.export.outside import OutsideNames, Part, folded_outside
+from oneshot.families import COMPRESSED_MODEL_TYPE, LLAMA, LayerShape, ModelShape, StackShape, TableShape
+from oneshot.planning import Grid, Plan
 
 KEPT_KEYS = (
     "attention_dropout",
@@ -22,29 +27,89 @@ KEPT_KEYS = (
     "rope_parameters",
     "use_cache",
 )
-LAYER_NORM_EPSILON = 1e-5  # PyTorch's default, which no config states
-MODELLING_FILE = Path(__file__).parent.parent / "modeling_oneshot.py"
+LAYER_NORM_EPSILON = 1e-5  # PyTorch's default; configs do not state it
+MODELLING_FILE = Path(__file__).parent / "modeling_oneshot.py"
+Tensors = dict[str, torch.Tensor]
+
+NAMES = OutsideNames(LLAMA.stack.embedding, "model.norm.weight", "lm_head.weight")
+
+
+class PerLayerForm:
+    """A checkpoint of our own class under Llama's names: every layer has its own sizes, and LayerNorms are RMSNorms."""
+
+    name = "per-layer"
+    title = "A checkpoint whose layers have their own sizes"
+    loading = (
+        "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the modelling "
+        "file in this folder."
+    )
+
+    def grid(self, model: Model) -> Grid:
+        """Return the sizes that our own class can have."""
+        return Grid(
+            model.family,
+            model.shape,
+            layers_differ=True,
+            inner_sizes=True,
+            subspaces_differ=True,
+            embedding_ranks=True,
+            replaces_layer_norms=True,
+            maps_tied_head=True,
+        )
+
+    def config(self, model: Model, plan: Plan) -> dict[str, Any]:
+        """Return the config.json of the result. Raises `PlanError` for a model with a sliding attention window."""
+        return per_layer_config(model.checkpoint.config, model.shape, self.grid(model).stack(plan))
+
+    def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
+        """Return a layer's tensors under their stored names, which are Llama's."""
+        prefix = LLAMA.stack.layer_prefix(number)
+        return {prefix + name: tensor for name, tensor in model.family.rename(tensors, LLAMA).items()}
+
+    def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
+        """Return the inverse of `layer`."""
+        prefix = LLAMA.stack.layer_prefix(number)
+        inside = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+        return LLAMA.rename(inside, model.family)
+
+    def outside(
+        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
+    ) -> list[Part]:
+        """Return readers of the tensors outside the layers, one for each part of the journal."""
+        grid = self.grid(model)
+        return folded_outside(
+            model,
+            NAMES,
+            subspaces,
+            keep_tied=grid.stack(plan).head != "own",
+            centred=grid.folds_layer_norms,
+            embedding=embedding,
+        )
+
+    def finish(self, folder: Path) -> None:
+        """Copy the modelling file that `auto_map` names beside the weights."""
+        shutil.copyfile(MODELLING_FILE, folder / MODELLING_FILE.name)
 
 
 def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:
-    """The config.json of a per-layer checkpoint, from that of the model that was compressed and the new sizes.
+    """Return the config.json of a per-layer checkpoint from the dense model's config and the new sizes.
 
     Raises `PlanError` for a model with a sliding attention window, which the per-layer form does not have.
     """
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         raise PlanError(
             f"The model attends within a window of {config['sliding_window']} tokens, which the per-layer form cannot "
-            "hold; use a recipe with --tier stock."
+            "hold; use a recipe with --form stock."
         )
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    # what the config leaves to its family's defaults, and older spellings of it, must not become Llama's defaults
+    # the family's defaults and older spellings must not become Llama's defaults
     complete = CONFIG_MAPPING[config["model_type"]].from_dict(config).to_dict()
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
-    if shape.norm_bias:
+    if shape.layer_norms:
         kept |= {"hidden_act": complete["activation_function"], "rms_norm_eps": LAYER_NORM_EPSILON}
     return kept | {
-        "model_type": PER_LAYER_MODEL_TYPE,
+        "model_type": COMPRESSED_MODEL_TYPE,
         "architectures": ["OneshotForCausalLM"],
         "auto_map": {
             "AutoConfig": f"{MODELLING_FILE.stem}.OneshotConfig",
@@ -69,7 +134,7 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
 
 
 def per_layer_shape(config: dict[str, Any]) -> StackShape:
-    """The sizes that the config.json of a per-layer checkpoint states."""
+    """Return the sizes that the config.json of a per-layer checkpoint states."""
     names = {field.name for field in fields(LayerShape)}
     embedding = tuple(TableShape(**table) for table in config.get("embedding") or ())
     return StackShape(
@@ -80,21 +145,3 @@ def per_layer_shape(config: dict[str, Any]) -> StackShape:
         num_positions=config["num_positions"],
         embedding=embedding,
     )
-
-
-def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """The config and the model class for a config.json; for the per-layer form our own, so that no file is run."""
-    if config.get("model_type") == PER_LAYER_MODEL_TYPE:
-        from oneshot.modeling_oneshot import OneshotConfig, OneshotForCausalLM
-
-        return OneshotConfig, OneshotForCausalLM
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    config_class = CONFIG_MAPPING[config["model_type"]]
-    return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-
-
-def write_modelling_file(folder: Path) -> None:
-    """Copy the modelling file that `auto_map` names beside the weights."""
-    shutil.copyfile(MODELLING_FILE, folder / MODELLING_FILE.name)

@@ -1,16 +1,15 @@
 """What a run takes, predicted before it starts: memory on the host and on the device, disk, seconds.
 
-`work` says what there is to do, `memory` (sums of `terms`) and `seconds` what it takes, `bounds` whether that may be.
+`work` says what there is to do. `memory` (sums of `terms`) and `seconds` say what it takes, `bounds` whether it may.
 """
 
 from oneshot.footprint.bounds import current_bounds, load_libraries, offload_folder, predict_footprint
-from oneshot.footprint.conversion import gguf_header, refuse_conversion, with_conversion
+from oneshot.footprint.conversion import refuse_conversion, with_conversion
 from oneshot.footprint.work import describe_work
 
 __all__ = [
     "current_bounds",
     "describe_work",
-    "gguf_header",
     "load_libraries",
     "offload_folder",
     "predict_footprint",

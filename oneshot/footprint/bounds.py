@@ -1,4 +1,4 @@
-"""Whether a run may take what it needs, and where its activations live for that: the one place that decides both."""
+"""The memory that a run may take, and where its activations are stored: the one place that decides both."""
 
 import logging
 import math
@@ -10,28 +10,30 @@ from pathlib import Path
 import torch
 from oneshot_kernels import cholesky_pivots_
 
-from oneshot.calibration import split_sources
-from oneshot.config import CompressionConfig
+from oneshot.checkpoint import Model
+from oneshot.config import MachineOptions
 from oneshot.errors import ConfigError, MemoryLimitError
 from oneshot.footprint.memory import DEVICE_SLACK_BYTES, HEAP_SHARE, SLACK_BYTES, Stage, scratch_bytes, stages
 from oneshot.footprint.seconds import measure_rates, predicted_seconds
 from oneshot.footprint.work import Work
-from oneshot.records import Footprint
-from oneshot.report import gibibytes, peak_bytes, peak_device_bytes
-from oneshot.source import SourceModel
-from oneshot.stream import LayerStream
+from oneshot.machine import Machine, Store
+from oneshot.machine.memory import peak_bytes, peak_device_bytes
+from oneshot.report.records import Footprint
+from oneshot.report.terminal import gibibytes
+from oneshot.stream import LayerBuilder
+from oneshot.text import split_sources
 
 logger = logging.getLogger(__name__)
 
 DEVICE_SHARE = 0.9  # of a device's free memory: its allocator leaves gaps
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")  # texts that datasets reads
+FILE_SUFFIXES = (".parquet",)  # texts that datasets reads
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bytes that a run starts from and those it may reach, on the host and on the device.
+    """Bytes that a run starts from and bytes that it may reach, on the host and on the device.
 
-    `held` are those of the process now, `peak` the most it ever had; `forced` says that the user set the limit.
+    `held`: of the process now. `peak`: the most it had. `forced`: whether the user set the limit.
     """
 
     host_held: int
@@ -44,8 +46,8 @@ class Bounds:
     device_forced: bool
 
 
-def current_bounds(config: CompressionConfig, device: torch.device) -> Bounds:
-    """The bounds of a run in this process: what the user allows, or else what is free now."""
+def current_bounds(options: MachineOptions, device: torch.device) -> Bounds:
+    """Return the bounds of a run in this process: what the user allows, or else what is free now."""
     import psutil
 
     held = psutil.Process().memory_info().rss
@@ -57,54 +59,56 @@ def current_bounds(config: CompressionConfig, device: torch.device) -> Bounds:
     return Bounds(
         host_held=held,
         host_peak=peak_bytes(),
-        host_allowed=config.max_memory_bytes or held + psutil.virtual_memory().available,
-        host_forced=config.max_memory_bytes is not None,
+        host_allowed=options.max_memory_bytes or held + psutil.virtual_memory().available,
+        host_forced=options.max_memory_bytes is not None,
         device_held=device_held,
         device_peak=peak_device_bytes(),
-        device_allowed=config.max_device_memory_bytes or device_held + device_free,
-        device_forced=config.max_device_memory_bytes is not None,
+        device_allowed=options.max_device_memory_bytes or device_held + device_free,
+        device_forced=options.max_device_memory_bytes is not None,
     )
 
 
-def load_libraries(source: SourceModel, config: CompressionConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Have in memory what the run will load: libraries, the family's model class, the workspaces of BLAS."""
-    LayerStream(source.checkpoint.config, source.architecture, sequence_length=2, device=device, dtype=dtype)
-    if any(Path(source).suffix in FILE_SUFFIXES for source in split_sources(config.calibration)):
+def load_libraries(model: Model, machine: Machine, calibration: str) -> None:
+    """Load what the run will need: libraries, the family's model class, the workspaces of BLAS."""
+    LayerBuilder(model, machine, sequence_length=2).load_classes()
+    if any(Path(source).suffix in FILE_SUFFIXES for source in split_sources(calibration)):
         import datasets  # noqa: F401
-    for each in {dtype, torch.float32, torch.float64}:
-        square = torch.eye(64, dtype=each, device=device)
+    for each in {machine.dtype, torch.float32, torch.float64}:
+        square = torch.eye(64, dtype=each, device=machine.device)
         square @ square
     torch.linalg.cholesky(square.double())
     cholesky_pivots_(square.double(), rank=64)
 
 
-def predict_footprint(work: Work, bounds: Bounds, *, result_bytes: int, measure_time: bool) -> Footprint:
-    """What a run will take, its activations where everything fits: on the device, else on the host, else on disk.
+def predict_footprint(
+    work: Work, bounds: Bounds, options: MachineOptions, *, result_bytes: int, measure_time: bool
+) -> Footprint:
+    """Return what a run will take; activations are stored on the device if all fits, else on the host, else on disk.
 
-    Raises `MemoryLimitError` where a bound that the user set does not hold even with activations on disk, or the disk
-    of `--offload-dir` is too small; warns where what is free now does not suffice.
+    Raises `MemoryLimitError` if a bound that the user set cannot hold even with activations on disk, or the disk of
+    `--offload-dir` is too small. Warns if the free memory does not suffice.
     """
-    found = stages(work)
+    listed = stages(work)
     stored = work.shape.stack().stored_parameters()
-    compressed = stored if work.plan is None else work.plan.stack(work.shape).stored_parameters()
+    compressed = stored if work.plan is None else work.grid.stack(work.plan).stored_parameters()
     seconds = predicted_seconds(work, measure_rates(work.device, work.dtype)) if measure_time else {}
-    tiers = ("device", "host", "disk") if work.device.type == "cuda" else ("host", "disk")
-    for tier in tiers:
-        host, host_stage = _peak(work, found, tier, bounds, computed=False)
-        device, device_stage = _peak(work, found, tier, bounds, computed=True)
+    stores: tuple[Store, ...] = ("device", "host", "disk") if work.device.type == "cuda" else ("host", "disk")
+    for store in stores:
+        host, host_stage = _peak(work, listed, store, bounds, computed=False)
+        device, device_stage = _peak(work, listed, store, bounds, computed=True)
         if host <= bounds.host_allowed and device <= bounds.device_allowed:
             break
     else:
         _refuse((host, bounds.host_allowed, bounds.host_forced), host_stage, "host memory", "--max-memory")
         _refuse((device, bounds.device_allowed, bounds.device_forced), device_stage, "memory", "--max-device-memory")
-    offloaded = sum(work.store_bytes) if tier == "disk" else 0
-    refuse_full_disk(work.config, scratch_bytes(work) + offloaded)
+    offloaded = sum(work.store_bytes) if store == "disk" else 0
+    refuse_full_disk(options, scratch_bytes(work) + offloaded)
     return Footprint(
         host_bytes=host,
         host_stage=host_stage.name,
         device_bytes=device,
         device_stage=device_stage.name if device else "",
-        tier=tier,
+        store=store,
         result_bytes=result_bytes,
         scratch_bytes=scratch_bytes(work) + offloaded,
         stored_parameters={"dense": stored, "compressed": compressed},
@@ -113,17 +117,17 @@ def predict_footprint(work: Work, bounds: Bounds, *, result_bytes: int, measure_
     )
 
 
-def offload_folder(config: CompressionConfig) -> Path:
-    """Where scratch files go. Raises `ConfigError` where a folder was named that is not there."""
-    folder = Path(tempfile.gettempdir() if config.offload_dir is None else config.offload_dir).expanduser()
+def offload_folder(options: MachineOptions) -> Path:
+    """Return the folder of scratch files. Raises `ConfigError` if the named folder does not exist."""
+    folder = Path(tempfile.gettempdir() if options.offload_dir is None else options.offload_dir).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"--offload-dir {folder} is no folder; create it or name another.")
+        raise ConfigError(f"--offload-dir {folder} is not a folder; create it or name another.")
     return folder
 
 
-def refuse_full_disk(config: CompressionConfig, needed: int) -> None:
-    """Raise `MemoryLimitError` where the off-load folder has less room than needed."""
-    folder = offload_folder(config)
+def refuse_full_disk(options: MachineOptions, needed: int) -> None:
+    """Raise `MemoryLimitError` if the off-load folder has less room than needed."""
+    folder = offload_folder(options)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise MemoryLimitError(
@@ -132,11 +136,11 @@ def refuse_full_disk(config: CompressionConfig, needed: int) -> None:
         )
 
 
-def _peak(work: Work, found: list[Stage], tier: str, bounds: Bounds, *, computed: bool) -> tuple[int, Stage]:
-    """The peak on the host or on the device (`computed`), and its stage."""
+def _peak(work: Work, listed: list[Stage], store: Store, bounds: Bounds, *, computed: bool) -> tuple[int, Stage]:
+    """Return the peak on the host or on the device (`computed`), and its stage."""
     on_cuda = work.device.type == "cuda"
     if computed and not on_cuda:
-        return 0, found[0]
+        return 0, listed[0]
 
     def needed(stage: Stage) -> float:
         size = stage.total(computed=computed)
@@ -144,9 +148,9 @@ def _peak(work: Work, found: list[Stage], tier: str, bounds: Bounds, *, computed
             size += stage.total(computed=True)
         return size * (1.0 if computed else HEAP_SHARE)
 
-    fullest = max(found, key=needed)
+    fullest = max(listed, key=needed)
     stores = 0
-    if tier == ("device" if computed else "host"):
+    if store == ("device" if computed else "host"):
         pinned = on_cuda and not computed
         stores = sum(_pinned(size) if pinned else size for size in work.store_bytes)
     held, before = (bounds.device_held, bounds.device_peak) if computed else (bounds.host_held, bounds.host_peak)
@@ -155,12 +159,12 @@ def _peak(work: Work, found: list[Stage], tier: str, bounds: Bounds, *, computed
 
 
 def _pinned(size: int) -> int:
-    """Bytes that torch takes for pinned memory: the next power of two."""
+    """Return the bytes that torch takes for pinned memory: the next power of two."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def _refuse(amounts: tuple[int, int, bool], stage: Stage, what: str, flag: str) -> None:
-    """Where a bound does not hold, say so and what would help: as an error where the user set it, else as a warning."""
+    """Say that a bound does not hold and what helps: as an error if the user set it, else as a warning."""
     needed, allowed, forced = amounts
     if needed <= allowed:
         return

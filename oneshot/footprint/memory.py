@@ -1,7 +1,7 @@
-"""Bytes that the stages of a run hold at their fullest: the sums of their terms.
+"""Peak bytes of the stages of a run: sums of terms.
 
-Sums are meant to be a little above what is measured and never below it. What torch, BLAS, the tokenizer and the heap
-keep for themselves is `SLACK_BYTES` and `HEAP_SHARE` of the rest.
+The sums should be a little above the measured peaks and never below. `SLACK_BYTES`, and `HEAP_SHARE` of the rest, stand
+for what torch, BLAS, the tokenizer and the heap keep.
 """
 
 import math
@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from oneshot.fold import PANEL_ROWS
+from oneshot.compression.fold import PANEL_ROWS
 from oneshot.footprint import terms
 from oneshot.footprint.terms import (
     BATCH,
@@ -19,9 +19,10 @@ from oneshot.footprint.terms import (
     Term,
 )
 from oneshot.footprint.work import Work
-from oneshot.layerwise.latency import WIDTHS
-from oneshot.layerwise.profiling import EMBEDDING_PROBES, PROBE_SEQUENCES
-from oneshot.sampling import DOCUMENT_TOKENS, GENERATED_TOGETHER, SELF
+from oneshot.profiling.embedding import EMBEDDING_PROBES
+from oneshot.profiling.latency import WIDTHS
+from oneshot.profiling.profiler import PROBE_SEQUENCES
+from oneshot.text.self_written import DOCUMENT_TOKENS, GENERATED_TOGETHER, SELF
 
 SLACK_BYTES = 128 * 2**20
 HEAP_SHARE = 1.08
@@ -33,56 +34,58 @@ TEXT_FACTOR = 180  # bytes for a byte of a text file that is tokenised as one do
 
 @dataclass(frozen=True)
 class Stage:
-    """What is in memory at the fullest moment of a stage."""
+    """What is in memory at the peak of a stage."""
 
     name: str
     terms: tuple[Term, ...]
 
     def total(self, *, computed: bool) -> float:
-        """Bytes of the terms on the compute device, or of those that are always on the host."""
+        """Return the bytes on the compute device (`computed`), or of what is always on the host."""
         return sum(term.bytes for term in self.terms if term.computed == computed)
 
     def knobs(self) -> tuple[str, ...]:
-        """Options that would lower this stage by a tenth at least, the most helpful first."""
+        """Return the options that would lower this stage by a tenth or more, the most helpful first."""
         total = sum(term.bytes for term in self.terms)
         helpful = sorted((term for term in self.terms if term.knobs), key=lambda term: -term.bytes)
         return tuple(dict.fromkeys(knob for term in helpful if term.bytes > total / 10 for knob in term.knobs))
 
 
 def stages(work: Work) -> list[Stage]:
-    """The stages of a run, without the activation stores."""
-    found = [Stage("the libraries", ())]
+    """Return the stages of a run, without the activation stores."""
+    listed = [Stage("the libraries", ())]
     if work.texts:
-        found += [_writing(work) if source == SELF else _reading(source) for source in work.texts]
+        listed += [_writing(work) if source == SELF else _reading(source) for source in work.texts]
         embedded = 3 * work.batch_tokens * work.shape.hidden_size * work.dtype.itemsize
-        compressed = Term(2 * work.outside_bytes if work.may_reduce_embedding else 0)  # its parts, and what they make
-        stage = (*terms.read(work.outside_bytes), compressed, Term(embedded, computed=True, knobs=BATCH))
-        found.append(Stage("the embedding", stage))
-    if work.config.budget == "latency":
-        found.append(_latency(work))
-    if work.profiled_kinds:
-        found += _profile(work)
+        reduced = Term(
+            2 * work.outside_bytes if work.schedule.may_rank_embedding else 0
+        )  # its tables and maps, and their product
+        stage = (*terms.read(work.outside_bytes), reduced, Term(embedded, computed=True, knobs=BATCH))
+        listed.append(Stage("the embedding", stage))
+    if work.measures_latency:
+        listed.append(_latency(work))
+    if work.schedule.makes_profile:
+        listed += _profile(work)
     if work.plan is None:
-        return found
-    found.append(Stage("the report", (Term(REPORT_BYTES),)))
-    if work.may_reduce_embedding:
-        found.append(Stage("reducing the embedding", (*terms.read(work.outside_bytes), *terms.embedding(work))))
-    if work.slices:
-        found += _hidden_size(work)
-    found.append(_outside(work))
-    found += _layers(work)
-    return found
+        return listed
+    listed.append(Stage("the report", (Term(REPORT_BYTES),)))
+    if work.schedule.may_rank_embedding:
+        listed.append(Stage("reducing the embedding", (*terms.read(work.outside_bytes), *terms.embedding(work))))
+    if work.schedule.finds_subspaces:
+        listed += _hidden_size(work)
+    listed.append(_outside(work))
+    listed += _layers(work)
+    return listed
 
 
 def scratch_bytes(work: Work) -> int:
-    """Bytes of files that a run keeps in its scratch folder: Grams and directions of the residual stream."""
+    """Return the bytes of scratch files: Grams and directions of the residual stream."""
     if work.hidden is None:
         return 0
     return work.shape.hidden_size**2 * (FLOAT * len(work.hidden.group_of) + DOUBLE * work.hidden.num_groups)
 
 
 def _reading(source: str) -> Stage:
-    """Reading and tokenising a text."""
+    """Return the stage that reads and tokenises a text."""
     size = HUB_TEXT_BYTES
     if source == "builtin":
         size = 0
@@ -92,7 +95,7 @@ def _reading(source: str) -> Stage:
 
 
 def _writing(work: Work) -> Stage:
-    """Letting the model write the text."""
+    """Return the stage in which the model writes text."""
     shape, itemsize = work.shape, work.dtype.itemsize
     documents = min(GENERATED_TOGETHER, math.ceil(work.num_tokens / DOCUMENT_TOKENS))
     cache = shape.stack().kv_bytes_per_token(itemsize) * documents * 2 * DOCUMENT_TOKENS
@@ -109,21 +112,25 @@ def _writing(work: Work) -> Stage:
 
 
 def _latency(work: Work) -> Stage:
-    """The first layer cut to every size that is timed."""
+    """Return the stage that times the first layer, cut to several sizes."""
     shape = work.shape
-    sizes = shape.heads_per_group + shape.num_key_value_heads - 1 if work.removable_heads else 1
+    sizes = (
+        shape.heads_per_group + shape.num_key_value_heads - 1 if work.grid.family.reason_against("heads") is None else 1
+    )
     one = work.layer_bytes + shape.layer_parameters() * work.dtype.itemsize
-    copies = Term((sizes + WIDTHS) * one, knobs=("--budget",))
-    batch = terms.activations(work, shape.intermediate_size, work.config.sequence_length)
-    return Stage("measuring the latency of layers (--budget latency)", (*terms.layer(work), copies, batch))
+    copies = Term((sizes + WIDTHS) * one, knobs=("--set budget=",))
+    batch = terms.activations(work, shape.intermediate_size, work.text.sequence_length)
+    return Stage("measuring the latency of layers (--set budget=latency)", (*terms.layer(work), copies, batch))
 
 
 def _profile(work: Work) -> list[Stage]:
-    """The dense pass that the profile is made in; its probes pile up layer after layer."""
-    shape, itemsize, length = work.shape, work.dtype.itemsize, work.config.sequence_length
+    """Return the stages of the profile's dense pass; each layer adds probes."""
+    shape, itemsize, length = work.shape, work.dtype.itemsize, work.text.sequence_length
     size, heads = shape.intermediate_size + shape.mlp_bias, shape.num_attention_heads * shape.head_dim
     states = PROBE_SEQUENCES * length * shape.hidden_size * itemsize
-    probes = Term((work.profiled_kinds * shape.num_hidden_layers + 2) * states, computed=True, knobs=LENGTH)
+    probes = Term(
+        (len(work.schedule.profiled_kinds) * shape.num_hidden_layers + 2) * states, computed=True, knobs=LENGTH
+    )
     grams = (terms.gram(work, size, residual=False), terms.gram(work, heads + shape.output_bias, residual=False))
     layer = (*terms.layer(work), terms.layer_copy(work), *grams, probes)
     batch = terms.activations(work, shape.intermediate_size)
@@ -133,7 +140,11 @@ def _profile(work: Work) -> list[Stage]:
     )
     logits = (Term(work.outside_bytes), terms.output_head(work), *terms.predictions(work), probes)
     return [
-        *(_profiled_embedding(work, probes) if work.profiles_embedding else []),
+        *(
+            _profiled_embedding(work, probes)
+            if (work.schedule.makes_profile and work.schedule.profiles_embedding)
+            else []
+        ),
         Stage("the profile's statistics", (*layer, batch)),
         Stage(
             "the profile's error curves", (*layer, max(curves, correction, key=terms.size_of), terms.layer_copy(work))
@@ -143,8 +154,8 @@ def _profile(work: Work) -> list[Stage]:
 
 
 def _profiled_embedding(work: Work, probes: Term) -> list[Stage]:
-    """A reduced embedding on its way through the dense model, while the blocks' `probes` wait; both output heads."""
-    shape, length = work.shape, work.config.sequence_length
+    """Return the stages in which a reduced embedding passes the dense model, while the other `probes` wait."""
+    shape, length = work.shape, work.text.sequence_length
     head = terms.output_head(work)
     states = Term(3 * EMBEDDING_PROBES * length * shape.hidden_size * work.dtype.itemsize, computed=True, knobs=LENGTH)
     expanded = Term(work.outside_bytes)
@@ -158,7 +169,7 @@ def _profiled_embedding(work: Work, probes: Term) -> list[Stage]:
 
 
 def _hidden_size(work: Work) -> list[Stage]:
-    """The dense pass for the residual stream's principal directions, and their computation."""
+    """Return the stages that find the residual stream's principal directions."""
     hidden, square = work.shape.hidden_size, work.shape.hidden_size**2
     rows = Term(3 * FLOAT * work.batch_tokens * hidden, computed=True, knobs=BATCH)
     grams = Term(5 * FLOAT * square, computed=True)
@@ -170,9 +181,9 @@ def _hidden_size(work: Work) -> list[Stage]:
 
 
 def _outside(work: Work) -> Stage:
-    """The embedding and the head on their way into the result."""
+    """Return the stage that writes the embedding and the head."""
     size, bases = work.outside_bytes, terms.bases(work)
-    if not work.slices and (work.plan is None or work.plan.tier == "stock"):
+    if not work.schedule.finds_subspaces and not work.grid.replaces_layer_norms:
         return Stage("writing the embedding", (*terms.read(size), Term(terms.cast_share(work) * size)))
     panels = Term(
         3 * DOUBLE * min(PANEL_ROWS, work.shape.vocab_size) * work.shape.hidden_size
@@ -182,7 +193,7 @@ def _outside(work: Work) -> Stage:
 
 
 def _layers(work: Work) -> list[Stage]:
-    """The layers on their way through the compressor, at the kept width that takes the most."""
+    """Return the stages of a layer, each at the kept width that takes the most."""
     by_width = [_layers_at(work, width) for width in work.kept_widths]
     return [
         max(same, key=lambda stage: sum(term.bytes for term in stage.terms)) for same in zip(*by_width, strict=True)
@@ -195,42 +206,41 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
     width = shape.intermediate_size
     size, kept_size = width + shape.mlp_bias, kept + shape.mlp_bias
     heads = shape.num_attention_heads * shape.head_dim + shape.output_bias
-    reduces_heads = work.recipe.heads != "none" or plan.value_size is not None
-    reshapes = reduces_heads or plan.query_key_size is not None
-    corrects_slices = work.slices and work.two_streams
+    reshapes = work.method.reduces_heads or plan.value_size is not None or plan.query_key_size is not None
+    corrects_slices = work.schedule.finds_subspaces and work.schedule.two_streams
     base = (*terms.layer(work), terms.bases(work))
-    if work.slices:
+    if work.schedule.finds_subspaces:
         base = (*base, Term(2 * FLOAT * hidden * (heads + size), computed=True))
     attention_share = 1 - (2 + shape.gated) * width * hidden / shape.layer_parameters()
     if reshapes:
         base = (*base, Term(attention_share * work.layer_bytes, computed=True))
-    copies = (terms.layer_copy(work), terms.layer_copy(work, 1.0 if reshapes or work.slices else 0.0))
+    copies = (terms.layer_copy(work), terms.layer_copy(work, 1.0 if reshapes or work.schedule.finds_subspaces else 0.0))
     share = 1 - (1 - kept / width) * (1 - attention_share)
     folded = (Term(share * work.layer_bytes), Term(DOUBLE * hidden * kept, computed=True))
     batch = terms.activations(work, width)
-    wanted = Term(2 * work.batch_tokens * hidden * work.dtype.itemsize, computed=True, knobs=BATCH)
-    found = []
-    if work.streams_text and (reduces_heads or corrects_slices):
+    target = Term(2 * work.batch_tokens * hidden * work.dtype.itemsize, computed=True, knobs=BATCH)
+    listed = []
+    if work.schedule.streams and work.schedule.solves_heads:
         gram = terms.gram(work, heads, residual=corrects_slices)
-        chosen = terms.pivoting(work, heads, heads, work.recipe.heads)
+        chosen = terms.pivoting(work, heads, heads, work.method.heads)
         half = terms.correction(work, heads, heads // 2, residual=corrects_slices)
-        weighted = Term(4 * DOUBLE * heads * heads, computed=True) if work.recipe.heads == "id" else Term(0)
+        weighted = Term(4 * DOUBLE * heads * heads, computed=True) if work.method.heads == "id" else Term(0)
         solved = max(chosen, half, weighted, key=terms.size_of)
         slices = terms.held_out(work, heads, residual=corrects_slices)
-        found.append(Stage("the factorisation of the heads", (*base, *copies, gram, *slices, batch, solved)))
-    if work.streams_text:
-        gram = terms.gram(work, size, residual=work.two_streams)
-        slices = terms.held_out(work, size, residual=work.two_streams)
+        listed.append(Stage("the factorisation of the heads", (*base, *copies, gram, *slices, batch, solved)))
+    if work.schedule.streams:
+        gram = terms.gram(work, size, residual=work.schedule.two_streams)
+        slices = terms.held_out(work, size, residual=work.schedule.two_streams)
         gathered = (*base, *copies, gram, *slices[:1], *terms.sketch(work), batch)
-        found.append(Stage("the statistics of the neurons", gathered))
+        listed.append(Stage("the statistics of the neurons", gathered))
         solved = max(
-            terms.pivoting(work, width, kept, work.recipe.ffn),
-            terms.correction(work, size, kept_size, residual=work.two_streams),
+            terms.pivoting(work, width, kept, work.method.ffn),
+            terms.correction(work, size, kept_size, residual=work.schedule.two_streams),
             key=terms.size_of,
         )
-        held = (*base, gram, *slices, *terms.sketch(work), solved, wanted)
-        found.append(Stage("the factorisation of the neurons", held))
-        if work.corrects_up:
+        held = (*base, gram, *slices, *terms.sketch(work), solved, target)
+        listed.append(Stage("the factorisation of the neurons", held))
+        if work.schedule.corrects_up:
             both = (
                 terms.layer_copy(work),
                 terms.layer_copy(work, share),
@@ -241,18 +251,18 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
                 terms.gram(work, kept_size, residual=True),
                 terms.correction(work, kept_size, kept_size, residual=True),
             )
-            found += [
+            listed += [
                 Stage("the correction of up_proj", (*base, *folded, *both, *terms.up_proj(work, kept))),
                 Stage("the correction of down_proj behind it", (*base, *folded, *both, *again)),
             ]
-        moving = (*base, *folded, terms.layer_copy(work, share), wanted, terms.activations(work, kept))
-        found.append(Stage("moving the streams on", moving))
-    elif work.recipe.ffn != "none":
-        chosen = terms.pivoting(work, width, kept, work.recipe.ffn)
+        moving = (*base, *folded, terms.layer_copy(work, share), target, terms.activations(work, kept))
+        listed.append(Stage("moving the streams on", moving))
+    elif work.method.reduces_ffn:
+        chosen = terms.pivoting(work, width, kept, work.method.ffn)
         solved = max(chosen, terms.correction(work, size, kept_size, residual=False), key=terms.size_of)
-        found.append(Stage("choosing neurons", (*base, solved)))
-    product = Term(2 * DOUBLE * hidden * (width + hidden), computed=True) if work.slices else Term(0)
-    written = 2 if work.slices else 1  # folded layers are float32 before they are cast
+        listed.append(Stage("choosing neurons", (*base, solved)))
+    product = Term(2 * DOUBLE * hidden * (width + hidden), computed=True) if work.schedule.finds_subspaces else Term(0)
+    written = 2 if work.schedule.finds_subspaces else 1  # folded layers are float32 before they are cast
     out = Term((2 + written + terms.cast_share(work)) * share * work.layer_bytes)
-    found.append(Stage("writing a layer", (*base, *folded, out, product)))
-    return found
+    listed.append(Stage("writing a layer", (*base, *folded, out, product)))
+    return listed

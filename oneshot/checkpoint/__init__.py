@@ -1,0 +1,23 @@
+"""Checkpoints on disk: where they are, how they are read safely, and how a run writes one."""
+
+from oneshot.checkpoint.gguf import GgufHeader, gguf_header
+from oneshot.checkpoint.journal import Journal, peek_saved, refuse_output
+from oneshot.checkpoint.locate import locate_checkpoint, open_model
+from oneshot.checkpoint.model import Model, identify
+from oneshot.checkpoint.place import output_folder, refuse_place
+from oneshot.checkpoint.reader import Checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "GgufHeader",
+    "Journal",
+    "Model",
+    "gguf_header",
+    "identify",
+    "locate_checkpoint",
+    "open_model",
+    "output_folder",
+    "peek_saved",
+    "refuse_output",
+    "refuse_place",
+]

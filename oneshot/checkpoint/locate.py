@@ -1,0 +1,57 @@
+"""From the CHECKPOINT argument to a folder: a local folder, a GGUF file, or a name on the hub."""
+
+from pathlib import Path
+
+from oneshot.checkpoint.gguf import convert_gguf
+from oneshot.checkpoint.model import Model, identify
+from oneshot.checkpoint.reader import Checkpoint
+from oneshot.errors import CheckpointError, cause
+
+WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", "LICENSE*"]
+
+
+def open_model(checkpoint: str, scratch: Path) -> Model:
+    """Find or fetch a checkpoint and open it; it reads headers and no weights.
+
+    Raises `CheckpointError` for everything that is missing, damaged, or of a family that is not supported.
+    """
+    return identify(Checkpoint(locate_checkpoint(checkpoint, scratch)))
+
+
+def locate_checkpoint(checkpoint: str, scratch: Path) -> Path:
+    """Find or fetch the checkpoint's folder; a GGUF file is dequantised into `scratch`.
+
+    Raises `CheckpointError` if the path does not exist, the folder is empty, or the hub cannot be reached.
+    """
+    try:
+        path = Path(checkpoint).expanduser()
+        str(path).encode()  # safetensors accepts only UTF-8
+        is_folder = path.is_dir()
+        is_empty = is_folder and not any(path.iterdir())
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:
+        raise CheckpointError(f"{checkpoint} cannot be read ({cause(error)}); check the path.") from error
+    if is_folder:
+        if is_empty:
+            raise CheckpointError(f"{path} is an empty folder; give the folder of a Hugging Face checkpoint.")
+        return path
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist; check the path.")
+        return convert_gguf(path, scratch)
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; give a folder with config.json and safetensors, or a .gguf file.")
+    if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
+        raise CheckpointError(f"{checkpoint} does not exist; check the path, or give a hub name such as org/model.")
+    return _download(checkpoint)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS))
+    except Exception as error:  # its types change with the hub's HTTP library; the cause is named and chained
+        raise CheckpointError(
+            f"{name} is not a local path and cannot be fetched from the hub ({cause(error)}); "
+            "check the name, the network and your access rights."
+        ) from error

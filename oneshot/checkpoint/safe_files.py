@@ -1,0 +1,130 @@
+"""Safe access to the files of a checkpoint folder: regular files inside it, and JSON of limited size and depth.
+
+A checkpoint may come from anywhere. A link that leaves its folder would publish a private file with the result, and a
+pipe would block forever.
+"""
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from oneshot.errors import CheckpointError, cause
+
+# Copied as they are beside the compressed weights.
+COMPANION_FILES = (
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "merges.txt",
+    "vocab.json",
+    "tokenizer*",
+    "LICENSE*",
+    "USE_POLICY*",
+)
+# Read by us or by transformers, whose tokenizers look for many names.
+READ_FILES = (*COMPANION_FILES, "*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*")
+MAX_JSON_BYTES = 100 * 2**20
+MAX_JSON_DEPTH = 50
+MAX_LABELS = 10**6
+
+
+def stored_file(folder: Path, name: str) -> Path:
+    """Return `folder / name` if it is a regular file inside the folder, or a link to one.
+
+    Links from a `snapshots` folder of the hub's cache may also lead to its `blobs`, as the hub's own links do.
+
+    Raises `CheckpointError` if the file is missing, leads elsewhere, or is not a regular file.
+    """
+    path = folder / name
+    try:
+        target = path.resolve(strict=True)
+        is_regular = stat.S_ISREG(target.stat().st_mode)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop, before Python 3.13
+        if os.path.islink(path):
+            raise CheckpointError(
+                f"{path} is a link that leads nowhere ({cause(error)}); download the file again."
+            ) from error
+        raise CheckpointError(
+            f"{path} is missing or cannot be read ({cause(error)}); "
+            "give the folder of a complete Hugging Face checkpoint."
+        ) from error
+    home = folder.resolve()
+    places = [home]
+    if home.parent.name == "snapshots":
+        places.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in places):
+        raise CheckpointError(f"{path} leads to {target}, outside the checkpoint; copy the file into the folder.")
+    if not is_regular:
+        raise CheckpointError(f"{path} is not a regular file; give the folder of a complete Hugging Face checkpoint.")
+    return path
+
+
+def check_readable(folder: Path) -> None:
+    """Check all files that may be read or copied, except the weights; open none. Raises as `stored_file`."""
+    _existing(folder, READ_FILES)
+
+
+def companion_files(folder: Path) -> list[Path]:
+    """Return the tokenizer, chat template, generation config and licence files. Raises as `stored_file`."""
+    return _existing(folder, COMPANION_FILES)
+
+
+def _existing(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    found = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
+    return [stored_file(folder, str(path.relative_to(folder))) for path in sorted(found)]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read `config.json`.
+
+    Raises `CheckpointError` as `read_json`, and for entries that make transformers run code or build too much.
+    """
+    path = stored_file(folder, "config.json")
+    config = read_json(path)
+    for name, value in config.items():
+        if name.endswith("_implementation") and "/" in json.dumps(value):
+            raise CheckpointError(
+                f"{path} names code on the hub ({name}), which is never run; remove the entry if you trust the rest."
+            )
+    labels = config.get("num_labels")
+    if labels is not None and not (isinstance(labels, int) and 0 <= labels <= MAX_LABELS):
+        raise CheckpointError(f"{path} states num_labels {labels!r}, which is not a sensible number; remove the entry.")
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object without NaN and Infinity.
+
+    Raises `CheckpointError` for anything else, and for more than `MAX_JSON_BYTES` or `MAX_JSON_DEPTH`.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB; give an undamaged checkpoint.")
+        content = json.loads(path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({cause(error)}); download it again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object; download it again.")
+    if _deeper_than(content, MAX_JSON_DEPTH):
+        raise CheckpointError(f"{path} is nested too deeply; give an undamaged checkpoint.")
+    return content
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is not a finite number")
+    return value
+
+
+def _deeper_than(content: Any, depth: int) -> bool:
+    level = [content]
+    for _ in range(depth):
+        values = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [inner for several in values for inner in several if isinstance(inner, dict | list)]
+    return bool(level)

@@ -1,0 +1,1 @@
+"""The command lines: parse options, call the pipeline or the evaluation, print."""

@@ -1,0 +1,88 @@
+"""`oneshot compress CHECKPOINT --output OUT --sparsity 0.2`: the command line of the pipeline."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from oneshot.cli.options import (
+    add_checkpoint,
+    add_form,
+    add_machine,
+    add_output_form,
+    add_settings,
+    add_text,
+    parse_config,
+    run_command,
+)
+from oneshot.errors import ConfigError
+from oneshot.machine import launched_rank
+from oneshot.pipeline import compress, compress_sizes, predict
+from oneshot.recipes import RECIPES
+from oneshot.report.terminal import print_footprint, print_report
+
+
+def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
+    """Return the parser of all options; their defaults are those of `Config`."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Compress a Llama-like checkpoint into a smaller one, in one shot, without training.",
+    )
+    add_checkpoint(parser)
+    parser.add_argument("--output", required=True, help="folder to write; must not exist")
+    target = parser.add_argument_group("target (give one)")
+    target.add_argument(
+        "--sparsity",
+        nargs="+",
+        help="fraction of the stored parameters to remove, such as 0.2; several write OUT/sparsity-0.10 and so on",
+    )
+    target.add_argument("--params", help="stored parameters to keep, such as 900M or 5.5B")
+    method = parser.add_argument_group("method")
+    method.add_argument("--recipe", default="oneshot", help=f"one of {', '.join(RECIPES)} (default: %(default)s)")
+    add_form(method)
+    method.add_argument("--profile", help="folder of a profile to plan from (default: made if it is needed)")
+    method.add_argument("--up-steps", type=int, help="steps that also correct up_proj: better and slower (default: 0)")
+    method.add_argument("--round-to", type=int, help="sizes are multiples of this (default: 64, less in small models)")
+    add_settings(method)
+    add_text(parser)
+    add_output_form(add_machine(parser))
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print predicted memory, disk, parameters and time, and do nothing (a hub name is fetched)",
+    )
+    return parser
+
+
+def _parse_fraction(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"--sparsity {text!r} is not a number; give a fraction such as 0.2.") from error
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> int:
+    """Run and return the exit code, as `options.run_command`."""
+    arguments = build_parser(prog).parse_args(argv)
+
+    def run() -> None:
+        sparsities = [_parse_fraction(text) for text in arguments.sparsity or []]
+        config = parse_config(arguments, sparsity=sparsities[0] if sparsities else None)
+        if arguments.dry_run:
+            targets = [replace(config.target, sparsity=sparsity) for sparsity in sparsities] or [config.target]
+            for target in targets:
+                print_footprint(predict(replace(config, target=target)))
+            return
+        if len(sparsities) > 1:
+            reports = compress_sizes(config, sparsities, show_progress=not arguments.quiet)
+        else:
+            reports = [compress(config, show_progress=not arguments.quiet)]
+        if not arguments.quiet and launched_rank() == 0:
+            for report in reports:
+                print_report(report)
+
+    return run_command(arguments, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

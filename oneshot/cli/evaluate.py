@@ -1,0 +1,73 @@
+"""`oneshot evaluate OUT --baseline CHECKPOINT --text FILE`: quality, sizes and latency, side by side."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from oneshot.cli.options import run_command
+from oneshot.config import Dtype
+from oneshot.errors import CalibrationError, ConfigError, OutputError
+from oneshot.evaluation import evaluate, print_evaluations, write_json
+
+
+def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
+    """Return the parser of all options."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Measure quality, sizes and latency of a checkpoint, beside a baseline."
+    )
+    parser.add_argument("checkpoint", help="a folder of safetensors, a .gguf file, or a hub name")
+    parser.add_argument("--baseline", help="the checkpoint to compare it with, usually the dense one")
+    parser.add_argument(
+        "--text", action="append", default=[], help="text for perplexity, as for --calibration; may be repeated"
+    )
+    parser.add_argument("--sequence-length", type=int, default=1024, help="tokens in a window (default: %(default)s)")
+    parser.add_argument(
+        "--max-windows",
+        type=int,
+        help="at most this many windows of each text (default: all of it; c4 has hundreds of millions)",
+    )
+    parser.add_argument("--tasks", nargs="+", default=[], help="lm-eval tasks")
+    parser.add_argument("--limit", type=int, help="at most this many documents of each task")
+    parser.add_argument(
+        "--include-path", help="folder with task YAML files of your own; they replace lm-eval's of the same name"
+    )
+    parser.add_argument("--prefill-tokens", type=int, default=512, help="(default: %(default)s)")
+    parser.add_argument("--decode-tokens", type=int, default=32, help="0 leaves latency out (default: %(default)s)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="auto")
+    parser.add_argument("--output", help="also write the numbers and their provenance as JSON")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> int:
+    """Run and return the exit code, as `options.run_command`."""
+    arguments = build_parser(prog).parse_args(argv)
+
+    def run() -> None:
+        if arguments.sequence_length < 2:
+            raise CalibrationError(f"--sequence-length {arguments.sequence_length} is too small; give at least 2.")
+        if arguments.max_windows is not None and arguments.max_windows < 1:
+            raise ConfigError(f"--max-windows {arguments.max_windows} is too small; give at least 1.")
+        if arguments.output and not Path(arguments.output).absolute().parent.is_dir():
+            raise OutputError(f"{arguments.output} cannot be written: its folder does not exist; create it first.")
+        evaluations = evaluate(
+            [arguments.checkpoint],
+            arguments.text,
+            baseline=arguments.baseline,
+            sequence_length=arguments.sequence_length,
+            max_windows=arguments.max_windows,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            prefill_tokens=arguments.prefill_tokens,
+            decode_tokens=arguments.decode_tokens,
+            tasks=arguments.tasks,
+            limit=arguments.limit,
+            include_path=arguments.include_path,
+        )
+        print_evaluations(evaluations)
+        if arguments.output:
+            write_json(Path(arguments.output), evaluations, vars(arguments))
+
+    return run_command(arguments, run)

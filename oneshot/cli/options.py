@@ -1,0 +1,176 @@
+"""Options that several commands share, and how they become a config."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
+
+from oneshot.config import (
+    Config,
+    Dtype,
+    FormName,
+    MachineOptions,
+    SaveDtype,
+    TextOptions,
+    parse_count,
+    parse_setting,
+    parse_size,
+    settings,
+)
+from oneshot.errors import OneshotError
+from oneshot.machine import launched_rank
+from oneshot.recipes import RECIPES, Method
+
+TEXT, MACHINE = TextOptions(), MachineOptions()
+NOT_OF_THE_CONFIG = ("quiet", "debug", "dry_run", "help_methods", "set")
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the checkpoint to read."""
+    parser.add_argument("checkpoint", help="a folder of safetensors, a .gguf file, or a hub name")
+
+
+def add_text(parser: argparse.ArgumentParser) -> None:
+    """Add the calibration text."""
+    text = parser.add_argument_group("calibration text")
+    text.add_argument(
+        "--calibration",
+        default=TEXT.calibration,
+        help="c4, wikitext2, org/name:config:split:column, a .txt, .jsonl or .parquet file, builtin, or self (the "
+        "model writes it); sources joined by + give equally many sequences (default: %(default)s)",
+    )
+    text.add_argument("--num-sequences", type=int, default=TEXT.num_sequences, help="(default: %(default)s)")
+    text.add_argument("--sequence-length", type=int, default=TEXT.sequence_length, help="(default: %(default)s)")
+    text.add_argument("--seed", type=int, default=0, help="of all random choices (default: %(default)s)")
+
+
+def add_settings(group: Any) -> None:
+    """Add `--set`, and the list of its keys."""
+    group.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other choice; may be repeated"
+    )
+    group.add_argument("--help-methods", action=_HelpMethods, help="list recipes and the keys of --set, and exit")
+
+
+def add_machine(parser: argparse.ArgumentParser) -> Any:
+    """Add device, dtype and memory; return the group for more options."""
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--device", default=MACHINE.device, help="auto, cpu, cuda or cuda:N")
+    machine.add_argument("--dtype", choices=get_args(Dtype), default=MACHINE.dtype, help="of the forward passes")
+    machine.add_argument("--batch-size", type=int, default=MACHINE.batch_size, help="sequences at a time")
+    machine.add_argument("--max-memory", help="bound of the host memory, such as 8GiB; activations then go to disk")
+    machine.add_argument("--max-device-memory", help="bound of the memory on a CUDA device")
+    machine.add_argument("--offload-dir", help="folder for scratch files (default: the system's temporary folder)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar, no tables")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and other libraries' messages")
+    return machine
+
+
+def add_output_form(group: Any) -> None:
+    """Add how weights are written."""
+    group.add_argument("--save-dtype", choices=get_args(SaveDtype), default="keep", help="of the stored weights")
+    group.add_argument("--max-shard-size", help="of one weight file, such as 2GB (default: 5GB)")
+    group.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    group.add_argument("--resume", action="store_true", help="continue an interrupted run if there is one")
+
+
+def add_form(group: Any) -> None:
+    """Add the form of the result; `--tier` is its old name, for one release."""
+    forms = get_args(FormName)
+    group.add_argument(
+        "--form", choices=forms, help="stock, or per-layer: better, with a modelling file (default: the recipe's)"
+    )
+    group.add_argument("--tier", choices=forms, dest="form", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+
+
+class _HelpMethods(argparse.Action):
+    """Print the recipes and the keys of `--set`, and exit."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(describe_methods())
+        parser.exit()
+
+
+def describe_methods() -> str:
+    """Return the recipes and the keys of `--set` with their choices, as text of at most 80 columns."""
+    lines = ["recipes (--recipe), each with the settings that differ from the defaults:"]
+    plain = {field.name: field.default for field in fields(Method)}
+    for name, method in RECIPES.items():
+        differing = {
+            field.name: getattr(method, field.name)
+            for field in fields(Method)
+            if getattr(method, field.name) != plain[field.name]
+        }
+        lines += _wrapped(f"  {name}: ", [f"{key}={value}" for key, value in differing.items()], " ")
+    lines += ["", "keys of --set:"]
+    for key, record in settings().items():
+        hint = get_type_hints(record)[key]
+        choices = [choice for part in (hint, *get_args(hint)) for choice in get_args(part) if isinstance(choice, str)]
+        kinds = [kind.__name__ for kind in (hint, *get_args(hint)) if kind in (int, float)]
+        lines += _wrapped(f"  {key}: ", [*kinds, *dict.fromkeys(choices)], " | ")
+    lines += ["", "docs/command-line.md explains every key; docs/recipes has the equations."]
+    return "\n".join(lines)
+
+
+def _wrapped(start: str, words: list[str], separator: str, width: int = 80) -> list[str]:
+    lines, indent = [start], " " * 6
+    for number, word in enumerate(words):
+        piece = word if number == 0 else separator + word
+        if len(lines[-1]) + len(piece) > width:
+            lines.append(indent + piece.lstrip())
+        else:
+            lines[-1] += piece
+    return lines
+
+
+def parse_config(arguments: argparse.Namespace, **more: Any) -> Config:
+    """Return the validated config of command-line arguments and of settings that replace some of them.
+
+    Raises `ConfigError`.
+    """
+    options = {name: value for name, value in vars(arguments).items() if name not in NOT_OF_THE_CONFIG} | more
+    options |= dict(parse_setting(text) for text in arguments.set)
+    for text, field, parse in (
+        ("params", "parameters", parse_count),
+        ("max_memory", "max_memory_bytes", parse_size),
+        ("max_device_memory", "max_device_memory_bytes", parse_size),
+        ("max_shard_size", "max_file_bytes", parse_size),
+    ):
+        given = options.pop(text, None)
+        if given is not None:
+            options[field] = parse(given)
+    return Config.of(**{name: value for name, value in options.items() if value is not None})
+
+
+def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
+    """Run and return the exit code: 0 done, 1 an error that the user can mend (said on stderr), 130 interrupted."""
+    rank = launched_rank()  # of several processes only the first warns
+    logging.basicConfig(level=logging.ERROR if rank else logging.WARNING, format="%(levelname)s: %(message)s")
+    if not arguments.debug:
+        silence_libraries()
+    try:
+        run()
+    except OneshotError as error:
+        if arguments.debug:
+            raise
+        print(f"error: {error}" if rank == 0 else f"process {rank}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def silence_libraries() -> None:
+    """Turn off the progress bars and informational messages of transformers, datasets and the hub."""
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bars()

@@ -1,0 +1,24 @@
+"""Compressing layers: statistics, selection, correction and folding, and the subspaces and ranks around them.
+
+`layer.LayerCompressor` is the order; `sublayer.SublayerTask` is the one way through attention and FFN.
+"""
+
+from oneshot.compression.correction import Factors
+from oneshot.compression.embedding import expanded, reduce_embedding
+from oneshot.compression.layer import CompressedLayer, LayerCompressor
+from oneshot.compression.statistics import Statistics
+from oneshot.compression.sublayer import needs_statistics
+from oneshot.compression.subspaces import StreamSubspaces, Subspaces, find_subspaces
+
+__all__ = [
+    "CompressedLayer",
+    "Factors",
+    "LayerCompressor",
+    "Statistics",
+    "StreamSubspaces",
+    "Subspaces",
+    "expanded",
+    "find_subspaces",
+    "needs_statistics",
+    "reduce_embedding",
+]

@@ -1,0 +1,150 @@
+"""From weights, statistics and kept columns to the corrected linear. Pure functions."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from oneshot.compression.statistics import Statistics
+from oneshot.errors import CalibrationError
+from oneshot.linalg.interpolative import interpolate
+from oneshot.recipes import Correction
+
+ENERGY_PANEL = 1024
+DAMPINGS = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The kept columns of a sublayer and the corrected linear that reads them.
+
+    Attributes:
+        kept_columns: int64, ascending, of the reading linear.
+        weight: `(d, k)` float64, its corrected weight over those columns.
+        predicted_error: relative Frobenius error of the sublayer's output from the statistics; None without them.
+        condition_number, max_interpolation: of the ridged skeleton Gram, of T; None if nothing was solved.
+        damping: of the ridge; None if nothing was solved.
+    """
+
+    kept_columns: torch.Tensor
+    weight: torch.Tensor
+    predicted_error: float | None = None
+    condition_number: float | None = None
+    max_interpolation: float | None = None
+    eigenvalue_fallback: bool = False
+    damping: float | None = None
+
+
+def correct(
+    weight: torch.Tensor,
+    kept_columns: torch.Tensor,
+    statistics: Statistics | None,
+    *,
+    correction: Correction,
+    damping: float,
+    residual_weight: float = 1.0,
+) -> Factors:
+    """Return the linear over the kept columns, `y ≈ A[:, kept_columns] weight'ᵀ`.
+
+    Args:
+        weight: `(d, n)`, with the bias as last column if `statistics` has a constant column.
+        kept_columns: `(k,)` ascending columns.
+        correction: `none` keeps `weight[:, kept_columns]`. `bias` adds to its last column, the bias, the mean
+            contribution of the other columns (FLAP, arXiv 2312.11983: baseline bias compensation). `same-layer` solves
+            `min ‖A Wᵀ − A[:, kept_columns] W'ᵀ‖² + λ‖W' − W[:, kept_columns]‖²` (STAT section 3.1), which is
+            `W' = W Pᵀ` with the ridged interpolation matrix. `two-stream` has the target `A Wᵀ + ρ (Y − A Wᵀ)`, `Y` the
+            dense stream's next hidden state less this stream's residual, `ρ = residual_weight`.
+    """
+    if correction == "none" or (len(kept_columns) == weight.shape[1] and correction != "two-stream"):
+        corrected = weight[:, kept_columns].double()
+        return Factors(kept_columns, corrected, _error_if_known(weight.double(), corrected, kept_columns, statistics))
+    if statistics is None:
+        raise ValueError(f"the correction {correction!r} needs statistics")
+    if correction == "bias":
+        means = statistics.gram[:, -1].double() / statistics.gram[-1, -1]
+        means[kept_columns] = 0
+        corrected = weight[:, kept_columns].double()
+        corrected[:, -1] += weight.double() @ means
+        return Factors(kept_columns, corrected, predicted_error(weight.double(), corrected, kept_columns, statistics))
+    residual = statistics.residual if correction == "two-stream" else None
+    if correction == "two-stream" and residual is None:
+        raise ValueError("the two-stream correction needs statistics with a residual")
+    interpolation = interpolate(statistics.gram, kept_columns, damping)
+    factor, rest, coefficients = interpolation.factor, interpolation.rest, interpolation.coefficients
+    max_interpolation = interpolation.max_coefficient
+    step = None if residual is None else factor.solve(residual[kept_columns])
+    condition_number, fallback = factor.condition_number, factor.eigenvalue_fallback
+    del interpolation, factor  # as large as the Gram in float64
+    dense = weight.double()
+    corrected = dense[:, kept_columns].addmm_(dense[:, rest], coefficients.T)
+    if step is not None:
+        corrected += residual_weight * step.T
+    error = _error_if_known(dense, corrected, kept_columns, statistics)
+    return Factors(kept_columns, corrected, error, condition_number, max_interpolation, fallback, damping)
+
+
+def best_damping(
+    weight: torch.Tensor,
+    kept_columns: torch.Tensor,
+    statistics: Statistics,
+    *,
+    correction: Correction,
+    residual_weight: float = 1.0,
+) -> float:
+    """Return the damping of `DAMPINGS` with the least error on the held-out rows, solved without them.
+
+    Arguments as in `correct`; `statistics` has `held_out`. The error is `‖Y − A W'ᵀ‖` of the sublayer's output.
+
+    Raises `CalibrationError` if all rows are held out.
+    """
+    held_out = statistics.held_out
+    assert held_out is not None
+    if held_out.num_rows == statistics.num_rows:
+        raise CalibrationError(
+            "--set damping=auto holds out every eighth batch of the text, and there is only one; give more "
+            "--num-sequences, a smaller --batch-size, or a number as damping."
+        )
+    residual = statistics.residual
+    if residual is not None and held_out.residual is not None:
+        residual = residual - held_out.residual
+    fitted = replace(
+        statistics,
+        gram=statistics.gram - held_out.gram,
+        residual=residual,
+        residual_energy=statistics.residual_energy - held_out.residual_energy,
+        num_rows=statistics.num_rows - held_out.num_rows,
+    )
+
+    def error(damping: float) -> float:
+        factors = correct(
+            weight, kept_columns, fitted, correction=correction, damping=damping, residual_weight=residual_weight
+        )
+        return predicted_error(weight.double(), factors.weight, kept_columns, held_out)
+
+    return min(DAMPINGS, key=error)
+
+
+def _error_if_known(
+    weight: torch.Tensor, corrected: torch.Tensor, kept_columns: torch.Tensor, statistics: Statistics | None
+) -> float | None:
+    return None if statistics is None else predicted_error(weight, corrected, kept_columns, statistics)
+
+
+def predicted_error(
+    weight: torch.Tensor, corrected: torch.Tensor, kept_columns: torch.Tensor, statistics: Statistics
+) -> float:
+    """Return `‖Y − A[:, kept_columns] W'ᵀ‖ / ‖Y‖` from the statistics; `Y = A Wᵀ`, plus a residual."""
+    difference = weight.T.clone()
+    difference[kept_columns] -= corrected.T
+    error = _energy(statistics.gram, difference)
+    energy = _energy(statistics.gram, weight.T)
+    if statistics.residual is not None:
+        residual = statistics.residual.double()
+        error += 2 * (difference * residual).sum() + statistics.residual_energy
+        energy += 2 * (weight.T * residual).sum() + statistics.residual_energy
+    return float((error.clamp_min(0) / energy.clamp_min(torch.finfo(energy.dtype).tiny)).sqrt())
+
+
+def _energy(gram: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return `tr(Cᵀ G C) = ‖A C‖²` in float64, by panels of the Gram's rows to avoid a float64 copy."""
+    panels = zip(gram.split(ENERGY_PANEL), columns.split(ENERGY_PANEL), strict=True)
+    return torch.stack([(part * (panel.double() @ columns)).sum() for panel, part in panels]).sum()

@@ -1,0 +1,116 @@
+"""A tied embedding with fewer coordinates for rarer tokens: ranges of the vocabulary with their own ranks.
+
+Tokenizers number their tokens roughly by frequency, so a range of numbers is a range of frequencies. The rows of a
+range, `E_g (rows, D)`, become `U V` of rank r: block-wise low rank as in GroupReduce (Chen et al. 2018, arXiv
+1806.06950), weighted by token and by direction: `min ‖diag(w)^½ (E_g − U V) H^½‖_F`. `H` is the Gram of the states that
+the output head reads. The weights `w` are the roots of the tokens' probabilities, because other texts predict other
+tokens.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from oneshot.compression.fold import PANEL_ROWS, times
+from oneshot.families import TableShape
+from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.planning import vocabulary_ranges
+
+DAMPING = 1e-4  # of the head's Gram, in units of its mean diagonal; no direction may be free
+
+Tensors = dict[str, torch.Tensor]
+
+_TABLES = "model.embed_tokens.tables."
+
+
+def range_errors(
+    embedding: torch.Tensor, gram: torch.Tensor, probabilities: torch.Tensor, whole: Iterable[int] = ()
+) -> torch.Tensor:
+    """Return what every rank of every range loses of the logits, `(ranges, D + 1)` float64; rank 0 sums to one.
+
+    Args:
+        embedding: `(N, D)`. gram: `H (D, D)` of what the head reads. probabilities: `(N,)` of the tokens.
+        whole: tokens whose ranges must stay whole (a chat's marks); any rank below D has an infinite error there.
+    """
+    ranges, width = vocabulary_ranges(len(embedding)), embedding.shape[1]
+    root = _root(gram)
+    errors = torch.zeros(len(ranges), width + 1, dtype=torch.float64, device=gram.device)
+    for index, part in enumerate(ranges):
+        _, energies = _decompose(embedding[part], probabilities[part], root)
+        errors[index, :-1] = energies.flip(0).cumsum(0).flip(0)
+    errors /= errors[:, 0].sum().clamp_min(torch.finfo(errors.dtype).tiny)  # the rows may all be zero
+    for token in whole:
+        errors[token // ranges[0].stop, :-1] = torch.inf
+    return errors
+
+
+def reduce_embedding(
+    embedding: torch.Tensor, gram: torch.Tensor, probabilities: torch.Tensor, tables: tuple[TableShape, ...]
+) -> Tensors:
+    """Return the tables and maps of a plan's ranges, as the per-layer form names them, in the embedding's dtype.
+
+    `embed_tokens.tables.g.weight (rows, rank)`, and below the full rank `embed_tokens.maps.g.weight (D, rank)`. With
+    the principal directions `P` of `diag(w)^½ E_g L`, `L Lᵀ = H`, the table is `E_g L P` and the map's transpose
+    `Pᵀ L⁻¹` (Eckart and Young 1936). Arguments as in `range_errors`.
+    """
+    root = _root(gram)
+    inverse = torch.linalg.inv(root)
+    reduced: Tensors = {}
+    for index, (part, table) in enumerate(zip(vocabulary_ranges(len(embedding)), tables, strict=True)):
+        rows = embedding[part]
+        if table.rank < embedding.shape[1]:
+            directions = _decompose(rows, probabilities[part], root)[0][:, : table.rank]
+            rows = times(rows, (root @ directions).cpu())
+            reduced[_map(index)] = (directions.T @ inverse).T.to("cpu", embedding.dtype).contiguous()
+        reduced[_table(index)] = rows.contiguous()
+    return reduced
+
+
+def expanded(reduced: Tensors, width: int) -> torch.Tensor:
+    """Return the whole embedding `(N, width)` that the tables and maps stand for."""
+    tables = [reduced[_table(index)] for index in range(sum(name.startswith(_TABLES) for name in reduced))]
+    sizes = [len(rows) for rows in tables]
+    whole = tables[0].new_empty(sum(sizes), width)
+    for index, (rows, place) in enumerate(zip(tables, whole.split(sizes), strict=True)):
+        place.copy_(times(rows, reduced[_map(index)].double().T) if _map(index) in reduced else rows)
+    return whole
+
+
+def _table(index: int) -> str:
+    return f"{_TABLES}{index}.weight"
+
+
+def _map(index: int) -> str:
+    return f"model.embed_tokens.maps.{index}.weight"
+
+
+def _root(gram: torch.Tensor) -> torch.Tensor:
+    """Return the lower Cholesky factor `L` of the damped Gram, `L Lᵀ ≈ H`, float64."""
+    damped = gram.double().clone()
+    mean = damped.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)  # the states may all be zero
+    damped.diagonal().add_(DAMPING * mean)
+    return torch.linalg.cholesky(damped)
+
+
+def _decompose(
+    rows: torch.Tensor, probabilities: torch.Tensor, root: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the principal directions `P (D, D)` of `diag(w)^½ E_g L` and their energies `(D,)`, float64."""
+    inside = root.T @ _gram(rows, _weights(probabilities)) @ root
+    directions = principal_directions(inside)
+    return directions, energies_along(inside, directions)
+
+
+def _weights(probabilities: torch.Tensor) -> torch.Tensor:
+    """Return the weights of a range's tokens; half of each is the range's mean, for tokens that are never predicted."""
+    smooth = probabilities.double()
+    return ((smooth + smooth.mean()) / 2).sqrt()
+
+
+def _gram(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return `Eᵀ diag(w) E (D, D)` float64 on the device of the weights, by panels of rows."""
+    total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=weights.device)
+    for panel, weight in zip(rows.split(PANEL_ROWS), weights.split(PANEL_ROWS), strict=True):
+        on_device = panel.to(total)
+        total.addmm_(on_device.T, on_device * weight.unsqueeze(1))
+    return total

@@ -1,0 +1,256 @@
+"""One layer through its sublayers: measured, solved and folded, while the streams move on."""
+
+from dataclasses import dataclass
+
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.compression.correction import Factors
+from oneshot.compression.fold import confine, fold_hidden, to_rms_norms
+from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, reduce_queries_keys
+from oneshot.compression.sublayer import SublayerTask, relative_error
+from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
+from oneshot.compression.up_proj import correct_up, up_passes
+from oneshot.machine import Machine
+from oneshot.machine.memory import release_heap
+from oneshot.planning import Grid, Plan
+from oneshot.recipes import Method
+from oneshot.report.records import SublayerReport
+from oneshot.stream import Layer, States
+
+Tensors = dict[str, torch.Tensor]
+
+INPUT_KINDS = {"heads": "attention input", "ffn": "ffn input"}
+
+
+@dataclass(frozen=True)
+class CompressedLayer:
+    """A finished layer: what the checkpoint stores, what the compressed stream passed, and what was lost.
+
+    `folded` and `working` are the same tensors unless smaller coordinates or smaller heads were folded.
+    """
+
+    folded: Tensors
+    working: Tensors
+    reports: list[SublayerReport]
+
+
+class _Pass:
+    """A sublayer that the compressed stream has to pass; it measures the error on the last batch.
+
+    `target`: the last batch as it should be after the sublayer; None if the sublayer is unchanged.
+    """
+
+    def __init__(self, task: SublayerTask, layer: Layer, target: torch.Tensor | None = None) -> None:
+        self._task, self._layer, self._target = task, layer, target
+        self.error: float | None = None
+
+    def __call__(self, x: torch.Tensor, is_last: bool) -> torch.Tensor:
+        passed = self._layer.run(self._task.index, x)
+        if is_last and self._target is not None:
+            self.error = relative_error(self._target - x, passed - x)
+        return self._task.enter(passed)
+
+
+class LayerCompressor:
+    """Compress the layers of a model in order.
+
+    Everything is computed in the model's own coordinates, on layers of the stock class. A smaller hidden size is a
+    stream that is kept inside its subspaces. Smaller heads are full heads that compute what the smaller ones can. Only
+    the tensors that leave are folded into the smaller coordinates.
+
+    Args:
+        states: the hidden states of the text; None if the method chooses by weights alone.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        method: Method,
+        plan: Plan,
+        grid: Grid,
+        machine: Machine,
+        *,
+        subspaces: StreamSubspaces | None = None,
+        states: States | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._model, self._method, self._plan, self._grid, self._machine = model, method, plan, grid, machine
+        self._subspaces, self._states, self._seed = subspaces, states, seed
+        self._stack = model.family.stack
+
+    def replay_layer(self, layer: int, tensors: Tensors, working: Tensors) -> None:
+        """Move the streams through a layer that another run finished: its dense tensors and its `working` ones."""
+        states = self._states
+        if states is None:
+            return
+        states.passes = 1
+        dense = states.builder.layer(tensors)
+        current = states.builder.layer(working) if working else None
+        for task in self._tasks(layer):
+            self._defer_dense(task, dense)
+            if current is not None:
+                states.defer(_Pass(task, current))
+        states.settle()
+
+    def compress_layer(self, layer: int, tensors: Tensors) -> CompressedLayer:
+        """Return the layer's smaller tensors and what was lost."""
+        release_heap()  # of the last layer's factorisation
+        tasks = self._tasks(layer)
+        if self._plan.layers[layer].is_left_out:
+            self.replay_layer(layer, tensors, {})
+            gone = [SublayerReport(task.sublayer.kind, task.dense_units, 0) for task in tasks]
+            return CompressedLayer({}, {}, gone)
+        working = self._confined(layer, tensors)
+        if self._states is None:
+            return self._by_weights(layer, tensors, working, tasks)
+        return self._by_text(layer, tensors, working, tasks, self._states)
+
+    def _by_weights(self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask]) -> CompressedLayer:
+        """Compress a layer whose neurons are chosen by weights alone."""
+        reports = self._input_reports(layer, None)
+        for task in tasks:
+            if task.is_reduced:
+                _, factors, _ = task.solve(working, None)
+                working = task.fold(working, factors)
+                reports.append(_report(task, factors, None))
+        return CompressedLayer(self._fold(layer, tensors, working, InnerMaps()), working, reports)
+
+    def _by_text(
+        self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
+    ) -> CompressedLayer:
+        """Compress a layer by what the text says about its activations."""
+        states.passes = self._passes(tasks, states)
+        dense = states.builder.layer(tensors)
+        current = reference = dense if working is tensors else states.builder.layer(working)
+        inputs = self._input_reports(layer, dense)
+        maps, solved = InnerMaps(), []
+        for task in tasks:
+            self._defer_dense(task, dense)
+            if task.is_attention and self._plan.query_key_size is not None:
+                working, maps = self._reduce_queries_keys(task, working, states, current)
+                current = states.builder.layer(working)
+            if not task.is_solved:
+                states.defer(_Pass(task, current))
+                continue
+            statistics, target = task.measure(working, states, current, reference)
+            del current
+            if task is tasks[-1]:
+                del dense, reference  # the factorisation needs their memory
+            release_heap()
+            units, factors, values = task.solve(working, statistics)
+            working = task.fold(working, factors)
+            if task.is_attention:
+                maps = keep_heads(maps, units, self._model.shape.heads_per_group)
+                maps = maps if values is None else InnerMaps(maps.queries, maps.keys, values, maps.rotary_pairs)
+            del statistics
+            if task.corrects_up:
+                working, factors = correct_up(task, tensors, working, states)
+            release_heap()
+            current = states.builder.layer(working)
+            solved.append((task, factors, _Pass(task, current, target)))
+            states.defer(solved[-1][2])
+        states.settle()
+        reports = [_report(task, factors, passed.error) for task, factors, passed in solved]
+        return CompressedLayer(self._fold(layer, tensors, working, maps), working, inputs + reports)
+
+    def _tasks(self, layer: int) -> list[SublayerTask]:
+        return [
+            SublayerTask(
+                self._method,
+                self._model.shape,
+                self._plan,
+                self._subspaces,
+                self._machine,
+                self._stack,
+                layer,
+                index,
+                self._seed,
+            )
+            for index in range(len(self._stack.sublayers))
+        ]
+
+    def _defer_dense(self, task: SublayerTask, dense: Layer) -> None:
+        assert self._states is not None
+        self._states.defer_dense(lambda x, _: dense.run(task.index, x))
+
+    def _passes(self, tasks: list[SublayerTask], states: States) -> float:
+        """Return how many passes over the text the layer takes."""
+        extra = self._plan.query_key_size is not None
+        return 1 + extra + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
+
+    def _reduce_queries_keys(
+        self, task: SublayerTask, working: Tensors, states: States, current: Layer
+    ) -> tuple[Tensors, InnerMaps]:
+        assert self._plan.query_key_size is not None
+        return reduce_queries_keys(
+            working,
+            self._stack.attention,
+            task.index,
+            self._model.shape,
+            states,
+            current,
+            size=self._plan.query_key_size,
+            rotary=self._stack.rotary,
+            share=task.shared,
+        )
+
+    def _confined(self, layer: int, tensors: Tensors) -> Tensors:
+        """Return the layer with outputs inside the subspaces that read them."""
+        if self._subspaces is None:
+            return tensors
+        confined = {name: tensor.to(self._machine.device) for name, tensor in tensors.items()}
+        for index, sublayer in enumerate(self._stack.sublayers):
+            after = self._subspaces.basis(self._stack.position(layer, index + 1))
+            confined = confine(confined, sublayer.writer, after)
+        return confined
+
+    def _fold(self, layer: int, tensors: Tensors, working: Tensors, maps: InnerMaps) -> Tensors:
+        """Return what the checkpoint stores: smaller coordinates, the dtypes of the input."""
+        attention = self._stack.attention
+        folded = fold_inner(working, attention, maps)
+        if self._grid.folds_layer_norms:
+            folded = to_rms_norms(folded, self._stack)
+        if self._subspaces is not None:
+            positions = range(len(self._stack.sublayers) + 1)
+            bases = [self._subspaces.basis(self._stack.position(layer, index)) for index in positions]
+            folded = fold_hidden(folded, self._stack, bases)
+        like = tensors[f"{attention.out}.weight"]
+        return {
+            name: tensor.to("cpu", tensors.get(name, like).dtype if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in folded.items()
+        }
+
+    def _input_reports(self, layer: int, dense: Layer | None) -> list[SublayerReport]:
+        """Report what the subspaces leave out of the dense stream before every norm, measured on its last batch."""
+        if self._subspaces is None:
+            return []
+        x = None
+        if dense is not None and self._states is not None:
+            _, x = self._states.read_last()
+        reports = []
+        for index, sublayer in enumerate(self._stack.sublayers):
+            position = self._stack.position(layer, index)
+            size, predicted = self._subspaces.size(position), self._subspaces.relative_error(position)
+            measured = None
+            if x is not None and dense is not None:
+                rows = weighted_rows(x, centred=self._model.shape.layer_norms, weighting=self._method.token_weighting)
+                measured = relative_error(rows, self._subspaces.inside(rows, position))
+                x = dense.run(index, x)
+            kind = INPUT_KINDS[sublayer.kind]
+            reports.append(SublayerReport(kind, self._model.shape.hidden_size, size, predicted, measured))
+        return reports
+
+
+def _report(task: SublayerTask, factors: Factors, measured: float | None) -> SublayerReport:
+    return SublayerReport(
+        kind=task.sublayer.kind,
+        dense_size=task.dense_units,
+        kept_size=task.kept_units,
+        predicted_error=factors.predicted_error,
+        measured_error=measured,
+        condition_number=factors.condition_number,
+        max_interpolation=factors.max_interpolation,
+        eigenvalue_fallback=factors.eigenvalue_fallback,
+        damping=factors.damping,
+    )

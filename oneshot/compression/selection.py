@@ -1,0 +1,143 @@
+"""Selectors of FFN neurons and attention heads, chosen by name; pure functions of tensors."""
+
+from dataclasses import dataclass
+
+import torch
+
+from oneshot.compression.statistics import Moments
+from oneshot.linalg.elimination import eliminate
+from oneshot.linalg.pivoted_qr import GROUP_SIZE, pivots_with_quota, weighted_pivots
+from oneshot.linalg.psd import RidgeFactor
+from oneshot.recipes import Pivoting, Selector
+
+SELECTION_DAMPING = 1e-2  # of `obs` and `leverage`
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a selector may look at: a sublayer's columns `A`, the linear that reads them, the weights that make them.
+
+    Attributes:
+        consumer: `(d, n)` without its bias.
+        producer_energy: `(n,)`: squared norms of the rows that make each column, summed over linears; only for
+            `magnitude`, else None.
+        gram: `AᵀA (n, n)`; None for selectors that only look at weights.
+        moments: of the columns, for `tcsp-score` and `flap`.
+        sketch: `S A (s, n)` to choose pivots from instead of the Gram; or None.
+        pivoting, group_size: of `id` for neurons, as in `linalg.pivoted_qr.weighted_pivots`.
+        generator: of `random`.
+    """
+
+    consumer: torch.Tensor
+    producer_energy: torch.Tensor | None
+    gram: torch.Tensor | None
+    generator: torch.Generator
+    moments: Moments | None = None
+    sketch: torch.Tensor | None = None
+    pivoting: Pivoting = "cholesky"
+    group_size: int = GROUP_SIZE
+
+
+def column_scores(selector: Selector, evidence: Evidence) -> torch.Tensor:
+    """Return a score for every column, float64 `(n,)`; columns with the largest scores stay, or heads by their sums.
+
+    `activation-norm`: `‖a_j‖² ‖w_j‖²`. `wanda`: `‖a_j‖ Σ_i |w_ij|` (Wanda-sp, An et al. 2023). `flap`:
+    `var(a_j) ‖w_j‖²` (FLAP, An et al. 2023, eq. 5). `leverage`: the ridge leverage score `[G (G + λI)⁻¹]_jj` (MoDeGPT,
+    Lin et al. 2024). `tcsp-score`: `‖w_j‖ (E|a_j| + std a_j)` (TCSP eq. 25). `magnitude`: the squared norm of the
+    column's own weights, on both sides. `random`: a draw.
+    """
+    weight, gram, moments = evidence.consumer.double(), evidence.gram, evidence.moments
+    energy = weight.square().sum(0)
+    if selector == "random":
+        return torch.rand(len(energy), dtype=torch.float64, generator=evidence.generator).to(energy.device)
+    if selector == "magnitude":
+        assert evidence.producer_energy is not None
+        return energy + evidence.producer_energy.double()
+    if selector in ("flap", "tcsp-score"):
+        assert moments is not None
+        if selector == "flap":
+            return moments.deviation.square() * energy
+        return energy.sqrt() * (moments.absolute_mean + moments.deviation)
+    assert gram is not None
+    if selector == "leverage":
+        return RidgeFactor(gram, SELECTION_DAMPING).solve(gram).diagonal()
+    squares = gram.diagonal().double().clamp_min(0)
+    return {"activation-norm": squares * energy, "wanda": squares.sqrt() * weight.abs().sum(0)}[selector]
+
+
+def select_neurons(selector: Selector, kept_size: int, evidence: Evidence) -> torch.Tensor:
+    """Return the FFN neurons to keep, ascending int64 `(kept_size,)`.
+
+    `id`: pivots of the activations, columns weighted by the norms of the consumer's columns (STAT A.3). `obs`: backward
+    elimination (`linalg.elimination`). Others: the largest `column_scores`.
+    """
+    if selector == "id":
+        assert evidence.gram is not None
+        return (
+            weighted_pivots(
+                evidence.gram,
+                evidence.consumer.double().norm(dim=0),
+                rank=kept_size,
+                sketch=evidence.sketch,
+                pivoting=evidence.pivoting,
+                group_size=evidence.group_size,
+            )
+            .sort()
+            .values
+        )
+    if selector == "obs":
+        assert evidence.gram is not None
+        return eliminate(evidence.gram, evidence.consumer, kept=kept_size, damping=SELECTION_DAMPING)
+    return column_scores(selector, evidence).topk(kept_size).indices.sort().values
+
+
+def select_heads(
+    selector: Selector,
+    evidence: Evidence,
+    *,
+    num_groups: int,
+    heads_per_group: int,
+    kept_groups: int,
+    kept_heads_per_group: int,
+) -> torch.Tensor:
+    """Return the query heads to keep, ascending int64: whole KV groups, or equally many heads in every group.
+
+    Either keeps the result a stock model. `id`: pivots of the flattened, output-weighted heads (STAT section 3.2):
+    every head is one long column (tokens × head size), whose Gram is the sum over the head's coordinates. `obs`:
+    backward elimination of whole heads. Others: the largest sums of `column_scores` over a head's columns.
+    """
+    num_heads = num_groups * heads_per_group
+    device = evidence.consumer.device
+    head_dim = evidence.consumer.shape[1] // num_heads
+    heads = torch.arange(num_heads, device=device)
+    by_group = kept_groups < num_groups
+    columns = head_dim * heads_per_group if by_group else head_dim
+    units = num_groups if by_group else num_heads
+    quota = kept_groups if by_group else kept_heads_per_group
+    class_of = torch.zeros_like(heads[:units]) if by_group else heads // heads_per_group
+    if selector == "obs":
+        assert evidence.gram is not None
+        chosen = eliminate(
+            evidence.gram,
+            evidence.consumer,
+            kept=quota,
+            block_size=columns,
+            class_of=class_of,
+            damping=SELECTION_DAMPING,
+        )
+    elif selector == "id":
+        assert evidence.gram is not None
+        norms = evidence.consumer.double().norm(dim=0)
+        weighted = evidence.gram.double() * norms * norms.unsqueeze(1)
+        unit_gram = torch.einsum("idjd->ij", weighted.view(num_heads, head_dim, num_heads, head_dim))
+        if by_group:
+            unit_gram = torch.einsum(
+                "ipjp->ij", unit_gram.view(num_groups, heads_per_group, num_groups, heads_per_group)
+            )
+        chosen = pivots_with_quota(unit_gram, class_of, quota=quota)
+    else:
+        scores = column_scores(selector, evidence).view(units, columns).sum(1)
+        best = scores.view(-1, units if by_group else heads_per_group).topk(quota, dim=1).indices
+        chosen = (best + torch.arange(len(best), device=device).unsqueeze(1) * heads_per_group).flatten()
+    chosen = chosen.sort().values
+    return heads.view(num_groups, heads_per_group)[chosen].flatten() if by_group else chosen

@@ -1,0 +1,206 @@
+"""Additive statistics of activations: update with rows, then finish into a record of the rows of all workers.
+
+`finish` is called once, by all workers together.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from oneshot_kernels import cross_gram_, gram_, sketch_
+
+from oneshot.errors import CheckpointError
+from oneshot.machine import ALONE, Workers
+
+HELD_OUT_EVERY = 8  # batches
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Moments of activations, float64 `(n,)`: `E a`, `E|a|` and `E a²`."""
+
+    mean: torch.Tensor
+    absolute_mean: torch.Tensor
+    square_mean: torch.Tensor
+
+    @property
+    def deviation(self) -> torch.Tensor:
+        """Return the standard deviations `(n,)`."""
+        return (self.square_mean - self.mean.square()).clamp_min(0).sqrt()
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Sums over the calibration text of the activations `A` that a linear `W` reads.
+
+    Attributes:
+        gram: `AᵀA (n, n)` float32.
+        residual: `Aᵀ(Y − A Wᵀ) (n, d)` float32: the part of the target that the linear's own output lacks; or None.
+        residual_energy: `‖Y − A Wᵀ‖²`, a float64 scalar; zero without a residual.
+        num_rows: tokens seen.
+        sketch: `S A (s, n)` float32, only for pivots; or None.
+        moments: of the activations; or None.
+        held_out: the part of these sums from a held-out slice of the text; or None.
+    """
+
+    gram: torch.Tensor
+    residual: torch.Tensor | None
+    residual_energy: torch.Tensor
+    num_rows: int
+    sketch: torch.Tensor | None = None
+    moments: Moments | None = None
+    held_out: "Statistics | None" = None
+
+
+class GramAccumulator:
+    """Sum `G = AᵀA` and, for a two-stream target `Y`, `C = AᵀY` over rows (STAT section 3.1).
+
+    The sums are float32 on the device of the activations. Accumulators over different rows merge by addition, so the
+    order, the batch size and the number of workers matter only in rounding.
+
+    Args:
+        size: `n`, the number of activations (plus one for a constant column if the linear has a bias).
+        output_size: `d` if there is a target, None otherwise.
+    """
+
+    def __init__(self, size: int, *, output_size: int | None, device: torch.device) -> None:
+        self._gram = torch.zeros(size, size, device=device)
+        self._cross = None if output_size is None else torch.zeros(size, output_size, device=device)
+        self._target_energy = torch.zeros((), dtype=torch.float64, device=device)
+        self._num_rows = 0
+
+    def update_(self, activations: torch.Tensor, target: torch.Tensor | None = None) -> None:
+        """Add rows: `activations (m, n)`, and `target (m, d)` if there is one."""
+        gram_(self._gram, activations)
+        if self._cross is not None:
+            if target is None:
+                raise ValueError("this accumulator has a target: give its rows")
+            cross_gram_(self._cross, activations, target)
+            self._target_energy += target.float().square().sum(-1).sum(dtype=torch.float64)
+        self._num_rows += len(activations)
+
+    def merge_(self, other: "GramAccumulator") -> None:
+        """Add the statistics of other rows: `stats(X1) + stats(X2) == stats([X1; X2])`."""
+        self._gram += other._gram
+        if self._cross is not None and other._cross is not None:
+            self._cross += other._cross
+        self._target_energy += other._target_energy
+        self._num_rows += other._num_rows
+
+    def finish(self, weight: torch.Tensor | None = None, workers: Workers = ALONE) -> Statistics:
+        """Return the sums over the rows of all workers as a record (not copied).
+
+        With a target, `weight` is the linear's `W (d, n)`. The residual `R = Aᵀ(Y − A Wᵀ)` is `C − G Wᵀ`, so no row
+        passes through the linear.
+
+        Raises `CheckpointError` if the activations were not finite.
+        """
+        num_rows = torch.tensor(self._num_rows, device=self._gram.device)
+        workers.sum_(self._gram, self._target_energy, num_rows, *([] if self._cross is None else [self._cross]))
+        if not torch.isfinite(torch.stack(self._gram.aminmax())).all():
+            raise CheckpointError(
+                "The activations overflow to NaN or Inf; run with --dtype float32 or check the weights."
+            )
+        if self._cross is None:
+            return Statistics(self._gram, None, self._target_energy, int(num_rows))
+        if weight is None:
+            raise ValueError("this accumulator has a target: give the linear's weight")
+        columns = weight.T.to(self._gram)
+        reached = (self._cross * columns).sum(dtype=torch.float64)
+        residual = self._cross.addmm_(self._gram, columns, alpha=-1)
+        energy = self._target_energy - reached - (residual * columns).sum(dtype=torch.float64)
+        return Statistics(self._gram, residual, energy.clamp_min(0), int(num_rows))
+
+
+class SplitAccumulator:
+    """Sum as a `GramAccumulator`, and also over a held-out slice of the rows: every eighth batch of each worker.
+
+    Unlike the sums, the slice depends on the batch size and on the number of workers. Arguments as there.
+    """
+
+    def __init__(self, size: int, *, output_size: int | None, device: torch.device) -> None:
+        self._rest, self._held_out = (GramAccumulator(size, output_size=output_size, device=device) for _ in range(2))
+        self._num_batches = 0
+
+    def update_(self, activations: torch.Tensor, target: torch.Tensor | None = None) -> None:
+        """Add a batch of rows."""
+        part = self._held_out if self._num_batches % HELD_OUT_EVERY == 0 else self._rest
+        part.update_(activations, target)
+        self._num_batches += 1
+
+    def finish(self, weight: torch.Tensor | None = None, workers: Workers = ALONE) -> Statistics:
+        """Return the sums over all rows of all workers, and as `held_out` the sums over the slice."""
+        self._rest.merge_(self._held_out)
+        return replace(self._rest.finish(weight, workers), held_out=self._held_out.finish(weight, workers))
+
+
+class SketchAccumulator:
+    """Sum `S A` for a sparse random `S` (STAT section 3.4; CountSketch if `nonzeros` is 1).
+
+    `S` depends only on the seed and on the index of a row in the whole text, so batches and workers add up.
+
+    Args:
+        sketch_size: rows `s`. size: `n`. nonzeros: non-zeros per column of `S`. row_offset: index of the first row.
+    """
+
+    def __init__(
+        self, sketch_size: int, size: int, *, nonzeros: int, seed: int, device: torch.device, row_offset: int = 0
+    ) -> None:
+        self._sketch = torch.zeros(sketch_size, size, device=device)
+        self._nonzeros, self._seed, self._row_offset = nonzeros, seed, row_offset
+
+    def update_(self, activations: torch.Tensor) -> None:
+        """Add the next rows `(m, n)`."""
+        sketch_(self._sketch, activations, row_offset=self._row_offset, seed=self._seed, nonzeros=self._nonzeros)
+        self._row_offset += len(activations)
+
+    def finish(self, workers: Workers = ALONE) -> torch.Tensor:
+        """Return `S A (s, n)` float32 (not copied)."""
+        workers.sum_(self._sketch)
+        return self._sketch
+
+
+class MomentAccumulator:
+    """Average `a`, `|a|` and `a²` over rows, with sums in float64."""
+
+    def __init__(self, size: int, *, device: torch.device) -> None:
+        self._sums = torch.zeros(3, size, dtype=torch.float64, device=device)
+        self._num_rows = 0
+
+    def update_(self, activations: torch.Tensor) -> None:
+        """Add rows `(m, n)`."""
+        rows = activations.float()
+        self._sums += torch.stack((rows.sum(0), rows.abs().sum(0), rows.square().sum(0)))
+        self._num_rows += len(rows)
+
+    def merge_(self, other: "MomentAccumulator") -> None:
+        """Add the sums over other rows."""
+        self._sums += other._sums
+        self._num_rows += other._num_rows
+
+    def finish(self, workers: Workers = ALONE) -> Moments:
+        """Return the means as a record."""
+        num_rows = torch.tensor(self._num_rows, device=self._sums.device)
+        workers.sum_(self._sums, num_rows)
+        return Moments(*(self._sums / num_rows))
+
+
+class HeadGramAccumulator:
+    """Sum `xᵀx (heads, h, h)` of every head's part of the rows, float32; for queries and keys."""
+
+    def __init__(self, num_heads: int, head_dim: int, *, device: torch.device) -> None:
+        self._grams = torch.zeros(num_heads, head_dim, head_dim, device=device)
+
+    def update_(self, rows: torch.Tensor) -> None:
+        """Add rows `(m, heads · h)`."""
+        per_head = rows.float().view(len(rows), *self._grams.shape[:2]).transpose(0, 1)
+        self._grams.baddbmm_(per_head.mT, per_head)
+
+    def finish(self, workers: Workers = ALONE) -> torch.Tensor:
+        """Return the Grams `(heads, h, h)` (not copied)."""
+        workers.sum_(self._grams)
+        return self._grams
+
+
+def with_constant_column(activations: torch.Tensor) -> torch.Tensor:
+    """Return `[A, 1]`; the last column stands for the bias in the regression."""
+    return torch.cat((activations, activations.new_ones(len(activations), 1)), dim=1)

@@ -1,0 +1,341 @@
+"""One way through a sublayer, for attention and FFN alike: measure, select, correct, fold.
+
+`measure` sums statistics of the activations that the sublayer's writer reads. `solve` selects the columns that stay
+and corrects the writer over them. `fold.fold_sublayer` makes the smaller tensors of it.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from oneshot.compression.correction import Factors, best_damping, correct, predicted_error
+from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns, row_energy
+from oneshot.compression.inner_heads import value_subspaces
+from oneshot.compression.selection import Evidence, select_heads, select_neurons
+from oneshot.compression.statistics import (
+    GramAccumulator,
+    MomentAccumulator,
+    SketchAccumulator,
+    SplitAccumulator,
+    Statistics,
+    with_constant_column,
+)
+from oneshot.compression.subspaces import StreamSubspaces
+from oneshot.families import Attention, FeedForward, ModelShape, Stack, Sublayer
+from oneshot.machine import Machine
+from oneshot.planning import LayerPlan, Plan
+from oneshot.recipes import MOMENT_SELECTORS, TOKENS_PER_NEURON, WEIGHT_SELECTORS, Method, Selector
+from oneshot.stream import Layer, States
+
+logger = logging.getLogger(__name__)
+
+NONZEROS = {"count": 1, "sparse-sign": 8}  # per column of the sketching matrix
+
+Solution = TypeVar("Solution")
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SublayerTask:
+    """The compression of one sublayer of one layer: its sizes in the plan, and what it is computed with."""
+
+    method: Method
+    shape: ModelShape
+    plan: Plan
+    subspaces: StreamSubspaces | None
+    machine: Machine
+    stack: Stack
+    layer: int
+    index: int
+    seed: int
+
+    @property
+    def sublayer(self) -> Sublayer:
+        return self.stack.sublayers[self.index]
+
+    @property
+    def kept(self) -> LayerPlan:
+        """Return the layer's sizes in the plan."""
+        return self.plan.layers[self.layer]
+
+    @property
+    def position(self) -> int:
+        """Return the residual stream's position before the sublayer."""
+        return self.stack.position(self.layer, self.index)
+
+    @property
+    def is_attention(self) -> bool:
+        return isinstance(self.sublayer.mixer, Attention)
+
+    @property
+    def dense_units(self) -> int:
+        """Return the dense model's heads or neurons."""
+        return self.shape.num_attention_heads if self.is_attention else self.shape.intermediate_size
+
+    @property
+    def kept_units(self) -> int:
+        """Return the heads or neurons that stay."""
+        return self.kept.num_attention_heads if self.is_attention else self.kept.intermediate_size
+
+    @property
+    def num_columns(self) -> int:
+        """Return the columns of the dense writer."""
+        return self.dense_units * (self.shape.head_dim if self.is_attention else 1)
+
+    @property
+    def selector(self) -> Selector:
+        return self.method.heads if self.is_attention else self.method.ffn
+
+    @property
+    def is_reduced(self) -> bool:
+        """Return whether the sublayer loses heads or neurons."""
+        return self.kept_units < self.dense_units
+
+    @property
+    def smaller_values(self) -> int | None:
+        """Return the kept size of values; None if they stay full."""
+        return self.plan.value_size if self.is_attention else None
+
+    @property
+    def corrects_slices(self) -> bool:
+        """Return whether the writer is corrected for a smaller hidden size, even if all its columns stay."""
+        return self.subspaces is not None and self.method.follows_dense
+
+    @property
+    def is_solved(self) -> bool:
+        """Return whether the writer changes, so that statistics of its input are needed."""
+        return self.is_reduced or self.smaller_values is not None or self.corrects_slices
+
+    @property
+    def follows_dense(self) -> bool:
+        """Return whether the target comes from the dense stream.
+
+        Attention follows it only for a smaller hidden size: fewer heads that follow it diverge (docs/experiments.md).
+        """
+        return self.corrects_slices if self.is_attention else self.method.follows_dense
+
+    @property
+    def corrects_up(self) -> bool:
+        """Return whether `up_proj` is also corrected; the FFN's output is linear in it if there is a gate."""
+        mixer = self.sublayer.mixer
+        return (
+            isinstance(mixer, FeedForward)
+            and mixer.gate is not None
+            and self.method.up_steps > 0
+            and self.is_reduced
+            and self.subspaces is None
+        )
+
+    def measure(
+        self, tensors: Tensors, states: States, current: Layer, reference: Layer
+    ) -> tuple[Statistics, torch.Tensor]:
+        """Sum the statistics of what the writer reads; also return the last batch's target after the sublayer.
+
+        Args:
+            current: the layer that the compressed stream passes. reference: the layer before any reduction, which
+                makes the target if the dense stream does not.
+        """
+        weight = augmented_weight(tensors, self.sublayer.writer)
+        has_bias = weight.shape[1] > self.num_columns
+        kind = SplitAccumulator if self.method.holds_out else GramAccumulator
+        accumulator = kind(
+            weight.shape[1],
+            output_size=weight.shape[0] if self.follows_dense else None,
+            device=self.machine.device,
+        )
+        sketch, moments = self._sketch(states), None
+        if self.selector in MOMENT_SELECTORS:
+            moments = MomentAccumulator(self.num_columns, device=self.machine.device)
+        for x, x_dense in states.read():
+            inner, target = current.inner(self.index, x), None
+            if self.follows_dense:
+                assert x_dense is not None
+                target = (x_dense - x).flatten(0, -2)
+            accumulator.update_(with_constant_column(inner) if has_bias else inner, target)
+            if sketch is not None:
+                sketch.update_(inner)
+            if moments is not None:
+                moments.update_(inner)
+        wanted = x_dense if self.follows_dense and x_dense is not None else reference.sum(self.index, x)
+        workers = self.machine.workers
+        statistics = replace(
+            self._reachable(accumulator.finish(weight, workers)),
+            sketch=None if sketch is None else sketch.finish(workers),
+            moments=None if moments is None else moments.finish(workers),
+        )
+        self._warn_if_dead(statistics.gram)
+        return statistics, wanted
+
+    def solve(
+        self, tensors: Tensors, statistics: Statistics | None
+    ) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
+        """Return the kept units, the factors, and the values' subspaces if they shrink; one worker solves, for all.
+
+        `statistics` are None for a choice by weights alone.
+        """
+
+        def solve() -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
+            weight = augmented_weight(tensors, self.sublayer.writer).to(self.machine.device)
+            units, columns = self._select(tensors, weight, statistics)
+            factors = self._correct(weight, columns, statistics)
+            if self.smaller_values is None:
+                return units, factors, None
+            assert statistics is not None
+            return units, *self._reduce_values(weight, columns, factors, statistics, self.smaller_values)
+
+        return self.shared(solve)
+
+    def fold(self, tensors: Tensors, factors: Factors) -> Tensors:
+        """Return the layer with the sublayer's kept columns and corrected writer."""
+        return fold_sublayer(tensors, self.sublayer, self.shape, factors)
+
+    def shared(self, solve: Callable[[], Solution]) -> Solution:
+        """Return what one worker solves, on the device of each."""
+        workers = self.machine.workers
+        if workers.size == 1:
+            return solve()
+        return moved(workers.share(self.position, lambda: moved(solve(), "cpu")), self.machine.device)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the compressed stream after the sublayer, in the subspace of the next position."""
+        return x if self.subspaces is None else self.subspaces.enter(x, self.position + 1)
+
+    def residual_weight(self, num_columns: int, num_tokens: int | None) -> float:
+        """Return the share of the dense stream's residual in the target; less of it if tokens are few.
+
+        With little text the residual is mostly noise, so it is left out below `TOKENS_PER_NEURON` tokens for each
+        column. A stream inside subspaces has more to correct and takes the whole share.
+        """
+        if num_tokens is None or self.corrects_slices:
+            return self.method.residual_weight
+        return self.method.residual_weight * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / num_tokens)
+
+    def _sketch(self, states: States) -> SketchAccumulator | None:
+        if self.is_attention or not self.is_reduced or self.method.sketch == "none":
+            return None
+        return SketchAccumulator(
+            self.method.rows_of_sketch(self.num_columns),
+            self.num_columns,
+            nonzeros=NONZEROS[self.method.sketch],
+            seed=self.seed,
+            device=self.machine.device,
+            row_offset=states.first_row,
+        )
+
+    def _reachable(self, statistics: Statistics) -> Statistics:
+        """Return the residual within the subspace that the sublayer writes to; its energy also counts the rest."""
+        if self.subspaces is None or statistics.residual is None:
+            return statistics
+        inside = self.subspaces.inside(statistics.residual, self.position + 1)
+        held_out = None if statistics.held_out is None else self._reachable(statistics.held_out)
+        return replace(statistics, residual=inside, held_out=held_out)
+
+    def _select(
+        self, tensors: Tensors, weight: torch.Tensor, statistics: Statistics | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the units that stay, ascending, and their columns."""
+        units = torch.arange(self.dense_units, device=self.machine.device)
+        if self.is_reduced:
+            generator = torch.Generator().manual_seed(self.seed + self.layer)
+            evidence = Evidence(
+                consumer=weight[:, : self.num_columns],
+                producer_energy=self._producer_energy(tensors) if self.selector == "magnitude" else None,
+                gram=None if statistics is None else statistics.gram[: self.num_columns, : self.num_columns],
+                generator=generator,
+                moments=None if statistics is None else statistics.moments,
+                sketch=None if statistics is None else statistics.sketch,
+                pivoting=self.method.pivoting,
+                group_size=self.method.pivot_group_size,
+            )
+            if self.is_attention:
+                units = select_heads(
+                    self.selector,
+                    evidence,
+                    num_groups=self.shape.num_key_value_heads,
+                    heads_per_group=self.shape.heads_per_group,
+                    kept_groups=self.kept.num_key_value_heads,
+                    kept_heads_per_group=self.kept.num_attention_heads // self.kept.num_key_value_heads,
+                )
+            else:
+                units = select_neurons(self.selector, self.kept_units, evidence)
+        return units, head_columns(units, self.shape.head_dim) if self.is_attention else units
+
+    def _producer_energy(self, tensors: Tensors) -> torch.Tensor:
+        """Return the squared norms of the rows that make each column of the writer."""
+        mixer = self.sublayer.mixer
+        if isinstance(mixer, FeedForward):
+            return row_energy(tensors, *mixer.readers).to(self.machine.device)
+        group_of_head = torch.arange(self.shape.num_attention_heads) // self.shape.heads_per_group
+        values = row_energy(tensors, mixer.v).view(-1, self.shape.head_dim)
+        return values[group_of_head].flatten().to(self.machine.device)
+
+    def _correct(self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics | None) -> Factors:
+        """Correct the writer over the kept columns; its bias is a last column that stays."""
+        has_bias = weight.shape[1] > self.num_columns
+        if has_bias:
+            columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
+        correction = self.method.correction
+        if correction == "two-stream" and not self.follows_dense:
+            correction = "same-layer"
+        if correction == "bias" and not has_bias:
+            correction = "none"
+        share = self.residual_weight(weight.shape[1], None if statistics is None else statistics.num_rows)
+        damping = self.method.fixed_damping
+        if statistics is not None and statistics.held_out is not None:
+            damping = best_damping(weight, columns, statistics, correction=correction, residual_weight=share)
+        return correct(weight, columns, statistics, correction=correction, damping=damping, residual_weight=share)
+
+    def _reduce_values(
+        self, weight: torch.Tensor, columns: torch.Tensor, factors: Factors, statistics: Statistics, size: int
+    ) -> tuple[Factors, torch.Tensor]:
+        """Return the factors of a writer that reads values in subspaces of `size` coordinates, and the subspaces."""
+        values, restricted = value_subspaces(
+            factors.weight[:, : len(columns)],
+            statistics.gram[columns.unsqueeze(1), columns],
+            num_groups=self.kept.num_key_value_heads,
+            head_dim=self.shape.head_dim,
+            size=size,
+            correct=self.method.solves,
+            damping=self.method.fixed_damping,
+        )
+        new_weight = torch.cat((restricted, factors.weight[:, len(columns) :]), dim=1)
+        error = predicted_error(weight.double(), new_weight, factors.kept_columns, statistics)
+        return replace(factors, weight=new_weight, predicted_error=error), values
+
+    def _warn_if_dead(self, gram: torch.Tensor) -> None:
+        """Warn if more columns are zero on the whole text than are removed, because the rest is an arbitrary choice."""
+        diagonal = gram.diagonal()[: self.num_columns]
+        kept_columns = self.kept_units * self.num_columns // self.dense_units
+        dead, removed = int((diagonal == 0).sum()), self.num_columns - kept_columns
+        if dead > removed:
+            logger.warning(
+                "Layer %d, %s: %d of %d columns are zero on the whole calibration text, more than the %d removed.",
+                self.layer,
+                self.sublayer.kind,
+                dead,
+                self.num_columns,
+                removed,
+            )
+
+
+def needs_statistics(method: Method) -> bool:
+    """Return whether removing neurons or heads needs the text: not if weights alone choose and nothing is corrected."""
+    return not (method.ffn in WEIGHT_SELECTORS and method.heads == "none" and method.correction == "none")
+
+
+def moved(solution: Any, device: torch.device | str) -> Any:
+    """Return factors, tensors or tuples of them with every tensor on a device."""
+    if isinstance(solution, tuple):
+        return tuple(moved(part, device) for part in solution)
+    if isinstance(solution, Factors):
+        return replace(solution, kept_columns=solution.kept_columns.to(device), weight=solution.weight.to(device))
+    return solution.to(device) if isinstance(solution, torch.Tensor) else solution
+
+
+def relative_error(target: torch.Tensor, reached: torch.Tensor) -> float:
+    """Return `‖target − reached‖ / ‖target‖`."""
+    energy = target.double().norm().clamp_min(torch.finfo(torch.float64).tiny)  # a sublayer may output zeros
+    return float((target - reached).double().norm() / energy)

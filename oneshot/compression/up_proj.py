@@ -1,0 +1,138 @@
+"""The correction of `up_proj` by least squares over the kept neurons, after that of `down_proj`."""
+
+from dataclasses import replace
+
+import torch
+from oneshot_kernels import cross_gram_, gram_
+
+from oneshot.compression.correction import Factors, correct
+from oneshot.compression.fold import augmented_weight
+from oneshot.compression.statistics import GramAccumulator, with_constant_column
+from oneshot.compression.sublayer import SublayerTask
+from oneshot.linalg.conjugate_gradients import conjugate_gradients
+from oneshot.linalg.psd import RidgeFactor
+from oneshot.recipes import TOKENS_PER_NEURON
+from oneshot.stream import Layer, States
+
+UP_BATCHES = 2  # one of so many batches corrects `up_proj`
+
+Tensors = dict[str, torch.Tensor]
+
+
+def batches_apart(task: SublayerTask, states: States) -> int:
+    """Return n if every n-th batch corrects `up_proj`; 1 if fewer batches had too few tokens for the neurons."""
+    needed = TOKENS_PER_NEURON * task.num_columns
+    return UP_BATCHES if states.num_tokens >= UP_BATCHES * needed else 1
+
+
+def up_passes(task: SublayerTask, states: States) -> float:
+    """Return how many passes over the text `correct_up` takes."""
+    return 1 + (1 + task.method.up_steps) * states.share_read(batches_apart(task, states))
+
+
+def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: States) -> tuple[Tensors, Factors]:
+    """Return the `folded` layer with a corrected `up_proj`, and its output linear solved again.
+
+    The factors state no error, because their statistics measure against a part of the target. `tensors` are the dense
+    layer's.
+    """
+    mixer = task.stack.ffn
+    dense, machine = states.builder.layer(tensors), task.machine
+    share = task.residual_weight(task.num_columns, states.num_tokens)
+    step = up_proj_step(
+        states,
+        task.index,
+        dense,
+        states.builder.layer(folded),
+        folded[f"{mixer.down}.weight"].to(machine.device, machine.dtype),
+        steps=task.method.up_steps,
+        every=batches_apart(task, states),
+        residual_weight=share,
+        damping=task.method.fixed_damping,
+    )
+    step = task.shared(lambda: step)  # rounding would differ between workers
+    up = folded[f"{mixer.up}.weight"]
+    folded = folded | {f"{mixer.up}.weight": (up.to(step) + step).to(up)}
+    current, weight = states.builder.layer(folded), augmented_weight(folded, mixer.down).to(machine.device)
+    has_bias = f"{mixer.down}.bias" in folded
+    accumulator = GramAccumulator(weight.shape[1], output_size=weight.shape[0], device=machine.device)
+    for h, dense_state in states.read():
+        neurons = current.inner(task.index, h)
+        target = target_rows(dense, task.index, h, dense_state, share)
+        accumulator.update_(with_constant_column(neurons) if has_bias else neurons, target)
+    statistics = accumulator.finish(weight, machine.workers)
+    columns, damping = torch.arange(weight.shape[1], device=machine.device), task.method.fixed_damping
+    factors = task.shared(lambda: correct(weight, columns, statistics, correction="two-stream", damping=damping))
+    return task.fold(folded, factors), replace(factors, predicted_error=None)
+
+
+def target_rows(
+    dense: Layer, index: int, h: torch.Tensor, dense_state: torch.Tensor | None, residual_weight: float
+) -> torch.Tensor:
+    """Return the target of `correction.correct` as rows `(tokens, D)`: the dense output and a share of the residual.
+
+    Args:
+        index: of the FFN in the layer. h: the compressed stream before the FFN.
+        dense_state: the dense stream after the FFN; None without one.
+    """
+    output = dense.write(index, dense.inner(index, h))
+    if dense_state is None:
+        return output
+    return torch.lerp(output, (dense_state - h).flatten(0, -2), residual_weight)
+
+
+def up_proj_step(
+    states: States,
+    index: int,
+    dense: Layer,
+    current: Layer,
+    down_proj: torch.Tensor,
+    *,
+    steps: int,
+    every: int,
+    residual_weight: float,
+    damping: float,
+) -> torch.Tensor:
+    """Return what to add to `up_proj` for a smaller error of the FFN's output; gate and `down_proj` stay.
+
+    The output `V (g ⊙ U x)` of kept neurons is linear in `U`. With its error `r` against the target of `down_proj`'s
+    correction, conjugate gradients take `steps` steps towards `min Σ ‖r − V (g ⊙ ΔU x)‖²`, preconditioned by the
+    Kronecker-factored curvature `(E[g gᵀ] ∘ VᵀV) ⊗ E[x xᵀ]` (K-FAC, Martens and Grosse, arXiv 1503.05671, section 3).
+
+    Args:
+        index: of the FFN in the layer. dense, current: the layer with all neurons, and with the kept ones.
+        down_proj: `V (D, k)`. every: only each `every`-th batch is read. residual_weight: as in `correction.correct`.
+        damping: ridge of both factors of the preconditioner.
+
+    Returns:
+        `ΔU (k, D)` float32. Cost: `1 + steps` passes of these batches through the FFN, forward and backward.
+    """
+    num_neurons, width = down_proj.shape[1], down_proj.shape[0]
+    device, workers = down_proj.device, states.machine.workers
+    gradient = torch.zeros(num_neurons, width, device=device)
+    gates_gram = torch.zeros(num_neurons, num_neurons, device=device)
+    inputs_gram = torch.zeros(width, width, device=device)
+    for h, dense_state in states.read(every):
+        inputs, gates = current.gates(index, h)
+        reached = current.write(index, current.inner(index, h))
+        lost = target_rows(dense, index, h, dense_state, residual_weight) - reached
+        cross_gram_(gradient, (lost @ down_proj).mul_(gates), inputs)
+        gram_(gates_gram, gates)
+        gram_(inputs_gram, inputs)
+    workers.sum_(gradient, gates_gram, inputs_gram)
+    gates_factor = RidgeFactor(gates_gram.mul_(down_proj.float().T @ down_proj.float()), damping)
+    inputs_factor = RidgeFactor(inputs_gram, damping)
+
+    def curvature(direction: torch.Tensor) -> torch.Tensor:
+        product, rows = torch.zeros_like(gradient), direction.to(down_proj).T
+        for h, _ in states.read(every):
+            inputs, gates = current.gates(index, h)
+            moved = (inputs @ rows).mul_(gates) @ down_proj.T
+            cross_gram_(product, (moved @ down_proj).mul_(gates), inputs)
+        workers.sum_(product)
+        return product
+
+    def precondition(residual: torch.Tensor) -> torch.Tensor:
+        return inputs_factor.solve(gates_factor.solve(residual).T).T.float()
+
+    return conjugate_gradients(gradient, curvature, precondition, steps=steps)

@@ -1,0 +1,23 @@
+"""Quality of models beside a baseline: perplexity, agreement, tasks, sizes and latency."""
+
+from oneshot.evaluation.comparison import Evaluation, print_evaluations, write_json
+from oneshot.evaluation.evaluate import evaluate, load_windows
+from oneshot.evaluation.models import load_model, measure_latency
+from oneshot.evaluation.scoring import TextScore, perplexity, relative_score, score_windows
+from oneshot.evaluation.tasks import run_tasks, task_manager
+
+__all__ = [
+    "Evaluation",
+    "TextScore",
+    "evaluate",
+    "load_model",
+    "load_windows",
+    "measure_latency",
+    "perplexity",
+    "print_evaluations",
+    "relative_score",
+    "run_tasks",
+    "score_windows",
+    "task_manager",
+    "write_json",
+]

@@ -1,0 +1,124 @@
+"""Records of an evaluation, the table on the terminal, and the JSON with its provenance."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from oneshot.errors import OutputError
+from oneshot.report.provenance import versions
+from oneshot.text import token_hash
+
+LABELS = {  # of rows in the table, if a field's name is not enough
+    "perplexity": "perplexity {text} ({tokens:,} tokens)",
+    "top1_agreement": "top-1 agreement {text}",
+    "kl_divergence": "KL divergence {text} (nats per token)",
+    "score": "score: perplexity ÷ baseline's, geometric mean",
+    "worst_ratio": "perplexity ÷ baseline's, worst text",
+}
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """What was read of a text: windows, their tokens, and the SHA-256 of the int64 tokens."""
+
+    windows: int
+    tokens: int
+    token_hash: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One model's numbers. Dictionaries are by text; latencies in seconds, medians over rounds.
+
+    Beside a baseline, `top1_agreement` and `kl_divergence` (nats per token) are as in `TextScore`, `score` is the
+    geometric mean over the texts of perplexity ÷ the baseline's, `worst_ratio` the largest of these ratios.
+    `prefill_seconds` is one forward pass over `prefill_tokens` tokens; `decode_seconds` is per generated token.
+    """
+
+    checkpoint: str
+    stored_parameters: int
+    layer_parameters: int
+    file_bytes: int
+    flops_per_token: int
+    kv_bytes_per_token: int
+    perplexity: dict[str, float]
+    tokens_scored: dict[str, int]
+    top1_agreement: dict[str, float] | None = None
+    kl_divergence: dict[str, float] | None = None
+    score: float | None = None
+    worst_ratio: float | None = None
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+    tasks: dict[str, dict[str, float]] | None = None
+    texts: dict[str, TextRecord] = field(default_factory=dict)
+
+
+def text_record(windows: torch.Tensor) -> TextRecord:
+    """Return the record of int64 windows."""
+    return TextRecord(len(windows), windows.numel(), token_hash(windows))
+
+
+def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
+    """Print a table with a column for each model and, for two models, the ratio of the first to the second."""
+    table = Table("", *(Path(evaluation.checkpoint).name for evaluation in evaluations))
+    if len(evaluations) == 2:
+        table.add_column("ratio")
+    flat = [_flatten(evaluation) for evaluation in evaluations]
+    for name in dict.fromkeys(name for row in flat for name in row):
+        values = [row.get(name) for row in flat]
+        cells = [
+            "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.4f}" for value in values
+        ]
+        if len(values) == 2:
+            cells.append(f"{values[0] / values[1]:.3f}" if values[0] is not None and values[1] else "–")
+        table.add_row(name, *cells)
+    Console().print(table)
+
+
+def _flatten(evaluation: Evaluation) -> dict[str, Any]:
+    """Return every known number under the name of its row."""
+    rows: dict[str, Any] = {}
+    for name, value in asdict(evaluation).items():
+        if name in ("checkpoint", "tokens_scored", "texts") or value is None:
+            continue
+        label = LABELS.get(name, name.replace("_", " "))
+        if name == "tasks":
+            rows |= {f"{task} {metric}": score for task, metrics in value.items() for metric, score in metrics.items()}
+        elif isinstance(value, dict):
+            for text, number in value.items():
+                rows[label.format(text=Path(text).name, tokens=evaluation.tokens_scored[text])] = number
+        else:
+            rows[label] = value
+    return rows
+
+
+def write_json(path: Path, evaluations: Sequence[Evaluation], settings: Mapping[str, Any]) -> None:
+    """Write the numbers and their provenance; the file is complete or absent.
+
+    Raises `OutputError` if the folder cannot be written to.
+    """
+    texts = evaluations[0].texts if evaluations else {}
+    rows = [{name: value for name, value in asdict(row).items() if name != "texts"} for row in evaluations]
+    content = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions() | ({"lm-eval": version("lm-eval")} if any(row.tasks for row in evaluations) else {}),
+        "settings": dict(settings),
+        "texts": {text: asdict(record) for text, record in texts.items()},
+        "evaluations": rows,
+    }
+    partial_path = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial_path.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(partial_path, path)
+    except OSError as error:
+        partial_path.unlink(missing_ok=True)
+        raise OutputError(f"{path} cannot be written ({error.strerror}); give another --output.") from error

@@ -1,0 +1,63 @@
+"""Loading models for inference, and their latency."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.export import model_classes
+
+LATENCY_ROUNDS = 5
+
+
+def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) -> Any:
+    """Load the model of a local checkpoint for inference; `dtype="auto"` is the stored dtype.
+
+    A per-layer checkpoint is read by this package's own class. The modelling file in the folder is not run.
+    """
+    _, model_class = model_classes(json.loads((folder / "config.json").read_text()))
+    model: Any = model_class.from_pretrained(folder, dtype=dtype, local_files_only=True, use_safetensors=True)
+    return model.to(device).eval()
+
+
+@torch.inference_mode()
+def measure_latency(
+    models: Sequence[Any], token_ids: torch.Tensor, *, decode_tokens: int, rounds: int = LATENCY_ROUNDS
+) -> list[tuple[float, float]]:
+    """Return median seconds of one prefill of `token_ids (1, L)` and of one decoded token, for each model.
+
+    The models take turns in every round, so noise of the machine affects all of them.
+    """
+    prefills: list[list[float]] = [[] for _ in models]
+    decodes: list[list[float]] = [[] for _ in models]
+    for _ in range(rounds + 1):
+        for position, model in enumerate(models):
+            ids = token_ids.to(next(model.parameters()).device)
+            output, seconds = _timed(partial(model, ids, use_cache=True, logits_to_keep=1))
+            prefills[position].append(seconds)
+            cache, step = output.past_key_values, ids[:, -1:]
+            started = time.perf_counter()
+            for _ in range(decode_tokens):
+                step = model(step, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            step.item()  # waits for the device
+            decodes[position].append((time.perf_counter() - started) / decode_tokens)
+    # the first round warms up
+    return [
+        (statistics.median(prefill[1:]), statistics.median(decode[1:]))
+        for prefill, decode in zip(prefills, decodes, strict=True)
+    ]
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    result = call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - started

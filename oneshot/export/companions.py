@@ -1,0 +1,69 @@
+"""What lies beside the weights: config, tokenizer, licence; and the check of the result against its model class."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.checkpoint import Checkpoint
+from oneshot.checkpoint.safe_files import companion_files
+from oneshot.errors import OutputError
+from oneshot.families import COMPRESSED_MODEL_TYPE
+
+
+def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtype: str | None) -> None:
+    """Write `config.json` and copy the tokenizer, chat template, generation config and licence unchanged.
+
+    `dtype` replaces the dtype that the config states; None keeps it.
+
+    Raises `CheckpointError` for a file that leads out of the checkpoint, because it would be published with the result.
+    """
+    if dtype is not None:
+        config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for path in companion_files(source):
+        shutil.copyfile(path, folder / path.name)
+
+
+def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the config class and the model class of a config.json.
+
+    The per-layer form has classes of this package, so no file of a checkpoint is run.
+    """
+    if config.get("model_type") == COMPRESSED_MODEL_TYPE:
+        from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
+
+        return OneshotConfig, OneshotForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[config["model_type"]]
+    return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+
+
+def verify(folder: Path) -> Checkpoint:
+    """Check that the model class has exactly the written tensors, shape by shape; it reads only headers.
+
+    Returns the checkpoint that was written.
+
+    Raises `OutputError` with the first tensor that does not fit.
+    """
+    checkpoint = Checkpoint(folder)
+    written = checkpoint.shapes
+    config_class, model_class = model_classes(checkpoint.config)
+    with torch.device("meta"):
+        config = config_class.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
+        model = model_class(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    for name in sorted((expected.keys() | written.keys()) - tied):
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        if expected.get(name) != written.get(name):
+            raise OutputError(
+                f"{name} was written as {written.get(name)} but {type(model).__name__} expects {expected.get(name)}; "
+                "please report this with the input's config.json."
+            )
+    return checkpoint

@@ -1,0 +1,80 @@
+"""The tensors outside the layers: embeddings, final norm and output head."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.compression import StreamSubspaces
+from oneshot.compression.fold import fold_embedding, fold_head
+
+Tensors = dict[str, torch.Tensor]
+Part = Callable[[], Tensors]  # reads and folds the tensors of one part of the journal
+
+
+@dataclass(frozen=True)
+class OutsideNames:
+    """Names of the tensors outside the layers in a form."""
+
+    embedding: str
+    norm: str
+    head: str
+    positions: str = "model.embed_positions.weight"
+    head_bias: str = "lm_head.bias"
+    head_map: str = "model.head_map.weight"
+
+
+def unchanged_outside(model: Model) -> list[Part]:
+    """Return readers of the tensors outside the layers as they are: the output head apart from the rest."""
+    stack = model.family.stack
+    prefixes = tuple(stack.layer_prefix(layer) for layer in range(model.shape.num_hidden_layers))
+    names = {name for name in model.checkpoint.tensor_names if not name.startswith(prefixes)}
+    head = {name for name in names if name == model.family.head}
+    return [partial(model.checkpoint.read, part) for part in (sorted(names - head), sorted(head)) if part]
+
+
+def folded_outside(
+    model: Model,
+    names: OutsideNames,
+    subspaces: StreamSubspaces | None,
+    *,
+    keep_tied: bool,
+    centred: bool,
+    embedding: Tensors | None = None,
+) -> list[Part]:
+    """Return readers of the embeddings and of the head, folded into subspaces.
+
+    Args:
+        keep_tied: whether the head stays the embedding. centred: whether rows of embeddings lose their mean.
+        embedding: tensors that replace the embedding, for a plan with ranks.
+    """
+    first = None if subspaces is None else subspaces.basis(0).cpu()
+
+    def embeddings() -> Tensors:
+        if embedding is not None:
+            return embedding
+        folded = {names.embedding: fold_embedding(model.read_embedding(), first, centred=centred)}
+        positions = model.read_positions()
+        if positions is not None:
+            folded[names.positions] = fold_embedding(positions, first, centred=centred)
+        return folded
+
+    def head() -> Tensors:
+        bases = None
+        if subspaces is not None and first is not None:
+            last = subspaces.basis(model.family.stack.position(model.shape.num_hidden_layers))
+            bases = first, last.cpu()
+        folded = fold_head(model.read_head(), model.read_final_norm(), bases, keep_tied=keep_tied)
+        tensors = {names.norm: folded.norm}
+        for name, tensor in (
+            (names.head, folded.weight),
+            (names.head_bias, folded.bias),
+            (names.head_map, folded.tied_map),
+        ):
+            if tensor is not None:
+                tensors[name] = tensor
+        return tensors
+
+    return [embeddings, head]

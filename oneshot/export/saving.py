@@ -1,0 +1,40 @@
+"""The dtype in which weights are stored."""
+
+import logging
+
+import torch
+
+from oneshot.checkpoint import Checkpoint
+from oneshot.config import SaveDtype
+
+logger = logging.getLogger(__name__)
+
+SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Tensors = dict[str, torch.Tensor]
+
+
+def expected_bytes(save_dtype: SaveDtype, checkpoint: Checkpoint, parameters: int) -> int:
+    """Return the bytes of weight files with so many parameters, without their headers."""
+    if save_dtype != "keep":
+        return parameters * SAVED_DTYPES[save_dtype].itemsize
+    return round(checkpoint.num_bytes * parameters / checkpoint.num_parameters)
+
+
+def cast(save_dtype: SaveDtype, tensors: Tensors) -> Tensors:
+    """Return the tensors in the stored dtype; values beyond its range become its largest, with a warning."""
+    if save_dtype == "keep":
+        return tensors
+    dtype = SAVED_DTYPES[save_dtype]
+    largest = torch.finfo(dtype).max
+    in_dtype = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            in_dtype[name] = tensor
+            continue
+        beyond = int(((tensor.abs() > largest) & tensor.isfinite()).sum())
+        if beyond:
+            logger.warning("%s has %d values beyond the range of %s; they are clamped.", name, beyond, save_dtype)
+            tensor = torch.where(tensor.isfinite(), tensor.clamp(-largest, largest), tensor)
+        in_dtype[name] = tensor.to(dtype)
+    return in_dtype

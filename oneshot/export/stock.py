@@ -1,0 +1,68 @@
+"""Form `stock`: a checkpoint of the input's own class, which every engine loads without code of ours."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.compression import StreamSubspaces
+from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
+from oneshot.planning import Grid, Plan
+
+Tensors = dict[str, torch.Tensor]
+
+
+class StockForm:
+    """A stock checkpoint: all layers have equal sizes."""
+
+    name = "stock"
+    title = "A stock checkpoint"
+    loading = "It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`."
+
+    def grid(self, model: Model) -> Grid:
+        """Return the sizes that the family's stock config can state."""
+        return Grid(model.family, model.shape, remedy="--form per-layer")
+
+    def config(self, model: Model, plan: Plan) -> dict[str, Any]:
+        """Return the config.json of the result. Raises `PlanError` if the stock config cannot state the plan."""
+        config, shape, kept = model.checkpoint.config, model.shape, plan.kept_layers
+        resized = replace(plan.shape_of_layer(shape, kept[0]), hidden_size=self.grid(model).stack(plan).embedding_size)
+        if len(kept) < shape.num_hidden_layers:
+            config = _with_layers(config, kept)
+        config = model.family.resize(config, resized)
+        stock = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
+        return stock | {"tie_word_embeddings": False} if plan.hidden is not None else stock
+
+    def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
+        """Return a layer's tensors under their stored names."""
+        prefix = model.family.stack.layer_prefix(number)
+        return {prefix + name: tensor for name, tensor in tensors.items()}
+
+    def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
+        """Return the inverse of `layer`."""
+        prefix = model.family.stack.layer_prefix(number)
+        return {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+
+    def outside(
+        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
+    ) -> list[Part]:
+        """Return readers of the tensors outside the layers, one for each part of the journal."""
+        if plan.hidden is None:
+            return unchanged_outside(model)
+        stack, head = model.family.stack, model.family.head
+        assert stack.final_norm is not None
+        assert head is not None
+        names = OutsideNames(stack.embedding, f"{stack.final_norm.name}.weight", head)
+        return folded_outside(model, names, subspaces, keep_tied=False, centred=False)
+
+    def finish(self, folder: Path) -> None:
+        """Write nothing: a stock checkpoint needs no further file."""
+
+
+def _with_layers(config: dict[str, Any], kept: list[int]) -> dict[str, Any]:
+    """Return the config of a model that has only these layers."""
+    fewer = config | {"num_hidden_layers": len(kept)}
+    types = config.get("layer_types")
+    return fewer if types is None else fewer | {"layer_types": [types[layer] for layer in kept]}

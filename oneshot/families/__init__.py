@@ -1,0 +1,27 @@
+"""Model families, one file each. To add one: a `Description` in a new file, and its name in `reading.FAMILIES`."""
+
+from oneshot.families.description import Attention, Description, Feature, FeedForward, Norm, Sizes, Stack, Sublayer
+from oneshot.families.llama import LLAMA
+from oneshot.families.reading import COMPRESSED_MODEL_TYPE, FAMILIES, check_layers, find_family, read_shape
+from oneshot.families.shapes import LayerShape, ModelShape, StackShape, TableShape
+
+__all__ = [
+    "COMPRESSED_MODEL_TYPE",
+    "FAMILIES",
+    "LLAMA",
+    "Attention",
+    "Description",
+    "Feature",
+    "FeedForward",
+    "LayerShape",
+    "ModelShape",
+    "Norm",
+    "Sizes",
+    "Stack",
+    "StackShape",
+    "Sublayer",
+    "TableShape",
+    "check_layers",
+    "find_family",
+    "read_shape",
+]

@@ -1,0 +1,259 @@
+"""What a model family says about itself: tensor names, sublayers, and what its stock class can hold.
+
+A family is one small file with a `Description`. Everything else is derived from it: which linears read a norm's output,
+which rows shrink with a set of columns, which linear is corrected, and which tensors a checkpoint must have.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from oneshot.families.shapes import ModelShape
+
+SublayerKind = Literal["heads", "ffn"]
+Feature = Literal["heads", "hidden size", "ffn biases", "up_proj", "queries and keys", "embedding ranks"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation: RMSNorm or LayerNorm, before its sublayer or after the sum with the residual stream."""
+
+    name: str
+    kind: Literal["rms", "layer"] = "rms"
+    place: Literal["before", "after"] = "before"
+
+    @property
+    def centres(self) -> bool:
+        """Return whether it subtracts the mean and has a bias."""
+        return self.kind == "layer"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention over the same stack's hidden states.
+
+    Attributes:
+        module: what is called; it includes the output linear if the name of `out` lies below it.
+        q, k, v, out: linears. q_norm, k_norm: norms of single queries and keys; None without them.
+        removable: whether the stock class can have fewer heads of the same size.
+    """
+
+    module: str = "self_attn"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    out: str = "self_attn.o_proj"
+    q_norm: str | None = None
+    k_norm: str | None = None
+    removable: bool = True
+
+    @property
+    def kind(self) -> SublayerKind:
+        return "heads"
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Return the linears that read the norm's output."""
+        return self.q, self.k, self.v
+
+    @property
+    def rotary_pairs(self) -> str:
+        """Return the name under which kept rotary pairs are stored; only some forms have it."""
+        return f"{self.module}.rotary_pairs"
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """A feed-forward network, with or without a gate. `activation`: the submodule that is applied to gate or up."""
+
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    gate: str | None = "mlp.gate_proj"
+    activation: str = "mlp.act_fn"
+
+    @property
+    def kind(self) -> SublayerKind:
+        return "ffn"
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Return the linears that read the norm's output."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    @property
+    def out(self) -> str:
+        """Return the linear that writes to the residual stream."""
+        return self.down
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """One half of a layer: a mixer and its norm. `shortcut`: the name of a matrix between two subspaces."""
+
+    mixer: Attention | FeedForward
+    norm: Norm
+    shortcut: str
+
+    @property
+    def kind(self) -> SublayerKind:
+        return self.mixer.kind
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Return the linears that read this sublayer's input."""
+        return self.mixer.readers
+
+    @property
+    def writer(self) -> str:
+        """Return the linear that writes to the residual stream; its columns are removed and corrected."""
+        return self.mixer.out
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of equal layers between an embedding and a final norm.
+
+    Attributes:
+        layers: prefix of the layers. sublayers: in the order of the forward pass.
+        embedding, positions: tensors; `positions` is None without a learned position embedding. Its first
+            `position_offset` rows are not used by any token.
+        final_norm: module after the last layer; None if the last layer's own norm is the end.
+        rotary: whether attention turns queries and keys by rotary positions.
+    """
+
+    sublayers: tuple[Sublayer, ...]
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens.weight"
+    positions: str | None = None
+    position_offset: int = 0
+    final_norm: Norm | None = Norm("model.norm")
+    rotary: bool = True
+
+    def layer_prefix(self, layer: int) -> str:
+        """Return `model.layers.3.` for layer 3."""
+        return f"{self.layers}.{layer}."
+
+    def position(self, layer: int, sublayer: int = 0) -> int:
+        """Return the number of the residual stream's position where a sublayer reads it."""
+        return layer * len(self.sublayers) + sublayer
+
+    def index_of(self, kind: SublayerKind) -> int:
+        """Return the index of the sublayer of a kind."""
+        return next(index for index, sublayer in enumerate(self.sublayers) if sublayer.kind == kind)
+
+    @property
+    def attention(self) -> Attention:
+        mixer = self.sublayers[self.index_of("heads")].mixer
+        assert isinstance(mixer, Attention)
+        return mixer
+
+    @property
+    def ffn(self) -> FeedForward:
+        mixer = self.sublayers[self.index_of("ffn")].mixer
+        assert isinstance(mixer, FeedForward)
+        return mixer
+
+    @property
+    def centres(self) -> bool:
+        """Return whether the norms are LayerNorms."""
+        return self.sublayers[0].norm.centres
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Names of sizes in the family's config.json; `None` for a size that the family derives from others."""
+
+    hidden_size: str = "hidden_size"
+    intermediate_size: str = "intermediate_size"
+    num_attention_heads: str = "num_attention_heads"
+    num_key_value_heads: str | None = "num_key_value_heads"
+    num_hidden_layers: str = "num_hidden_layers"
+    head_dim: str | None = "head_dim"
+    norm_epsilon: str | None = "rms_norm_eps"
+    vocab_size: str = "vocab_size"
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model family.
+
+    Attributes:
+        model_type: the `model_type` of the family's config.json.
+        stack: the layers, and what surrounds them.
+        resize: `(config, shape) -> config`: the stock config of the resized model; raises `PlanError` if no stock
+            config can state it.
+        check: raises `CheckpointError` for variants of the family that are not supported.
+        head: the output head; None for models without one.
+        auto_class: name of transformers' class for the whole model.
+        unsupported: features that the family cannot have, each with a sentence that names the reason and the remedy.
+    """
+
+    model_type: str
+    stack: Stack
+    resize: Callable[[dict[str, Any], ModelShape], dict[str, Any]]
+    check: Callable[[dict[str, Any]], None] = lambda config: None
+    head: str | None = "lm_head.weight"
+    auto_class: str = "AutoModelForCausalLM"
+    sizes: Sizes = Sizes()
+    unsupported: Mapping[Feature, str] = field(default_factory=dict)
+
+    def reason_against(self, feature: Feature) -> str | None:
+        """Return a sentence why the family cannot have a feature, with the remedy; None if it can.
+
+        It is the only place that refuses a feature by family.
+        """
+        if feature in self.unsupported:
+            return self.unsupported[feature]
+        stack = self.stack
+        if feature == "up_proj" and stack.ffn.gate is None:
+            return f"--up-steps needs FFNs with a gate, which {self.model_type} does not have; leave it out."
+        if feature == "queries and keys" and stack.attention.q_norm is not None:
+            return f"--set query_key_size= is not possible in {self.model_type}, which norms both; leave it out."
+        if feature == "embedding ranks" and stack.centres:
+            return "--set embedding=low-rank needs an output head that is the embedding; leave it out."
+        return None
+
+    def expected_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of one layer, without its prefix, and their shapes."""
+        attention, ffn = self.stack.attention, self.stack.ffn
+        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        hidden, width = shape.hidden_size, shape.intermediate_size
+        rows = {attention.q: queries, attention.k: keys, attention.v: keys} | dict.fromkeys(ffn.readers, width)
+        weights = {name: (size, hidden) for name, size in rows.items()}
+        weights |= {attention.out: (hidden, queries), ffn.down: (hidden, width)}
+        biased = dict.fromkeys((attention.q, attention.k, attention.v), shape.attention_bias)
+        biased |= {attention.out: shape.output_bias} | dict.fromkeys((*ffn.readers, ffn.down), shape.mlp_bias)
+        expected: dict[str, tuple[int, ...]] = {f"{name}.weight": size for name, size in weights.items()}
+        expected |= {f"{name}.bias": weights[name][:1] for name, has_bias in biased.items() if has_bias}
+        for sublayer in self.stack.sublayers:
+            expected[f"{sublayer.norm.name}.weight"] = (hidden,)
+            if sublayer.norm.centres:
+                expected[f"{sublayer.norm.name}.bias"] = (hidden,)
+        if shape.query_key_norms:
+            expected |= {f"{norm}.weight": (shape.head_dim,) for norm in (attention.q_norm, attention.k_norm)}
+        return expected
+
+    def rename(self, tensors: dict[str, torch.Tensor], other: "Description") -> dict[str, torch.Tensor]:
+        """Return a layer's tensors under the names of another family with the same sublayers."""
+        names: dict[str, str] = {}
+        for ours, theirs in zip(self.stack.sublayers, other.stack.sublayers, strict=True):
+            for own, new in zip(_modules(ours), _modules(theirs), strict=True):
+                if own is not None and new is not None:
+                    names[own] = new
+        renamed = {}
+        for name, tensor in tensors.items():
+            module, _, part = name.rpartition(".")
+            renamed[f"{names.get(module, module)}.{part}" if module else names.get(name, name)] = tensor
+        return renamed
+
+
+def _modules(sublayer: Sublayer) -> tuple[str | None, ...]:
+    mixer = sublayer.mixer
+    inside: tuple[str | None, ...]
+    if isinstance(mixer, Attention):
+        inside = (mixer.q, mixer.k, mixer.v, mixer.out, mixer.q_norm, mixer.k_norm, mixer.module)
+    else:
+        inside = (mixer.gate, mixer.up, mixer.down)
+    return (*inside, sublayer.norm.name, sublayer.shortcut)

@@ -1,0 +1,37 @@
+"""Llama and models of its type: SmolLM2, TinyLlama, Llama 2 and 3, Yi, …"""
+
+from typing import Any
+
+from oneshot.errors import PlanError
+from oneshot.families.description import Attention, Description, FeedForward, Norm, Stack, Sublayer
+from oneshot.families.resizing import set_sizes
+from oneshot.families.shapes import ModelShape
+
+STACK = Stack(
+    (
+        Sublayer(Attention(), Norm("input_layernorm"), "attention_shortcut"),
+        Sublayer(FeedForward(), Norm("post_attention_layernorm"), "ffn_shortcut"),
+    )
+)
+
+
+def resize(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Return the resized config; it may be a Mistral's.
+
+    LlamaConfig refuses a hidden size that its head count does not divide. Mistral has the same layer and accepts it, so
+    such a model without biases is written as `MistralForCausalLM` without a sliding window.
+    """
+    resized = set_sizes(config, shape)
+    if shape.mlp_bias:
+        resized["mlp_bias"] = True
+    if shape.hidden_size % shape.num_attention_heads == 0:
+        return resized
+    if shape.attention_bias or shape.output_bias or shape.mlp_bias:
+        raise PlanError(
+            f"No stock config holds {shape.num_attention_heads} heads beside hidden size {shape.hidden_size} in a "
+            "model with biases; keep a number of heads that divides the hidden size."
+        )
+    return resized | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+
+
+LLAMA = Description("llama", STACK, resize)

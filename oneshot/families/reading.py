@@ -1,0 +1,158 @@
+"""From a config.json and the stored tensors to a family and its sizes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from oneshot.errors import CheckpointError
+from oneshot.families.description import Description
+from oneshot.families.llama import LLAMA
+from oneshot.families.mistral import MISTRAL
+from oneshot.families.opt import OPT
+from oneshot.families.qwen2 import QWEN2
+from oneshot.families.qwen3 import QWEN3
+from oneshot.families.shapes import ModelShape
+
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OPT)}
+COMPRESSED_MODEL_TYPE = "oneshot"  # of a checkpoint in the per-layer form
+LARGEST_SIZE = 2**31 - 1
+
+
+def find_family(config: dict[str, Any]) -> Description:
+    """Return the family that `config["model_type"]` names.
+
+    Raises `CheckpointError`, with the reason, for quantised weights, mixtures of experts, unequal layers, and unknown
+    families.
+    """
+    model_type = config.get("model_type", "(none)")
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"config.json states model_type {repr(model_type)[:100]}, which is not a name; mend it.")
+    if any(config.get(name) is not None for name in ("quantization_config", "compression_config")):
+        raise CheckpointError("The weights are quantised; give the unquantised checkpoint and quantise the result.")
+    if "mixtral" in model_type or "moe" in model_type or config.get("num_local_experts") or config.get("num_experts"):
+        raise CheckpointError(
+            f"The model ({model_type}) is a mixture of experts, which is not supported; give a dense one."
+        )
+    if model_type == COMPRESSED_MODEL_TYPE:
+        raise CheckpointError("The checkpoint is a compressed one in the per-layer form; give the model it came from.")
+    if model_type not in FAMILIES:
+        raise CheckpointError(
+            f"Model type {model_type!r} is not supported; the supported families are {', '.join(FAMILIES)}."
+        )
+    if config.get("use_sliding_window"):
+        raise CheckpointError(
+            "Some layers of the model see all tokens and some a window (use_sliding_window), which is not supported; "
+            "give a model with equal layers."
+        )
+    family = FAMILIES[model_type]
+    family.check(config)
+    return family
+
+
+def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> ModelShape:
+    """Return the sizes that the config states; the stored tensors say which biases a layer has.
+
+    Raises `CheckpointError` if a size is missing, is not a size, or contradicts the others.
+    """
+    stack, keys = family.stack, family.sizes
+    num_positions = 0
+    if stack.positions is not None:
+        if stack.positions not in stored:
+            raise CheckpointError(f"The checkpoint lacks the tensor {stack.positions}; give a complete one.")
+        rows = stored[stack.positions][0] if stored[stack.positions] else 0
+        num_positions = max(0, rows - stack.position_offset)
+    complete = f"give a complete {family.model_type} checkpoint"
+    hidden_size = _size(family, config, keys.hidden_size)
+    num_heads = _size(family, config, keys.num_attention_heads)
+    head_dim = hidden_size // num_heads
+    if keys.head_dim is not None:
+        head_dim = _size(family, config, keys.head_dim, head_dim)
+    num_groups = num_heads
+    if keys.num_key_value_heads is not None:
+        num_groups = _size(family, config, keys.num_key_value_heads, num_heads)
+    if (keys.head_dim is None or config.get(keys.head_dim) is None) and hidden_size % num_heads:
+        raise CheckpointError(
+            f"config.json states {num_heads} attention heads, which do not divide the hidden size {hidden_size}; "
+            f"{complete}."
+        )
+    if num_heads % num_groups:
+        raise CheckpointError(
+            f"config.json states {num_groups} key-value heads, which do not divide {num_heads} attention heads; "
+            f"{complete}."
+        )
+    if stack.rotary and head_dim % 2:
+        raise CheckpointError(
+            f"config.json states heads of size {head_dim}, which rotary positions cannot turn; {complete}."
+        )
+    if keys.norm_epsilon is not None:
+        epsilon = config.get(keys.norm_epsilon)
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or epsilon < 0:
+            raise CheckpointError(
+                f"config.json states {keys.norm_epsilon} {repr(epsilon)[:100]}, which is not a small number; "
+                f"{complete}."
+            )
+    if config.get("sliding_window") is not None:
+        _size(family, config, "sliding_window")
+    first, attention = stack.layer_prefix(0), stack.attention
+    return ModelShape(
+        num_hidden_layers=_num_layers(family, config, stored),
+        hidden_size=hidden_size,
+        intermediate_size=_size(family, config, keys.intermediate_size),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_groups,
+        head_dim=head_dim,
+        attention_bias=f"{first}{attention.q}.bias" in stored,
+        output_bias=f"{first}{attention.out}.bias" in stored,
+        mlp_bias=f"{first}{stack.ffn.down}.bias" in stored,
+        vocab_size=_size(family, config, keys.vocab_size),
+        query_key_norms=attention.q_norm is not None,
+        layer_norms=stack.centres,
+        gated=stack.ffn.gate is not None,
+        tied=family.head is not None and family.head not in stored,
+        num_positions=num_positions,
+        unused_positions=stack.position_offset,
+    )
+
+
+def check_layers(family: Description, shape: ModelShape, stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Check the layers' tensors, `name -> shape`, against the config's sizes before any work is done.
+
+    Raises `CheckpointError` with the first tensor that is missing, unexpected, or of another size.
+    """
+    stack, of_one_layer = family.stack, family.expected_tensors(shape)
+    expected = {
+        stack.layer_prefix(layer) + name: size
+        for layer in range(shape.num_hidden_layers)
+        for name, size in of_one_layer.items()
+    }
+    in_layers = {name for name in stored if name.startswith(f"{stack.layers}.") and "rotary_emb" not in name}
+    for name in sorted(expected.keys() | in_layers):
+        if stored.get(name) != expected.get(name):
+            raise CheckpointError(
+                f"{name} has shape {stored.get(name)} where config.json of a {family.model_type} model asks for "
+                f"{expected.get(name)}; give a complete, unmodified checkpoint."
+            )
+
+
+def _size(family: Description, config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """Return a positive integer of the config; `default` if the config does not state it."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"config.json does not state {key!r}; give a complete {family.model_type} checkpoint.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
+        raise CheckpointError(
+            f"config.json states {key} {repr(value)[:100]}, which is not a positive integer; "
+            f"give a complete {family.model_type} checkpoint."
+        )
+    return value
+
+
+def _num_layers(family: Description, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of layers; refuse one above the number of tensors, which would take memory for nothing."""
+    num_layers = _size(family, config, family.sizes.num_hidden_layers)
+    if num_layers > len(stored):
+        raise CheckpointError(
+            f"config.json states {num_layers} layers where there are {len(stored)} tensors; give a complete checkpoint."
+        )
+    return num_layers

@@ -1,0 +1,184 @@
+"""Sizes of models, dense and compressed."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """State the sizes of one layer; in a per-layer checkpoint every layer has its own.
+
+    The residual stream has `hidden_size` coordinates at attention, `middle_size` at the FFN and `output_size` after
+    it. A *shortcut* matrix carries the stream between two different subspaces. `query_key_size` and `value_size` are
+    per head. `rotary_selected`: the layer stores which rotary pairs each KV group keeps.
+
+    `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and the FFN's. `norm_bias`:
+    the norms store a bias. `query_key_norms`: queries and keys are normed, each by one weight for all heads.
+    `gated`: the FFN has a gate beside its up projection.
+    """
+
+    hidden_size: int
+    middle_size: int
+    output_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    query_key_size: int
+    value_size: int
+    attention_shortcut: bool = False
+    ffn_shortcut: bool = False
+    rotary_selected: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
+    query_key_norms: bool = False
+    gated: bool = True
+
+    def linear_parameters(self) -> int:
+        """Return the stored parameters of the layer's linears, shortcuts included."""
+        heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
+        projected = (heads + groups) * self.query_key_size + groups * self.value_size
+        attention = projected * (self.hidden_size + self.attention_bias)
+        attention += self.middle_size * (heads * self.value_size + self.output_bias)
+        inputs = 1 + self.gated
+        mlp = inputs * width * (self.middle_size + self.mlp_bias) + self.output_size * (width + self.mlp_bias)
+        shortcuts = self.attention_shortcut * self.hidden_size * self.middle_size
+        shortcuts += self.ffn_shortcut * self.middle_size * self.output_size
+        return attention + mlp + shortcuts
+
+    def parameters(self) -> int:
+        """Return the stored parameters, norms included."""
+        norms = (self.hidden_size + self.middle_size) * (1 + self.norm_bias)
+        pairs = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
+        return self.linear_parameters() + norms + pairs + 2 * self.query_key_size * self.query_key_norms
+
+    def key_value_size(self) -> int:
+        """Return the values that one token takes in the layer's KV cache."""
+        return self.num_key_value_heads * (self.query_key_size + self.value_size)
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """State the rows and the rank of a range of the vocabulary; below full width a matrix maps rank to width."""
+
+    rows: int
+    rank: int
+
+    def parameters(self, width: int) -> int:
+        """Return the stored parameters of the range of an embedding of this width."""
+        return self.rows * self.rank + (self.rank * width if self.rank < width else 0)
+
+
+@dataclass(frozen=True)
+class StackShape:
+    """State the sizes of a whole model, layer by layer.
+
+    `head` says where the output head comes from: `own` weights, the `tied` embedding, or the tied embedding after a
+    matrix from the last subspace to the embedding's (`mapped`). `num_positions`: rows of a learned position embedding.
+    `embedding`: ranges of a tied embedding's vocabulary with their own ranks; empty for a whole table.
+    """
+
+    layers: tuple[LayerShape, ...]
+    vocab_size: int
+    head: str
+    head_bias: bool = False
+    num_positions: int = 0
+    embedding: tuple[TableShape, ...] = ()
+
+    @property
+    def embedding_size(self) -> int:
+        """Return the width of the embedding."""
+        return self.layers[0].hidden_size
+
+    @property
+    def final_size(self) -> int:
+        """Return the width of the last norm."""
+        return self.layers[-1].output_size
+
+    def all_layer_parameters(self) -> int:
+        """Return the stored parameters of the layers."""
+        return sum(layer.parameters() for layer in self.layers)
+
+    def stored_parameters(self) -> int:
+        """Return the stored parameters of everything."""
+        embeddings = self._table_parameters() + self.num_positions * self.embedding_size
+        norm = self.final_size * (1 + self.layers[-1].norm_bias)
+        head = {"own": self.vocab_size, "tied": 0, "mapped": self.embedding_size}[self.head] * self.final_size
+        return embeddings + self.all_layer_parameters() + norm + head + self.head_bias * self.vocab_size
+
+    def flops_per_token(self) -> int:
+        """Return the operations of all linears for one token, with the output head and without attention scores."""
+        linears = sum(layer.linear_parameters() for layer in self.layers)
+        mapped = self.head == "mapped"
+        head = self.vocab_size * self.final_size if self.head == "own" else self._table_parameters()
+        return 2 * (linears + head + mapped * self.embedding_size * self.final_size)
+
+    def _table_parameters(self) -> int:
+        """Return the stored parameters of the token embedding."""
+        if not self.embedding:
+            return self.vocab_size * self.embedding_size
+        return sum(table.parameters(self.embedding_size) for table in self.embedding)
+
+    def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
+        """Return the bytes that one token takes in the KV cache (by default of 16-bit values)."""
+        return sum(layer.key_value_size() for layer in self.layers) * bytes_per_value
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """State the sizes of a model with equal layers, as its stock config has them; flags as in `LayerShape`.
+
+    `layer_norms`: the norms are LayerNorms, which have a bias and subtract the mean. `num_positions`: rows of a learned
+    position embedding that tokens use, `unused_positions`: rows stored before them.
+    """
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norms: bool = False
+    vocab_size: int = 0
+    layer_norms: bool = False
+    gated: bool = True
+    tied: bool = False
+    num_positions: int = 0
+    unused_positions: int = 0
+
+    @property
+    def heads_per_group(self) -> int:
+        """Return the number of query heads that share one KV head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    def layer(self) -> LayerShape:
+        """Return the shape of each layer."""
+        return LayerShape(
+            hidden_size=self.hidden_size,
+            middle_size=self.hidden_size,
+            output_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            query_key_size=self.head_dim,
+            value_size=self.head_dim,
+            attention_bias=self.attention_bias,
+            output_bias=self.output_bias,
+            mlp_bias=self.mlp_bias,
+            norm_bias=self.layer_norms,
+            query_key_norms=self.query_key_norms,
+            gated=self.gated,
+        )
+
+    def layer_parameters(self) -> int:
+        """Return the stored parameters of one layer, norms included."""
+        return self.layer().parameters()
+
+    def stack(self) -> StackShape:
+        """Return the same sizes, layer by layer."""
+        head = "tied" if self.tied else "own"
+        layers = (self.layer(),) * self.num_hidden_layers
+        return StackShape(layers, self.vocab_size, head, num_positions=self.num_positions + self.unused_positions)

@@ -1,0 +1,7 @@
+"""The machine of a run: device, dtype, processes, scratch folder and where activations are stored."""
+
+from oneshot.machine.device import resolve_device, resolve_dtype
+from oneshot.machine.machine import Machine, Store
+from oneshot.machine.workers import ALONE, Workers, join_workers, launched_rank
+
+__all__ = ["ALONE", "Machine", "Store", "Workers", "join_workers", "launched_rank", "resolve_device", "resolve_dtype"]

@@ -1,0 +1,45 @@
+"""The `--device` and `--dtype` options as torch's own objects."""
+
+import torch
+
+from oneshot.errors import DeviceError
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
+    """Return the device of a name; `auto` is CUDA if torch sees a CUDA device.
+
+    Args:
+        local_rank: this process's number among those of the machine; each takes a device of its own.
+
+    Raises `DeviceError` if the device is not there.
+    """
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if name in ("auto", "cuda") and local_rank is not None:
+        name = f"cuda:{local_rank}"
+    if name == "auto":
+        return torch.device("cuda")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"--device {name} is not understood; use cpu, cuda or cuda:1.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"--device {name} is not supported; use cpu or cuda.")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise DeviceError(
+            f"--device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use --device cpu."
+        )
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of a name; `auto` is bfloat16 on hardware that multiplies it, float32 elsewhere."""
+    if name != "auto":
+        return COMPUTE_DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    capabilities = torch.cpu.get_capabilities()
+    fast_on_cpu = capabilities.get("amx_bf16", False) or capabilities.get("avx512_bf16", False)
+    return torch.bfloat16 if fast_on_cpu else torch.float32

@@ -1,0 +1,31 @@
+"""One record of everything that a computation needs to know of the machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from oneshot.machine.workers import ALONE, Workers
+
+Store = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and in what a run computes.
+
+    Attributes:
+        device, dtype: of the forward passes and of the statistics.
+        scratch: folder for scratch files; it is removed after the run.
+        workers: the processes that share the run.
+        store: where hidden states are kept between layers.
+        batch_size: sequences in one forward pass.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    scratch: Path
+    workers: Workers = ALONE
+    store: Store = "host"
+    batch_size: int = 4

@@ -1,0 +1,38 @@
+"""From a target to a plan: the kept sizes, within what the form of the result can state. No weights, no text.
+
+`sizes.make_plan` is the entry; `hidden_size`, `widths`, `vocabulary` and `depth` plan one kind of size each, by the
+`damages` that a profile predicts.
+"""
+
+from oneshot.planning.budget import Budget, default_round_to
+from oneshot.planning.curves import Profile, ProfileOrigin
+from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
+from oneshot.planning.grid import Grid
+from oneshot.planning.hidden_size import groups_of_positions, spread_hidden_sizes
+from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
+from oneshot.planning.sizes import make_plan, parameter_budget, predicted_divergences
+from oneshot.planning.vocabulary import smaller_tables, vocabulary_ranges
+
+__all__ = [
+    "LEFT_OUT",
+    "Budget",
+    "Damages",
+    "Grid",
+    "HiddenPlan",
+    "LayerPlan",
+    "Plan",
+    "Profile",
+    "ProfileOrigin",
+    "default_round_to",
+    "dense_plan",
+    "groups_of_positions",
+    "make_plan",
+    "parameter_budget",
+    "predicted_damage",
+    "predicted_divergences",
+    "profiled_damages",
+    "removed_unit",
+    "smaller_tables",
+    "spread_hidden_sizes",
+    "vocabulary_ranges",
+]

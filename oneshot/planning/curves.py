@@ -1,0 +1,54 @@
+"""What smaller sizes cost, as a profile measures it."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ProfileOrigin:
+    """What a profile was made of: the model, the text, and the settings that shape its curves."""
+
+    model_hash: str
+    token_hash: str
+    head_unit: str
+    damping: float
+    probe_tokens: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Error curves and sensitivities of the dense model's sublayers; float64 tensors with a row for every layer.
+
+    Attributes:
+        ffn_errors: `(layers, n + 1)`: relative squared error of the FFN's output with the k best neurons and the best
+            correction, for every k.
+        head_errors: `(layers, units + 1)`: the same of attention, for every number of kept head units; zeros if heads
+            were not profiled.
+        ffn_sensitivity, head_sensitivity: `(layers,)`: mean KL divergence (nats per token) of the model's output from
+            the dense one's if only this sublayer is reduced, per unit of its relative squared error.
+        layer_divergence: `(layers,)`: the same divergence if only this layer is left out.
+        block_influence: `(layers,)`: one minus the mean cosine of the layer's input and output (ShortGPT equation 1).
+        ffn_fluctuation: `(layers, n)`: variance of every neuron's activation, times its squared norm in the output
+            linear.
+        embedding_gram: `(D, D)`: mean `h hᵀ` of the states that the output head reads. `embedding_*` are empty if the
+            output head is not the embedding, or its sensitivity was not measured.
+        embedding_probabilities: `(N,)`: how often each token is predicted.
+        embedding_errors: `(ranges, D + 1)`: what rank r of a range of the vocabulary loses of the logits, for every r
+            (`embedding.range_errors`); the sum over ranges is one at rank 0; infinite for a forbidden rank.
+        embedding_sensitivity: `(1,)`: the divergence if only the embedding is reduced, per unit of these errors.
+    """
+
+    ffn_errors: torch.Tensor
+    head_errors: torch.Tensor
+    ffn_sensitivity: torch.Tensor
+    head_sensitivity: torch.Tensor
+    layer_divergence: torch.Tensor
+    block_influence: torch.Tensor
+    ffn_fluctuation: torch.Tensor
+    embedding_gram: torch.Tensor
+    embedding_probabilities: torch.Tensor
+    embedding_errors: torch.Tensor
+    embedding_sensitivity: torch.Tensor
+    origin: ProfileOrigin

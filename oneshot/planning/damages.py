@@ -1,0 +1,91 @@
+"""The predicted cost of sizes, from a profile."""
+
+from dataclasses import dataclass
+
+import torch
+
+from oneshot.families import ModelShape
+from oneshot.planning.curves import Profile
+from oneshot.planning.plan import Plan
+from oneshot.recipes import Allocation
+
+# On other kinds of text a smaller embedding costs 1.7 times as much as on the calibration text, and no later layer
+# corrects that loss (docs/experiments.md).
+EMBEDDING_CAUTION = 2.0
+TINY = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class Damages:
+    """The predicted loss of keeping k neurons, `ffn (layers, n + 1)`, or k head units, `heads (layers, units + 1)`.
+
+    `layers (layers,)`: of leaving out a whole layer. `embedding (ranges, D + 1)`: of rank r of a range of the
+    vocabulary, empty if it is unknown. Both are in nats per token, as only sensitivities are.
+    """
+
+    ffn: torch.Tensor
+    heads: torch.Tensor
+    layers: torch.Tensor
+    embedding: torch.Tensor
+
+
+def profiled_damages(profile: Profile, allocation: Allocation) -> Damages:
+    """Return the predicted cost of every size of every sublayer.
+
+    `error`: the relative squared error of the sublayer's output. `stat`: its root times `l + 50` (STAT A.4).
+    `block-influence`: the squared error times the layer's block influence (ShortGPT). `sensitivity`: the squared error
+    times the measured divergence of the model's output, in nats per token; the embedding counts `EMBEDDING_CAUTION`
+    times. `flap`: the fluctuations of removed neurons, standardised in every layer.
+    """
+    depth = torch.arange(len(profile.block_influence), dtype=torch.float64).unsqueeze(1)
+    unknown = torch.empty(0, 0, dtype=torch.float64)
+    if allocation == "stat":
+        weights = depth + 50
+        ffn, heads = weights * profile.ffn_errors.sqrt(), weights * profile.head_errors.sqrt()
+        return Damages(ffn, heads, profile.layer_divergence, unknown)
+    if allocation == "flap":
+        ffn = removed_fluctuation(profile.ffn_fluctuation)
+        return Damages(ffn, torch.zeros_like(profile.head_errors), profile.layer_divergence, unknown)
+    ones = torch.ones(len(depth), dtype=torch.float64)
+    ffn, heads = {
+        "error": (ones, ones),
+        "block-influence": (profile.block_influence, profile.block_influence),
+        "sensitivity": (profile.ffn_sensitivity, profile.head_sensitivity),
+    }[allocation]
+    embedding = EMBEDDING_CAUTION * profile.embedding_sensitivity * profile.embedding_errors
+    return Damages(
+        ffn.unsqueeze(1) * profile.ffn_errors,
+        heads.unsqueeze(1) * profile.head_errors,
+        profile.layer_divergence,
+        embedding if allocation == "sensitivity" else unknown,
+    )
+
+
+def removed_fluctuation(fluctuation: torch.Tensor) -> torch.Tensor:
+    """Return the fluctuation that is removed if k neurons stay, `(layers, n + 1)`; the least fluctuating go first.
+
+    Fluctuations are standardised in every layer and shifted to be positive, so that the least sum is one threshold for
+    all layers (FLAP, An et al. 2023, arXiv 2312.11983: adaptive structure search).
+
+    Args:
+        fluctuation: `(layers, n)` float64.
+    """
+    deviation = fluctuation.std(dim=1, keepdim=True, correction=0)
+    standardised = (fluctuation - fluctuation.mean(dim=1, keepdim=True)) / deviation.clamp_min(TINY)
+    sums = (standardised - standardised.min()).sort(dim=1).values.cumsum(dim=1)
+    return torch.cat((torch.zeros_like(sums[:, :1]), sums), dim=1).flip(1)
+
+
+def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
+    """Return the sum of the damages of a plan's sizes."""
+    total = sum(float(damages.embedding[index, table.rank]) for index, table in enumerate(plan.embedding))
+    for layer, kept in enumerate(plan.layers):
+        if kept.is_left_out:
+            total += float(damages.layers[layer])
+            continue
+        if plan.head_unit == "kv-group":
+            removed = shape.num_key_value_heads - kept.num_key_value_heads
+        else:
+            removed = (shape.num_attention_heads - kept.num_attention_heads) // shape.num_key_value_heads
+        total += float(damages.ffn[layer, kept.intermediate_size] + damages.heads[layer, -1 - removed])
+    return total

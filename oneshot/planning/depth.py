@@ -1,0 +1,59 @@
+"""Whole layers for a budget."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from oneshot.errors import PlanError
+from oneshot.planning.budget import Budget
+from oneshot.planning.damages import Damages, predicted_damage
+from oneshot.planning.grid import Grid
+from oneshot.planning.plan import LEFT_OUT, Plan
+
+
+def with_fewer_layers(
+    grid: Grid,
+    plan: Plan,
+    budget: Budget,
+    damages: Damages | None,
+    meet_budget: Callable[[Plan], Plan] | None,
+) -> Plan:
+    """Return the plan of least predicted damage among those without one layer, without two, and so on.
+
+    Layers go in the order of their own damage, the last layers first if damages are unknown. `meet_budget` shrinks the
+    remaining layers to the budget; without it, the number of layers that comes nearest to the budget is taken.
+    Without damages layers go only if nothing else reaches the budget.
+    """
+    known = torch.arange(grid.shape.num_hidden_layers, 0, -1) if damages is None else damages.layers
+    fewer = [plan]
+    for layer in known.argsort().tolist()[:-1]:
+        layers = list(fewer[-1].layers)
+        layers[layer] = LEFT_OUT
+        fewer.append(replace(plan, layers=tuple(layers)))
+    measured = [(option, budget.measure(grid.stack(option))) for option in fewer]
+    if meet_budget is None:
+        nearest, measure = min(measured, key=lambda pair: abs(pair[1] - budget.target))
+        if nearest == fewer[-1] and measure > budget.target:
+            raise PlanError(
+                f"The target is {budget.show(budget.target)}, but one layer alone has {budget.show(measure)}; ask for "
+                "a smaller --sparsity, or allow --set ffn=id as well."
+            )
+        return nearest
+    plans: list[Plan] = []
+    refusal: PlanError | None = None
+    for option, measure in measured:
+        if plans and (damages is None or measure < budget.target):
+            break
+        if measure < budget.target:  # with more layers even the narrowest were too large
+            return option
+        try:
+            plans.append(meet_budget(option))
+        except PlanError as error:
+            refusal = error  # the last one is of the fewest layers
+    if damages is not None and plans:
+        return min(plans, key=lambda plan: predicted_damage(plan, grid.shape, damages))
+    if plans:
+        return plans[0]
+    assert refusal is not None
+    raise refusal

@@ -1,0 +1,116 @@
+"""The sizes that a form of the result can state: what a planner asks instead of the form's name."""
+
+from dataclasses import dataclass, replace
+
+from oneshot.errors import ConfigError, PlanError
+from oneshot.families import Description, ModelShape, StackShape
+from oneshot.planning.plan import Plan
+from oneshot.recipes import AUTO, Method
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes that a form can state for a model.
+
+    Attributes:
+        family, shape: of the dense model.
+        remedy: an option that allows more, for error messages; None if this form allows everything.
+        layers_differ: whether every layer can have its own FFN width and heads.
+        inner_sizes: whether heads can have other sizes for queries, keys and values.
+        subspaces_differ: whether the residual stream can change its subspace between sublayers.
+        embedding_ranks: whether ranges of the vocabulary can have their own ranks.
+        replaces_layer_norms: whether LayerNorms become RMSNorms, whose biases go into the linears.
+        maps_tied_head: whether a tied head stays tied after a matrix if the hidden size shrinks.
+    """
+
+    family: Description
+    shape: ModelShape
+    remedy: str | None = None
+    layers_differ: bool = False
+    inner_sizes: bool = False
+    subspaces_differ: bool = False
+    embedding_ranks: bool = False
+    replaces_layer_norms: bool = False
+    maps_tied_head: bool = False
+
+    @property
+    def folds_layer_norms(self) -> bool:
+        """Return whether this model's LayerNorms become RMSNorms."""
+        return self.replaces_layer_norms and self.shape.layer_norms
+
+    @property
+    def ranks_embedding(self) -> bool:
+        """Return whether this model's embedding can have ranks: the output head must be the embedding."""
+        return self.embedding_ranks and self.shape.tied and not self.shape.layer_norms
+
+    def stack(self, plan: Plan) -> StackShape:
+        """Return the shape of the compressed model, layer by layer."""
+        shape, stack = self.shape, self.shape.stack()
+        if self.folds_layer_norms:
+            stack = replace(stack, head="own", head_bias=True, num_positions=shape.num_positions)
+        layers = [
+            replace(
+                plan.shape_of_layer(shape, layer).layer(),
+                query_key_size=plan.query_key_size or shape.head_dim,
+                value_size=plan.value_size or shape.head_dim,
+                rotary_selected=plan.query_key_size is not None and self.family.stack.rotary,
+                norm_bias=shape.layer_norms and not self.replaces_layer_norms,
+            )
+            for layer in plan.kept_layers
+        ]
+        if plan.hidden is not None:
+            hidden = plan.hidden
+            positions = [self.family.stack.position(index) for index in range(len(layers))]
+            layers = [
+                replace(
+                    layer,
+                    hidden_size=hidden.sizes[first],
+                    middle_size=hidden.sizes[first + 1],
+                    output_size=hidden.sizes[first + 2],
+                    attention_shortcut=hidden.changes_at(first + 1),
+                    ffn_shortcut=hidden.changes_at(first + 2),
+                )
+                for first, layer in zip(positions, layers, strict=True)
+            ]
+            if stack.head == "tied":
+                stack = replace(stack, head="mapped" if self.maps_tied_head else "own")
+        return replace(stack, layers=tuple(layers), embedding=plan.embedding)
+
+    def refuse(self, plan: Plan) -> None:
+        """Raise `PlanError`, with the size and the remedy, if the form cannot state the plan."""
+        advice = "" if self.remedy is None else f"; add {self.remedy}"
+        if not self.inner_sizes:
+            for name, size in (("value_size", plan.value_size), ("query_key_size", plan.query_key_size)):
+                if size is not None:
+                    raise PlanError(f"--set {name}={size} has no place in a stock config{advice}.")
+        if plan.hidden is not None and plan.hidden.num_groups > 1 and not self.subspaces_differ:
+            raise PlanError(
+                f"{plan.hidden.num_groups} groups with their own subspaces need shortcut matrices, which no stock "
+                f"config holds{advice}, or --set group_size=0."
+            )
+        if plan.hidden is not None and self.shape.layer_norms and not self.replaces_layer_norms:
+            raise PlanError(
+                f"Hidden size {plan.hidden.sizes[0]} turns LayerNorms into RMSNorms, which this family's stock config "
+                f"does not hold{advice}."
+            )
+
+    def settle(self, method: Method) -> Method:
+        """Return the method with every `auto` that depends on the form replaced by its choice.
+
+        Raises `ConfigError` and `PlanError` for an explicit choice that the form or the family cannot have.
+        """
+        if method.up_steps and (reason := self.family.reason_against("up_proj")) is not None:
+            raise PlanError(reason)
+        if method.allocation == AUTO:
+            by_profile = method.leaves_out_layers or (self.layers_differ and not method.slices)
+            own = "sensitivity" if method.leaves_out_layers else method.layer_allocation
+            method = replace(method, allocation=own if by_profile else "uniform")
+        by_sensitivity = method.allocation == "sensitivity" and not method.slices
+        if method.embedding == AUTO:
+            return replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")
+        if method.embedding != "none":
+            if not self.embedding_ranks:
+                raise ConfigError(f"--set embedding={method.embedding} needs {self.remedy}; add it.")
+            if not self.ranks_embedding:
+                raise PlanError("--set embedding=low-rank needs an output head that is the embedding; leave it out.")
+        return method

@@ -1,0 +1,99 @@
+"""The hidden size: positions that share a subspace, and its width."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from oneshot.config import Target
+from oneshot.errors import ConfigError, PlanError
+from oneshot.planning.budget import default_round_to
+from oneshot.planning.grid import Grid
+from oneshot.planning.plan import HiddenPlan, Plan
+
+PRICE_STEPS = 60  # bisection steps for the price of a parameter
+
+
+def plan_hidden(
+    grid: Grid, plan: Plan, target: Target, group_size: int, *, sublayers_shrink: bool, target_parameters: int
+) -> Plan:
+    """Return the plan with one width for all groups: the given one, or the one nearest to the target."""
+    shape, by_target = grid.shape, target.hidden_size is None
+    if sublayers_shrink and by_target:
+        raise ConfigError("Give --set hidden_size= if FFN or heads also shrink; they take what is left.")
+    if not sublayers_shrink and not by_target and (target.sparsity is not None or target.parameters is not None):
+        raise ConfigError("Give either --set hidden_size= or a target if only the hidden size shrinks.")
+    group_of = groups_of_positions(grid.family.stack.position(shape.num_hidden_layers), group_size)
+
+    def with_width(size: int) -> Plan:
+        return replace(plan, hidden=HiddenPlan(group_of, (size,) * len(group_of)))
+
+    if target.hidden_size is not None:
+        if target.hidden_size >= shape.hidden_size:
+            raise PlanError(
+                f"--set hidden_size={target.hidden_size} is not below the model's {shape.hidden_size}; give less."
+            )
+        return with_width(target.hidden_size)
+    step = target.round_to or default_round_to(shape.hidden_size)
+    widths = range(step, shape.hidden_size, step)
+    if not widths:
+        raise PlanError(f"--round-to {step} is above the hidden size of {shape.hidden_size}; give a smaller one.")
+    parameters = {size: grid.stack(with_width(size)).stored_parameters() for size in widths}
+    largest = grid.stack(with_width(shape.hidden_size)).stored_parameters()
+    if not parameters[widths[0]] <= target_parameters <= largest:
+        raise PlanError(
+            f"The hidden size alone cannot reach {target_parameters:,} parameters: {widths[0]} gives "
+            f"{parameters[widths[0]]:,}, all of it {largest:,}; ask for less, or shrink the FFN instead (--set ffn=id)."
+        )
+    return with_width(min(widths, key=lambda size: abs(parameters[size] - target_parameters)))
+
+
+def groups_of_positions(sublayers: int, group_size: int) -> tuple[int, ...]:
+    """Return the group of every position: `group_size` sublayers share one, 0 puts all into one.
+
+    The final norm belongs to the last group (SP3 appendix F.1).
+    """
+    size = group_size or sublayers
+    return (*(sublayer // size for sublayer in range(sublayers)), (sublayers - 1) // size)
+
+
+def spread_hidden_sizes(
+    grid: Grid, plan: Plan, energies: torch.Tensor, *, target_parameters: int, round_to: int | None
+) -> Plan:
+    """Return the plan whose groups have the widths of least lost energy at the target number of stored parameters.
+
+    A direction stays if its share of the group's energy, per parameter that it costs, is above one price for all
+    groups. Bisection finds the price (a Lagrange multiplier).
+
+    Args:
+        energies: `(positions, D)`, along the directions of each position's group, the strongest first.
+    """
+    assert plan.hidden is not None
+    shape = grid.shape
+    group_of, step = plan.hidden.group_of, round_to or default_round_to(shape.hidden_size)
+    shares = energies / energies.sum(1, keepdim=True)
+    groups = range(plan.hidden.num_groups)
+    gains = torch.stack([shares[[group == member for member in group_of]].sum(0) for group in groups])
+    widths = torch.arange(step, shape.hidden_size + 1, step)
+
+    def with_sizes(sizes: list[int]) -> Plan:
+        return replace(plan, hidden=HiddenPlan(group_of, tuple(sizes[group] for group in group_of)))
+
+    def total(sizes: list[int]) -> int:
+        return grid.stack(with_sizes(sizes)).stored_parameters()
+
+    uniform = [plan.hidden.sizes[group_of.index(group)] for group in groups]
+    prices = torch.tensor(
+        [total(uniform) - total([*uniform[:group], uniform[group] - step, *uniform[group + 1 :]]) for group in groups]
+    )
+    # the gain of each further step of width per parameter; spectra fall, so a threshold keeps the first steps
+    tails = gains.cumsum(1)[:, widths - 1].diff(dim=1) / prices.unsqueeze(1)
+    low, high = math.log(float(tails.clamp_min(1e-300).min())), math.log(float(tails.max()))
+    best = [int(widths[-1])] * len(groups)
+    for _ in range(PRICE_STEPS):
+        middle = (low + high) / 2
+        sizes = [int(widths[count]) for count in (tails > math.exp(middle)).long().cumprod(1).sum(1)]
+        if abs(total(sizes) - target_parameters) <= abs(total(best) - target_parameters):
+            best = sizes
+        low, high = (middle, high) if total(sizes) > target_parameters else (low, middle)
+    return with_sizes(best)

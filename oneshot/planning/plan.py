@@ -1,0 +1,113 @@
+"""The kept sizes of a model: what a plan says."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from oneshot.families import ModelShape, TableShape
+from oneshot.recipes import Method
+
+
+@dataclass(frozen=True)
+class HiddenPlan:
+    """Widths of the residual stream at every position, and the positions that share a subspace.
+
+    A position is the input of a sublayer, counted through the model; the last one is the input of the final norm.
+    `group_of[p]` is the group of position `p`, and `sizes[p]` its group's width.
+    """
+
+    group_of: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def changes_at(self, position: int) -> bool:
+        """Return whether the stream enters another subspace at this position."""
+        return position > 0 and self.group_of[position] != self.group_of[position - 1]
+
+    @property
+    def num_groups(self) -> int:
+        return self.group_of[-1] + 1
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The kept FFN width and heads of one layer; all zero if the whole layer is left out."""
+
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+
+    @property
+    def is_left_out(self) -> bool:
+        return self == LEFT_OUT
+
+
+LEFT_OUT = LayerPlan(0, 0, 0)
+
+RemovedUnit = Literal["query-head", "kv-group"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kept sizes of every layer of the dense model, and of what surrounds the layers.
+
+    Attributes:
+        layers: one entry for each dense layer.
+        head_unit: what a removed head is: a whole KV group, or one query head of every group of a layer.
+        query_key_size, value_size: kept per head; None for all.
+        hidden: None if the residual stream keeps its width.
+        embedding: ranges of the vocabulary and their ranks; empty if the embedding stays whole.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    head_unit: RemovedUnit
+    query_key_size: int | None = None
+    value_size: int | None = None
+    hidden: HiddenPlan | None = None
+    embedding: tuple[TableShape, ...] = ()
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "Plan":
+        """Return the inverse of `dataclasses.asdict`, also after JSON."""
+        hidden = values["hidden"]
+        if hidden is not None:
+            hidden = HiddenPlan(**{name: tuple(value) for name, value in hidden.items()})
+        layers = tuple(LayerPlan(**layer) for layer in values["layers"])
+        embedding = tuple(TableShape(**table) for table in values["embedding"])
+        return Plan(**{**values, "layers": layers, "hidden": hidden, "embedding": embedding})
+
+    @property
+    def kept_layers(self) -> list[int]:
+        """Return the layers that stay: the compressed model's layer i is the dense one's `kept_layers[i]`."""
+        return [layer for layer, kept in enumerate(self.layers) if not kept.is_left_out]
+
+    def is_uniform(self) -> bool:
+        """Return whether all layers have the same sizes."""
+        return len({self.layers[layer] for layer in self.kept_layers}) == 1
+
+    def shape_of_layer(self, shape: ModelShape, layer: int) -> ModelShape:
+        """Return the shape with a layer's kept FFN width and heads, in the full coordinates."""
+        return replace(shape, **asdict(self.layers[layer]))
+
+    def shrinks_layers(self, shape: ModelShape) -> bool:
+        """Return whether any layer that stays loses neurons or heads."""
+        return any(self.shape_of_layer(shape, layer) != shape for layer in self.kept_layers)
+
+    def reduces_sublayers(self, shape: ModelShape) -> bool:
+        """Return whether any layer loses neurons or heads, or is left out."""
+        return len(self.kept_layers) < shape.num_hidden_layers or self.shrinks_layers(shape)
+
+    def reduces_heads(self, shape: ModelShape) -> bool:
+        """Return whether any layer that stays loses heads."""
+        return any(self.layers[layer].num_attention_heads < shape.num_attention_heads for layer in self.kept_layers)
+
+
+def dense_plan(shape: ModelShape, method: Method) -> Plan:
+    """Return the plan that keeps everything."""
+    whole = LayerPlan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads)
+    return Plan((whole,) * shape.num_hidden_layers, removed_unit(method, shape))
+
+
+def removed_unit(method: Method, shape: ModelShape) -> RemovedUnit:
+    """Return what a removed head is: as asked for, or the smaller unit."""
+    if method.head_unit != "auto":
+        return method.head_unit
+    return "query-head" if shape.heads_per_group > 1 else "kv-group"

@@ -1,0 +1,119 @@
+"""All kinds of sizes for one target, within what the form can state."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+from oneshot.config import Target
+from oneshot.errors import ConfigError, PlanError
+from oneshot.families import StackShape
+from oneshot.planning.budget import Budget
+from oneshot.planning.curves import Profile
+from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
+from oneshot.planning.depth import with_fewer_layers
+from oneshot.planning.grid import Grid
+from oneshot.planning.hidden_size import plan_hidden
+from oneshot.planning.plan import Plan, dense_plan
+from oneshot.planning.widths import meet_budget
+from oneshot.recipes import Method
+
+
+def parameter_budget(target: Target, dense: StackShape) -> Budget:
+    """Return the budget of a target that counts stored parameters."""
+    return Budget(target.wanted_parameters(dense.stored_parameters()))
+
+
+def make_plan(
+    grid: Grid, method: Method, target: Target, damages: Damages | None = None, budget: Budget | None = None
+) -> Plan:
+    """Return the kept sizes of every kind whose whole model comes nearest to the target.
+
+    Sizes that the target states are kept. FFN and heads take what is left; the hidden size does if nothing else is
+    reduced. With damages, FFN and heads take the sizes of least predicted damage. If groups of sublayers have their own
+    subspaces, all widths are equal here, and `spread_hidden_sizes` distributes them once the spectra are known.
+
+    Args:
+        method: settled for this grid (`Grid.settle`).
+        budget: None: the stored parameters of the target.
+
+    Raises `ConfigError` for sizes that contradict each other, `PlanError` if a size or the target is out of reach, or
+    the form cannot state it.
+    """
+    shape = grid.shape
+    budget = budget or parameter_budget(target, shape.stack())
+    dense = budget.measure(shape.stack())
+    if budget.target > dense:
+        raise PlanError(f"The target of {budget.show(budget.target)} is above the dense model's {budget.show(dense)}.")
+    # nothing was asked for, or nothing beyond the sizes that are stated
+    sublayers_shrink = method.reduces_sublayers and budget.target != dense
+    if method.slices and target.budget != "parameters":
+        raise ConfigError(f"--set budget={target.budget} is for FFN neurons and heads; set hidden=none.")
+    _check_inner_sizes(grid, target)
+    plan = replace(dense_plan(shape, method), query_key_size=target.query_key_size, value_size=target.value_size)
+    if not method.slices and target.hidden_size is not None:
+        raise ConfigError("--set hidden_size= needs a method for the hidden size; add --set hidden=pca.")
+    if method.slices and (budget.target < dense or target.hidden_size is not None):
+        plan = plan_hidden(
+            grid,
+            plan,
+            target,
+            method.group_size,
+            sublayers_shrink=sublayers_shrink,
+            target_parameters=round(budget.target),
+        )
+    grid.refuse(plan)
+    if not sublayers_shrink and (budget.target == dense or method.slices):
+        return plan
+    start = budget.measure(grid.stack(plan))
+    if start < budget.target:
+        raise PlanError(
+            f"The stated sizes leave {budget.show(start)}, fewer than the {budget.show(budget.target)} asked for; "
+            "give larger ones."
+        )
+
+    def shrink(plan: Plan) -> Plan:
+        return meet_budget(
+            grid,
+            plan,
+            budget,
+            reduce_ffn=method.reduces_ffn,
+            reduce_heads=method.reduces_heads,
+            round_to=target.round_to,
+            damages=damages,
+            reduce_embedding=method.embedding != "none",
+        )
+
+    if not method.leaves_out_layers:
+        return shrink(plan)
+    return with_fewer_layers(grid, plan, budget, damages, shrink if sublayers_shrink else None)
+
+
+def _check_inner_sizes(grid: Grid, target: Target) -> None:
+    for name, size in (("value_size", target.value_size), ("query_key_size", target.query_key_size)):
+        if size is not None and size >= grid.shape.head_dim:
+            raise PlanError(f"--set {name}={size} is not below the model's {grid.shape.head_dim}; give a smaller one.")
+    if target.query_key_size is None:
+        return
+    reason = grid.family.reason_against("queries and keys")
+    if reason is not None:
+        raise PlanError(reason)
+    if target.query_key_size % 2 and grid.family.stack.rotary:
+        raise PlanError(f"--set query_key_size={target.query_key_size} is odd; rotary pairs need an even one.")
+
+
+def predicted_divergences(
+    grids: Mapping[str, Grid], method: Method, target: Target, plan: Plan, profile: Profile, budget: Budget
+) -> dict[str, float]:
+    """Return the KL divergence of the output from the dense model's, in nats per token, as the profile predicts it.
+
+    It is given for the `plan`, and for the best plan of each form (`grids`) for the same target, which shows what a
+    form costs. Small numbers are more reliable than large ones, because damages are assumed to add up.
+    """
+    damages = profiled_damages(profile, "sensitivity")
+    shape = next(iter(grids.values())).shape
+    predicted = {"plan": predicted_damage(plan, shape, damages)}
+    for form, grid in grids.items():
+        with contextlib.suppress(PlanError):
+            best = make_plan(grid, method, target, damages, budget)
+            predicted[form] = predicted_damage(best, shape, damages)
+    return predicted

@@ -1,0 +1,176 @@
+"""FFN neurons and heads for a budget: equal layers, or each layer's own sizes if damages are known."""
+
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+
+from oneshot.errors import PlanError
+from oneshot.families import ModelShape, TableShape
+from oneshot.linalg.allocation import least_damage
+from oneshot.planning.budget import Budget, default_round_to
+from oneshot.planning.damages import Damages, predicted_damage
+from oneshot.planning.grid import Grid
+from oneshot.planning.plan import LayerPlan, Plan
+from oneshot.planning.vocabulary import table_options
+
+
+def meet_budget(
+    grid: Grid,
+    plan: Plan,
+    budget: Budget,
+    *,
+    reduce_ffn: bool,
+    reduce_heads: bool,
+    round_to: int | None,
+    damages: Damages | None = None,
+    reduce_embedding: bool = False,
+) -> Plan:
+    """Return the plan with fewer neurons and heads that meets the budget; FFN widths are multiples of `round_to`.
+
+    Without `damages` all layers are equal and come as near to the budget as possible. If both kinds are reduced, heads
+    take the fraction nearest to the one that all sublayers must lose, and the FFN takes what is left. With `damages`
+    the plan of least damage within the budget is chosen, among equal layers unless the form lets layers differ.
+    `reduce_embedding`: ranks of the vocabulary's ranges are chosen together with these sizes.
+
+    Args:
+        plan: what is decided already, with all neurons and heads.
+
+    Raises `PlanError` if nothing may be reduced or the budget is out of reach.
+    """
+    shape = grid.shape
+    surplus = budget.measure(grid.stack(plan)) - budget.target
+    if surplus == 0:
+        return plan
+    if not reduce_ffn and not reduce_heads:
+        raise PlanError("Nothing may be reduced (ffn=none, heads=none); allow one with --set, or ask for --sparsity 0.")
+    step = round_to or default_round_to(shape.intermediate_size)
+    if reduce_ffn and step > shape.intermediate_size:
+        raise PlanError(f"--round-to {step} is above the FFN width of {shape.intermediate_size}; give a smaller one.")
+    if reduce_heads and (reason := grid.family.reason_against("heads")) is not None:
+        raise PlanError(reason)
+    if damages is not None and grid.layers_differ:
+        ranges = []
+        if reduce_embedding and len(damages.embedding):
+            ranges = table_options(damages.embedding, shape.vocab_size)
+        return _spread(grid, plan, budget, damages, step if reduce_ffn else None, ranges, reduce_heads=reduce_heads)
+    if not reduce_heads:
+        return _with_width(grid, plan, budget, step)
+    options = _head_options(shape, plan)
+    if not reduce_ffn:
+        return _nearest_heads(grid, plan, options, budget, surplus)
+    if damages is not None:
+        return _least_damage(grid, options, budget, damages, step)
+    fraction = surplus / sum(layer.parameters() for layer in grid.stack(plan).layers)
+    kept = max(1, len(options) - round(fraction * len(options)))
+    # one head may be more than is asked for if attention outweighs the FFN; all heads remove nothing
+    fitting = (option for option in options[kept - 1 :] if budget.measure(grid.stack(option)) >= budget.target)
+    return _with_width(grid, next(fitting), budget, step)
+
+
+def _alike(plan: Plan, **sizes: int) -> Plan:
+    """Return the plan with these sizes in every layer that stays."""
+    return replace(plan, layers=tuple(kept if kept.is_left_out else replace(kept, **sizes) for kept in plan.layers))
+
+
+def _head_sizes(shape: ModelShape, head_unit: str) -> list[dict[str, int]]:
+    """Return the heads for every number of kept units, from one to all."""
+    groups, per_group = shape.num_key_value_heads, shape.heads_per_group
+    if head_unit == "kv-group":
+        kept = [(units * per_group, units) for units in range(1, groups + 1)]
+    else:
+        kept = [(units * groups, groups) for units in range(1, per_group + 1)]
+    return [{"num_attention_heads": heads, "num_key_value_heads": left} for heads, left in kept]
+
+
+def _head_options(shape: ModelShape, plan: Plan) -> list[Plan]:
+    """Return the plans with one head unit in every layer, with two, up to all."""
+    return [_alike(plan, **sizes) for sizes in _head_sizes(shape, plan.head_unit)]
+
+
+def _nearest_heads(grid: Grid, plan: Plan, options: list[Plan], budget: Budget, surplus: float) -> Plan:
+    """Return the plan whose number of heads comes nearest to the budget."""
+    most = budget.measure(grid.stack(plan)) - budget.measure(grid.stack(options[0]))
+    if surplus > most:
+        raise PlanError(
+            f"Heads alone can give up {budget.show(most)} of the {budget.show(surplus)} asked for; "
+            "ask for less or allow --set ffn=id."
+        )
+    return min(options, key=lambda option: abs(budget.measure(grid.stack(option)) - budget.target))
+
+
+def _with_width(grid: Grid, plan: Plan, budget: Budget, step: int) -> Plan:
+    """Return the plan whose equal FFN widths, multiples of `step`, come nearest to the budget."""
+    width = grid.shape.intermediate_size
+    widths = [*range(step, width, step), width]
+    options = [_alike(plan, intermediate_size=width) for width in widths]
+    measures = [budget.measure(grid.stack(option)) for option in options]
+    if budget.target < measures[0] - (measures[1] - measures[0] if len(measures) > 1 else 0) / 2:
+        raise PlanError(
+            f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(measures[0])} at "
+            "best; ask for a smaller --sparsity, or allow --set heads=id as well."
+        )
+    return min(zip(options, measures, strict=True), key=lambda pair: abs(pair[1] - budget.target))[0]
+
+
+def _least_damage(grid: Grid, options: list[Plan], budget: Budget, damages: Damages, step: int) -> Plan:
+    """Return the plan of least damage among all numbers of heads, each with the FFN width that meets the budget."""
+    fitting = []
+    for option in options:
+        if budget.measure(grid.stack(option)) >= budget.target:
+            with contextlib.suppress(PlanError):
+                fitting.append(_with_width(grid, option, budget, step))
+    if not fitting:
+        raise PlanError(
+            f"No FFN width and no number of heads reaches {budget.target:,.0f} {budget.unit}; ask for more."
+        )
+    return min(fitting, key=lambda plan: predicted_damage(plan, grid.shape, damages))
+
+
+def _spread(
+    grid: Grid,
+    plan: Plan,
+    budget: Budget,
+    damages: Damages,
+    step: int | None,
+    ranges: list[list[TableShape]],
+    *,
+    reduce_heads: bool,
+) -> Plan:
+    """Return each layer's own sizes with the least sum of damages within the budget (`linalg.allocation`)."""
+    shape = grid.shape
+    widths = [shape.intermediate_size]
+    if step is not None:
+        widths = [*range(step, shape.intermediate_size, step), shape.intermediate_size]
+    heads = _head_sizes(shape, plan.head_unit) if reduce_heads else _head_sizes(shape, plan.head_unit)[-1:]
+    kinds = [{"intermediate_size": width} for width in widths], heads
+    total = budget.measure(grid.stack(plan))
+    tables: list[np.ndarray] = []
+    costs: list[np.ndarray] = []
+    for layer in plan.kept_layers:
+        kept = plan.layers[layer]
+        tables += [damages.ffn[layer, widths].numpy(), damages.heads[layer, -len(heads) :].numpy()]
+        if not costs or plan.hidden is not None:  # layers are equal unless the hidden size differs
+            before, after = plan.layers[:layer], plan.layers[layer + 1 :]
+            prices = []
+            for choices in kinds:
+                options = [replace(plan, layers=(*before, replace(kept, **choice), *after)) for choice in choices]
+                prices.append(np.array([budget.measure(grid.stack(option)) - total for option in options]))
+        costs += prices
+    whole = tuple(ranks[-1] for ranks in ranges)
+    for index, ranks in enumerate(ranges):
+        tables.append(damages.embedding[index, [table.rank for table in ranks]].numpy())
+        plans = [replace(plan, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in ranks]
+        costs.append(np.array([budget.measure(grid.stack(option)) - total for option in plans]))
+    chosen = least_damage(tables, costs, budget.target - total)
+    if chosen is None:
+        least = total + sum(float(cost.min()) for cost in costs)
+        raise PlanError(
+            f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(least)} at best; "
+            "ask for a smaller --sparsity, or allow --set heads=id as well."
+        )
+    layers, blocks = list(plan.layers), chosen[: 2 * len(plan.kept_layers)]
+    for layer, width, units in zip(plan.kept_layers, blocks[::2], blocks[1::2], strict=True):
+        layers[layer] = LayerPlan(widths[width], **heads[units])
+    embedding = tuple(ranks[chosen_rank] for ranks, chosen_rank in zip(ranges, chosen[len(blocks) :], strict=True))
+    return replace(plan, layers=tuple(layers), embedding=() if embedding == whole else embedding)

@@ -1,0 +1,116 @@
+"""What ranks of a tied embedding's vocabulary cost, and what a reduced embedding does to the output."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
+from oneshot.compression.statistics import GramAccumulator
+from oneshot.families import TableShape
+from oneshot.planning import smaller_tables
+from oneshot.stream import OutputHead, States
+
+PROBE_SHARES = (3 / 5, 2 / 5, 1 / 5)  # of its parameters: large steps cost more per parameter than small ones
+EMBEDDING_PROBES = 8  # sequences: few places lose almost everything that is lost
+EMBEDDING_TASK = 0  # of the worker that decomposes the embedding
+MIN_EMBEDDING_ERROR = 1e-4  # squared: below this the divergence is rounding noise
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class EmbeddingProfile:
+    """The `embedding_*` tensors of a `Profile`; all empty but the sensitivity if nothing was measured."""
+
+    gram: torch.Tensor
+    probabilities: torch.Tensor
+    errors: torch.Tensor
+    sensitivity: torch.Tensor
+
+
+def no_embedding_profile() -> EmbeddingProfile:
+    """Return the profile of an embedding that was not measured."""
+    empty = torch.empty(0, 0, dtype=torch.float64)
+    return EmbeddingProfile(empty, torch.empty(0), empty, torch.zeros(1, dtype=torch.float64))
+
+
+def profile_embedding(
+    model: Model,
+    states: States,
+    token_ids: torch.Tensor,
+    whole: Sequence[int],
+    layers: Callable[[], Iterable[Tensors]],
+) -> EmbeddingProfile:
+    """Measure what ranks of the vocabulary's ranges cost; `states` are those after the last layer.
+
+    What the output head reads is known only after the last layer, so a few sequences pass all `layers` again.
+
+    Args:
+        token_ids: of the states' sequences, of all workers. whole: tokens whose ranges stay whole.
+    """
+    machine = states.machine
+    workers = machine.workers
+    part = workers.part(len(token_ids))
+    head = states.builder.output_head()
+    gram, probabilities, last = _read_by_head(model, states, head, len(token_ids))
+    embedding = model.read_embedding()
+    errors = workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole).cpu())
+    tables, lost = embedding_probe(errors, len(embedding))
+    total, count = torch.zeros(2, dtype=torch.float64, device=machine.device)
+    if last:
+        reduced = expanded(reduce_embedding(embedding, gram, probabilities, tables), embedding.shape[1])
+        probes = states.builder.embed(reduced, token_ids[part][: len(last)])
+        for tensors in layers():
+            layer = states.builder.layer(tensors)
+            for probe in probes.split(1):
+                probe.copy_(layer.run_all(probe))
+        other = replace(head, weight=reduced.to(head.weight))
+        total += sum(
+            float(other.divergence_from(head, state, probe).double().mean())
+            for state, probe in zip(last, probes, strict=True)
+        )
+        count += len(last)
+    workers.sum_(total, count)
+    sensitivity = torch.tensor([max(0.0, float(total / count)) / max(lost, MIN_EMBEDDING_ERROR)], dtype=torch.float64)
+    return EmbeddingProfile(gram.cpu(), probabilities.cpu(), errors, sensitivity)
+
+
+def _read_by_head(
+    model: Model, states: States, head: OutputHead, num_sequences: int
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return the mean `h hᵀ (D, D)` float64 over the stream, the tokens' probabilities, and the probes' last states.
+
+    Probabilities and probes are of the first sequences; the states are of this worker's part of them.
+    """
+    machine = states.machine
+    part = machine.workers.part(num_sequences)
+    accumulator = GramAccumulator(model.shape.hidden_size, output_size=None, device=machine.device)
+    last: list[torch.Tensor] = []
+    start = part.start
+    states.advance = lambda tokens: None  # the layers were counted
+    for x, _ in states.read():
+        accumulator.update_(head.norm(x).flatten(0, -2))
+        last += list(x[: max(0, EMBEDDING_PROBES - start)].clone())
+        start += len(x)
+    gram = accumulator.finish(workers=machine.workers).gram.double() / states.num_tokens
+    probabilities = torch.zeros(model.shape.vocab_size, device=machine.device)
+    for state in last:
+        probabilities += head.probabilities(state)
+    count = torch.tensor(len(last), device=machine.device)
+    machine.workers.sum_(probabilities, count)
+    return gram, probabilities / count, last
+
+
+def embedding_probe(errors: torch.Tensor, vocab_size: int) -> tuple[tuple[TableShape, ...], float]:
+    """Return the ranks of the embedding's probe and the squared error that they leave.
+
+    They take the largest of `PROBE_SHARES` whose error is large enough; `errors` as in `smaller_tables`.
+    """
+    for share in PROBE_SHARES:
+        tables = smaller_tables(errors, vocab_size, share)
+        lost = sum(float(errors[index, table.rank]) for index, table in enumerate(tables))
+        if lost >= MIN_EMBEDDING_ERROR:
+            break
+    return tables, lost

@@ -1,0 +1,259 @@
+"""One dense pass: error curves of every smaller size, and what reduced sublayers do to the model's output.
+
+A few *probe* sequences, apart from those of the statistics, pass through the model once for every sublayer that is
+reduced alone. All probes move side by side, so every layer is read once. Each worker has its part of the statistics'
+sequences. Workers take turns with the sublayers: one computes a sublayer's curve and moves its probe.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional
+
+from oneshot.checkpoint import Model
+from oneshot.compression.correction import Factors, correct
+from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
+from oneshot.compression.selection import Evidence, column_scores, select_heads
+from oneshot.compression.statistics import GramAccumulator, MomentAccumulator, Statistics, with_constant_column
+from oneshot.families import Sublayer
+from oneshot.linalg.interpolative import nested_errors
+from oneshot.linalg.pivoted_qr import weighted_pivots
+from oneshot.machine import Machine
+from oneshot.machine.memory import release_heap
+from oneshot.planning import Profile, ProfileOrigin
+from oneshot.planning.plan import RemovedUnit
+from oneshot.profiling.embedding import EmbeddingProfile
+from oneshot.stream import Layer, States
+from oneshot.text import Text
+
+STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections
+PROBE_SEQUENCES = 2
+PROBED_KINDS = ("ffn", "heads", "layer")
+PROBE_SHARE = 3 / 4  # of a sublayer's neurons or heads stays in its probe; less if the error is too small
+MIN_PROBE_ERROR = 1e-4  # relative and squared: below this the divergence is rounding noise
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Hidden states of the probe sequences in a model with one sublayer reduced, or one layer left out.
+
+    `error` is the relative squared error of the reduced sublayer's own output.
+    """
+
+    kind: str
+    layer: int
+    error: float
+    states: torch.Tensor
+
+
+class LayerProfiler:
+    """Profile layers in order: `profile_layer` for each, then `finish`.
+
+    Args:
+        head_unit: what a removed head is. damping: ridge of the probes' corrections.
+        probed: the kinds of `PROBED_KINDS` whose sensitivity is measured; other curves are also left out, except the
+            FFN's.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        machine: Machine,
+        text: Text,
+        *,
+        head_unit: RemovedUnit,
+        damping: float,
+        probed: Sequence[str] = PROBED_KINDS,
+        advance: Callable[[float], None] = lambda tokens: None,
+    ) -> None:
+        self._model, self._machine, self._shape, self._stack = model, machine, model.shape, model.family.stack
+        self._head_unit, self._damping, self._probed = head_unit, damping, probed
+        tokens = text.token_ids
+        probes = min(PROBE_SEQUENCES, max(1, len(tokens) // 2))
+        counted = tokens[: min(STATISTICS_SEQUENCES, max(1, len(tokens) - probes))]
+        self.states = States(model, machine, replace(text, token_ids=counted), advance=advance)
+        self.token_ids = counted
+        self._dense = self.states.builder.embed(model.read_embedding(), tokens[-probes:])
+        self._ffn_errors: list[torch.Tensor] = []
+        self._head_errors: list[torch.Tensor] = []
+        self._fluctuation: list[torch.Tensor] = []
+        self._influence: list[float] = []
+        self._probes: list[_Probe] = []
+
+    @property
+    def head_units(self) -> int:
+        """Return the removable units of a layer: KV groups or heads of a group; 1 if no head can be removed."""
+        if self._model.family.reason_against("heads") is not None:
+            return 1
+        return self._shape.num_key_value_heads if self._head_unit == "kv-group" else self._shape.heads_per_group
+
+    @property
+    def num_probe_tokens(self) -> int:
+        """Return the tokens that divergences are means over."""
+        return self._dense.shape[0] * self._dense.shape[1]
+
+    def profile_layer(self, layer: int, tensors: Tensors) -> None:
+        """Measure the dense layer's statistics and error curves, and move the probes through it."""
+        release_heap()  # of the last layer's factorisations
+        dense, workers = self.states.builder.layer(tensors), self._machine.workers
+        for probe in self._probes:
+            probe.states.copy_(dense.run_all(probe.states))
+        heads, neurons = self._statistics(tensors, dense)
+        attention, ffn = (self._stack.index_of(kind) for kind in ("heads", "ffn"))
+        attended = dense.run(attention, self._dense)
+        self._head_errors.append(torch.zeros(self.head_units + 1, dtype=torch.float64))
+        self._ffn_errors.append(torch.zeros(self._shape.intermediate_size + 1, dtype=torch.float64))
+        self._fluctuation.append(torch.zeros(self._shape.intermediate_size, dtype=torch.float64))
+        if workers.owns(self._stack.position(layer, attention)):
+            if "layer" in self._probed:
+                self._probes.append(_Probe("layer", layer, 1.0, self._dense.clone()))
+            if heads is not None:
+                self._profile_heads(layer, tensors, dense, heads)
+        if workers.owns(self._stack.position(layer, ffn)):
+            release_heap()
+            self._profile_ffn(layer, tensors, neurons, attended)
+        self._dense = dense.run(ffn, attended)
+
+    def finish(self, origin: ProfileOrigin, embedding: EmbeddingProfile) -> Profile:
+        """Return the profile; the probes pass the final norm and the output head."""
+        divergences = self._divergences()
+        self.states.close()
+        by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in PROBED_KINDS}
+        for probe, divergence in zip(self._probes, divergences, strict=True):
+            by_kind[probe.kind][probe.layer] = divergence / max(probe.error, MIN_PROBE_ERROR)
+        ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
+        fluctuation = torch.stack(self._fluctuation)
+        for values in (ffn_errors, head_errors, fluctuation, *by_kind.values()):  # zeros from all but the owner
+            total = values.to(self._machine.device)
+            self._machine.workers.sum_(total)
+            values.copy_(total)
+        return Profile(
+            ffn_errors=ffn_errors,
+            head_errors=head_errors,
+            ffn_sensitivity=by_kind["ffn"],
+            head_sensitivity=by_kind["heads"],
+            layer_divergence=by_kind["layer"],
+            block_influence=torch.tensor(self._influence, dtype=torch.float64),
+            ffn_fluctuation=fluctuation,
+            embedding_gram=embedding.gram,
+            embedding_probabilities=embedding.probabilities,
+            embedding_errors=embedding.errors,
+            embedding_sensitivity=embedding.sensitivity,
+            origin=origin,
+        )
+
+    def _divergences(self) -> list[float]:
+        """Return the mean KL divergence of every probe's output from the dense model's, one sequence at a time."""
+        head = self.states.builder.output_head()
+        totals = [0.0] * len(self._probes)
+        for sequence, dense_state in enumerate(self._dense):
+            dense = head.prediction(dense_state)
+            for index, probe in enumerate(self._probes):
+                totals[index] += float(head.divergence(dense, probe.states[sequence]).double().mean())
+        return [max(0.0, total / len(self._dense)) for total in totals]
+
+    def _statistics(self, tensors: Tensors, dense: Layer) -> tuple[Statistics | None, Statistics]:
+        """Sum statistics of what both writers read, and move the stream on; None for heads that are not profiled."""
+        shape, machine, stack = self._shape, self._machine, self._stack
+        attention, ffn = (stack.index_of(kind) for kind in ("heads", "ffn"))
+        of_heads = self._accumulator(tensors, stack.sublayers[attention]) if "heads" in self._probed else None
+        of_neurons = self._accumulator(tensors, stack.sublayers[ffn])
+        moments = MomentAccumulator(shape.intermediate_size, device=machine.device)
+        cosines, rows = 0.0, 0
+
+        def move(x: torch.Tensor, _: bool) -> torch.Tensor:
+            nonlocal cosines, rows
+            heads = dense.inner(attention, x)
+            attended = dense.leave(attention, x + dense.write(attention, heads).view_as(x))
+            neurons = dense.inner(ffn, attended)
+            moved = dense.leave(ffn, attended + dense.write(ffn, neurons).view_as(x))
+            if of_heads is not None:
+                of_heads.update_(with_constant_column(heads) if shape.output_bias else heads)
+            of_neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
+            moments.update_(neurons)
+            cosines += float(functional.cosine_similarity(x.float(), moved.float(), dim=-1).double().sum())
+            rows += len(heads)
+            return moved
+
+        self.states.defer(move)
+        self.states.settle()
+        totals = torch.tensor([cosines, rows], dtype=torch.float64, device=machine.device)
+        machine.workers.sum_(totals)
+        self._influence.append(1 - float(totals[0] / totals[1]))
+        neurons = replace(of_neurons.finish(workers=machine.workers), moments=moments.finish(machine.workers))
+        return None if of_heads is None else of_heads.finish(workers=machine.workers), neurons
+
+    def _accumulator(self, tensors: Tensors, sublayer: Sublayer) -> GramAccumulator:
+        size = augmented_weight(tensors, sublayer.writer).shape[1]
+        return GramAccumulator(size, output_size=None, device=self._machine.device)
+
+    def _profile_heads(self, layer: int, tensors: Tensors, dense: Layer, statistics: Statistics) -> None:
+        shape, units, by_group = self._shape, self.head_units, self._head_unit == "kv-group"
+        sublayer = self._stack.sublayers[self._stack.index_of("heads")]
+        weight = augmented_weight(tensors, sublayer.writer).to(self._machine.device)
+        width = shape.num_attention_heads * shape.head_dim
+        evidence = Evidence(weight[:, :width], None, statistics.gram[:width, :width], torch.Generator())
+        errors = self._head_errors[layer]
+
+        def reduce(kept_units: int) -> Factors:
+            heads = select_heads(
+                "id",
+                evidence,
+                num_groups=shape.num_key_value_heads,
+                heads_per_group=shape.heads_per_group,
+                kept_groups=kept_units if by_group else shape.num_key_value_heads,
+                kept_heads_per_group=shape.heads_per_group if by_group else kept_units,
+            )
+            return self._correct(weight, head_columns(heads, shape.head_dim), statistics, shape.output_bias)
+
+        errors[0] = 1.0
+        for kept_units in range(1, units):
+            errors[kept_units] = squared_error(reduce(kept_units))
+        if units == 1:
+            return
+        probed = probe_size(errors)
+        folded = fold_sublayer(tensors, sublayer, shape, reduce(probed))
+        states = self.states.builder.layer(folded).run(self._stack.index_of("heads"), self._dense)
+        states = dense.run(self._stack.index_of("ffn"), states)
+        self._probes.append(_Probe("heads", layer, float(errors[probed]), states))
+
+    def _profile_ffn(self, layer: int, tensors: Tensors, statistics: Statistics, attended: torch.Tensor) -> None:
+        shape, index = self._shape, self._stack.index_of("ffn")
+        sublayer = self._stack.sublayers[index]
+        weight = augmented_weight(tensors, sublayer.writer).to(self._machine.device)
+        down = weight[:, : shape.intermediate_size]
+        gram = statistics.gram[: shape.intermediate_size, : shape.intermediate_size]
+        order = weighted_pivots(gram, down.double().norm(dim=0), rank=len(gram))
+        self._ffn_errors[layer] = nested_errors(gram, down, order).cpu()
+        evidence = Evidence(down, None, gram, torch.Generator(), moments=statistics.moments)
+        self._fluctuation[layer] = column_scores("flap", evidence).cpu()
+        if "ffn" not in self._probed:
+            return
+        columns = order[: probe_size(self._ffn_errors[layer])].sort().values
+        factors = self._correct(weight, columns, statistics, shape.mlp_bias)
+        reduced = self.states.builder.layer(fold_sublayer(tensors, sublayer, shape, factors))
+        self._probes.append(_Probe("ffn", layer, squared_error(factors), reduced.run(index, attended)))
+
+    def _correct(self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics, has_bias: bool) -> Factors:
+        if has_bias:
+            columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
+        return correct(weight, columns, statistics, correction="same-layer", damping=self._damping)
+
+
+def squared_error(factors: Factors) -> float:
+    """Return the relative squared error that the statistics predict."""
+    assert factors.predicted_error is not None
+    return factors.predicted_error**2
+
+
+def probe_size(errors: torch.Tensor) -> int:
+    """Return how many of a sublayer's n units stay in its probe: `PROBE_SHARE`, or the most with enough error.
+
+    `errors (n + 1,)`: relative squared errors by kept units, falling.
+    """
+    units = len(errors) - 1
+    largest = min(units - 1, max(1, round(PROBE_SHARE * units)))
+    return max(1, int((errors[1 : largest + 1] >= MIN_PROBE_ERROR).sum()))

@@ -1,0 +1,83 @@
+"""What a run shows and notes while it works: progress bars, warnings, and the seconds of its stages."""
+
+import logging
+import time
+
+from tqdm import tqdm
+
+from oneshot.report.records import LayerReport
+
+
+class ProgressBar:
+    """Show layer, error, tokens per second, time left and peak memory on stderr. A context manager."""
+
+    def __init__(self, *, num_layers: int, num_tokens: int, visible: bool, description: str | None = None) -> None:
+        self._num_layers = num_layers
+        self._bar = tqdm(
+            total=num_layers * num_tokens,
+            unit="tok",
+            unit_scale=True,
+            disable=not visible,
+            desc=description or f"layer 1/{num_layers}",
+            smoothing=0.1,
+        )
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def advance(self, num_tokens: float) -> None:
+        """Count tokens that passed a part of a layer."""
+        self._bar.update(num_tokens)
+
+    def layer_done(self, layer: LayerReport) -> None:
+        """Show the layer's worst error and the number of the next layer."""
+        known = [sublayer.predicted_error or sublayer.measured_error for sublayer in layer.sublayers]
+        errors = [error for error in known if error is not None]
+        shown = f"{max(errors):.3f}" if errors else "–"
+        self._bar.set_description(f"layer {min(layer.layer + 2, self._num_layers)}/{self._num_layers}")
+        self._bar.set_postfix_str(f"error {shown}, peak {layer.peak_bytes / 2**30:.2f} GiB")
+
+
+class WarningLog(logging.Handler):
+    """Collect this package's warnings for the report. A context manager."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message of a warning."""
+        self._messages.append(record.getMessage())
+
+    def take(self) -> tuple[str, ...]:
+        """Return the messages since the last call."""
+        taken, self._messages = tuple(self._messages), []
+        return taken
+
+    def __enter__(self) -> "WarningLog":
+        logging.getLogger("oneshot").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("oneshot").removeHandler(self)
+
+
+class Stopwatch:
+    """Measure the seconds of named stages."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """Add the time since the last lap to a stage."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    def total(self) -> dict[str, float]:
+        """Return all stages and their `total`."""
+        return self.seconds | {"total": time.perf_counter() - self._start}

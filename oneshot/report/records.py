@@ -1,0 +1,114 @@
+"""Records of what a run took and what came out."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from oneshot.machine import Store
+
+
+@dataclass(frozen=True)
+class SublayerReport:
+    """What happened to one sublayer (`ffn` or `heads`) of one layer.
+
+    Errors are relative Frobenius norms of the sublayer's output on the calibration text. `predicted_error` comes from
+    the statistics (None if `up_proj` was also corrected), `measured_error` from the activations (None without text).
+    """
+
+    kind: str
+    dense_size: int
+    kept_size: int
+    predicted_error: float | None = None
+    measured_error: float | None = None
+    condition_number: float | None = None
+    max_interpolation: float | None = None
+    eigenvalue_fallback: bool = False
+    damping: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer: its sublayers, the time it took, the process's peak memory when it was done, and warnings."""
+
+    layer: int
+    sublayers: tuple[SublayerReport, ...]
+    seconds: float
+    peak_bytes: int
+    peak_device_bytes: int
+    warnings: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "LayerReport":
+        """Return the inverse of `dataclasses.asdict`, also after JSON."""
+        sublayers = tuple(SublayerReport(**sublayer) for sublayer in values["sublayers"])
+        return LayerReport(**{**values, "sublayers": sublayers, "warnings": tuple(values["warnings"])})
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The predicted cost of a run. Memory is an upper bound; seconds may be wrong by a factor of two.
+
+    Attributes:
+        host_bytes: peak resident memory of the process. host_stage: the stage of that peak.
+        device_bytes: peak that torch takes on a CUDA device, 0 without one. device_stage: as above.
+        store: where activations are kept: `device`, `host` or `disk`.
+        result_bytes: of the result's weights. scratch_bytes: of files in the off-load folder, activations included.
+        stored_parameters: of the model before (`dense`) and after (`compressed`).
+        seconds: by stage, and `total`.
+        exact: whether the sizes of layers are known; otherwise a profile will decide them.
+    """
+
+    host_bytes: int
+    host_stage: str
+    device_bytes: int
+    device_stage: str
+    store: Store
+    result_bytes: int
+    scratch_bytes: int
+    stored_parameters: dict[str, int]
+    seconds: dict[str, float]
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything worth knowing about a run; written as `oneshot_report.json` beside the weights.
+
+    `config` has all options, `method` the method after `auto` was settled. `dense_shape` and `plan` are a `ModelShape`
+    and a `Plan`. `hidden_error` is the relative Frobenius norm of what a smaller hidden size leaves out of the residual
+    stream. `predicted_divergence`: see `planning.predicted_divergences`; None without a profile. `footprint` was
+    predicted; `peak_bytes` and `seconds` were measured. `fingerprint` decides whether an interrupted run may continue.
+    `warnings`: of no single layer.
+    """
+
+    config: dict[str, Any]
+    method: dict[str, Any]
+    versions: dict[str, str]
+    dense_shape: dict[str, Any]
+    plan: dict[str, Any]
+    stored_parameters: dict[str, int]
+    layer_parameters: dict[str, int]
+    flops_per_token: dict[str, int]
+    kv_bytes_per_token: dict[str, int]
+    sparsity: dict[str, float | None]
+    calibration: dict[str, Any] | None
+    layers: tuple[LayerReport, ...]
+    seconds: dict[str, float]
+    peak_bytes: int
+    peak_device_bytes: int
+    hidden_error: float | None = None
+    predicted_divergence: dict[str, float] | None = None
+    footprint: Footprint | None = None
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain JSON values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "Report":
+        """Return the inverse of `to_dict`, also after JSON."""
+        layers = tuple(LayerReport.from_dict(layer) for layer in values["layers"])
+        footprint = None if values["footprint"] is None else Footprint(**values["footprint"])
+        warnings = tuple(values["warnings"])
+        return Report(**{**values, "layers": layers, "footprint": footprint, "warnings": warnings})

@@ -1,0 +1,145 @@
+"""Tables on the terminal, at most 80 columns wide."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from oneshot.errors import printable
+from oneshot.planning import Profile
+from oneshot.report.records import Footprint, Report, SublayerReport
+
+WIDTH = 80
+UNITS = ("heads", "ffn")
+
+
+def print_report(report: Report) -> None:
+    """Print sizes before and after, and one line for every layer."""
+    console = _console()
+    names = printable(f"{report.config['checkpoint']} → {report.config['output']}")
+    sizes = _table("", "dense", "compressed", "change", title=names)
+    for name, values in size_rows(report):
+        dense, compressed = values["dense"], values["compressed"]
+        change = f"{compressed / dense - 1:+.1%}" if dense else "–"
+        sizes.add_row(name, f"{dense:,}", f"{compressed:,}", change)
+    console.print(sizes)
+    layers = _table(
+        "layer", "heads", "FFN", "predicted", "measured", "condition", "max|T|", "s", title="error by layer"
+    )
+    for layer in report.layers:
+        by_kind = {sublayer.kind: sublayer for sublayer in layer.sublayers}
+        layers.add_row(
+            str(layer.layer),
+            *(_kept(by_kind.get(kind)) for kind in UNITS),
+            _worst([sublayer.predicted_error for sublayer in layer.sublayers], ".4f"),
+            _worst([sublayer.measured_error for sublayer in layer.sublayers], ".4f"),
+            _worst([sublayer.condition_number for sublayer in layer.sublayers], ".1e"),
+            _worst([sublayer.max_interpolation for sublayer in layer.sublayers], ".2f"),
+            f"{layer.seconds:.1f}",
+        )
+    console.print(layers)
+    if report.plan["embedding"]:
+        ranks = ", ".join(str(table["rank"]) for table in report.plan["embedding"])
+        console.print(f"embedding: ranks {ranks} of {report.dense_shape['hidden_size']} by ranges of the vocabulary")
+    if report.predicted_divergence is not None:
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in report.predicted_divergence.items())
+        console.print(f"predicted KL divergence of the output, nats per token: {shown}")
+    asked, reached = report.sparsity["asked"], report.sparsity["reached"]
+    console.print(
+        f"sparsity asked {show(asked, '.4f')}, reached {show(reached, '.4f')} of the stored parameters; "
+        f"{report.seconds['total']:.1f} s, peak memory {gibibytes(report.peak_bytes)}"
+        + (f" (predicted {report.footprint.host_bytes / 2**30:.2f})" if report.footprint else "")
+    )
+
+
+def print_footprint(footprint: Footprint) -> None:
+    """Print what a run would take."""
+    table = _table("", "predicted", "", title="dry run: only headers are read, nothing is written")
+    table.add_row("peak host memory", gibibytes(footprint.host_bytes), footprint.host_stage)
+    if footprint.device_bytes:
+        table.add_row("peak device memory", gibibytes(footprint.device_bytes), footprint.device_stage)
+    table.add_row("activations", footprint.store, "device, host or disk")
+    table.add_row("result on disk", gibibytes(footprint.result_bytes), "")
+    table.add_row("scratch files", gibibytes(footprint.scratch_bytes), "in --offload-dir, removed at the end")
+    dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
+    table.add_row("stored parameters", f"{compressed:,}", f"of {dense:,}")
+    for stage, seconds in footprint.seconds.items():
+        remark = "may be wrong by a factor of two" if stage == "total" else ""
+        table.add_row(f"seconds: {stage}", f"{seconds:,.0f}", remark)
+    console = _console()
+    console.print(table)
+    if not footprint.exact:
+        console.print("The sizes of each layer will come from a profile; this is for equal layers.")
+
+
+def print_profile(profile: Profile) -> None:
+    """Print what each layer would lose, and what that would do to the model's output."""
+    width = profile.ffn_errors.shape[1] - 1
+    table = _table(
+        "layer",
+        "FFN error ¾",
+        "½ kept",
+        "FFN sens.",
+        "head sens.",
+        "KL without",
+        "influence",
+        title="sensitivity: KL divergence of the output (nats per token) per relative squared error",
+    )
+    for layer, errors in enumerate(profile.ffn_errors):
+        table.add_row(
+            str(layer),
+            *(f"{float(errors[round(share * width)]) ** 0.5:.4f}" for share in (3 / 4, 1 / 2)),
+            *(
+                f"{float(values[layer]):.4f}"
+                for values in (
+                    profile.ffn_sensitivity,
+                    profile.head_sensitivity,
+                    profile.layer_divergence,
+                    profile.block_influence,
+                )
+            ),
+        )
+    _console().print(table)
+
+
+def gibibytes(size: float) -> str:
+    """Return bytes as `1.25 GiB`."""
+    return f"{size / 2**30:.2f} GiB"
+
+
+def size_rows(report: Report) -> list[tuple[str, dict[str, int]]]:
+    """Return the sizes before and after, with their names."""
+    return [
+        ("stored parameters", report.stored_parameters),
+        ("parameters in the layers", report.layer_parameters),
+        ("FLOPs per token (linears)", report.flops_per_token),
+        ("KV cache bytes per token (16 bit)", report.kv_bytes_per_token),
+    ]
+
+
+def show(value: float | None, spec: str) -> str:
+    """Return a formatted number; a dash for None."""
+    return "–" if value is None else format(value, spec)
+
+
+def _console() -> Console:
+    console = Console()
+    return Console(width=min(console.width, WIDTH)) if console.is_terminal else Console(width=WIDTH)
+
+
+def _table(*columns: str, title: str) -> Table:
+    # as plain text: square brackets in a name are not markup
+    table = Table(title=Text(title), padding=(0, 1), pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _kept(sublayer: SublayerReport | None) -> str:
+    return "–" if sublayer is None else f"{sublayer.dense_size} → {sublayer.kept_size}"
+
+
+def _worst(values: Sequence[float | None], spec: str) -> str:
+    known = [value for value in values if value is not None]
+    return show(max(known, default=None), spec)

@@ -1,0 +1,303 @@
+"""Resources shared by all targets of a run: the machine, the model, the method, the text and the profile."""
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.checkpoint import Checkpoint, GgufHeader, Model, gguf_header, identify, locate_checkpoint, peek_saved
+from oneshot.config import Config, Target
+from oneshot.errors import DeviceError, OutputError
+from oneshot.export import FORMS, expected_bytes
+from oneshot.families import StackShape
+from oneshot.footprint import (
+    current_bounds,
+    describe_work,
+    load_libraries,
+    offload_folder,
+    predict_footprint,
+    refuse_conversion,
+)
+from oneshot.machine import Machine, Store, join_workers, resolve_device, resolve_dtype
+from oneshot.machine.memory import release_heap, reset_peak
+from oneshot.machine.prefetch import prefetch
+from oneshot.planning import Budget, Plan, Profile, ProfileOrigin, parameter_budget, removed_unit
+from oneshot.profiling import (
+    PROBED_KINDS,
+    LayerProfiler,
+    load_profile,
+    measured_seconds,
+    no_embedding_profile,
+    profile_embedding,
+    refuse_other,
+)
+from oneshot.recipes import TOKENS_PER_NEURON
+from oneshot.report.progress import ProgressBar, WarningLog
+from oneshot.report.provenance import versions
+from oneshot.report.records import Footprint
+from oneshot.schedule import Schedule
+from oneshot.text import SELF, Text, load_text, load_tokenizer, mix, shares, split_sources, write_text
+
+logger = logging.getLogger(__name__)
+
+SAVED_TEXT = "self"  # the journal's name for text that the model wrote
+
+Tensors = dict[str, torch.Tensor]
+
+
+@contextmanager
+def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: bool = False) -> Iterator["Run"]:
+    """Open the resources of a run, with a scratch folder in the off-load folder until the end.
+
+    Args:
+        outputs: the results' folders; text that an interrupted run of one of them saved is read again.
+    """
+    folder = offload_folder(config.machine)
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="oneshot-", dir=folder)
+    except OSError as error:
+        raise OutputError(
+            f"Nothing can be written to {folder} ({error.strerror}); name another folder as --offload-dir."
+        ) from error
+    with scratch as name, torch.inference_mode():
+        try:
+            run = Run(config, Path(name), outputs, show_progress=show_progress)
+            with run.warnings:
+                yield run
+            run.machine.workers.wait()  # others may still read from this one's scratch folder
+        except torch.cuda.OutOfMemoryError as error:
+            raise DeviceError(
+                "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give a smaller "
+                "--max-device-memory, so that activations leave it."
+            ) from error
+
+
+class Run:
+    """What the targets of a run share. Text and profile are read or made at most once, when they are first needed.
+
+    Args:
+        header: the header of a GGUF file that is not converted (a dry run); None to find and open the checkpoint.
+
+    Attributes:
+        dense: the sizes of the input. grid: the sizes that the form of the result can state.
+        method: with every `auto` settled for the grid.
+        written_text: the sequences that the model wrote in this process; None if it wrote none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        scratch: Path,
+        outputs: Sequence[Path] = (),
+        *,
+        show_progress: bool = False,
+        header: GgufHeader | None = None,
+    ) -> None:
+        reset_peak()
+        self._config, self._outputs = config, outputs
+        self.warnings = WarningLog()
+        workers = join_workers(on_cpu=resolve_device(config.machine.device).type == "cpu")
+        device = resolve_device(config.machine.device, workers.local_rank if workers.size > 1 else None)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dtype = resolve_dtype(config.machine.dtype, device)
+        self.machine = Machine(device, dtype, scratch, workers, batch_size=config.machine.batch_size)
+        self.show_progress = show_progress and workers.is_main
+        self.form = FORMS[config.form]
+        self.model = self._open() if header is None else identify(header)
+        self.dense = self.model.shape.stack()  # without biases that only the result has
+        if config.method.correction == "bias" and config.target.sparsity != 0:
+            self.model = self.model.with_ffn_biases()
+        self.grid = self.form.grid(self.model)
+        self.method = self.grid.settle(config.method)
+        self.written_text: Text | None = None
+        self._store: Store = "host"
+
+    def _open(self) -> Model:
+        """Find, fetch or convert the checkpoint, in one process for all."""
+        checkpoint, machine = self._config.checkpoint, self.machine
+        header = gguf_header(checkpoint)
+        if header is not None:
+            bounds = current_bounds(self._config.machine, machine.device)
+            refuse_conversion(checkpoint, header, self._config.machine, bounds)
+        folder = machine.workers.share(0, lambda: locate_checkpoint(checkpoint, machine.scratch))
+        return identify(Checkpoint(folder))
+
+    def store_activations(self, store: Store) -> None:
+        """Keep activations where the footprint of the run says."""
+        self.machine = replace(self.machine, store=store)
+
+    @cached_property
+    def text(self) -> Text:
+        """Return the calibration text, all of it in every process."""
+        text = self.machine.workers.share(0, self._load_text)
+        release_heap()  # of the tokeniser
+        needed = TOKENS_PER_NEURON * self.model.shape.intermediate_size
+        if text.num_tokens < needed:
+            logger.warning(
+                "%d calibration tokens are few for an FFN of width %d: the correction will fit the text, not the "
+                "model; give at least %d (--num-sequences).",
+                text.num_tokens,
+                self.model.shape.intermediate_size,
+                needed,
+            )
+        return text
+
+    def _load_text(self) -> Text:
+        options = self._config.text
+        tokenizer = load_tokenizer(self.model.checkpoint.folder)
+        sources = split_sources(options.calibration)
+        counts = shares(options.num_sequences, sources)
+        parts = [self._load_source(source, count, tokenizer) for source, count in zip(sources, counts, strict=True)]
+        return mix(parts, self._config.seed)
+
+    def _load_source(self, source: str, num_sequences: int, tokenizer: Any) -> Text:
+        length, seed = self._config.text.sequence_length, self._config.seed
+        if source != SELF:
+            return load_text(source, tokenizer, num_sequences=num_sequences, sequence_length=length, seed=seed)
+        self.written_text = self._saved_text(num_sequences) or self._write_text(num_sequences, tokenizer)
+        return self.written_text
+
+    def _saved_text(self, num_sequences: int) -> Text | None:
+        """Return what the model wrote for an interrupted run; the fingerprint says whether it is the same run."""
+        for output in self._outputs if self._config.resume else ():
+            saved = peek_saved(output, SAVED_TEXT)
+            if saved is not None:
+                token_ids = torch.tensor(saved["token_ids"])
+                if token_ids.shape == (num_sequences, self._config.text.sequence_length):
+                    return Text(token_ids, SELF)
+        return None
+
+    def _write_text(self, num_sequences: int, tokenizer: Any) -> Text:
+        length = self._config.text.sequence_length
+        with ProgressBar(
+            num_layers=1,
+            num_tokens=num_sequences * length,
+            visible=self.show_progress,
+            description="writing text",
+        ) as progress:
+            return write_text(
+                self.model.checkpoint.folder,
+                tokenizer,
+                num_sequences=num_sequences,
+                sequence_length=length,
+                seed=self._config.seed,
+                device=self.machine.device,
+                dtype=self.machine.dtype,
+                max_memory_bytes=self._config.machine.max_memory_bytes,
+                advance=progress.advance,
+            )
+
+    def profile(self, schedule: Schedule) -> Profile:
+        """Return the given profile if it belongs to this model and text, or one made now; each run has one."""
+        if self._profile is None:
+            if self._config.profile is None:
+                self._profile = self.make_profile(schedule)
+            else:
+                self._profile = load_profile(Path(self._config.profile).expanduser())
+                refuse_other(
+                    self._profile,
+                    self._config.profile,
+                    model_hash=self.model.checkpoint.content_hash(),
+                    token_hash=self.text.token_hash,
+                )
+        return self._profile
+
+    _profile: Profile | None = None
+
+    def make_profile(self, schedule: Schedule) -> Profile:
+        """Pass the dense model once and measure what smaller sizes cost."""
+        unit, damping = removed_unit(self.method, self.model.shape), self.method.fixed_damping
+        num_layers = self.model.shape.num_hidden_layers
+        profiler = LayerProfiler(
+            self.model,
+            self.machine,
+            self.text,
+            head_unit=unit,
+            damping=damping,
+            probed=schedule.profiled_kinds or PROBED_KINDS,
+        )
+        with ProgressBar(
+            num_layers=num_layers,
+            num_tokens=profiler.states.num_tokens,
+            visible=self.show_progress,
+            description="profile",
+        ) as progress:
+            profiler.states.advance = progress.advance
+            for layer, tensors in enumerate(self._read_layers()):
+                profiler.profile_layer(layer, tensors)
+                del tensors  # free before the next layer is waited for
+        embedding = no_embedding_profile()
+        if schedule.profiles_embedding:
+            marks = special_tokens(load_tokenizer(self.model.checkpoint.folder), self.model.shape.vocab_size)
+            embedding = profile_embedding(self.model, profiler.states, profiler.token_ids, marks, self._read_layers)
+        origin = ProfileOrigin(
+            model_hash=self.model.checkpoint.content_hash(),
+            token_hash=self.text.token_hash,
+            head_unit=unit,
+            damping=damping,
+            probe_tokens=profiler.num_probe_tokens,
+            versions=versions(),
+        )
+        return profiler.finish(origin, embedding)
+
+    def _read_layers(self) -> Iterator[Tensors]:
+        return prefetch(self.model.read_layer, self.model.shape.num_hidden_layers)
+
+    @cached_property
+    def _seconds(self) -> Callable[[StackShape], float]:
+        return measured_seconds(self.model, self.machine, self._config.text.sequence_length)
+
+    def budget(self, target: Target) -> Budget:
+        """Return what a target asks for, in its own unit."""
+        checkpoint, dense = self.model.checkpoint, self.dense
+        kept = 1 - (target.sparsity or 0.0)
+        if target.budget == "bytes":
+            each = expected_bytes(self._config.save_dtype, checkpoint, 10**9) / 10**9
+            return Budget(kept * checkpoint.num_bytes, lambda stack: each * stack.stored_parameters(), "bytes")
+        if target.budget == "flops":
+            return Budget(kept * dense.flops_per_token(), StackShape.flops_per_token, "FLOPs per token")
+        if target.budget == "latency":
+            return Budget(kept * self._seconds(dense), self._seconds, "seconds")
+        return parameter_budget(target, dense)
+
+    def fingerprint(self, config: Config, schedule: Schedule) -> dict[str, Any]:
+        """Return what the written weights depend on: runs with equal fingerprints write the same bytes."""
+        device = self.machine.device
+        return {
+            "model": self.model.checkpoint.content_hash(),
+            "text": self.text.token_hash if schedule.reads_text else None,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "dtype": str(self.machine.dtype),
+            "batch_size": self.machine.batch_size,
+            "threads": torch.get_num_threads(),
+            "processes": self.machine.workers.size,
+            "options": config.fingerprint(),
+            "versions": versions(),
+        }
+
+    def footprint(self, config: Config, schedule: Schedule, plan: Plan | None, *, dry: bool = False) -> Footprint:
+        """Return what the run of a plan will take (None: only a profile); raises `MemoryLimitError` before any work.
+
+        `dry`: also predict seconds, for which the machine is timed.
+        """
+        load_libraries(self.model, self.machine, config.text.calibration)
+        result_bytes = 0
+        if plan is not None:
+            parameters = self.grid.stack(plan).stored_parameters()
+            result_bytes = expected_bytes(config.save_dtype, self.model.checkpoint, parameters)
+        work = describe_work(config, self.model, self.method, self.grid, schedule, plan, self.machine)
+        bounds = current_bounds(config.machine, self.machine.device)
+        return predict_footprint(work, bounds, config.machine, result_bytes=result_bytes, measure_time=dry)
+
+
+def special_tokens(tokenizer: Any, vocab_size: int) -> list[int]:
+    """Return the tokens that mark structure, such as a chat's turns."""
+    marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return [mark for mark in marks if mark < vocab_size]

@@ -1,0 +1,86 @@
+"""The stages of a run: which of them it has, how many streams they move, and what a profile measures.
+
+`make_schedule` decides this once. The pipeline executes the schedule and the footprint prices it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from oneshot.compression import needs_statistics
+from oneshot.planning import Grid, Plan
+from oneshot.profiling import PROBED_KINDS
+from oneshot.recipes import Method
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The stages of a run.
+
+    Attributes:
+        plans_by_profile: whether a profile decides the sizes of layers.
+        profiled_kinds: the kinds of sublayers that a profile of this run measures; empty if it makes none.
+        profiles_embedding: whether that profile also measures the embedding.
+        finds_subspaces: whether the hidden size shrinks.
+        streams: how many streams of hidden states pass the layers; 0 if the layers do not read the text.
+        solves_heads: whether the output linear of attention changes in any layer.
+        corrects_up: whether `up_proj` is corrected in any layer.
+    """
+
+    plans_by_profile: bool = False
+    profiled_kinds: tuple[str, ...] = ()
+    profiles_embedding: bool = False
+    finds_subspaces: bool = False
+    streams: int = 0
+    solves_heads: bool = False
+    corrects_up: bool = False
+
+    @property
+    def makes_profile(self) -> bool:
+        """Return whether the run makes a profile itself."""
+        return bool(self.profiled_kinds)
+
+    @property
+    def reads_text(self) -> bool:
+        """Return whether the run needs calibration text."""
+        return self.plans_by_profile or self.makes_profile or self.finds_subspaces or self.streams > 0
+
+    @property
+    def two_streams(self) -> bool:
+        """Return whether the dense stream passes beside the compressed one."""
+        return self.streams == 2
+
+    @property
+    def may_rank_embedding(self) -> bool:
+        """Return whether a profile may give ranks to the embedding."""
+        return self.plans_by_profile and self.profiles_embedding
+
+
+def make_schedule(method: Method, plan: Plan, grid: Grid, *, has_profile: bool) -> Schedule:
+    """Return the stages of a run with a plan, made for equal layers if a profile will decide their sizes.
+
+    Args:
+        method: settled for the grid. has_profile: whether the profile is given, so that none is made.
+    """
+    shape = grid.shape
+    by_profile = method.reads_profile and plan.reduces_sublayers(shape)
+    slices = plan.hidden is not None
+    inner = plan.query_key_size is not None or plan.value_size is not None
+    sliced_correction = slices and method.follows_dense
+    shrinks = plan.shrinks_layers(shape) or (by_profile and method.reduces_sublayers)
+    reads = inner or sliced_correction or (shrinks and needs_statistics(method))
+    chosen = {"ffn": method.reduces_ffn, "heads": method.reduces_heads, "layer": method.leaves_out_layers}
+    kinds = tuple(kind for kind in PROBED_KINDS if chosen[kind]) if by_profile and not has_profile else ()
+    return Schedule(
+        plans_by_profile=by_profile,
+        profiled_kinds=kinds,
+        profiles_embedding=by_profile and method.embedding != "none",
+        finds_subspaces=slices,
+        streams=(2 if method.follows_dense else 1) if reads else 0,
+        solves_heads=method.reduces_heads or plan.value_size is not None or sliced_correction,
+        corrects_up=method.up_steps > 0 and not slices and shape.gated and shrinks and method.reduces_ffn,
+    )
+
+
+def profile_schedule(grid: Grid, kinds: Sequence[str] = PROBED_KINDS) -> Schedule:
+    """Return the stages of a run that only makes a profile."""
+    return Schedule(profiled_kinds=tuple(kinds), profiles_embedding=grid.shape.tied and not grid.shape.layer_norms)

@@ -1,0 +1,8 @@
+"""The model as a stream of hidden states: single layers, what moves through them, and where states are stored."""
+
+from oneshot.stream.layers import Layer, LayerBuilder
+from oneshot.stream.output_head import OutputHead, Prediction
+from oneshot.stream.states import States, Step, batches
+from oneshot.stream.store import ActivationStore
+
+__all__ = ["ActivationStore", "Layer", "LayerBuilder", "OutputHead", "Prediction", "States", "Step", "batches"]

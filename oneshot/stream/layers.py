@@ -1,0 +1,217 @@
+"""Single layers of the model: transformers' own layer class with real weights, without the rest of the model."""
+
+import copy
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from oneshot.checkpoint import Model
+from oneshot.checkpoint.model import one_layer_config
+from oneshot.errors import CalibrationError
+from oneshot.families import Attention, FeedForward, ModelShape, Norm, Stack
+from oneshot.machine import Machine
+from oneshot.stream.output_head import OutputHead
+
+Tensors = dict[str, torch.Tensor]
+
+
+class LayerBuilder:
+    """Build layers of a model from their tensors, whatever FFN width and heads these have.
+
+    Args:
+        sequence_length: tokens in every sequence that the layers will see.
+    """
+
+    def __init__(self, model: Model, machine: Machine, sequence_length: int) -> None:
+        self._model, self._machine, self._sequence_length = model, machine, sequence_length
+        self._templates: dict[ModelShape, _Template] = {}
+
+    def layer(self, tensors: Tensors) -> "Layer":
+        """Return a layer with these weights, in the compute dtype on the compute device."""
+        stack, shape = self._model.family.stack, self._model.shape
+        held = replace(
+            shape,
+            intermediate_size=tensors[f"{stack.ffn.down}.weight"].shape[1],
+            num_attention_heads=tensors[f"{stack.attention.out}.weight"].shape[1] // shape.head_dim,
+            num_key_value_heads=tensors[f"{stack.attention.k}.weight"].shape[0] // shape.head_dim,
+        )
+        template = self._template(held)
+        module = copy.deepcopy(template.layer)
+        weights = {name: tensor.to(self._machine.device, self._machine.dtype) for name, tensor in tensors.items()}
+        module.load_state_dict(weights, assign=True)
+        return Layer(module.requires_grad_(False), stack, template.arguments)
+
+    def embed(self, embedding: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return token embeddings plus learned positions, `(sequences, length, D)` on the compute device.
+
+        Raises `CalibrationError` for tokens and positions that have no row.
+        """
+        machine, positions = self._machine, self._positions
+        if int(token_ids.max()) >= len(embedding):
+            raise CalibrationError(
+                f"The tokenizer gives token {int(token_ids.max())} but the embedding has {len(embedding)} rows; "
+                "give the tokenizer that belongs to the model."
+            )
+        embedded = functional.embedding(token_ids, embedding).to(machine.device, machine.dtype)
+        if positions is None:
+            return embedded
+        if token_ids.shape[1] > len(positions):
+            raise CalibrationError(
+                f"--sequence-length {token_ids.shape[1]} is beyond the model's {len(positions)} positions; "
+                "give a smaller one."
+            )
+        return embedded + positions[: token_ids.shape[1]].to(machine.device, machine.dtype)
+
+    @cached_property
+    def _positions(self) -> torch.Tensor | None:
+        return self._model.read_positions()
+
+    def output_head(self) -> OutputHead:
+        """Return the final norm and the output head, in the compute dtype on the compute device."""
+        machine = self._machine
+        norm = copy.deepcopy(self._template(self._model.shape).final_norm)
+        tensors = self._model.read_final_norm()
+        norm.load_state_dict(
+            {name: value.to(machine.device, machine.dtype) for name, value in tensors.items()}, assign=True
+        )
+        return OutputHead(norm.requires_grad_(False), self._model.read_head().to(machine.device, machine.dtype))
+
+    def load_classes(self) -> None:
+        """Import and build what a run will need of transformers, so that its memory is measured beforehand."""
+        self._template(self._model.shape)
+
+    def _template(self, shape: ModelShape) -> "_Template":
+        if shape not in self._templates:
+            config = self._model.family.resize(self._model.checkpoint.config, shape)
+            self._templates[shape] = _Template(config, self._model, self._machine, self._sequence_length)
+        return self._templates[shape]
+
+
+class _Template:
+    """A layer and a final norm without weights, and the arguments that attention is called with."""
+
+    def __init__(self, config: dict[str, Any], model: Model, machine: Machine, sequence_length: int) -> None:
+        import transformers
+        from transformers.masking_utils import create_sliding_window_causal_mask
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        family, stack = model.family, model.family.stack
+        hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(one_layer_config(config, family))
+        auto_class = getattr(transformers, family.auto_class)
+        with torch.device("meta"):
+            whole = auto_class.from_config(hf_config, dtype=machine.dtype, attn_implementation="sdpa")
+        self.layer = whole.get_submodule(stack.layers)[0].eval().requires_grad_(False)
+        self.final_norm: nn.Module = nn.Identity()
+        if stack.final_norm is not None:
+            self.final_norm = whole.get_submodule(stack.final_norm.name).requires_grad_(False)
+        positions = torch.arange(sequence_length, device=machine.device).unsqueeze(0)
+        example = torch.zeros(1, sequence_length, hf_config.hidden_size, dtype=machine.dtype, device=machine.device)
+        window = getattr(hf_config, "sliding_window", None)
+        mask = None  # scaled dot product attention is causal by itself
+        if window is not None and window < sequence_length:
+            mask = create_sliding_window_causal_mask(
+                config=whole.config,
+                inputs_embeds=example,
+                attention_mask=None,
+                past_key_values=None,
+                position_ids=positions,
+            )
+        self.arguments: dict[str, Any] = {"attention_mask": mask}
+        if stack.rotary:
+            around = whole.get_submodule(stack.layers.rpartition(".")[0])
+            rotary = type(around.rotary_emb)(whole.config).to(machine.device)
+            self.arguments |= {"position_embeddings": rotary(example, positions), "position_ids": positions}
+
+
+class Layer:
+    """One layer, callable by its sublayers.
+
+    A sublayer adds `writer(inner(x))` to the residual stream `x`. Its norm comes before the sublayer or after the sum.
+    """
+
+    def __init__(self, module: nn.Module, stack: Stack, arguments: dict[str, Any]) -> None:
+        self._module, self._stack, self._arguments = module, stack, arguments
+
+    def inner(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the activations that the sublayer's writer reads, as rows `(tokens, n)`."""
+        mixer, normed = self._stack.sublayers[index].mixer, self.normed(index, x)
+        if isinstance(mixer, FeedForward):
+            return self._neurons(mixer, normed).flatten(0, -2)
+        read: list[torch.Tensor] = []
+        attention = self._part(mixer.module)
+        if not _contains_writer(mixer):
+            return attention(normed, **self._arguments)[0].flatten(0, -2)
+        handle = self._part(mixer.out).register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+        try:
+            attention(hidden_states=normed, **self._arguments)
+        finally:
+            handle.remove()
+        return read[0].flatten(0, -2)
+
+    def sum(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return `x + writer(inner(x))`, `(sequences, length, D)`."""
+        mixer = self._stack.sublayers[index].mixer
+        if isinstance(mixer, Attention) and _contains_writer(mixer):
+            output, *_ = self._part(mixer.module)(hidden_states=self.normed(index, x), **self._arguments)
+            return x + output
+        return x + self.write(index, self.inner(index, x)).view_as(x)
+
+    def run(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the sublayer, `(sequences, length, D)`."""
+        return self.leave(index, self.sum(index, x))
+
+    def leave(self, index: int, total: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the sublayer from the sum, which a norm may follow."""
+        norm = self._norm(index)
+        return self._part(norm.name)(total) if norm.place == "after" else total
+
+    def run_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the whole layer."""
+        for index in range(len(self._stack.sublayers)):
+            x = self.run(index, x)
+        return x
+
+    def write(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return the writer's output for rows of its activations, `(tokens, D)`."""
+        return self._part(self._stack.sublayers[index].writer)(rows)
+
+    def queries_keys(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries `(tokens, H·h)` and keys `(tokens, G·h)` before their norms and rotation."""
+        mixer = self._stack.sublayers[index].mixer
+        assert isinstance(mixer, Attention)
+        normed = self.normed(index, x).flatten(0, -2)
+        return self._part(mixer.q)(normed), self._part(mixer.k)(normed)
+
+    def gates(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what an FFN with a gate reads, `(tokens, D)`, and the gate's activations, `(tokens, n)`."""
+        mixer = self._stack.sublayers[index].mixer
+        assert isinstance(mixer, FeedForward)
+        assert mixer.gate is not None
+        normed = self.normed(index, x).flatten(0, -2)
+        return normed, self._part(mixer.activation)(self._part(mixer.gate)(normed))
+
+    def normed(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return what the sublayer's linears read."""
+        norm = self._norm(index)
+        return self._part(norm.name)(x) if norm.place == "before" else x
+
+    def _neurons(self, mixer: FeedForward, normed: torch.Tensor) -> torch.Tensor:
+        activation = self._part(mixer.activation)
+        if mixer.gate is None:
+            return activation(self._part(mixer.up)(normed))
+        return activation(self._part(mixer.gate)(normed)).mul_(self._part(mixer.up)(normed))
+
+    def _norm(self, index: int) -> Norm:
+        return self._stack.sublayers[index].norm
+
+    def _part(self, name: str) -> Any:
+        return self._module.get_submodule(name)
+
+
+def _contains_writer(mixer: Attention) -> bool:
+    """Return whether the attention module applies its output linear itself."""
+    return mixer.out.startswith(f"{mixer.module}.")

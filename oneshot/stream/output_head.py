@@ -1,0 +1,74 @@
+"""The output head, to compare the predictions of two models."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+VOCABULARY_PANEL = 8192  # rows of the head in one panel of logits
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """Map the last hidden states to the vocabulary, in float32, by panels of the vocabulary."""
+
+    norm: nn.Module
+    weight: torch.Tensor
+
+    def prediction(self, x: torch.Tensor) -> "Prediction":
+        """Return what `divergence` needs of the prediction from the last hidden states `(length, D)`."""
+        states = self.norm(x).float()
+        normaliser = self._log_normaliser(states)
+        expected = torch.zeros_like(states)
+        for panel in self.weight.split(VOCABULARY_PANEL):
+            rows = panel.float()
+            expected += functional.linear(states, rows).sub_(normaliser.unsqueeze(1)).exp_() @ rows
+        return Prediction(states, normaliser, expected)
+
+    def divergence(self, dense: "Prediction", x: torch.Tensor) -> torch.Tensor:
+        """Return the KL divergence of the prediction from `x (length, D)`, float32 `(length,)`, in nats.
+
+        It is the difference of the two log normalisers beyond the tangent at the dense one. The tangent's slope is the
+        expected row of the head, so the second softmax is not needed.
+        """
+        states = self.norm(x).float()
+        tangent = (dense.expected * (states - dense.states)).sum(-1)
+        return self._log_normaliser(states) - dense.log_normaliser - tangent
+
+    def divergence_from(self, dense: "OutputHead", dense_states: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the divergence, float32 `(length,)`, of a head that differs from the `dense` one.
+
+        Args:
+            dense_states, x: last hidden states `(length, D)` of the dense model and of this one.
+        """
+        reference, states = dense.norm(dense_states).float(), self.norm(x).float()
+        normaliser = dense._log_normaliser(reference)
+        divergence = self._log_normaliser(states) - normaliser
+        for rows, own in zip(dense.weight.split(VOCABULARY_PANEL), self.weight.split(VOCABULARY_PANEL), strict=True):
+            logits = functional.linear(reference, rows.float())
+            difference = logits - functional.linear(states, own.float())
+            divergence += (logits.sub_(normaliser.unsqueeze(1)).exp_() * difference).sum(-1)
+        return divergence
+
+    def probabilities(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean softmax over the states `(length, D)`: how often each token is predicted, `(vocabulary,)`."""
+        states = self.norm(x).float()
+        normaliser = self._log_normaliser(states).unsqueeze(1)
+        panels = self.weight.split(VOCABULARY_PANEL)
+        return torch.cat([functional.linear(states, panel.float()).sub_(normaliser).exp_().mean(0) for panel in panels])
+
+    def _log_normaliser(self, states: torch.Tensor) -> torch.Tensor:
+        panels = [
+            functional.linear(states, panel.float()).logsumexp(-1) for panel in self.weight.split(VOCABULARY_PANEL)
+        ]
+        return torch.stack(panels).logsumexp(0)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Normed states `h (length, D)`, `log Σ exp(W h)`, and the mean row of `W` under the softmax."""
+
+    states: torch.Tensor
+    log_normaliser: torch.Tensor
+    expected: torch.Tensor

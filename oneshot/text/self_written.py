@@ -1,0 +1,198 @@
+"""Calibration text that the model writes itself; it needs no data and covers many kinds of text.
+
+A correction learns the kind of text that it sees (docs/experiments.md). So the model continues openings of many kinds
+of text on many topics, with a short document each.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.errors import CalibrationError, cause
+from oneshot.text.packing import Text
+
+SELF = "self"  # the source whose text the model writes
+GENERATED_TOGETHER = 64  # documents
+DOCUMENT_TOKENS = 256  # written in each; small models lose the thread soon
+
+FORMS = (
+    "{Topic} (from an encyclopedia):\n\n",
+    "Chapter 1: {Topic}\n\n",
+    "How to deal with {topic}: first, ",
+    "News: {Topic}\n\n",
+    "Posted in a forum about {topic}:\n\nHi everyone, ",
+    '"{Topic}?" she asked. "',
+    "{Topic}. Abstract. In this paper we ",
+    "Lecture notes on {topic}\n\n1. ",
+    "Review of a book about {topic}\n\n",
+    "Frequently asked questions about {topic}\n\nQ: ",
+    "Dear Sir, I am writing about {topic}. ",
+    "A guide to {topic} for beginners\n\n",
+)
+TOPICS = (
+    "the history of a small town",
+    "gardening",
+    "football",
+    "soup",
+    "rivers",
+    "computer networks",
+    "a king and his war",
+    "bicycles",
+    "a singer",
+    "insects",
+    "a court case",
+    "the kitchen",
+    "programming",
+    "love",
+    "taxes",
+    "a game",
+    "ships",
+    "the heart",
+    "a train journey",
+    "money",
+    "television",
+    "the weather",
+    "furniture",
+    "mathematics",
+    "a church",
+    "birds",
+    "medicine",
+    "a school",
+    "the sea",
+    "an election",
+    "music",
+    "space",
+)
+
+
+def write_text(
+    folder: Path,
+    tokenizer: Any,
+    *,
+    num_sequences: int,
+    sequence_length: int,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_memory_bytes: int | None,
+    advance: Callable[[float], None] = lambda tokens: None,
+) -> Text:
+    """Let the model continue `openings`, drawn from its own distribution (temperature 1).
+
+    The documents are packed with their openings. The whole model is in memory meanwhile. The same seed, machine and
+    thread count give the same text. `advance` receives the number of tokens written.
+
+    Raises `CalibrationError` if the model does not fit into `max_memory_bytes` (None: the free memory), cannot be
+    loaded, or its tokenizer does not accept English text.
+    """
+    model = _load(folder, device=device, dtype=dtype, max_memory_bytes=max_memory_bytes)
+    longest = max(1, min(DOCUMENT_TOKENS, getattr(model.config, "max_position_embeddings", 2 * DOCUMENT_TOKENS) // 2))
+    beginnings = (_tokens(tokenizer, opening, folder)[:longest] for opening in openings(seed))
+    needed = num_sequences * sequence_length
+    token_ids: list[int] = []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        while len(token_ids) < needed:
+            count = min(GENERATED_TOGETHER, -(-(needed - len(token_ids)) // longest))
+            for document in _continued(model, list(itertools.islice(beginnings, count)), longest, advance):
+                token_ids += document
+    sequences = torch.tensor(token_ids[:needed], dtype=torch.int64).view(num_sequences, sequence_length)
+    return Text(sequences, SELF)
+
+
+def openings(seed: int) -> Iterator[str]:
+    """Yield beginnings of documents without end: every form with every topic, in a seeded order."""
+    every = [
+        form.format(Topic=topic[0].upper() + topic[1:], topic=topic) for form, topic in itertools.product(FORMS, TOPICS)
+    ]
+    random.Random(seed).shuffle(every)
+    return itertools.cycle(every)
+
+
+def drawn(scores: torch.Tensor) -> torch.Tensor:
+    """Return scores `(documents, vocabulary)` with one finite entry per row, drawn with probability softmax."""
+    cumulative = scores.softmax(-1).cumsum_(-1)
+    level = torch.rand(len(scores), 1, device=scores.device) * cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, level, right=True).clamp_max_(scores.shape[1] - 1)
+    return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
+
+
+def _load(folder: Path, *, device: torch.device, dtype: torch.dtype, max_memory_bytes: int | None) -> Any:
+    import psutil
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
+    room = psutil.virtual_memory().available if max_memory_bytes is None else max_memory_bytes
+    if needed > room:
+        raise CalibrationError(
+            f"--calibration self holds the whole model, {needed / 2**30:.1f} GiB, where {room / 2**30:.1f} GiB is "
+            "allowed; give a text as --calibration, or more --max-memory."
+        )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise CalibrationError(
+            f"{folder} cannot be loaded to write its own text ({cause(error)}); give a text as --calibration."
+        ) from error
+    model.generation_config = GenerationConfig()  # its own would fill in what `_continued` leaves unset
+    return model.to(device).eval()
+
+
+def _tokens(tokenizer: Any, opening: str, folder: Path) -> list[int]:
+    try:
+        tokens: list[int] = tokenizer(opening)["input_ids"]
+    except Exception as error:  # tokenizers raise many unrelated types; the cause is named and chained
+        raise CalibrationError(
+            f"The tokenizer in {folder} cannot take English text ({cause(error)}); copy the model's files again."
+        ) from error
+    if not tokens:
+        raise CalibrationError(
+            f"The tokenizer in {folder} makes no tokens of English text; copy the model's files again."
+        )
+    return tokens
+
+
+def _continued(
+    model: Any, beginnings: list[list[int]], num_tokens: int, advance: Callable[[float], None]
+) -> list[list[int]]:
+    """Return each beginning with `num_tokens` tokens that the model draws after it."""
+    from transformers import GenerationConfig
+    from transformers.generation import BaseStreamer, LogitsProcessor, LogitsProcessorList
+
+    class Progress(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            if value.ndim == 1:  # the beginnings come first, all at once
+                advance(len(value))
+
+        def end(self) -> None:
+            pass
+
+    class Draw(LogitsProcessor):
+        """Leave one token, drawn by inverse transform sampling; torch.multinomial takes ten times as long on a CPU."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+            return drawn(scores)
+
+    length = max(len(beginning) for beginning in beginnings)
+    padded = torch.tensor([[0] * (length - len(ids)) + ids for ids in beginnings], device=model.device)
+    mask = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in beginnings], device=model.device)
+    free_running = GenerationConfig(
+        do_sample=False,  # `Draw` leaves one token
+        max_new_tokens=num_tokens,
+        eos_token_id=None,  # a document does not end early
+        pad_token_id=0,
+    )
+    written = model.generate(
+        padded,
+        attention_mask=mask,
+        generation_config=free_running,
+        logits_processor=LogitsProcessorList([Draw()]),
+        streamer=Progress(),
+    ).tolist()
+    return [ids[length - len(beginning) :] for ids, beginning in zip(written, beginnings, strict=True)]

@@ -1,0 +1,185 @@
+"""Documents of a text source: a data set, a file, or the text that comes with Python."""
+
+import json
+import reprlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.errors import CalibrationError, cause
+
+# Short names of hub data sets: path, config, split, column.
+HUB_ALIASES = {
+    "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "text"),
+    "c4": ("allenai/c4", "en", "train", "text"),
+}
+SHUFFLE_BUFFER = 10_000
+LONGEST_DOCUMENT = 4_000_000  # characters of a text file that are tokenised at once
+
+
+def iter_documents(source: str, seed: int | None) -> Iterator[str]:
+    """Yield the documents of a source in a seeded random order (`seed=None`: as stored), without empty ones.
+
+    Args:
+        source: `builtin`, a local `.txt`, `.jsonl` or `.parquet` file, `wikitext2`, `c4`, or a hub data set as
+            `org/name[:config[:split[:column]]]`.
+
+    Raises `CalibrationError` if the source cannot be read.
+    """
+    if source == "builtin":
+        documents: Iterable[str] = _shuffled(_builtin_documents(), seed)
+    elif Path(source).suffix in (".txt", ".jsonl", ".json", ".parquet"):
+        documents = _file_documents(Path(source), seed)
+    else:
+        documents = _hub_documents(source, seed)
+    return _texts(documents, source)
+
+
+def _texts(documents: Iterable[Any], source: str) -> Iterator[str]:
+    for document in documents:
+        if document is not None and not isinstance(document, str):
+            raise CalibrationError(
+                f"{source} holds {reprlib.repr(document)} where text should be; choose the column with the text."
+            )
+        if document is not None and document.strip():
+            yield document.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # JSON may hold half a pair
+
+
+def _builtin_documents() -> list[str]:
+    """Return Python's own help topics: technical prose that every installation has, for off-line demos."""
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def _file_documents(path: Path, seed: int | None) -> Iterable[Any]:
+    try:
+        if path.is_dir():
+            raise CalibrationError(f"{path} is a folder; give a .txt, .jsonl or .parquet file.")
+        if not path.is_file():
+            raise CalibrationError(f"{path} does not exist; give a .txt, .jsonl or .parquet file.")
+        if path.stat().st_size == 0:
+            raise CalibrationError(f"{path} is empty; give a file with text.")
+        if path.suffix == ".txt":
+            return _text_pieces(path)
+        rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
+    if not rows:
+        raise CalibrationError(f"{path} holds no rows; give one record with text per line.")
+    column = _text_column(rows, str(path))
+    return _shuffled([row.get(column) for row in rows], seed)
+
+
+def _text_pieces(path: Path) -> Iterator[str]:
+    """Yield the text as one document, or as several if it is too long to be tokenised at once."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            while piece := file.read(LONGEST_DOCUMENT):
+                yield piece
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{path} is not UTF-8 text ({cause(error)}); convert it first.") from error
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
+
+
+def _json_rows(path: Path) -> list[dict[str, Any]]:
+    """Read one object per line, or one array of objects."""
+    rows: list[Any] = []
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                number += 1
+                if not rows and line.lstrip().startswith(b"["):
+                    rows = json.loads(line + file.read())
+                    break
+                if line.strip():
+                    rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise CalibrationError(
+            f"Line {number} of {path} cannot be read as json ({cause(error)}); give one record with text per line."
+        ) from error
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise CalibrationError(
+                f"Record {number} of {path} is {reprlib.repr(row)}, which is not a JSON object; "
+                "give one record with text per line."
+            )
+    return rows
+
+
+def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+    from datasets import load_dataset
+
+    with tempfile.TemporaryDirectory(prefix="oneshot-") as folder:
+        plain = Path(folder) / "rows.parquet"  # datasets takes brackets and stars in a name for a pattern
+        plain.symlink_to(path.resolve())
+        try:
+            return list(load_dataset("parquet", data_files=str(plain), split="train", streaming=True))
+        except Exception as error:  # datasets raises many unrelated types; the cause is named and chained
+            raise CalibrationError(
+                f"{path} cannot be read as parquet ({cause(error)}); give one record with text per row."
+            ) from error
+
+
+def _hub_documents(source: str, seed: int | None) -> Iterator[Any]:
+    from datasets import load_dataset
+
+    path, config, split, column = HUB_ALIASES.get(source) or _parse_hub_source(source)
+
+    def guarded(read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except Exception as error:  # datasets raises many unrelated types; the cause is named and chained
+            raise CalibrationError(
+                f"The data set {path} cannot be loaded ({type(error).__name__}: {cause(error)}); check the name and "
+                "the network, or give a local file or 'builtin' as --calibration."
+            ) from error
+
+    def open_rows() -> Iterator[dict[str, Any]]:
+        rows = load_dataset(path, config, split=split, streaming=True)
+        return iter(rows if seed is None else rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER))
+
+    rows = guarded(open_rows)
+    row = guarded(lambda: next(rows, None))
+    if row is None:
+        raise CalibrationError(f"The split {split} of {path} is empty; choose another.")
+    column = column or _text_column([row], path)
+    if column not in row:
+        raise CalibrationError(f"{path} has no column {column!r}; it has {', '.join(row)}.")
+    while row is not None:
+        yield row.get(column)
+        row = guarded(lambda: next(rows, None))
+
+
+def _parse_hub_source(source: str) -> tuple[str, str | None, str, str | None]:
+    parts = source.split(":")
+    if len(parts) > 4 or not parts[0]:
+        raise CalibrationError(f"--calibration {source} is not understood; write org/name:config:split:column.")
+    path, config, split, column = parts + [""] * (4 - len(parts))
+    return path, config or None, split or "train", column or None
+
+
+def _text_column(rows: Sequence[dict[str, Any]], source: str) -> str:
+    """Return `text`, or the only column that has text in some row."""
+    names = dict.fromkeys(name for row in rows for name in row)  # in the order of the file
+    if "text" in names:
+        return "text"
+    columns = [name for name in names if any(isinstance(row.get(name), str) for row in rows)]
+    if len(columns) != 1:
+        raise CalibrationError(
+            f"{source} has no column 'text' but {reprlib.repr(', '.join(names))}; "
+            "rename the one with the text to 'text'."
+        )
+    return columns[0]
+
+
+def _shuffled(documents: list[Any], seed: int | None) -> list[Any]:
+    if seed is None:
+        return documents
+    generator = torch.Generator().manual_seed(seed)
+    return [documents[position] for position in torch.randperm(len(documents), generator=generator).tolist()]
