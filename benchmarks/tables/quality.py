@@ -45,7 +45,7 @@ def quality_table() -> str:
         )
     return markdown(
         [
-            *("stored removed", "method", "tier", "settings", "score", "worst kind"),
+            *("stored removed", "method", "form", "settings", "score", "worst kind"),
             *(f"{text} ({kind})" for text, kind in KINDS.items()),
             "mean accuracy",
         ],
@@ -76,7 +76,7 @@ def parts_table() -> str:
         for row in sorted(shown, key=lambda row: (row["asked"], row["tier"], row["score"]))
     ]
     return markdown(
-        ["stored removed", "tier", "settings", "text", "tokens", "score", "worst kind"],
+        ["stored removed", "form", "settings", "text", "tokens", "score", "worst kind"],
         lines,
         f"Score: geometric mean over five kinds of text of perplexity ÷ dense; {rows[0]['model']}, fp32, first "
         f"{rows[0]['max_windows']} windows of each text; {origin(shown)}.",
@@ -102,7 +102,7 @@ def wikitext2_table() -> str:
         )
     others = ", ".join(KINDS[kind] for kind in dense if kind != "wikitext2")
     return markdown(
-        ["stored removed", "tier", "text", "WikiText-2", "other kinds of text"],
+        ["stored removed", "form", "text", "WikiText-2", "other kinds of text"],
         lines,
         f"Perplexity ÷ dense, of the default calibrated on {rows[0]['calibration_tokens']:,} tokens, on WikiText-2's "
         f"test text and on {others} (geometric mean); {rows[0]['model']}, fp32, first "

@@ -18,7 +18,7 @@ def overhead_table() -> str:
         lines.append([row["recipe"], row["tier"], f"{row['num_tokens']:,}", *seconds, taken, *ratios, _operators(row)])
     return markdown(
         [
-            *("recipe", "tier", "tokens", "dense pass, no head", "dense pass"),
+            *("recipe", "form", "tokens", "dense pass, no head", "dense pass"),
             *("compression", "÷ pass, no head", "÷ pass", "costliest operators"),
         ],
         lines,
@@ -98,10 +98,33 @@ def processes_table() -> str:
     )
 
 
+def quantising_sentences() -> str:
+    """What quantising and compressing bring to file size and perplexity, alone and together, in llama.cpp."""
+    dense, compressed = _llama_cpp_rows()
+    plain, small = "F32", "Q4_K_M"
+
+    def costs(row: Row, kind: str) -> str:
+        found, whole = row["types"][kind], dense["types"][plain]
+        size, ratio = found["file_bytes"] / 1e6, found["perplexity"] / whole["perplexity"]
+        return f"{size:.0f} MB at {ratio:.2f} × the perplexity"
+
+    removed = 1 - compressed["stored_parameters"] / dense["stored_parameters"]
+    return (
+        f"In llama.cpp, {small} makes a file of {dense['types'][plain]['file_bytes'] / 1e6:.0f} MB ({plain}) one of "
+        f"{costs(dense, small)}. Removing {removed:.0%} of the parameters alone gives {costs(compressed, plain)}, "
+        f"both together {costs(compressed, small)} ({dense['model']}, calibrated on a quarter of the default text)."
+    )
+
+
+def _llama_cpp_rows() -> tuple[Row, Row]:
+    """Return the newest rows of the dense and the compressed model."""
+    dense, compressed = sorted(latest(read_rows("llama_cpp"), "dense"), key=lambda row: not row["dense"])
+    return dense, compressed
+
+
 def llama_cpp_table() -> str:
     """Perplexity and file size of the dense and the compressed model in llama.cpp, beside transformers."""
-    rows = latest(read_rows("llama_cpp"), "dense")
-    dense, compressed = sorted(rows, key=lambda row: not row["dense"])
+    dense, compressed = _llama_cpp_rows()
     lines = []
     for row in (dense, compressed):
         cells = [f"{found['perplexity']:.2f} ({found['file_bytes'] / 1e6:.0f} MB)" for found in row["types"].values()]
@@ -113,5 +136,5 @@ def llama_cpp_table() -> str:
         f"Perplexity on the second halves of the first {dense['chunks']} chunks of {dense['context']} tokens of "
         f"WikiText-2's test text, and file sizes; compressed on {compressed['calibration_tokens']:,} tokens of "
         f"{compressed['calibration']}; {dense['model']}, llama.cpp {dense['llama_cpp'].removeprefix('version: ')}; "
-        f"{origin(rows)}.",
+        f"{origin([dense, compressed])}.",
     )
