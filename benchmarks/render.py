@@ -9,7 +9,15 @@ from plot import LAYERS, QUALITY, layers_svg, quality_svg
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
 from tables.other_tools import broad_tools_table, narrow_tools_table, summary_table
-from tables.quality import combined_table, parts_table, quality_table, sketch_table, wikitext2_table
+from tables.quality import (
+    combined_table,
+    forms_table,
+    parts_table,
+    quality_table,
+    sketch_table,
+    tokens_table,
+    wikitext2_table,
+)
 from tables.runs import (
     faults_table,
     llama_cpp_table,
@@ -23,6 +31,8 @@ KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "experiments.md",
+    ROOT / "docs" / "guides" / "form.md",
+    ROOT / "docs" / "guides" / "text.md",
     ROOT / "docs" / "llama-cpp.md",
     ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "results.md",
@@ -39,6 +49,8 @@ TABLES = {
     "narrow_tools": (narrow_tools_table, "other_tools"),
     "quantising": (quantising_sentences, "llama_cpp"),
     "quality": (quality_table, "quality"),
+    "forms": (forms_table, "quality"),
+    "tokens": (tokens_table, "quality"),
     "parts": (parts_table, "quality"),
     "wikitext2": (wikitext2_table, "quality"),
     "overhead": (overhead_table, "overhead"),

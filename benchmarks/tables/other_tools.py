@@ -2,7 +2,7 @@
 
 from statistics import geometric_mean
 
-from harness import Row, quality_rows, read_rows
+from harness import KINDS, Row, quality_rows, read_rows
 
 from tables.cells import markdown, rounded
 
@@ -24,10 +24,10 @@ def summary_table() -> str:
     return markdown(
         ["method", "judged on", "10 % removed", "20 % removed", "30 % removed"],
         lines,
-        f"Perplexity ÷ the dense model's, geometric mean over the texts; lower is better. {dense['model']}, stored "
-        "parameters removed, the embedding included. No text is the calibration text. `oneshot` calibrates on "
-        "`general.jsonl+self`, the other tools on `general.jsonl`. Their rows are single runs of their own code, "
-        "patched for this model.",
+        "Perplexity ÷ the dense model's, geometric mean over the texts; lower is better. The columns are shares of the "
+        f"stored parameters of {dense['model']}, the embedding included. Five texts: {', '.join(KINDS.values())}. Two "
+        "texts: WikiText-2 and an English text of another kind. `oneshot` calibrates on `general.jsonl+self`, the other "
+        "tools on `general.jsonl`. Their rows are single runs of their own code, patched for this model.",
     )
 
 

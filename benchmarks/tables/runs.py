@@ -99,20 +99,20 @@ def processes_table() -> str:
 
 
 def quantising_sentences() -> str:
-    """What quantising and compressing bring to file size and perplexity, alone and together, in llama.cpp."""
+    """Return file size and perplexity of the quantised, the compressed and the quantised compressed model."""
     dense, compressed = _llama_cpp_rows()
     plain, small = "F32", "Q4_K_M"
 
     def costs(row: Row, kind: str) -> str:
         found, whole = row["types"][kind], dense["types"][plain]
-        size, ratio = found["file_bytes"] / 1e6, found["perplexity"] / whole["perplexity"]
-        return f"{size:.0f} MB at {ratio:.2f} × the perplexity"
+        return f"{found['file_bytes'] / 1e6:.0f} MB at {found['perplexity'] / whole['perplexity']:.2f} × the perplexity"
 
     removed = 1 - compressed["stored_parameters"] / dense["stored_parameters"]
     return (
-        f"In llama.cpp, {small} makes a file of {dense['types'][plain]['file_bytes'] / 1e6:.0f} MB ({plain}) one of "
-        f"{costs(dense, small)}. Removing {removed:.0%} of the parameters alone gives {costs(compressed, plain)}, "
-        f"both together {costs(compressed, small)} ({dense['model']}, calibrated on a quarter of the default text)."
+        f"For example, {dense['model']} in llama.cpp: type {small} shrinks the file from "
+        f"{dense['types'][plain]['file_bytes'] / 1e6:.0f} MB ({plain}) to {costs(dense, small)}. Removing {removed:.0%} of "
+        f"the parameters gives {costs(compressed, plain)}. Both together give {costs(compressed, small)}. The compressed "
+        f"model was calibrated on {compressed['calibration_tokens']:,} tokens, a quarter of the default."
     )
 
 
