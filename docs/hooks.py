@@ -1,12 +1,14 @@
-"""Hooks of the documentation site: pages from files outside `docs/`, links to them, equations as MathML."""
+"""Hooks of the documentation site: pages from files outside `docs/`, links to them, equations as pictures."""
 
 import html
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
-from latex2mathml.converter import convert
+import ziafont
+import ziamath
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +27,7 @@ OUTSIDE = {
     "kernels/oneshot_kernels/pivoted_qr/README.md": "kernels/pivoted-qr.md",
 }
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
+EQUATION_SIZE = 20  # pixels of the font that equations are drawn with; the page scales them to its own
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -64,10 +67,21 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace equations by MathML, which browsers show without a script."""
+    """Replace equations by SVG paths, which need neither a script nor a mathematical font of the reader's."""
+    return EQUATION.sub(lambda match: drawn(html.unescape(match[3]).strip(), match[1], match[2] == "["), content)
 
-    def mathml(match: re.Match[str]) -> str:
-        display = "block" if match[2] == "[" else "inline"
-        return f'<{match[1]} class="equation">{convert(html.unescape(match[3]).strip(), display=display)}</{match[1]}>'
 
-    return EQUATION.sub(mathml, content)
+def drawn(latex: str, element: str, display: bool) -> str:
+    """Return an HTML element with the equation as SVG in the colour of the text."""
+    ziafont.config.svg2 = False  # paths instead of symbols, whose ids would collide on a page
+    ziafont.config.precision = ziamath.config.precision = 1
+    equation = ziamath.Latex(latex, size=EQUATION_SIZE, inline=not display, color="currentColor")
+    svg = ElementTree.fromstring(equation.svg())
+    for name in ("width", "height"):
+        svg.set(name, f"{float(svg.attrib[name]) / EQUATION_SIZE:.3f}em")
+    svg.attrib |= {"role": "img", "aria-label": latex}
+    if not display:
+        svg.set("style", f"vertical-align: {equation.getyofst() / EQUATION_SIZE:.3f}em")
+    ElementTree.register_namespace("", "http://www.w3.org/2000/svg")
+    drawing = ElementTree.tostring(svg, encoding="unicode")
+    return f'<{element} class="equation">{drawing}</{element}>'

@@ -17,17 +17,18 @@ def summary_table() -> str:
     lines = [["dense model", "–", *["1"] * len(SIZES)]]
     for form in ("per-layer", "stock"):
         scores = {row["asked"]: row["score"] for row in quality[form]}
-        lines.append([f"**oneshot**, {form} form", "five texts", *_cells(scores)])
+        lines.append([f"**oneshot**, {form}", "five", *_cells(scores)])
     for tool, scores in other_curves().items():
-        lines.append([_name(tool, "per-layer"), "two texts", *_cells(scores)])
+        lines.append([_name(tool, "per-layer"), "two", *_cells(scores)])
     dense = quality_rows()[0]
     return markdown(
-        ["method", "judged on", "10 % removed", "20 % removed", "30 % removed"],
+        ["method", "texts", "10 %", "20 %", "30 %"],
         lines,
-        "Perplexity ÷ the dense model's, geometric mean over the texts; lower is better. The columns are shares of the "
-        f"stored parameters of {dense['model']}, the embedding included. Five texts: {', '.join(KINDS.values())}. Two "
-        "texts: WikiText-2 and an English text of another kind. `oneshot` calibrates on `general.jsonl+self`, the other "
-        "tools on `general.jsonl`. Their rows are single runs of their own code, patched for this model.",
+        "Perplexity ÷ the dense model's, geometric mean over the texts; lower is better. The columns are the removed "
+        f"shares of the stored parameters of {dense['model']}, the embedding included. The five texts are "
+        f"{', '.join(KINDS.values())}. The two texts are WikiText-2 and an English text of another kind. `oneshot` "
+        "calibrates on `general.jsonl+self`, the other tools on `general.jsonl`. Their rows are single runs of their "
+        "own code, patched for this model.",
     )
 
 
@@ -98,7 +99,7 @@ def _broad() -> list[Row]:
 
 
 def _name(tool: str, form: str | None) -> str:
-    return f"**oneshot**, {form} form" if tool == "oneshot" else f"{tool}, {OWN_CODE}"
+    return f"**oneshot**, {form}" if tool == "oneshot" else f"{tool}, {OWN_CODE}"
 
 
 def _cells(scores: dict[float, float]) -> list[str]:

@@ -104,15 +104,16 @@ def quantising_sentences() -> str:
     plain, small = "F32", "Q4_K_M"
 
     def costs(row: Row, kind: str) -> str:
-        found, whole = row["types"][kind], dense["types"][plain]
-        return f"{found['file_bytes'] / 1e6:.0f} MB at {found['perplexity'] / whole['perplexity']:.2f} × the perplexity"
+        ratio = row["types"][kind]["perplexity"] / dense["types"][plain]["perplexity"]
+        return f"{row['types'][kind]['file_bytes'] / 1e6:.0f} MB at {ratio:.2f} × the perplexity"
 
+    whole = dense["types"][plain]["file_bytes"] / 1e6
     removed = 1 - compressed["stored_parameters"] / dense["stored_parameters"]
     return (
-        f"For example, {dense['model']} in llama.cpp: type {small} shrinks the file from "
-        f"{dense['types'][plain]['file_bytes'] / 1e6:.0f} MB ({plain}) to {costs(dense, small)}. Removing {removed:.0%} of "
-        f"the parameters gives {costs(compressed, plain)}. Both together give {costs(compressed, small)}. The compressed "
-        f"model was calibrated on {compressed['calibration_tokens']:,} tokens, a quarter of the default."
+        f"For example, {dense['model']} in llama.cpp: type {small} shrinks the file from {whole:.0f} MB ({plain}) to "
+        f"{costs(dense, small)}. Removing {removed:.0%} "
+        f"of the parameters gives {costs(compressed, plain)}. Both together give {costs(compressed, small)}. The "
+        f"compressed model was calibrated on {compressed['calibration_tokens']:,} tokens, a quarter of the default."
     )
 
 
