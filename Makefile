@@ -24,7 +24,7 @@ check: setup
 	$(BIN)/ruff check oneshot kernels benchmarks tests docs
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: setup
 	$(BIN)/ruff format oneshot kernels benchmarks tests docs

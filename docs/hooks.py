@@ -1,15 +1,21 @@
 """Hooks of the documentation site: pages from files outside `docs/`, links to them, equations as pictures."""
 
+import ast
 import html
+import logging
 import posixpath
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import ziafont
-import ziamath
 from mkdocs.structure.files import File
+
+log = logging.getLogger("mkdocs.hooks")  # a warning here fails the strict build
+with warnings.catch_warnings(action="ignore"):  # ziamath opens its font by a deprecated function
+    import ziafont
+    import ziamath
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,7 +33,12 @@ OUTSIDE = {
     "kernels/oneshot_kernels/pivoted_qr/README.md": "kernels/pivoted-qr.md",
 }
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
+# page of the API: the file whose `__all__` it must show
+API = {"api/oneshot.md": "oneshot/__init__.py", "api/kernels.md": "kernels/oneshot_kernels/__init__.py"}
 EQUATION_SIZE = 20  # pixels of the font that equations are drawn with; the page scales them to its own
+INDEX = re.compile(
+    r"<autoref [^>]*identifier=['\"]?([^'\">]*[^\w.'\">-][^'\">]*)['\"]?[^>]*>(.*?)</autoref>", re.DOTALL
+)
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -66,9 +77,27 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return re.sub(r"<!-- (?:table: \w+|end) -->", "\n", LINK.sub(rewrite, markdown))
 
 
-def on_page_content(content: str, **_: Any) -> str:
-    """Replace equations by SVG paths, which need neither a script nor a mathematical font of the reader's."""
+def on_page_content(content: str, page: Any, **_: Any) -> str:
+    """Draw equations, and check that a page of the API shows every public name.
+
+    Equations become SVG paths, which need neither a script nor a mathematical font. Indices of docstrings such as
+    `G[J][:, J]` look like references to Markdown and become text again.
+    """
+    if page.file.src_uri in API:
+        for name in public_names(ROOT / API[page.file.src_uri]):
+            if not re.search(rf'id="[\w.]+\.{name}"', content):
+                log.warning("%s: the public name %s is missing", page.file.src_uri, name)
+        content = INDEX.sub(r"[\2][\1]", content)
     return EQUATION.sub(lambda match: drawn(html.unescape(match[3]).strip(), match[1], match[2] == "["), content)
+
+
+def public_names(module: Path) -> list[str]:
+    """Return `__all__` of a module without importing it."""
+    for statement in ast.parse(module.read_text()).body:
+        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == "__all__":
+            names: list[str] = ast.literal_eval(statement.value)
+            return names
+    return []
 
 
 def drawn(latex: str, element: str, display: bool) -> str:
