@@ -22,7 +22,7 @@ def summary_table() -> str:
         lines.append([_name(tool, "per-layer"), "two", *_cells(scores)])
     dense = quality_rows()[0]
     return markdown(
-        ["method", "texts", "10 %", "20 %", "30 %"],
+        ["method", "texts", "10\N{NO-BREAK SPACE}%", "20\N{NO-BREAK SPACE}%", "30\N{NO-BREAK SPACE}%"],
         lines,
         "Perplexity ÷ the dense model's, geometric mean over the texts; lower is better. The columns are the removed "
         f"shares of the stored parameters of {dense['model']}, the embedding included. The five texts are "
