@@ -84,3 +84,13 @@ def test_the_first_screen_has_one_small_table() -> None:
     lines = [line for line in first.splitlines() if line.startswith("| ")]
     assert len(lines) - 2 <= 8
     assert max(line.count(" | ") + 1 for line in lines) <= 5
+
+
+def test_every_function_named_by_a_recipe_exists() -> None:
+    sources = [path for package in ("oneshot", "kernels") for path in (ROOT / package).rglob("*.py")]
+    code = "\n".join(path.read_text() for path in sources)
+    known = {path.stem for path in sources} | set(re.findall(r"(?:def|class) (\w+)", code))
+    for page in (ROOT / "docs" / "recipes").glob("*.md"):
+        for table in re.findall(r"\| [^\n|]+ \| function \| source \|\n(.*?)\n\n", page.read_text(), re.DOTALL):
+            cells = [line.split(" | ")[1] for line in table.splitlines()[1:]]
+            assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} - known == set()
