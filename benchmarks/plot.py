@@ -1,4 +1,4 @@
-"""Plots of `results/quality.jsonl`: score against stored parameters; kept widths and errors by depth."""
+"""Plots: score against stored parameters beside other tools; kept widths and errors by depth."""
 
 import io
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+from tables.other_tools import default_curves, other_curves
 
-WORST_DRAWN = 5  # scores beyond stand in the legend, or the others would lie on one line
 QUALITY, LAYERS = RESULTS / "quality.svg", RESULTS / "layers.svg"
 
 
@@ -25,32 +25,25 @@ def _drawing(columns: int, file: io.StringIO) -> Iterator[list[Axes]]:
         canvas.print_svg(file, metadata={"Date": None, "Creator": None})
 
 
-def _label(row: Row) -> str:
-    text = ", with text of its own" if "+self" in row["calibration"] else ""
-    steps = row["settings"].get("up_steps")
-    return f"{row['recipe']}, {row['tier']}{text}" + (f", --up-steps {steps}" if steps else "")
-
-
-def quality_svg(rows: list[Row]) -> str:
-    """The plot of `quality_rows()`, the dense row first: a curve for every method, tier and usual text."""
-    dense, *compressed = rows
-    curves: dict[str, list[Row]] = {}
-    for row in compressed:
-        if not varies_a_part(row):
-            curves.setdefault(_label(row), []).append(row)
+def quality_svg(dense: Row) -> str:
+    """Draw the README's table: the default on five texts, and other tools beside it on two texts (dashed)."""
     file = io.StringIO()
     with _drawing(1, file) as (axes,):
-        for label, points in curves.items():
-            shown = sorted(
-                (row for row in points if row["score"] <= WORST_DRAWN), key=lambda row: row["stored_parameters"]
-            )
-            beyond = "".join(f" ({row['score']:,.0f}, beyond)" for row in points if row["score"] > WORST_DRAWN)
-            sizes = [row["stored_parameters"] / 1e6 for row in shown]
-            axes.plot(sizes, [row["score"] for row in shown], marker="o", label=label + beyond)
-        axes.plot(dense["stored_parameters"] / 1e6, 1, marker="*", markersize=12, color="black", ls="", label="dense")
-        axes.set_xlabel("stored parameters (millions)")
-        axes.set_ylabel("perplexity ÷ dense, geometric mean over kinds of text")
-        axes.set_title(f"{dense['model']}: quality against size (lower is better)")
+        for (form, rows), colour in zip(default_curves().items(), ("tab:blue", "tab:cyan"), strict=True):
+            points = {0.0: 1.0} | {row["sparsity"]: row["score"] for row in rows}
+            label = f"oneshot, {form} form"
+            axes.plot(list(points), list(points.values()), marker="o", linewidth=2.5, color=colour, label=label)
+        others = {tool: {0.0: 1.0} | scores for tool, scores in other_curves().items()}
+        own = others.pop("oneshot")
+        axes.plot(
+            list(own), list(own.values()), "--", marker="s", color="tab:blue", label="oneshot, per-layer, two texts"
+        )
+        for (tool, points), colour in zip(others.items(), ("0.15", "0.4", "0.55", "0.7"), strict=True):
+            axes.plot(list(points), list(points.values()), "--", marker="s", color=colour, label=f"{tool}, two texts")
+        axes.set_xlabel("stored parameters removed")
+        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.set_ylabel("perplexity ÷ dense, geometric mean over texts")
+        axes.set_title(f"{dense['model']}: loss of quality by size (lower is better)")
         axes.grid(alpha=0.3)
         axes.legend()
     return file.getvalue()
@@ -83,7 +76,7 @@ def main() -> None:
     rows = quality_rows()
     if not rows:
         raise SystemExit("results/quality.jsonl has no rows with five kinds of text; run benchmarks/quality.py.")
-    QUALITY.write_text(quality_svg(rows))
+    QUALITY.write_text(quality_svg(rows[0]))
     LAYERS.write_text(layers_svg(rows))
 
 

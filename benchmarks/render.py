@@ -1,4 +1,4 @@
-"""Renders the tables of the documents, and the plot, from the rows in `results/`; `--check` fails where they differ."""
+"""Renders the tables of the documents and the plots from the rows in `results/`; `--check` fails if they differ."""
 
 import argparse
 import re
@@ -8,15 +8,34 @@ from harness import ROOT, quality_rows, read_rows
 from plot import LAYERS, QUALITY, layers_svg, quality_svg
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
-from tables.quality import combined_table, parts_table, quality_table, sketch_table, wikitext2_table
-from tables.runs import faults_table, llama_cpp_table, memory_table, overhead_table, processes_table
+from tables.other_tools import broad_tools_table, narrow_tools_table, summary_table
+from tables.quality import (
+    combined_table,
+    forms_table,
+    parts_table,
+    quality_table,
+    sketch_table,
+    tokens_table,
+    wikitext2_table,
+)
+from tables.runs import (
+    faults_table,
+    llama_cpp_table,
+    memory_table,
+    overhead_table,
+    processes_table,
+    quantising_sentences,
+)
 
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "experiments.md",
+    ROOT / "docs" / "guides" / "form.md",
+    ROOT / "docs" / "guides" / "text.md",
     ROOT / "docs" / "llama-cpp.md",
     ROOT / "docs" / "reliability.md",
+    ROOT / "docs" / "results.md",
     ROOT / "docs" / "recipes" / "group-pca.md",
     ROOT / "docs" / "recipes" / "oneshot.md",
     KERNELS / "pivoted_qr" / "README.md",
@@ -25,7 +44,13 @@ DOCUMENTS = (
 
 # table: (function, results file)
 TABLES = {
+    "summary": (summary_table, "other_tools"),
+    "broad_tools": (broad_tools_table, "other_tools"),
+    "narrow_tools": (narrow_tools_table, "other_tools"),
+    "quantising": (quantising_sentences, "llama_cpp"),
     "quality": (quality_table, "quality"),
+    "forms": (forms_table, "quality"),
+    "tokens": (tokens_table, "quality"),
     "parts": (parts_table, "quality"),
     "wikitext2": (wikitext2_table, "quality"),
     "overhead": (overhead_table, "overhead"),
@@ -44,13 +69,13 @@ TABLES = {
 
 
 def table(name: str) -> str:
-    """The table of that name from the newest rows."""
+    """Return the named table of the newest rows."""
     make, results = TABLES[name]
     return make() if read_rows(results) else "Not measured yet."
 
 
 def render(text: str) -> str:
-    """The text with every `<!-- table: NAME -->` … `<!-- end -->` block made anew."""
+    """Return the text with a new table in every `<!-- table: NAME -->` … `<!-- end -->` block."""
     return re.sub(
         r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
         lambda match: match[1] + table(match[2]) + "\n" + match[3],
@@ -71,7 +96,7 @@ def main() -> int:
         if not check:
             document.write_text(after)
     if rows := quality_rows():
-        for path, drawing in ((QUALITY, quality_svg(rows)), (LAYERS, layers_svg(rows))):
+        for path, drawing in ((QUALITY, quality_svg(rows[0])), (LAYERS, layers_svg(rows))):
             stale = stale or not path.exists() or path.read_text() != drawing
             if not check:
                 path.write_text(drawing)

@@ -6,7 +6,7 @@ from tables.cells import TEXTS, markdown, origin, scores, settings
 
 
 def hidden_size_table() -> str:
-    """Perplexity against stored and block parameters by group size, correction and further settings."""
+    """Return perplexity and removed parameters by group size, correction and further settings."""
     rows = latest(read_rows("hidden_size"), "group_size", "correction", "settings", "hidden_size")
     dense = next(row["perplexity"] for row in rows if row["group_size"] is None)
     lines = [["dense", "–", "–", "0", "0", *(cell for text in TEXTS for cell in (f"{dense[text]:.2f}", "1"))]]
@@ -20,7 +20,7 @@ def hidden_size_table() -> str:
         lines.append([_group(row), row["correction"], settings(row) or "–", *shares, *scores(row, dense)])
     return markdown(
         [
-            *("blocks in a group", "correction", "further settings", "stored removed", "block removed"),
+            *("sublayers in a group", "correction", "further settings", "stored removed", "removed in layers"),
             *("WikiText-2", "× dense", "LAMBADA text", "× dense"),
         ],
         lines,
@@ -31,7 +31,7 @@ def hidden_size_table() -> str:
 
 
 def hidden_error_table() -> str:
-    """What the subspaces leave out of the inputs of attention, predicted and measured, by depth."""
+    """Return the predicted and measured error of attention's input by depth."""
     rows = [row for row in read_rows("hidden_size") if row.get("measured_error") and row["measured_error"][0]]
     rows = latest(rows, "group_size")
     if not rows:
@@ -43,7 +43,7 @@ def hidden_error_table() -> str:
         pairs = [(row["predicted_error"][2 * layer], row["measured_error"][2 * layer]) for layer in layers]
         lines.append([_group(row), *(f"{predicted:.3f} / {measured:.3f}" for predicted, measured in pairs)])
     return markdown(
-        ["blocks in a group", *(f"layer {layer}" for layer in layers)],
+        ["sublayers in a group", *(f"layer {layer}" for layer in layers)],
         lines,
         "Relative error of attention's input, predicted from the statistics / measured on the last batch of the "
         f"calibration text; {origin(rows)}.",

@@ -40,12 +40,12 @@ def quality_table() -> str:
         documents = f"the first {dense['task_limit']} documents of {', '.join(tasks)}"
         error = _standard_error(tasks)
         accuracies = (
-            f" Accuracy (by length-normalised likelihood where the task has that): mean over {documents}; "
+            f" Accuracy (by length-normalised likelihood if the task has it): mean over {documents}; "
             f"standard error {100 * error:.1f} points."
         )
     return markdown(
         [
-            *("stored removed", "method", "tier", "settings", "score", "worst kind"),
+            *("stored removed", "method", "form", "settings", "score", "worst kind"),
             *(f"{text} ({kind})" for text, kind in KINDS.items()),
             "mean accuracy",
         ],
@@ -76,10 +76,39 @@ def parts_table() -> str:
         for row in sorted(shown, key=lambda row: (row["asked"], row["tier"], row["score"]))
     ]
     return markdown(
-        ["stored removed", "tier", "settings", "text", "tokens", "score", "worst kind"],
+        ["stored removed", "form", "settings", "text", "tokens", "score", "worst kind"],
         lines,
         f"Score: geometric mean over five kinds of text of perplexity ÷ dense; {rows[0]['model']}, fp32, first "
         f"{rows[0]['max_windows']} windows of each text; {origin(shown)}.",
+    )
+
+
+def forms_table() -> str:
+    """Return the scores of the default by form and `up_steps`, on broad text and the model's own."""
+    sizes = (0.1, 0.2, 0.3)
+    rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not varies_a_part(row)]
+    rows = [row for row in rows if row["calibration"].endswith("+self")]
+    scores: dict[tuple[str, str], dict[float, Row]] = {}
+    for row in rows:
+        scores.setdefault((row["tier"], settings(row) or "–"), {})[row["asked"]] = row
+    return markdown(
+        ["form", "further settings", *(f"{size:.0%} removed" for size in sizes)],
+        [[*key, *(f"{found[size]['score']:.2f}" for size in sizes)] for key, found in sorted(scores.items())],
+        "Perplexity ÷ dense, geometric mean over five kinds of text; `general.jsonl+self`, "
+        f"{rows[0]['calibration_tokens']:,} tokens; {rows[0]['model']}.",
+    )
+
+
+def tokens_table() -> str:
+    """Return the scores of the default in the stock form by the size of the calibration set."""
+    rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not row["settings"]]
+    rows = [row for row in rows if (row["asked"], row["tier"], row["calibration"]) == (0.2, "stock", "general.jsonl")]
+    rows = sorted(rows, key=lambda row: row["calibration_tokens"])
+    return markdown(
+        ["tokens", "score"],
+        [[f"{row['calibration_tokens']:,}", f"{row['score']:.3f}"] for row in rows],
+        "Perplexity ÷ dense, geometric mean over five kinds of text; `general.jsonl`, stock form, 20 % removed; "
+        f"{rows[0]['model']}.",
     )
 
 
@@ -102,7 +131,7 @@ def wikitext2_table() -> str:
         )
     others = ", ".join(KINDS[kind] for kind in dense if kind != "wikitext2")
     return markdown(
-        ["stored removed", "tier", "text", "WikiText-2", "other kinds of text"],
+        ["stored removed", "form", "text", "WikiText-2", "other kinds of text"],
         lines,
         f"Perplexity ÷ dense, of the default calibrated on {rows[0]['calibration_tokens']:,} tokens, on WikiText-2's "
         f"test text and on {others} (geometric mean); {rows[0]['model']}, fp32, first "
