@@ -9,8 +9,8 @@ import sys
 
 from harness import ROOT, smollm2_gguf
 
-from oneshot.compress import main as compress
-from oneshot.evaluate import main as evaluate
+from oneshot.cli.compress import main as compress
+from oneshot.cli.evaluate import main as evaluate
 
 
 def main() -> int:

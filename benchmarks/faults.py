@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from harness import append_row, parser, provenance, smollm2_gguf
 
-from oneshot.report import REPORT_NAME
-from oneshot.source import resolve_checkpoint
+from oneshot.checkpoint import locate_checkpoint
+from oneshot.report.card import REPORT_NAME
 
 PATIENCE_SECONDS = 900  # a command that takes longer hangs
 TELLING = {REPORT_NAME, "report.html", "README.md"}  # of time and memory: no two runs write the same
@@ -154,7 +154,7 @@ def main() -> None:
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        runs = Runs(resolve_checkpoint(str(smollm2_gguf()), folder), folder, arguments)
+        runs = Runs(locate_checkpoint(str(smollm2_gguf()), folder), folder, arguments)
         seconds = runs.finish("undisturbed")
         wanted = runs.checksums("undisturbed")
         shared = provenance(

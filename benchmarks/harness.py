@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from oneshot import Report
-from oneshot.comparison import text_record
-from oneshot.evaluate import load_model, load_windows
-from oneshot.scoring import perplexity, relative_score
+from oneshot.evaluation import load_model, load_windows, perplexity, relative_score
+from oneshot.evaluation.comparison import text_record
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,6 +32,12 @@ KINDS = {
 }
 
 Row = dict[str, Any]
+
+RENAMED = {
+    "tier": "form",
+    "block_parameters": "layer_parameters",
+    "dense_block_parameters": "dense_layer_parameters",
+}  # fields of older rows
 
 # (name, tokens) of the text that the default recipe is shown with
 USUAL_CALIBRATIONS = (("general.jsonl", 131072), ("general.jsonl+self", 131072))
@@ -70,9 +75,10 @@ def append_row(name: str, row: dict[str, Any]) -> None:
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:
-    """All rows of a results file, oldest first."""
+    """Return all rows of a results file, oldest first, with today's names of their fields."""
     path = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{RENAMED.get(field, field): value for field, value in row.items()} for row in rows]
 
 
 def kind_text(kind: str, data_dir: Path) -> str:
@@ -161,7 +167,7 @@ def score(perplexities: Mapping[str, float], dense: Mapping[str, float]) -> Row:
 def quality_rows() -> list[Row]:
     """The rows of `quality.jsonl` with all five kinds of text, those on the windows of the dense row that has the most.
 
-    The dense row comes first; then the newest row for every model, size, tier and setting, in the order of first
+    The dense row comes first; then the newest row for every model, size, form and setting, in the order of first
     appearance. Empty where there is no dense row.
     """
     rows = [row for row in read_rows("quality") if set(row["perplexity"]) == set(KINDS)]
@@ -170,7 +176,7 @@ def quality_rows() -> list[Row]:
         return []
     dense = max(denses, key=lambda row: (row["max_windows"], row["date"]))
     same = [row for row in rows if row["recipe"] != "dense" and row["texts"] == dense["texts"]]
-    return [dense, *latest(same, "model", "recipe", "asked", "tier", "settings", "calibration", "calibration_tokens")]
+    return [dense, *latest(same, "model", "recipe", "asked", "form", "settings", "calibration", "calibration_tokens")]
 
 
 def varies_a_part(row: Row) -> bool:
@@ -191,7 +197,7 @@ def judge(report: Report, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What a row says of a compressed model: its size, its calibration and its perplexities."""
     sizes = {
         "stored_parameters": report.stored_parameters["compressed"],
-        "block_parameters": report.block_parameters["compressed"],
+        "layer_parameters": report.layer_parameters["compressed"],
     }
     return sizes | calibration_record(report) | {"perplexity": perplexities(Path(report.config["output"]), windows)}
 
@@ -200,7 +206,7 @@ def calibration_record(report: Report) -> dict[str, Any]:
     """What a row says of the text that a compressed model was calibrated on."""
     calibration = report.calibration or {}
     return {
-        "calibration": Path(report.config["calibration"]).name,
+        "calibration": Path(report.config["text"]["calibration"]).name,
         "calibration_tokens": calibration.get("num_tokens"),
         "calibration_hash": calibration.get("token_hash"),
     }
@@ -213,7 +219,7 @@ def perplexities(folder: Path, windows: dict[str, torch.Tensor]) -> dict[str, fl
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """`["damping=0.1", "hidden=pca"]` -> keyword arguments of `CompressionConfig`."""
+    """`["damping=0.1", "hidden=pca"]` -> keyword arguments of `Config.of`."""
     settings: dict[str, Any] = {}
     for pair in pairs:
         name, value = pair.split("=")

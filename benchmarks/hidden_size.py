@@ -23,9 +23,9 @@ from harness import (
     smollm2_gguf,
 )
 
-from oneshot import CompressionConfig, compress
-from oneshot.calibration import load_tokenizer
-from oneshot.source import resolve_checkpoint
+from oneshot import Config, compress
+from oneshot.checkpoint import locate_checkpoint
+from oneshot.text import load_tokenizer
 
 GROUP_SIZES = (0, 1, 2, 4, 8, 15)
 
@@ -42,7 +42,7 @@ def main() -> None:
     settings = parse_settings(arguments.set)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        dense = resolve_checkpoint(str(smollm2_gguf()), folder)
+        dense = locate_checkpoint(str(smollm2_gguf()), folder)
         windows = judging_windows(
             arguments.data_dir, folder, load_tokenizer(dense), arguments.max_windows, kinds=("wikitext2", "lambada")
         )
@@ -56,7 +56,7 @@ def main() -> None:
                     "group_size": group_size,
                     "correction": correction,
                 }
-                config = CompressionConfig(
+                config = Config.of(
                     checkpoint=str(dense),
                     output=str(folder / "compressed"),
                     recipe="group-pca",
@@ -66,13 +66,13 @@ def main() -> None:
                     **varied | settings,
                 )
                 report = compress(config)
-                inputs = [block for layer in report.layers for block in layer.blocks if block.kind.endswith("input")]
+                inputs = [one for layer in report.layers for one in layer.sublayers if one.kind.endswith("input")]
                 row = varied | {
                     "settings": settings,
                     "dense_parameters": report.stored_parameters["dense"],
-                    "dense_block_parameters": report.block_parameters["dense"],
-                    "predicted_error": [block.predicted_error for block in inputs],
-                    "measured_error": [block.measured_error for block in inputs],
+                    "dense_layer_parameters": report.layer_parameters["dense"],
+                    "predicted_error": [one.predicted_error for one in inputs],
+                    "measured_error": [one.measured_error for one in inputs],
                 }
                 append_row("hidden_size", shared | row | judge(report, windows))
 

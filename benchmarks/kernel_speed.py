@@ -1,6 +1,6 @@
 """Speed of the kernels against what they replace, on this machine's CPU.
 
-    python benchmarks/kernels.py [--sizes 512 … 11008] [--max-geqp3 8192] [--model DIR --text FILE] [--output FILE]
+    python benchmarks/kernel_speed.py [--sizes 512 … 11008] [--max-geqp3 8192] [--model DIR --text FILE] [--output FILE]
 
 For each n: a tall matrix of 4 n rows, fp64 where not named. Pivots (sketch and Gram included) against SciPy's geqp3 and
 against unpivoted torch QR; Grams against X.T @ X; sketches against one read-and-add pass over the same bytes and

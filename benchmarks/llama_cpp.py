@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from harness import add_text_options, append_row, calibration_record, kind_text, parser, provenance, smollm2_gguf
 
-from oneshot import CompressionConfig, compress
-from oneshot.calibration import load_tokenizer
-from oneshot.checkpoint import Checkpoint
-from oneshot.evaluate import load_model
-from oneshot.source import resolve_checkpoint
+from oneshot import Config, compress
+from oneshot.checkpoint import Checkpoint, locate_checkpoint
+from oneshot.evaluation import load_model
+from oneshot.text import load_tokenizer
 
 TYPES = ("F32", "Q8_0", "Q4_K_M")
 CONTEXT = 512  # llama-perplexity's own: tokens of a chunk, of which the second half is scored
@@ -78,8 +77,8 @@ def main() -> None:
         scratch = Path(name)
         text = scratch / "wikitext2.txt"
         text.write_text(kind_text("wikitext2", arguments.data_dir))
-        dense = resolve_checkpoint(str(smollm2_gguf()), scratch)
-        config = CompressionConfig(
+        dense = locate_checkpoint(str(smollm2_gguf()), scratch)
+        config = Config.of(
             checkpoint=str(dense),
             output=str(scratch / "compressed"),
             sparsity=arguments.sparsity,

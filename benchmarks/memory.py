@@ -17,8 +17,7 @@ import torch
 from harness import append_row, parser, provenance, smollm2_gguf
 from transformers import AutoTokenizer, LlamaConfig
 
-from oneshot.source import resolve_checkpoint
-from oneshot.writer import CheckpointWriter
+from oneshot.checkpoint import Journal, locate_checkpoint
 
 VOCAB_SIZE = 49152  # the demo model's tokenizer
 SHARED: dict[str, Any] = {
@@ -50,24 +49,25 @@ SHAPES = {
 }
 NAMES = {"135M": "SmolLM2-135M-Instruct", "1.1B": "TinyLlama's shape", "3B": "Llama-3.2-3B's shape"}
 MARGIN = 1.05
+MAX_FILE_BYTES = 10**9
 
 PREDICTED = """
 import json, sys
 from dataclasses import asdict
 import torch
-from oneshot import CompressionConfig, predict
+from oneshot import Config, predict
 torch.set_num_threads(int(sys.argv[2]))
-print(json.dumps(asdict(predict(CompressionConfig(**json.loads(sys.argv[1]))))))
+print(json.dumps(asdict(predict(Config.of(**json.loads(sys.argv[1]))))))
 """
 
 MEASURED = """
 import json, sys
 from dataclasses import asdict
 import torch
-from oneshot import CompressionConfig, compress
-from oneshot.report import peak_bytes
+from oneshot import Config, compress
+from oneshot.machine.memory import peak_bytes
 torch.set_num_threads(int(sys.argv[2]))
-report = compress(CompressionConfig(**json.loads(sys.argv[1])))
+report = compress(Config.of(**json.loads(sys.argv[1])))
 print(json.dumps({"peak": peak_bytes(), "seconds": report.seconds, "footprint": asdict(report.footprint)}))
 """
 
@@ -92,14 +92,16 @@ def write_random_checkpoint(folder: Path, config: LlamaConfig) -> None:
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * 0.02).bfloat16()
 
-    with CheckpointWriter(folder, num_shards=config.num_hidden_layers + 2, fingerprint={}) as writer:
+    with Journal(
+        folder, num_parts=config.num_hidden_layers + 2, fingerprint={}, max_file_bytes=MAX_FILE_BYTES
+    ) as writer:
         writer.add({"model.embed_tokens.weight": random(VOCAB_SIZE, hidden)})
         for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}."
             linears = {f"{prefix}{name}.weight": random(*shape) for name, shape in shapes.items()}
             writer.add(linears | {f"{prefix}{name}.weight": torch.ones(hidden).bfloat16() for name in norms})
         writer.add({"model.norm.weight": torch.ones(hidden).bfloat16()})
-        writer.finish_weights()
+        writer.join()
         config.save_pretrained(writer.partial)
         gguf = smollm2_gguf()
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(writer.partial)
@@ -112,7 +114,7 @@ def make_checkpoint(size: str, scratch: Path) -> Path:
     if size in SHAPES:
         write_random_checkpoint(folder, SHAPES[size])
         return folder
-    return resolve_checkpoint(str(smollm2_gguf()), scratch)
+    return locate_checkpoint(str(smollm2_gguf()), scratch)
 
 
 def run(script: str, config: dict[str, Any], threads: int) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def main() -> None:
                     max_memory_bytes=bound,
                     measured_bytes=measured["peak"],
                     ratio=measured["peak"] / predicted["host_bytes"],
-                    tier=measured["footprint"]["tier"],
+                    store=measured["footprint"]["store"],
                     predicted_seconds=predicted["seconds"],
                     seconds=measured["seconds"],
                 ),

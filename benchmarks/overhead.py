@@ -10,16 +10,17 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import get_args
 
 import torch
 from harness import add_text_options, append_row, parser, provenance, smollm2_gguf
 from torch.profiler import ProfilerActivity, profile
 
-from oneshot import CompressionConfig, compress
-from oneshot.calibration import load_calibration, load_tokenizer
-from oneshot.config import TIERS
-from oneshot.evaluate import load_model
-from oneshot.source import resolve_checkpoint
+from oneshot import Config, compress
+from oneshot.checkpoint import locate_checkpoint
+from oneshot.config import FormName
+from oneshot.evaluation import load_model
+from oneshot.text import load_text, load_tokenizer
 
 
 @torch.inference_mode()
@@ -37,7 +38,7 @@ def forward_seconds(folder: Path, token_ids: torch.Tensor, batch_size: int) -> t
     return decoder, decoder + head
 
 
-def operator_seconds(config: CompressionConfig) -> dict[str, float]:
+def operator_seconds(config: Config) -> dict[str, float]:
     """Self seconds by operator, the ten largest."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         compress(config)
@@ -51,31 +52,33 @@ def main() -> None:
     options = parser(__doc__)
     add_text_options(options, num_sequences=32)
     options.add_argument("--recipes", nargs="+", default=["oneshot", "stat"])
-    options.add_argument("--tiers", nargs="+", choices=TIERS, default=["stock"], help="per-layer makes a profile first")
+    options.add_argument(
+        "--forms", nargs="+", choices=get_args(FormName), default=["stock"], help="per-layer makes a profile first"
+    )
     options.add_argument("--operators", action="store_true", help="compress again under the profiler")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        dense = resolve_checkpoint(str(smollm2_gguf()), Path(scratch))
+        dense = locate_checkpoint(str(smollm2_gguf()), Path(scratch))
         calibration = str(arguments.data_dir / "general.jsonl")
-        text = load_calibration(
+        text = load_text(
             calibration, load_tokenizer(dense), num_sequences=arguments.num_sequences, sequence_length=1024, seed=0
         )
-        for recipe, tier in itertools.product(arguments.recipes, arguments.tiers):
-            config = CompressionConfig(
+        for recipe, form in itertools.product(arguments.recipes, arguments.forms):
+            config = Config.of(
                 checkpoint=str(dense),
                 output=str(Path(scratch) / "compressed"),
                 sparsity=0.2,
                 recipe=recipe,
-                tier=tier,
+                form=form,
                 calibration=calibration,
                 num_sequences=arguments.num_sequences,
                 dtype="float32",
                 overwrite=True,
             )
-            before = forward_seconds(dense, text.token_ids, config.batch_size)
+            before = forward_seconds(dense, text.token_ids, config.machine.batch_size)
             report = compress(config)
-            after = forward_seconds(dense, text.token_ids, config.batch_size)
+            after = forward_seconds(dense, text.token_ids, config.machine.batch_size)
             # around the compression, since the machine's speed drifts
             decoder, whole = ((first + second) / 2 for first, second in zip(before, after, strict=True))
             append_row(
@@ -83,7 +86,7 @@ def main() -> None:
                 provenance(
                     model="SmolLM2-135M-Instruct",
                     recipe=recipe,
-                    tier=tier,
+                    form=form,
                     sparsity=report.sparsity["reached"],
                     num_tokens=text.num_tokens,
                     forward_seconds=[before[0], after[0]],

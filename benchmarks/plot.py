@@ -55,9 +55,9 @@ def layers_svg(rows: list[Row]) -> str:
     shown = [row for row in shown if row["calibration"] == shown[0]["calibration"]]
     file = io.StringIO()
     with _drawing(2, file) as (widths, errors):
-        for row in sorted(shown, key=lambda row: (row["tier"], row["asked"])):
-            style = "-" if row["tier"] == "per-layer" else ":"
-            label = f"{row['tier']}, −{row['sparsity']:.1%}"
+        for row in sorted(shown, key=lambda row: (row["form"], row["asked"])):
+            style = "-" if row["form"] == "per-layer" else ":"
+            label = f"{row['form']}, −{row['sparsity']:.1%}"
             widths.plot([layer["intermediate_size"] for layer in row["layers"]], style, label=label)
             errors.plot([layer.get("ffn") for layer in row["errors"]], style, label=label)
         widths.set_ylabel("kept FFN neurons")

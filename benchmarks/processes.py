@@ -14,8 +14,8 @@ from faults import Runs
 from harness import append_row, parser, provenance, smollm2_gguf
 from safetensors.torch import load_file
 
-from oneshot.report import REPORT_NAME
-from oneshot.source import resolve_checkpoint
+from oneshot.checkpoint import locate_checkpoint
+from oneshot.report.card import REPORT_NAME
 
 
 def compare(one: Path, two: Path) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)  # what the row says; of each process
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        runs = Runs(resolve_checkpoint(str(smollm2_gguf()), folder), folder, arguments)
+        runs = Runs(locate_checkpoint(str(smollm2_gguf()), folder), folder, arguments)
         seconds = {"one_seconds": runs.finish("one"), "two_seconds": runs.finish("two", processes=2)}
         row = provenance(model="SmolLM2-135M-Instruct", num_tokens=arguments.num_sequences * arguments.sequence_length)
         append_row("processes", row | seconds | compare(folder / "one", folder / "two"))

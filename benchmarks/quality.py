@@ -2,7 +2,7 @@
 
 Every model is calibrated on one text and judged on five kinds that are not the calibration's, with `--tasks` on lm-eval
 tasks over local files, too. What the sizes of a recipe share (the text, a profile) is done once. One row for every
-recipe, size and tier goes to `results/quality.jsonl`; `render.py` makes the README's table of them, `plot.py` the plot.
+recipe, size and form goes to `results/quality.jsonl`; `render.py` makes the README's table of them, `plot.py` the plot.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import statistics
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from harness import (
@@ -32,13 +32,11 @@ from harness import (
     text_records,
 )
 
-from oneshot import CompressionConfig
-from oneshot.calibration import load_tokenizer
-from oneshot.checkpoint import Checkpoint
-from oneshot.config import TIERS
-from oneshot.evaluate import run_tasks
-from oneshot.pipeline import compress_sizes
-from oneshot.source import resolve_checkpoint
+from oneshot import Config, compress_sizes
+from oneshot.checkpoint import Checkpoint, locate_checkpoint
+from oneshot.config import FormName
+from oneshot.evaluation import run_tasks
+from oneshot.text import load_tokenizer
 
 RECIPES = ("oneshot", "flap", "activation-norm", "magnitude", "random")
 
@@ -81,7 +79,7 @@ def main() -> None:
     options.add_argument("--sequence-length", type=int, default=1024)
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options.add_argument("--recipes", nargs="+", default=list(RECIPES))
-    options.add_argument("--tiers", nargs="+", choices=TIERS, default=["stock"])
+    options.add_argument("--forms", nargs="+", choices=get_args(FormName), default=["stock"])
     options.add_argument("--profile", help="of the model and the calibration text; made anew in every run without it")
     options.add_argument("--tasks", nargs="+", choices=sorted(path.stem for path in TASKS.glob("*.yaml")), default=[])
     options.add_argument("--task-limit", type=int, help="at most this many documents of each task")
@@ -90,7 +88,7 @@ def main() -> None:
     settings = parse_settings(arguments.set)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        dense = resolve_checkpoint(str(smollm2_gguf()), folder)
+        dense = locate_checkpoint(str(smollm2_gguf()), folder)
         windows = judging_windows(arguments.data_dir, folder, load_tokenizer(dense), arguments.max_windows)
         include_path = local_tasks(arguments.data_dir, folder)
         shared = provenance(
@@ -107,13 +105,13 @@ def main() -> None:
             row |= {"perplexity": dense_perplexity} | judge_tasks(dense, arguments, include_path)
             append_row("quality", shared | row)
         for recipe in arguments.recipes:
-            for tier in arguments.tiers:
-                config = CompressionConfig(
+            for form in arguments.forms:
+                config = Config.of(
                     checkpoint=str(dense),
                     output=str(folder / "compressed"),
                     sparsity=arguments.sparsity[0],
                     recipe=recipe,
-                    tier=tier,
+                    form=form,
                     calibration=str(arguments.data_dir / arguments.calibration),
                     num_sequences=arguments.num_sequences,
                     sequence_length=arguments.sequence_length,
@@ -124,14 +122,15 @@ def main() -> None:
                 for report in compress_sizes(config, arguments.sparsity):
                     row = {
                         "recipe": recipe,
-                        "tier": tier,
+                        "form": form,
                         "settings": settings,
                         "sparsity": report.sparsity["reached"],
                         "asked": report.sparsity["asked"],
                         "seed": config.seed,
                         "layers": report.plan["layers"],
                         "errors": [
-                            {block.kind: block.measured_error for block in layer.blocks} for layer in report.layers
+                            {sublayer.kind: sublayer.measured_error for sublayer in layer.sublayers}
+                            for layer in report.layers
                         ],
                     }
                     measured = judge(report, windows)

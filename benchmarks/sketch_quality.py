@@ -13,18 +13,17 @@ import torch
 from harness import add_compression_options, append_row, judging_windows, parser, provenance, smollm2_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from oneshot.arch.base import DOWN_PROJ, GATE_PROJ, UP_PROJ
-from oneshot.calibration import load_calibration, load_tokenizer
-from oneshot.checkpoint import Checkpoint
-from oneshot.config import CompressionConfig
-from oneshot.factorise import correct
-from oneshot.fold import fold_ffn, row_energy
-from oneshot.layerwise.ffn import NONZEROS
-from oneshot.scoring import perplexity
-from oneshot.selection import Evidence, select_neurons
-from oneshot.source import open_model, resolve_checkpoint
-from oneshot.statistics import GramAccumulator, SketchAccumulator
-from oneshot.stream import LayerStream
+from oneshot.checkpoint import Checkpoint, locate_checkpoint, open_model
+from oneshot.compression.correction import correct
+from oneshot.compression.fold import fold_sublayer
+from oneshot.compression.selection import Evidence, select_neurons
+from oneshot.compression.statistics import GramAccumulator, SketchAccumulator
+from oneshot.compression.sublayer import NONZEROS
+from oneshot.evaluation import perplexity
+from oneshot.machine import Machine
+from oneshot.recipes import DAMPING
+from oneshot.stream import LayerBuilder
+from oneshot.text import load_text, load_tokenizer
 
 KEPT = 1024  # of 1536: 19.7 % of the stored parameters
 CPU = torch.device("cpu")
@@ -42,37 +41,34 @@ VARIANTS: list[tuple[str, str, int, int]] = [
 def compress_all(folder: Path, token_ids: torch.Tensor, batch_size: int) -> list[dict[str, torch.Tensor]]:
     """The tensors of every variant's model, from one dense pass."""
     source = open_model(str(folder), folder)
-    checkpoint, architecture, shape = source.checkpoint, source.architecture, source.shape
-    width = shape.intermediate_size
-    damping = CompressionConfig("", "", sparsity=0.0).damping
-    stream = LayerStream(
-        checkpoint.config, architecture, sequence_length=token_ids.shape[1], device=CPU, dtype=torch.float32
-    )
-    prefixes = tuple(architecture.layer_prefix(layer) for layer in range(shape.num_hidden_layers))
+    checkpoint, shape, stack = source.checkpoint, source.shape, source.family.stack
+    width, ffn = shape.intermediate_size, stack.sublayers[stack.index_of("ffn")]
+    builder = LayerBuilder(source, Machine(CPU, torch.float32, folder), token_ids.shape[1])
+    prefixes = tuple(stack.layer_prefix(layer) for layer in range(shape.num_hidden_layers))
     outside = checkpoint.read(name for name in checkpoint.tensor_names if not name.startswith(prefixes))
     models = [dict(outside) for _ in VARIANTS]
-    hidden = [stream.embed(outside[architecture.embedding], batch) for batch in token_ids.split(batch_size)]
+    hidden = [builder.embed(outside[stack.embedding], batch) for batch in token_ids.split(batch_size)]
     sizes = sorted({(sketch, rows) for _, sketch, rows, _ in VARIANTS if sketch != "none"})
     for layer, prefix in enumerate(prefixes):
         tensors = checkpoint.read_prefix(prefix)
-        dense = stream.layer(tensors)
+        dense = builder.layer(tensors)
         gram = GramAccumulator(width, output_size=None, device=CPU)
         sketches = {
             (sketch, rows): SketchAccumulator(rows * width, width, nonzeros=NONZEROS[sketch], seed=0, device=CPU)
             for sketch, rows in sizes
         }
         for position, x in enumerate(hidden):
-            h = dense.attention(x)
-            neurons = dense.neurons(h)
+            h = dense.run(0, x)
+            neurons = dense.inner(1, h)
             gram.update_(neurons)
             for accumulator in sketches.values():
                 accumulator.update_(neurons)
-            hidden[position] = dense.ffn(h)
+            hidden[position] = dense.run(1, h)
         statistics = gram.finish()
         for model, (pivoting, sketch, rows, group_size) in zip(models, VARIANTS, strict=True):
             evidence = Evidence(
-                consumer=tensors[f"{DOWN_PROJ}.weight"],
-                producer_energy=row_energy(tensors, GATE_PROJ, UP_PROJ),
+                consumer=tensors[f"{ffn.writer}.weight"],
+                producer_energy=None,
                 gram=statistics.gram,
                 generator=torch.Generator(),
                 sketch=sketches[sketch, rows].finish() if sketch != "none" else None,
@@ -81,9 +77,9 @@ def compress_all(folder: Path, token_ids: torch.Tensor, batch_size: int) -> list
             )
             kept = select_neurons("id", KEPT, evidence)
             factors = correct(
-                tensors[f"{DOWN_PROJ}.weight"], kept, statistics, correction="same-layer", damping=damping
+                tensors[f"{ffn.writer}.weight"], kept, statistics, correction="same-layer", damping=DAMPING
             )
-            model |= {prefix + name: tensor for name, tensor in fold_ffn(tensors, factors).items()}
+            model |= {prefix + name: tensor for name, tensor in fold_sublayer(tensors, ffn, shape, factors).items()}
         print(f"layer {layer + 1}/{len(prefixes)}", flush=True)
     return models
 
@@ -108,9 +104,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        dense = resolve_checkpoint(str(smollm2_gguf()), folder)
+        dense = locate_checkpoint(str(smollm2_gguf()), folder)
         tokenizer = load_tokenizer(dense)
-        text = load_calibration(
+        text = load_text(
             str(arguments.data_dir / "general.jsonl"),
             tokenizer,
             num_sequences=arguments.num_sequences,

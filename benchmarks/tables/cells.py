@@ -24,7 +24,7 @@ def scores(row: Row, dense: dict[str, float]) -> list[str]:
 
 
 def settings(row: Row) -> str:
-    """Return the settings of a row in words; rows from before the form had its name call it the tier."""
+    """Return the settings of a row in words; older rows call the form tier."""
     names = {name: "form" if name == "tier" else name.replace("_", " ") for name in row["settings"]}
     return ", ".join(f"{names[name]} {value}" for name, value in row["settings"].items())
 

@@ -14,7 +14,7 @@ def hidden_size_table() -> str:
     for row in sorted(rows, key=lambda row: (row["correction"], len(row["settings"]), row["group_size"])):
         removed = (
             1 - row["stored_parameters"] / row["dense_parameters"],
-            1 - row["block_parameters"] / row["dense_block_parameters"],
+            1 - row["layer_parameters"] / row["dense_layer_parameters"],
         )
         shares = [f"{share:.1%}" for share in removed]
         lines.append([_group(row), row["correction"], settings(row) or "–", *shares, *scores(row, dense)])

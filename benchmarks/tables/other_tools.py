@@ -36,7 +36,7 @@ def default_curves() -> dict[str, list[Row]]:
     """Rows of the default recipe by form, with the model's own text."""
     rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not row["settings"]]
     rows = sorted((row for row in rows if row["calibration"] == "general.jsonl+self"), key=lambda row: row["asked"])
-    return {form: [row for row in rows if row["tier"] == form] for form in ("per-layer", "stock")}
+    return {form: [row for row in rows if row["form"] == form] for form in ("per-layer", "stock")}
 
 
 def other_curves() -> dict[str, dict[float, float]]:

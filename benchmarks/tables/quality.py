@@ -25,7 +25,7 @@ def quality_table() -> str:
             [
                 f"{row['sparsity']:.1%}",
                 f"**{row['recipe']}**" if row["recipe"] == "oneshot" else row["recipe"],
-                row["tier"],
+                row["form"],
                 _calibrated(row, compressed),
                 rounded(row["score"]),
                 KINDS[row["worst"]],
@@ -57,23 +57,23 @@ def quality_table() -> str:
 
 
 def parts_table() -> str:
-    """Scores of the default with one part or its text changed, beside the default at the same size and tier."""
+    """Scores of the default with one part or its text changed, beside the default at the same size and form."""
     rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not _is_narrow(row)]
     varied = [row for row in rows if varies_a_part(row) or row["calibration"] != rows[0]["calibration"]]
     if not varied:
         return "Not measured yet."
-    sizes = {(row["asked"], row["tier"]) for row in varied}
-    shown = [row for row in rows if (row["asked"], row["tier"]) in sizes]
+    sizes = {(row["asked"], row["form"]) for row in varied}
+    shown = [row for row in rows if (row["asked"], row["form"]) in sizes]
     lines = [
         [
-            *(f"{row['sparsity']:.1%}", row["tier"], settings(row) or "–", row["calibration"]),
+            *(f"{row['sparsity']:.1%}", row["form"], settings(row) or "–", row["calibration"]),
             *(
                 f"{row['calibration_tokens']:,}",
                 f"{row['score']:.3f}",
                 f"{row['worst_ratio']:.2f} ({KINDS[row['worst']]})",
             ),
         ]
-        for row in sorted(shown, key=lambda row: (row["asked"], row["tier"], row["score"]))
+        for row in sorted(shown, key=lambda row: (row["asked"], row["form"], row["score"]))
     ]
     return markdown(
         ["stored removed", "form", "settings", "text", "tokens", "score", "worst kind"],
@@ -90,7 +90,7 @@ def forms_table() -> str:
     rows = [row for row in rows if row["calibration"].endswith("+self")]
     scores: dict[tuple[str, str], dict[float, Row]] = {}
     for row in rows:
-        scores.setdefault((row["tier"], settings(row) or "–"), {})[row["asked"]] = row
+        scores.setdefault((row["form"], settings(row) or "–"), {})[row["asked"]] = row
     return markdown(
         ["form", "further settings", *(f"{size:.0%} removed" for size in sizes)],
         [[*key, *(f"{found[size]['score']:.2f}" for size in sizes)] for key, found in sorted(scores.items())],
@@ -102,7 +102,7 @@ def forms_table() -> str:
 def tokens_table() -> str:
     """Return the scores of the default in the stock form by the size of the calibration set."""
     rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not row["settings"]]
-    rows = [row for row in rows if (row["asked"], row["tier"], row["calibration"]) == (0.2, "stock", "general.jsonl")]
+    rows = [row for row in rows if (row["asked"], row["form"], row["calibration"]) == (0.2, "stock", "general.jsonl")]
     rows = sorted(rows, key=lambda row: row["calibration_tokens"])
     return markdown(
         ["tokens", "score"],
@@ -120,12 +120,12 @@ def wikitext2_table() -> str:
         return "Not measured yet."
     dense = next(row["perplexity"] for row in all_rows if row["recipe"] == "dense")
     lines = []
-    for row in sorted(rows, key=lambda row: (row["sparsity"], row["tier"], row["calibration"])):
+    for row in sorted(rows, key=lambda row: (row["sparsity"], row["form"], row["calibration"])):
         ratios = {kind: row["perplexity"][kind] / value for kind, value in dense.items()}
         own = ratios.pop("wikitext2")
         lines.append(
             [
-                *(f"{row['sparsity']:.1%}", row["tier"], row["calibration"]),
+                *(f"{row['sparsity']:.1%}", row["form"], row["calibration"]),
                 *(rounded(own), rounded(geometric_mean(ratios.values()))),
             ]
         )

@@ -8,14 +8,14 @@ from tables.cells import markdown, origin
 
 
 def overhead_table() -> str:
-    rows = latest([{"tier": "stock"} | row for row in read_rows("overhead")], "recipe", "tier")
+    rows = latest([{"form": "stock"} | row for row in read_rows("overhead")], "recipe", "form")
     lines = []
     for row in rows:
         seconds = [f"{fmean(row[name]):.0f} s" for name in ("forward_seconds", "whole_forward_seconds")]
         ratios = [f"{row[name]:.2f}" for name in ("ratio", "whole_ratio")]
         total, profile = row["compress_seconds"]["total"], row["compress_seconds"].get("profile")
         taken = f"{total:.0f} s" if profile is None else f"{total:.0f} s ({profile:.0f} s of it the profile)"
-        lines.append([row["recipe"], row["tier"], f"{row['num_tokens']:,}", *seconds, taken, *ratios, _operators(row)])
+        lines.append([row["recipe"], row["form"], f"{row['num_tokens']:,}", *seconds, taken, *ratios, _operators(row)])
     return markdown(
         [
             *("recipe", "form", "tokens", "dense pass, no head", "dense pass"),
@@ -59,7 +59,7 @@ def memory_table() -> str:
                 f"{row['num_tokens']:,}",
                 *(f"{row[size] / 1e9:.2f} GB" for size in sizes),
                 f"{row['ratio']:.2f}",
-                f"on the {row['tier']}",
+                f"on the {row.get('store') or row['form']}",
             ]
             for row in rows
         ],
