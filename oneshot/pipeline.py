@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from oneshot.checkpoint import Journal, gguf_header, output_folder, refuse_output, refuse_place
+from oneshot.checkpoint import Journal, card_metadata, gguf_header, output_folder, refuse_output, refuse_place
 from oneshot.compression import LayerCompressor, StreamSubspaces, expanded, find_subspaces, reduce_embedding
 from oneshot.config import Config
 from oneshot.errors import ConfigError
 from oneshot.export import FORMS, cast, expected_bytes, verify, write_companions, write_layers
 from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
-from oneshot.machine.memory import peak_bytes, peak_device_bytes, reset_peak
+from oneshot.machine.memory import reset_peak
 from oneshot.planning import (
     Budget,
     Grid,
@@ -26,10 +27,10 @@ from oneshot.planning import (
     spread_hidden_sizes,
 )
 from oneshot.profiling import refuse_existing, save_profile
+from oneshot.report.build import build_report
 from oneshot.report.card import REPORT_NAME, write_report
 from oneshot.report.progress import ProgressBar, Stopwatch
-from oneshot.report.provenance import versions
-from oneshot.report.records import Footprint, Report
+from oneshot.report.records import Footprint, LayerReport, Report
 from oneshot.run import SAVED_TEXT, Run, open_run
 from oneshot.schedule import Schedule, make_schedule, profile_schedule
 from oneshot.stream import States
@@ -116,99 +117,66 @@ def profile(config: Config, *, show_progress: bool = False) -> Profile:
 
 def _compress(config: Config, run: Run) -> Report:
     """Compress one target of a run."""
-    watch, model, grid, form = Stopwatch(), run.model, run.grid, FORMS[config.form]
+    watch, model, grid = Stopwatch(), run.model, run.grid
     reset_peak()
     _refuse_place(config, run)
-    budget = run.budget(config.target)
+    output, budget = output_folder(config.output), run.budget(config.target)
     plan = run.machine.workers.share(0, lambda: make_plan(grid, run.method, config.target, budget=budget))
     _refuse_config(run, plan)
     schedule = _schedule(config, run, plan)
     footprint = run.footprint(config, schedule, plan)
     run.store_activations(footprint.store)
     fingerprint = run.fingerprint(config, schedule)
-    output = output_folder(config.output)
-    if config.resume and output.exists():
-        finished = _finished_report(output, fingerprint)
-        if finished is not None:
-            return finished
-        refuse_output(output, overwrite=config.overwrite, resume=False)
+    finished = _finished_report(output, fingerprint) if config.resume else None
+    if finished is not None:
+        return finished
+    refuse_output(output, overwrite=config.overwrite, resume=config.resume and not output.exists())
     run.machine.workers.wait()  # all must have looked before one of them writes
     watch.lap("prepare")
-    parameters = grid.stack(plan).stored_parameters()
-    num_layers = model.shape.num_hidden_layers
-    with Journal(
-        output,
-        num_parts=num_layers + len(form.outside(model, plan, None, None)),
-        fingerprint=fingerprint,
-        workers=run.machine.workers,
-        overwrite=config.overwrite,
-        resume=config.resume,
-        expected_bytes=expected_bytes(config.save_dtype, model.checkpoint, parameters),
-        max_file_bytes=config.max_file_bytes,
-    ) as journal:
+    with _journal(config, run, plan, fingerprint) as journal:
         if run.written_text is not None:
             journal.save(SAVED_TEXT, {"token_ids": run.written_text.token_ids.tolist()})
         plan, divergences = _measured_plan(config, run, plan, budget, schedule, journal)
         watch.lap("profile")
-        plan, subspaces = _subspaces(config, run, plan, schedule)
+        plan, subspaces = _find_subspaces(config, run, plan)
         watch.lap("hidden size")
-        embedding = journal.saved_tensors(EMBEDDING) if plan.embedding else None
-        states = None
-        if schedule.streams and journal.num_finished < num_layers:
-            states = _states(run, schedule, embedding, subspaces)
-        compressor = LayerCompressor(
-            model, run.method, plan, grid, run.machine, subspaces=subspaces, states=states, seed=config.seed
-        )
         warnings = run.warnings.take()
-        layers = write_layers(
-            model,
-            plan,
-            form,
-            compressor,
-            states,
-            journal,
-            save_dtype=config.save_dtype,
-            warnings=run.warnings,
-            show_progress=run.show_progress,
-        )
+        embedding = journal.saved_tensors(EMBEDDING) if plan.embedding else None
+        layers = _compress_layers(config, run, plan, schedule, subspaces, embedding, journal)
         watch.lap("layers")
-        for read in form.outside(model, plan, subspaces, embedding)[journal.num_finished - num_layers :]:
+        for read in run.form.outside(model, plan, subspaces, embedding)[journal.num_finished - len(layers) :]:
             journal.add(cast(config.save_dtype, read()))
-        journal.join()
+        _join(run, journal)
         report = None
         if run.machine.workers.is_main:
-            write_companions(
-                model.checkpoint.folder,
-                journal.partial,
-                form.config(model, plan),
-                dtype=None if config.save_dtype == "keep" else config.save_dtype,
-            )
-            form.finish(journal.partial)
-            compressed = verify(journal.partial).num_parameters
+            save_dtype = None if config.save_dtype == "keep" else config.save_dtype
+            source, folder = model.checkpoint, journal.partial
+            write_companions(source.folder, folder, run.form.config(model, plan), dtype=save_dtype)
+            run.form.finish(folder)
+            stored = {"dense": source.num_parameters, "compressed": verify(folder).num_parameters}
             watch.lap("write")
-            report = Report(
-                config=config.to_dict(),
-                method=asdict(run.method),
-                versions=versions(),
-                plan=asdict(plan),
-                **_sizes(config, run, plan, compressed),
-                dense_shape=asdict(model.shape),
-                calibration=_described_text(run) if schedule.reads_text else None,
-                layers=tuple(layers),
+            report = build_report(
+                config,
+                run.method,
+                plan,
+                shape=model.shape,
+                stacks={"dense": run.dense, "compressed": grid.stack(plan)},
+                stored=stored,
+                text=run.text if schedule.reads_text else None,
+                layers=layers,
                 seconds=watch.total(),
-                peak_bytes=peak_bytes(),
-                peak_device_bytes=peak_device_bytes(),
                 hidden_error=None if subspaces is None else subspaces.mean_error(),
                 predicted_divergence=divergences,
                 footprint=footprint,
                 fingerprint=fingerprint,
                 warnings=warnings + run.warnings.take(),
             )
-            write_report(report, model.checkpoint.folder, journal.partial, title=form.title, loading=form.loading)
+            form, inherited = run.form, card_metadata(source.folder)
+            write_report(report, folder, inherited, title=form.title, loading=form.loading)
         journal.commit()
-        shared = run.machine.workers.share(0, lambda: report)
-    assert shared is not None
-    return shared
+        report = run.machine.workers.share(0, lambda: report)
+    assert report is not None
+    return report
 
 
 def _schedule(config: Config, run: Run, plan: Plan) -> Schedule:
@@ -254,9 +222,9 @@ def _measured_plan(
     return plan, divergences
 
 
-def _subspaces(config: Config, run: Run, plan: Plan, schedule: Schedule) -> tuple[Plan, StreamSubspaces | None]:
+def _find_subspaces(config: Config, run: Run, plan: Plan) -> tuple[Plan, StreamSubspaces | None]:
     """Return the subspaces of a smaller hidden size, and the plan with the widths that suit them."""
-    if plan.hidden is None or not schedule.finds_subspaces:
+    if plan.hidden is None:
         return plan, None
     shape, method = run.model.shape, run.method
     with ProgressBar(
@@ -283,14 +251,58 @@ def _subspaces(config: Config, run: Run, plan: Plan, schedule: Schedule) -> tupl
     return plan, StreamSubspaces(subspaces, plan.hidden, run.machine.device)
 
 
-def _states(run: Run, schedule: Schedule, embedding: Tensors | None, subspaces: StreamSubspaces | None) -> States:
-    """Return the streams at the embedding."""
-    first = None if embedding is None else expanded(embedding, run.model.shape.hidden_size)
-    states = States(run.model, run.machine, run.text, two=schedule.two_streams, compressed_embedding=first)
-    if subspaces is not None:
-        states.defer(lambda x, _: subspaces.inside(x, 0))
-        states.settle()
-    return states
+def _compress_layers(
+    config: Config,
+    run: Run,
+    plan: Plan,
+    schedule: Schedule,
+    subspaces: StreamSubspaces | None,
+    embedding: Tensors | None,
+    journal: Journal,
+) -> list[LayerReport]:
+    """Compress the layers into the journal; those of an interrupted run are only replayed."""
+    model, machine, states = run.model, run.machine, None
+    if schedule.streams and journal.num_finished < model.shape.num_hidden_layers:
+        first = None if embedding is None else expanded(embedding, model.shape.hidden_size)
+        states = States(model, machine, run.text, two=schedule.two_streams, compressed_embedding=first)
+        if subspaces is not None:
+            states.defer(lambda x, _: subspaces.inside(x, 0))
+            states.settle()
+    compressor = LayerCompressor(
+        model, run.method, plan, run.grid, machine, subspaces=subspaces, states=states, seed=config.seed
+    )
+    return write_layers(
+        model,
+        plan,
+        run.form,
+        compressor,
+        states,
+        journal,
+        save_dtype=config.save_dtype,
+        warnings=run.warnings,
+        show_progress=run.show_progress,
+    )
+
+
+def _journal(config: Config, run: Run, plan: Plan, fingerprint: dict[str, Any]) -> Journal:
+    """Open the journal of a run."""
+    model, parameters = run.model, run.grid.stack(plan).stored_parameters()
+    return Journal(
+        output_folder(config.output),
+        num_parts=model.shape.num_hidden_layers + len(run.form.outside(model, plan, None, None)),
+        fingerprint=fingerprint,
+        workers=run.machine.workers,
+        overwrite=config.overwrite,
+        resume=config.resume,
+        expected_bytes=expected_bytes(config.save_dtype, model.checkpoint, parameters),
+        max_file_bytes=config.max_file_bytes,
+    )
+
+
+def _join(run: Run, journal: Journal) -> None:
+    """Join the journal's parts into the weight files of the result."""
+    with tqdm(desc="joining", unit="B", unit_scale=True, disable=not run.show_progress) as progress:
+        journal.join(progress.update)
 
 
 def _finished_report(output: Path, fingerprint: dict[str, Any]) -> Report | None:
@@ -300,29 +312,3 @@ def _finished_report(output: Path, fingerprint: dict[str, Any]) -> Report | None
         return None
     values = json.loads(path.read_text())
     return Report.from_dict(values) if values.get("fingerprint") == fingerprint else None
-
-
-def _sizes(config: Config, run: Run, plan: Plan, compressed: int) -> dict[str, Any]:
-    """Return the report's sizes before and after."""
-    dense = run.model.checkpoint.num_parameters
-    stacks = {"dense": run.dense, "compressed": run.grid.stack(plan)}
-    target = config.target
-    asked = target.sparsity if target.parameters is None else 1 - target.parameters / dense
-    return {
-        "stored_parameters": {"dense": dense, "compressed": compressed},
-        "layer_parameters": {name: stack.all_layer_parameters() for name, stack in stacks.items()},
-        "flops_per_token": {name: stack.flops_per_token() for name, stack in stacks.items()},
-        "kv_bytes_per_token": {name: stack.kv_bytes_per_token() for name, stack in stacks.items()},
-        "sparsity": {"asked": asked, "reached": 1 - compressed / dense},
-    }
-
-
-def _described_text(run: Run) -> dict[str, Any]:
-    """Return the report's description of the calibration text."""
-    return {
-        "source": run.text.source,
-        "num_sequences": len(run.text.token_ids),
-        "sequence_length": run.text.token_ids.shape[1],
-        "num_tokens": run.text.num_tokens,
-        "token_hash": run.text.token_hash,
-    }

@@ -26,17 +26,8 @@ from oneshot.footprint import (
 )
 from oneshot.machine import Machine, Store, join_workers, resolve_device, resolve_dtype
 from oneshot.machine.memory import release_heap, reset_peak
-from oneshot.machine.prefetch import prefetch
-from oneshot.planning import Budget, Plan, Profile, ProfileOrigin, parameter_budget, removed_unit
-from oneshot.profiling import (
-    PROBED_KINDS,
-    LayerProfiler,
-    load_profile,
-    measured_seconds,
-    no_embedding_profile,
-    profile_embedding,
-    refuse_other,
-)
+from oneshot.planning import Budget, Plan, Profile, parameter_budget
+from oneshot.profiling import load_profile, make_profile, measured_seconds, refuse_other
 from oneshot.recipes import TOKENS_PER_NEURON
 from oneshot.report.progress import ProgressBar, WarningLog
 from oneshot.report.provenance import versions
@@ -117,7 +108,7 @@ class Run:
         self.grid = self.form.grid(self.model)
         self.method = self.grid.settle(config.method)
         self.written_text: Text | None = None
-        self._store: Store = "host"
+        self._profile: Profile | None = None
 
     def _open(self) -> Model:
         """Find, fetch or convert the checkpoint, in one process for all."""
@@ -209,46 +200,17 @@ class Run:
                 )
         return self._profile
 
-    _profile: Profile | None = None
-
     def make_profile(self, schedule: Schedule) -> Profile:
-        """Pass the dense model once and measure what smaller sizes cost."""
-        unit, damping = removed_unit(self.method, self.model.shape), self.method.fixed_damping
-        num_layers = self.model.shape.num_hidden_layers
-        profiler = LayerProfiler(
+        """Measure what smaller sizes cost."""
+        return make_profile(
             self.model,
-            self.machine,
             self.text,
-            head_unit=unit,
-            damping=damping,
-            probed=schedule.profiled_kinds or PROBED_KINDS,
+            self.method,
+            self.machine,
+            kinds=schedule.profiled_kinds,
+            with_embedding=schedule.profiles_embedding,
+            show_progress=self.show_progress,
         )
-        with ProgressBar(
-            num_layers=num_layers,
-            num_tokens=profiler.states.num_tokens,
-            visible=self.show_progress,
-            description="profile",
-        ) as progress:
-            profiler.states.advance = progress.advance
-            for layer, tensors in enumerate(self._read_layers()):
-                profiler.profile_layer(layer, tensors)
-                del tensors  # free before the next layer is waited for
-        embedding = no_embedding_profile()
-        if schedule.profiles_embedding:
-            marks = special_tokens(load_tokenizer(self.model.checkpoint.folder), self.model.shape.vocab_size)
-            embedding = profile_embedding(self.model, profiler.states, profiler.token_ids, marks, self._read_layers)
-        origin = ProfileOrigin(
-            model_hash=self.model.checkpoint.content_hash(),
-            token_hash=self.text.token_hash,
-            head_unit=unit,
-            damping=damping,
-            probe_tokens=profiler.num_probe_tokens,
-            versions=versions(),
-        )
-        return profiler.finish(origin, embedding)
-
-    def _read_layers(self) -> Iterator[Tensors]:
-        return prefetch(self.model.read_layer, self.model.shape.num_hidden_layers)
 
     @cached_property
     def _seconds(self) -> Callable[[StackShape], float]:
@@ -295,9 +257,3 @@ class Run:
         work = describe_work(config, self.model, self.method, self.grid, schedule, plan, self.machine)
         bounds = current_bounds(config.machine, self.machine.device)
         return predict_footprint(work, bounds, config.machine, result_bytes=result_bytes, measure_time=dry)
-
-
-def special_tokens(tokenizer: Any, vocab_size: int) -> list[int]:
-    """Return the tokens that mark structure, such as a chat's turns."""
-    marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return [mark for mark in marks if mark < vocab_size]

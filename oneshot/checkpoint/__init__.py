@@ -1,5 +1,6 @@
 """Checkpoints on disk: where they are, how they are read safely, and how a run writes one."""
 
+from oneshot.checkpoint.card import card_metadata
 from oneshot.checkpoint.gguf import GgufHeader, gguf_header
 from oneshot.checkpoint.journal import Journal, peek_saved, refuse_output
 from oneshot.checkpoint.locate import locate_checkpoint, open_model
@@ -12,6 +13,7 @@ __all__ = [
     "GgufHeader",
     "Journal",
     "Model",
+    "card_metadata",
     "gguf_header",
     "identify",
     "locate_checkpoint",

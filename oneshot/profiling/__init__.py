@@ -1,17 +1,16 @@
 """Profiles: what smaller sizes cost, measured in one dense pass; and the latency of layers."""
 
-from oneshot.profiling.embedding import no_embedding_profile, profile_embedding
 from oneshot.profiling.files import load_profile, refuse_existing, refuse_other, save_profile
 from oneshot.profiling.latency import measured_seconds
+from oneshot.profiling.profile import make_profile
 from oneshot.profiling.profiler import PROBED_KINDS, LayerProfiler
 
 __all__ = [
     "PROBED_KINDS",
     "LayerProfiler",
     "load_profile",
+    "make_profile",
     "measured_seconds",
-    "no_embedding_profile",
-    "profile_embedding",
     "refuse_existing",
     "refuse_other",
     "save_profile",

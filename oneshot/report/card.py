@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import ModelCardData
 
 from oneshot.errors import printable
 from oneshot.report.records import Report
@@ -13,50 +13,25 @@ from oneshot.report.terminal import size_rows
 
 REPORT_NAME = "oneshot_report.json"
 CARD_NAME = "README.md"
-MAX_CARD_BYTES = 2**20
-INHERITED = ("license", "license_name", "license_link", "language", "datasets")  # metadata of the input's card
 HUB_TEXTS = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext"}
 
 
-def write_report(report: Report, source: Path, folder: Path, *, title: str, loading: str) -> None:
+def write_report(report: Report, folder: Path, inherited: dict[str, Any], *, title: str, loading: str) -> None:
     """Write `oneshot_report.json`, `report.html` and the model card.
 
     Args:
-        source: the input's folder, whose card has the licence. title, loading: sentences about the result's form.
+        inherited: metadata of the input's card (`checkpoint.card_metadata`).
+        title, loading: sentences about the result's form.
     """
     from oneshot.report.page import report_page  # matplotlib: only a finished run draws
 
     (folder / REPORT_NAME).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     (folder / "report.html").write_text(report_page(report), encoding="utf-8", errors="backslashreplace")
-    card = model_card(report, source_metadata(source), title=title, loading=loading)
+    card = model_card(report, inherited, title=title, loading=loading)
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
 
 
-def source_metadata(folder: Path) -> dict[str, Any]:
-    """Return the metadata of a checkpoint's own model card that a derived model inherits; empty without a card."""
-    path = folder / CARD_NAME
-    try:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_CARD_BYTES:
-            path = path.resolve(strict=True)
-            if path.stat().st_size > MAX_CARD_BYTES or "blobs" not in path.parts:
-                return {}
-        text = path.read_text(encoding="utf-8")
-        match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
-        metadata = yaml.safe_load(match[1]) if match else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
-        return {}  # a card is optional, and a damaged one says nothing reliable
-    if not isinstance(metadata, dict):
-        return {}
-    return {name: metadata[name] for name in INHERITED if _is_plain(metadata.get(name))}
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a short string or a list of short strings."""
-    listed = value if isinstance(value, list) else [value]
-    return bool(listed) and len(listed) < 100 and all(isinstance(one, str) and len(one) < 200 for one in listed)
-
-
-def card_metadata(report: Report, inherited: dict[str, Any]) -> dict[str, Any]:
+def metadata_of(report: Report, inherited: dict[str, Any]) -> dict[str, Any]:
     """Return the card's metadata: what the hub shows and searches."""
     metadata: dict[str, Any] = {
         "library_name": "transformers",
@@ -78,7 +53,7 @@ def card_metadata(report: Report, inherited: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading: str) -> str:
-    """Return the README.md of the compressed checkpoint; `inherited` as from `source_metadata`."""
+    """Return the README.md of the compressed checkpoint; `inherited` as in `write_report`."""
     rows = "\n".join(
         f"| {name} | {values['dense']:,} | {values['compressed']:,} |" for name, values in size_rows(report)
     )
@@ -89,9 +64,10 @@ def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading
         if calibration
         else "none: this recipe only reads weights"
     )
-    metadata = yaml.safe_dump(card_metadata(report, inherited), sort_keys=False, allow_unicode=True)
+    metadata = ModelCardData(**metadata_of(report, inherited)).to_yaml()
     return f"""---
-{metadata}---
+{metadata}
+---
 # Compressed from {_escaped(Path(str(report.config["checkpoint"])).name)}
 
 {title}, made smaller in one shot, without training, by `oneshot` {report.versions.get("oneshot", "")}. {loading}

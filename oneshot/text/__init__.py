@@ -1,6 +1,16 @@
 """Calibration text: where documents come from, how they are packed, and text that the model writes itself."""
 
-from oneshot.text.packing import Text, load_text, load_tokenizer, mix, pack, shares, split_sources, token_hash
+from oneshot.text.packing import (
+    Text,
+    load_text,
+    load_tokenizer,
+    mix,
+    pack,
+    shares,
+    special_tokens,
+    split_sources,
+    token_hash,
+)
 from oneshot.text.self_written import SELF, write_text
 from oneshot.text.sources import iter_documents
 
@@ -13,6 +23,7 @@ __all__ = [
     "mix",
     "pack",
     "shares",
+    "special_tokens",
     "split_sources",
     "token_hash",
     "write_text",

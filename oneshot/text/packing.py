@@ -51,6 +51,12 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
+def special_tokens(tokenizer: Any, vocab_size: int) -> list[int]:
+    """Return the tokens that mark structure, such as a chat's turns."""
+    marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return [mark for mark in marks if mark < vocab_size]
+
+
 def load_text(source: str, tokenizer: Any, *, num_sequences: int, sequence_length: int, seed: int) -> Text:
     """Read, shuffle and tokenise the documents of a source, join them and cut them into sequences.
 

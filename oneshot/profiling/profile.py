@@ -1,0 +1,62 @@
+"""Making a profile: the layers in order, then the embedding."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.machine import Machine
+from oneshot.machine.prefetch import prefetch
+from oneshot.planning import Profile, ProfileOrigin, removed_unit
+from oneshot.profiling.embedding import no_embedding_profile, profile_embedding
+from oneshot.profiling.profiler import LayerProfiler
+from oneshot.recipes import Method
+from oneshot.report.progress import ProgressBar
+from oneshot.report.provenance import versions
+from oneshot.text import Text, load_tokenizer, special_tokens
+
+Tensors = dict[str, torch.Tensor]
+
+
+def make_profile(
+    model: Model,
+    text: Text,
+    method: Method,
+    machine: Machine,
+    *,
+    kinds: Sequence[str],
+    with_embedding: bool,
+    show_progress: bool = False,
+) -> Profile:
+    """Pass the dense model once over the first sequences and measure what smaller sizes cost.
+
+    Args:
+        kinds: of `profiler.PROBED_KINDS`, whose sensitivity is measured. with_embedding: whether the embedding's ranks
+            are measured; a few sequences then pass the layers once more.
+    """
+    num_layers, unit = model.shape.num_hidden_layers, removed_unit(method, model.shape)
+
+    def layers() -> Iterator[Tensors]:
+        return prefetch(model.read_layer, num_layers)
+
+    profiler = LayerProfiler(model, machine, text, head_unit=unit, damping=method.fixed_damping, probed=kinds)
+    with ProgressBar(
+        num_layers=num_layers, num_tokens=profiler.states.num_tokens, visible=show_progress, description="profile"
+    ) as progress:
+        profiler.states.advance = progress.advance
+        for layer, tensors in enumerate(layers()):
+            profiler.profile_layer(layer, tensors)
+            del tensors  # free before the next layer is waited for
+    embedding = no_embedding_profile()
+    if with_embedding:
+        marks = special_tokens(load_tokenizer(model.checkpoint.folder), model.shape.vocab_size)
+        embedding = profile_embedding(model, profiler.states, profiler.token_ids, marks, layers)
+    origin = ProfileOrigin(
+        model_hash=model.checkpoint.content_hash(),
+        token_hash=text.token_hash,
+        head_unit=unit,
+        damping=method.fixed_damping,
+        probe_tokens=profiler.num_probe_tokens,
+        versions=versions(),
+    )
+    return profiler.finish(origin, embedding)
