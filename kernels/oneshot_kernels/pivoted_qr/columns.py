@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 from oneshot_kernels.pivoted_qr import pivoted_qr
-from oneshot_kernels.pivoted_qr.cholesky import check_gram, pivoted_cholesky, rank_tolerance
-from oneshot_kernels.pivoted_qr.factor import PivotedFactor, trailing_errors
+from oneshot_kernels.pivoted_qr.cholesky import check_gram, leading_pivots_, pivoted_cholesky, rank_tolerance
+from oneshot_kernels.pivoted_qr.factor import PivotedFactor, columns_without, trailing_errors
 
 
 class Columns(Protocol):
@@ -37,15 +37,17 @@ class GramColumns:
 
     def winners(self, candidates: torch.Tensor, count: int) -> torch.Tensor:
         count = min(count, candidates.numel())
-        return candidates[pivoted_cholesky(self.schur[candidates][:, candidates], rank=count).pivots[:count]]
+        return candidates[leading_pivots_(self.schur[candidates][:, candidates], count)]
 
     def project_out(self, chosen: torch.Tensor) -> bool:
         if float(self.schur.diagonal().amax()) <= rank_tolerance(self.gram.diagonal()):
             return False
         _, rows = _rows_of_r(self.schur, chosen)
-        self.schur = torch.addmm(self.schur, rows.mT, rows, alpha=-1)
-        self.schur[chosen] = 0
-        self.schur[:, chosen] = 0
+        if self.schur is self.gram:  # which is the caller's, and is needed in the end
+            self.schur = self.gram.clone()
+        self.schur.addmm_(rows.mT, rows, alpha=-1)
+        self.schur.index_fill_(0, chosen, 0.0)
+        self.schur.index_fill_(1, chosen, 0.0)
         return True
 
     def factor(self, winners: torch.Tensor) -> PivotedFactor:
@@ -72,7 +74,7 @@ class MatrixColumns:
             return False
         orthonormal, _ = torch.linalg.qr(self.rest[:, chosen])
         self.rest = torch.addmm(self.rest, orthonormal, orthonormal.mT @ self.rest, alpha=-1)
-        self.rest[:, chosen] = 0
+        self.rest.index_fill_(1, chosen, 0.0)
         return True
 
     def factor(self, winners: torch.Tensor) -> PivotedFactor:
@@ -115,6 +117,4 @@ def _rows_of_r(gram: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, 
 
 def _complete(order: torch.Tensor, count: int) -> torch.Tensor:
     """`order` followed by the columns it lacks, in index order."""
-    rest = torch.ones(count, dtype=torch.bool, device=order.device)
-    rest[order] = False
-    return torch.cat([order, rest.nonzero().squeeze(1)])
+    return torch.cat([order, columns_without(order, count)])

@@ -38,9 +38,12 @@ def empty_factor(num_columns: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def suffix_sums(values: torch.Tensor) -> torch.Tensor:
-    """`out[k] = sum(values[k:])` for k = 0 … len, smallest terms first so that a tiny tail keeps its digits."""
-    sums = values.double().flip(0).cumsum(0).flip(0)
-    return torch.cat([sums, sums.new_zeros(1)])
+    """`out[k] = sum(values[k:])` for k = 0 … len, smallest terms first so that a tiny tail keeps its digits.
+
+    Summed on the CPU wherever `values` are: torch names `cumsum` of floats on CUDA as not deterministic.
+    """
+    sums = values.double().cpu().flip(0).cumsum(0).flip(0)
+    return torch.cat([sums, sums.new_zeros(1)]).to(values.device)
 
 
 def trailing_errors(r: torch.Tensor, residual_squares: torch.Tensor) -> torch.Tensor:
@@ -53,3 +56,9 @@ def trailing_errors(r: torch.Tensor, residual_squares: torch.Tensor) -> torch.Te
     rows = suffix_sums(torch.linalg.vector_norm(r, dim=1, dtype=torch.float64).square())
     rest = suffix_sums(residual_squares.clamp_min(0))
     return torch.cat([rows[:-1] + rest[0], rest]).sqrt()
+
+
+def columns_without(taken: torch.Tensor, count: int) -> torch.Tensor:
+    """Columns 0 … count - 1 less the distinct `taken`, in index order, int64; the device is not waited for."""
+    flags = torch.zeros(count, dtype=torch.uint8, device=taken.device).index_fill_(0, taken, 1)
+    return flags.argsort(stable=True)[: count - taken.numel()]

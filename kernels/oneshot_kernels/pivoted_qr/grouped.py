@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from oneshot_kernels.pivoted_qr.columns import Columns, columns_of
-from oneshot_kernels.pivoted_qr.factor import PivotedFactor
+from oneshot_kernels.pivoted_qr.factor import PivotedFactor, columns_without
 
 
 def grouped_pivots(
@@ -55,7 +55,7 @@ def tournament_pivots(
             break
         panels.append(panel)
         taken += width
-        remaining = remaining[~torch.isin(remaining, panel)]
+        remaining = columns_without(torch.cat(panels), columns.count)
     return columns.factor(torch.cat(panels))
 
 

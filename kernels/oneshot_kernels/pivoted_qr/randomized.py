@@ -7,7 +7,7 @@ import torch
 from oneshot_kernels.count_sketch import sketch_
 from oneshot_kernels.gram import gram_
 from oneshot_kernels.pivoted_qr.cholesky import pivoted_cholesky
-from oneshot_kernels.pivoted_qr.factor import PivotedFactor, trailing_errors
+from oneshot_kernels.pivoted_qr.factor import PivotedFactor, columns_without, trailing_errors
 from oneshot_kernels.pivoted_qr.lapack import lapack_pivoted_qr
 
 # CQRRPT's defaults: non-zeros per column of S (1, CountSketch, fails on coherent rows) and sketch rows over n
@@ -89,8 +89,7 @@ def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) 
         chosen, sketch_r = pivots_of_sketch(sketched, width, tolerance)
         if chosen.numel() == 0:
             break
-        rest = torch.ones_like(columns, dtype=torch.bool)
-        rest[chosen] = False
+        rest = columns_without(chosen, columns.numel())
         r11, orthonormal = preconditioned_cholesky_qr(work[:, chosen], sketch_r)
         r12 = orthonormal.mT @ work[:, rest]
         rows = slice(taken.numel(), taken.numel() + chosen.numel())
@@ -135,25 +134,26 @@ def greedy_pivots(sketched: torch.Tensor, count: int, tolerance: float) -> tuple
     """Up to `count` Businger–Golub pivots of the wide `sketched` [s, n], by modified Gram–Schmidt.
 
     Returns (chosen int64[k], R [k, k] of those columns). Stops where no column's remaining norm exceeds `tolerance`,
-    and where the sketch's rows are used up. Cost 4 s n k flops.
+    and where the sketch's rows are used up. Cost 4 s n k flops and ten small kernels a pivot; the device is waited for
+    once, at the end: pivots at or below the tolerance remove nothing, and they are cut off.
     """
+    count = min(count, *sketched.shape)
     rest = sketched.clone()
-    chosen: list[int] = []
-    rows = []
-    for _ in range(min(count, sketched.shape[0])):
-        norms = torch.linalg.vector_norm(rest, dim=0)
-        norms[chosen] = 0
-        pivot = int(norms.argmax())
-        if not float(norms[pivot]) > tolerance:
-            break
-        direction = rest[:, pivot] / norms[pivot]
-        row = direction @ rest
-        rest.addr_(direction, row, alpha=-1)
-        chosen.append(pivot)
-        rows.append(row)
-    positions = torch.tensor(chosen, dtype=torch.int64, device=sketched.device)
-    r = torch.stack(rows)[:, positions].triu_() if rows else sketched.new_zeros(0, 0)
-    return positions, r
+    rows = sketched.new_empty(count, sketched.shape[1])
+    sizes = sketched.new_empty(count)
+    chosen = torch.empty(count, dtype=torch.int64, device=sketched.device)
+    infinite = sketched.new_full((1,), torch.inf)
+    for step in range(count):
+        size_of = sizes[step : step + 1]
+        size, pivot = torch.linalg.vector_norm(rest, dim=0).max(dim=0, keepdim=True)
+        torch.where(size > tolerance, size, infinite, out=size_of)  # `infinite` is there: a Python number would wait
+        direction = rest.index_select(1, pivot).squeeze(1).div_(size_of)
+        torch.mv(rest.mT, direction, out=rows[step])
+        rest.addr_(direction, rows[step], alpha=-1)
+        rest.index_fill_(1, pivot, 0.0)
+        chosen[step : step + 1].copy_(pivot)
+    positions = chosen[: int(sizes.isfinite().sum())]
+    return positions, rows[: positions.numel()].index_select(1, positions).triu_()
 
 
 def _sketch(matrix: torch.Tensor, sketch_size: int, seed: int) -> torch.Tensor:
