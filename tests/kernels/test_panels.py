@@ -36,9 +36,10 @@ def matrix_of(kind: str, num_columns: int, num_rows: int) -> torch.Tensor:
             num_columns // 3, num_columns, dtype=torch.float64, generator=generator
         )
     if kind == "graded":
-        return normal * torch.logspace(0, -4, num_columns, dtype=torch.float64)[
-            torch.randperm(num_columns, generator=generator)
-        ]
+        return (
+            normal
+            * torch.logspace(0, -4, num_columns, dtype=torch.float64)[torch.randperm(num_columns, generator=generator)]
+        )
     return normal
 
 

@@ -38,9 +38,7 @@ class Elimination:
         return self.order.index_select(0, key.argsort())
 
 
-def eliminate_(
-    gram: torch.Tensor, rank: int, *, rows: torch.Tensor | None = None, width: int = WIDTH
-) -> Elimination:
+def eliminate_(gram: torch.Tensor, rank: int, *, rows: torch.Tensor | None = None, width: int = WIDTH) -> Elimination:
     """Take up to `rank` greedy pivots of `gram`, which is destroyed, by right-looking pivoted Cholesky.
 
     The rules are those of LAPACK's `dpstrf` (LAPACK Working Note 161). The largest remaining diagonal entry is the next
