@@ -19,12 +19,13 @@ TILE = 128
 ROWS_PER_STEP = 64
 NUM_WARPS = 8
 NUM_STAGES = 3
+ALIGNMENT = 16  # Triton knows of an argument that 16 divides it, or nothing
 
 
 @triton.jit
 def gram_kernel(  # type: ignore[no-untyped-def]
-    out, left, right, num_rows, num_left, num_right, stride_out_row, stride_out_column,
-    stride_left_row, stride_left_column, stride_right_row, stride_right_column,
+    out, left, right, num_rows, num_left, num_right, padded_left, padded_right,
+    stride_out_row, stride_out_column, stride_left, stride_right,
     symmetric: tl.constexpr, widen: tl.constexpr, tile: tl.constexpr, step_rows: tl.constexpr,
 ):  # fmt: skip
     # out[I, J] += sum over rows r of left[r, I]ᵀ right[r, J];  symmetric: left is right, I <= J
@@ -42,22 +43,31 @@ def gram_kernel(  # type: ignore[no-untyped-def]
     row = tile_row * tile + tl.arange(0, tile)
     column = tile_column * tile + tl.arange(0, tile)
     step = tl.arange(0, step_rows)
-    x_at = left + step[:, None].to(tl.int64) * stride_left_row + row[None, :].to(tl.int64) * stride_left_column
-    y_at = right + step[:, None].to(tl.int64) * stride_right_row + column[None, :].to(tl.int64) * stride_right_column
+    x_at = left + step[:, None].to(tl.int64) * stride_left + row[None, :]
+    y_at = right + step[:, None].to(tl.int64) * stride_right + column[None, :]
     total = tl.zeros((tile, tile), dtype=tl.float32)
     for start in range(0, num_rows, step_rows):
         alive = start + step < num_rows
-        x = tl.load(x_at, mask=alive[:, None] & (row[None, :] < num_left), other=0.0)
-        y = tl.load(y_at, mask=alive[:, None] & (column[None, :] < num_right), other=0.0)
+        x = tl.load(x_at, mask=alive[:, None] & (row[None, :] < padded_left), other=0.0)
+        y = tl.load(y_at, mask=alive[:, None] & (column[None, :] < padded_right), other=0.0)
         if widen:  # the interpreter multiplies the bits of bf16 as if they were whole numbers
             x = x.to(tl.float32)
             y = y.to(tl.float32)
         total = tl.dot(tl.trans(x), y, total)
-        x_at += tl.cast(stride_left_row, tl.int64) * step_rows
-        y_at += tl.cast(stride_right_row, tl.int64) * step_rows
-    inside = (row[:, None] < num_left) & (column[None, :] < num_right)
-    target = out + row[:, None].to(tl.int64) * stride_out_row + column[None, :].to(tl.int64) * stride_out_column
-    tl.store(target, tl.load(target, mask=inside, other=0.0) + total, mask=inside)
+        x_at += tl.cast(stride_left, tl.int64) * step_rows
+        y_at += tl.cast(stride_right, tl.int64) * step_rows
+    # The tile is added to memory in two halves: where n is odd, all its addresses at once would not fit in registers.
+    first, second = tl.split(tl.permute(tl.reshape(total, (tile, 2, tile // 2)), (0, 2, 1)))
+    half = tile_column * tile + tl.arange(0, tile // 2)
+    _add_to(out, first, row, half, num_left, num_right, stride_out_row, stride_out_column)
+    _add_to(out, second, row, half + tile // 2, num_left, num_right, stride_out_row, stride_out_column)
+
+
+@triton.jit
+def _add_to(out, part, row, column, num_rows, num_columns, stride_row, stride_column):  # type: ignore[no-untyped-def]
+    inside = (row[:, None] < num_rows) & (column[None, :] < num_columns)
+    target = out + row[:, None].to(tl.int64) * stride_row + column[None, :].to(tl.int64) * stride_column
+    tl.store(target, tl.load(target, mask=inside, other=0.0) + part, mask=inside)
 
 
 def gram_(out: torch.Tensor, rows: torch.Tensor) -> None:
@@ -87,13 +97,30 @@ def cross_gram_(out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor) ->
         torch_impl.cross_gram_(out, rows, targets)
 
 
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """Return `rows`, or a copy with zero columns up to a multiple of 16, where threads could not load 16 bytes at once.
+
+    Loads of single numbers would need more registers than there are.
+    """
+    fits = rows.stride(1) == 1 and rows.stride(0) % ALIGNMENT == 0 and rows.shape[1] % ALIGNMENT == 0
+    if fits and rows.data_ptr() % ALIGNMENT == 0:
+        return rows
+    num_rows, num_columns = rows.shape
+    padded = rows.new_zeros(num_rows, triton.cdiv(num_columns, ALIGNMENT) * ALIGNMENT)
+    padded[:, :num_columns] = rows
+    return padded
+
+
 def _has_kernel(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
     return out.dtype == torch.float32 and left.dtype == right.dtype and left.dtype in torch_impl.HALF
 
 
 def _launch(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, programs: int, *, symmetric: bool) -> None:
+    x = _aligned(left)
+    y = x if symmetric else _aligned(right)
     gram_kernel[(programs,)](
-        out, left, right, left.shape[0], left.shape[1], right.shape[1], *out.stride(), *left.stride(), *right.stride(),
+        out, x, y, x.shape[0], left.shape[1], right.shape[1], x.shape[1], y.shape[1],
+        *out.stride(), x.stride(0), y.stride(0),
         symmetric=symmetric, widen=triton_interpreted(), tile=TILE, step_rows=ROWS_PER_STEP,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
