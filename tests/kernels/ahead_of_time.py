@@ -10,6 +10,7 @@ replaces Triton's driver for good, and Triton must not have been imported for it
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -101,8 +102,9 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "sketch of late rows", lambda: sketch_(torch.zeros(32, 64), late, row_offset=2**33, seed=1)
 
 
-def compile_for(name: str) -> Iterator[Compiled]:
-    """Yield a record of every binary that the calls need on the target of that name, under the first such call."""
+def compile_for(name: str) -> list[Compiled]:
+    """Return a record of every binary that the calls need on the target of that name, under the first such call."""
+    found: list[Compiled] = []
     for module in (gram_kernel, sketch_kernel):
         for function in vars(module).values():
             if isinstance(function, JITFunction):
@@ -122,11 +124,11 @@ def compile_for(name: str) -> Iterator[Compiled]:
         for call, run in calls():
             made.clear()
             run()
-            for key in made.keys() - seen:
-                yield _record(call, key[0], name, made[key])
+            found += [_record(call, key[0], name, binary) for key, binary in made.items() if key not in seen]
             seen.update(made)
     finally:
         JITFunction.run = launch
+    return found
 
 
 def _record(call: str, kernel: str, target: str, binary: Any) -> Compiled:
@@ -183,7 +185,8 @@ def main() -> None:
     backend.choose_backend = lambda tensor: "triton"  # although no tensor is on a GPU
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        found = [record for target in TARGETS for record in compile_for(target)]
+        with multiprocessing.get_context("fork").Pool(min(len(TARGETS), os.cpu_count() or 1)) as pool:
+            found = [record for records in pool.map(compile_for, TARGETS, chunksize=1) for record in records]
     if "--json" in sys.argv[1:]:
         print("\n".join(json.dumps(asdict(record)) for record in found))
     else:
