@@ -141,9 +141,7 @@ def _record(call: str, kernel: str, target: str, binary: Any) -> Compiled:
         registers, spilled = _field(text, ".vgpr_count"), _field(text, ".private_segment_fixed_size")
         tensor_cores = re.findall(r"v_mfma_\w+", text)
     shared = int(binary.metadata.shared)
-    return Compiled(
-        call, kernel, target, registers, spilled, shared, SHARED_LIMIT[target], sorted(set(tensor_cores))
-    )
+    return Compiled(call, kernel, target, registers, spilled, shared, SHARED_LIMIT[target], sorted(set(tensor_cores)))
 
 
 def _cuobjdump(cubin: bytes) -> dict[str, int]:

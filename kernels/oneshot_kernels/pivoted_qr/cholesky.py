@@ -33,11 +33,11 @@ def pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size:
         return reference.pivoted_cholesky(gram, rank)
     if gram.device.type == "cpu":
         return _lapack_pivoted_cholesky(gram.double(), rank, overwrite=gram.dtype != torch.float64)
-    return blocked_pivoted_cholesky(gram, rank=rank, block_size=block_size)
+    return _blocked_pivoted_cholesky(gram, rank, block_size)
 
 
 def cholesky_pivots_(gram: torch.Tensor, *, rank: int) -> torch.Tensor:
-    """The first `rank` pivots of `pivoted_cholesky` alone, int64[rank]; `gram` is destroyed.
+    """Return the first `rank` pivots of `pivoted_cholesky` alone, int64[rank]; `gram` is destroyed.
 
     No second n × n matrix is made: on the CPU LAPACK works inside `gram` (fp64, contiguous), elsewhere
     `panels.eliminate_` does. Columns beyond the numerical rank follow in LAPACK's order. Raises as `pivoted_cholesky`;
@@ -53,7 +53,7 @@ def cholesky_pivots_(gram: torch.Tensor, *, rank: int) -> torch.Tensor:
 
 
 def leading_pivots_(gram: torch.Tensor, rank: int) -> torch.Tensor:
-    """`pivoted_cholesky(gram, rank=rank).pivots[:rank]` without the factor where that saves work; `gram` is destroyed.
+    """Return `pivoted_cholesky(gram, rank=rank).pivots[:rank]`, on a device without the factor; `gram` is destroyed.
 
     On a device it is not waited for, so what has to be true of `gram` is not checked there.
     """
@@ -63,7 +63,7 @@ def leading_pivots_(gram: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def check_gram(gram: torch.Tensor, rank: int | None) -> int:
-    """The rank to reach; raises ValueError where `gram` cannot be a Gram matrix."""
+    """Return the rank to reach; raises ValueError where `gram` cannot be a Gram matrix."""
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1]:
         raise ValueError(f"a Gram matrix is square, got shape {tuple(gram.shape)}")
     if gram.dtype not in (torch.float32, torch.float64):
@@ -108,13 +108,16 @@ def _pstrf(gram: torch.Tensor, overwrite: bool) -> tuple[torch.Tensor, torch.Ten
 
 
 def blocked_pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size: int = WIDTH) -> PivotedFactor:
-    """The same factorisation in torch alone, on any device and in the Gram's own dtype (see `pivoted_cholesky`).
+    """Return the same factorisation by torch alone, on any device, in the Gram's own dtype (see `pivoted_cholesky`).
 
-    Within a block of `block_size` pivots rows of R are made one at a time (BLAS-2), then one GEMM updates the whole
+    Within a block of `block_size` pivots rows of R are made one at a time (BLAS-2). Then one GEMM updates the whole
     Schur complement: `panels.eliminate_`. The device is waited for at the end, for the numerical rank.
-    Cost 2 n² rank flops (the GEMM does not use symmetry), a copy of G and R twice.
+    Raises as `pivoted_cholesky`. Cost 2 n² rank flops (the GEMM does not use symmetry), a copy of G, and R twice.
     """
-    rank = check_gram(gram, rank)
+    return _blocked_pivoted_cholesky(gram, check_gram(gram, rank), block_size)
+
+
+def _blocked_pivoted_cholesky(gram: torch.Tensor, rank: int, block_size: int) -> PivotedFactor:
     rows = gram.new_empty(rank, gram.shape[0])
     done = eliminate_(gram.clone(), rank, rows=rows, width=block_size)
     found, pivots = int(done.found()), done.pivots()

@@ -38,7 +38,7 @@ def empty_factor(num_columns: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def suffix_sums(values: torch.Tensor) -> torch.Tensor:
-    """`out[k] = sum(values[k:])` for k = 0 … len, smallest terms first so that a tiny tail keeps its digits.
+    """Return `out[k] = sum(values[k:])` for k = 0 … len, smallest terms first: a tiny tail keeps its digits.
 
     Summed on the CPU wherever `values` are: torch names `cumsum` of floats on CUDA as not deterministic.
     """
@@ -53,12 +53,12 @@ def trailing_errors(r: torch.Tensor, residual_squares: torch.Tensor) -> torch.Te
     beyond it the residuals of columns not yet taken. `residual_squares` [n - rank] holds the squared norms that are
     left in the columns after `rank` (negative ones, from rounding, count as zero).
     """
-    rows = suffix_sums(torch.linalg.vector_norm(r, dim=1, dtype=torch.float64).square())
-    rest = suffix_sums(residual_squares.clamp_min(0))
-    return torch.cat([rows[:-1] + rest[0], rest]).sqrt()
+    rows = suffix_sums(torch.linalg.vector_norm(r, dim=1, dtype=torch.float64).square().cpu())
+    rest = suffix_sums(residual_squares.clamp_min(0).cpu())
+    return torch.cat([rows[:-1] + rest[0], rest]).sqrt().to(r.device)
 
 
 def columns_without(taken: torch.Tensor, count: int) -> torch.Tensor:
-    """Columns 0 … count - 1 less the distinct `taken`, in index order, int64; the device is not waited for."""
+    """Return columns 0 … count - 1 less the distinct `taken`, in index order, int64; does not wait for the device."""
     flags = torch.zeros(count, dtype=torch.uint8, device=taken.device).index_fill_(0, taken, 1)
     return flags.argsort(stable=True)[: count - taken.numel()]

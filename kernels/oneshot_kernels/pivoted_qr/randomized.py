@@ -131,7 +131,7 @@ def pivots_of_sketch(sketched: torch.Tensor, count: int, tolerance: float) -> tu
 
 
 def greedy_pivots(sketched: torch.Tensor, count: int, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Up to `count` Businger–Golub pivots of the wide `sketched` [s, n], by modified Gram–Schmidt.
+    """Take up to `count` Businger–Golub pivots of the wide `sketched` [s, n], by modified Gram–Schmidt.
 
     Returns (chosen int64[k], R [k, k] of those columns). Stops where no column's remaining norm exceeds `tolerance`,
     and where the sketch's rows are used up. Cost 4 s n k flops and ten small kernels a pivot; the device is waited for
