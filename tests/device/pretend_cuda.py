@@ -9,7 +9,7 @@ Every operation on them is done on the host. On the way are checked or counted, 
 - mixed devices: an error, as on CUDA. 0-dimensional host tensors and host indices pass, as CUDA lets them.
 - kernels: operations that are no views. One of ours may be several of CUDA's (a sort), so this is a lower bound.
 - waits: whatever makes the host wait for the device, by what torch's CUDA sources do (`item`, `nonzero`, masks,
-  blocking copies, Python numbers through an index or into `where`).
+  blocking copies, Python numbers through an index, host numbers in `where`).
 - live and peak bytes of the device's storages, without what a kernel takes for itself: a lower bound, too.
 - bytes copied each way, and numbers whose dtype the host converts for a blocking copy.
 
@@ -267,8 +267,8 @@ def _count_waits(name: str, args: Any) -> None:
         # A number written where a mask is true is `masked_fill_`, which takes it along; elsewhere it is copied.
         if writes and not _on_device(args[2]) and not masks:
             found.append("host number written through an index")
-    if name == "where" and not all(map(_on_device, args)):
-        found.append("host number in where")
+    if name == "where" and any(isinstance(each, torch.Tensor) and not _on_device(each) for each in args):
+        found.append("host tensor in where")
     if name in ("index_fill", "index_fill_", "masked_fill", "masked_fill_") and _on_device(args[-1]):
         found.append("device number to fill with")
     for each in found:

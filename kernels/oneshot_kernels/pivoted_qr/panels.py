@@ -88,7 +88,8 @@ def _take(
 
     Where none is above the tolerance nothing is exchanged and the size is infinite.
     """
-    # No Python number is written through an index and none is given to `where`: on CUDA both wait for the device.
+    # No Python number is written through an index: on CUDA that waits for the device. Given to `where`, one would be
+    # made a tensor first, by a kernel of its own.
     size, place = remainder.index_select(0, candidates).max(dim=0, keepdim=True)
     enough = size > tolerance
     torch.where(enough, size, infinite, out=size_of)

@@ -146,7 +146,7 @@ def greedy_pivots(sketched: torch.Tensor, count: int, tolerance: float) -> tuple
     for step in range(count):
         size_of = sizes[step : step + 1]
         size, pivot = torch.linalg.vector_norm(rest, dim=0).max(dim=0, keepdim=True)
-        torch.where(size > tolerance, size, infinite, out=size_of)  # `infinite` is there: a Python number would wait
+        torch.where(size > tolerance, size, infinite, out=size_of)
         direction = rest.index_select(1, pivot).squeeze(1).div_(size_of)
         torch.mv(rest.mT, direction, out=rows[step])
         rest.addr_(direction, rows[step], alpha=-1)
