@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrices import seeded
 from oneshot_kernels import KernelError, backend, gram_, pivoted_cholesky, pivoted_qr, sketch_
 
 CUDA = type("FakeCuda", (), {"is_cuda": True, "device": "cuda:0"})()
@@ -25,7 +26,7 @@ def test_forced(monkeypatch: pytest.MonkeyPatch, forced: str) -> None:
 
 def test_forced_reference_is_used_by_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "reference")
-    matrix = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrix = torch.randn(9, 4, dtype=torch.float64, generator=seeded(0))
     called: list[str] = []
     for module, name in [("gram", "gram_"), ("gram", "mirror_"), ("count_sketch", "sketch_")]:
         monkeypatch.setattr(
@@ -55,6 +56,7 @@ def test_triton_forced_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
         sketch_(torch.zeros(2, 2), torch.zeros(3, 2), row_offset=0, seed=0)
 
 
+@pytest.mark.cpu_only
 def test_triton_forced_on_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
     monkeypatch.setattr(backend, "triton_installed", lambda: True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from matrices import tall_or_wide
+from matrices import seeded, tall_or_wide
 from oneshot_kernels import (
     PivotedFactor,
     grouped_pivots,
@@ -23,7 +23,7 @@ CHOOSERS: list[Callable[..., PivotedFactor]] = [grouped_pivots, tournament_pivot
 
 
 def spread(rows: int = 60, columns: int = 40) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(4)
+    generator = seeded(4)
     matrix = torch.randn(rows, columns, dtype=torch.float64, generator=generator)
     return matrix @ torch.diag(
         torch.logspace(0, -2, columns, dtype=torch.float64)[torch.randperm(columns, generator=generator)]

@@ -9,7 +9,7 @@ import scipy.linalg.interpolative
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from matrices import grams, tall_or_wide
+from matrices import grams, seeded, tall_or_wide
 from oneshot_kernels import (
     PivotedFactor,
     blocked_pivoted_cholesky,
@@ -58,7 +58,7 @@ ALL = FROM_GRAM | FROM_DATA | CQRRPT
 
 
 def low_rank(rank: int, rows: int = 60, columns: int = 30) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank)
+    generator = seeded(rank)
     left = torch.randn(rows, rank, dtype=torch.float64, generator=generator)
     return left @ torch.randn(rank, columns, dtype=torch.float64, generator=generator)
 
@@ -111,14 +111,14 @@ def test_exact_rank_is_found(name: str, rank: int) -> None:
 
 @pytest.mark.parametrize("name", ["cholesky", "blocked cholesky", "reference cholesky", "lapack", "reference"])
 def test_pivots_are_those_of_geqp3(name: str) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     matrix = torch.randn(50, 20, dtype=torch.float64, generator=generator)
-    r, pivots = scipy.linalg.qr(matrix.numpy(), mode="r", pivoting=True)
+    r, pivots = scipy.linalg.qr(matrix.cpu().numpy(), mode="r", pivoting=True)
     factor = ALL[name](matrix)
     assert factor.pivots.tolist() == pivots.tolist()
-    np.testing.assert_allclose(factor.r.abs().numpy(), np.abs(r[:20]), atol=1e-11)
+    np.testing.assert_allclose(factor.r.abs().cpu().numpy(), np.abs(r[:20]), atol=1e-11)
     tails = [np.linalg.norm(r[k:20]) for k in range(21)]
-    np.testing.assert_allclose(factor.trailing_errors.numpy(), tails, atol=1e-11)
+    np.testing.assert_allclose(factor.trailing_errors.cpu().numpy(), tails, atol=1e-11)
 
 
 @given(gram=grams(), block_size=st.integers(1, 9))
@@ -134,7 +134,7 @@ def test_cholesky_versions_agree_with_the_reference(gram: torch.Tensor, block_si
 @pytest.mark.parametrize("method", ["randomized", "cqrrpt"])
 @pytest.mark.parametrize("shape", [(400, 150), (150, 150), (90, 200)])
 def test_randomized_pivots_are_nearly_as_good(method: str, shape: tuple[int, int]) -> None:
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     matrix = torch.randn(*shape, dtype=torch.float64, generator=generator)
     matrix = (
         matrix * torch.logspace(0, -4, shape[1], dtype=torch.float64)[torch.randperm(shape[1], generator=generator)]
@@ -152,7 +152,7 @@ def test_randomized_pivots_are_nearly_as_good(method: str, shape: tuple[int, int
 
 
 def test_sketched_pivots_are_nearly_as_good() -> None:
-    generator = torch.Generator().manual_seed(8)
+    generator = seeded(8)
     scales = torch.logspace(0, -2, 60, dtype=torch.float64)[torch.randperm(60, generator=generator)]
     matrix = torch.randn(1200, 60, dtype=torch.float64, generator=generator) * scales
     matrix[:3] *= 30
@@ -175,7 +175,7 @@ def test_sketch_as_tall_as_the_matrix_is_the_matrix() -> None:
 
 def graded_spectrum(smallest: int, rows: int = 80, columns: int = 40) -> torch.Tensor:
     """Singular values 1 … 10^smallest in general position: no scaling of columns can help."""
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     left = torch.linalg.qr(torch.randn(rows, columns, dtype=torch.float64, generator=generator))[0]
     right = torch.linalg.qr(torch.randn(columns, columns, dtype=torch.float64, generator=generator))[0]
     return left * torch.logspace(0, smallest, columns, dtype=torch.float64) @ right
@@ -200,9 +200,9 @@ def test_graded_columns_do_not_trouble_a_gram() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_against_scipy_interpolative(name: str) -> None:
     matrix = low_rank(6) + 1e-5 * low_rank(30)
-    indices, projection = scipy.linalg.interpolative.interp_decomp(matrix.numpy(), 6, rand=False)
-    skeleton = matrix.numpy()[:, indices[:6]]
-    theirs = np.linalg.norm(matrix.numpy()[:, indices[6:]] - skeleton @ projection)
+    indices, projection = scipy.linalg.interpolative.interp_decomp(matrix.cpu().numpy(), 6, rand=False)
+    skeleton = matrix.cpu().numpy()[:, indices[:6]]
+    theirs = np.linalg.norm(matrix.cpu().numpy()[:, indices[6:]] - skeleton @ projection)
     factor = ALL[name](matrix)
     ours = trailing_error_from_data(matrix, interpolation_matrix(factor, 6), factor.pivots[:6])
     assert ours <= 3 * theirs
@@ -310,6 +310,6 @@ def test_pivots_alone_are_those_of_the_factor(matrix: torch.Tensor) -> None:
 
 def test_pivots_alone_are_those_of_geqp3() -> None:
     matrix = low_rank(30) * torch.logspace(0, -3, 30, dtype=torch.float64)
-    _, expected = scipy.linalg.qr(matrix.numpy(), mode="r", pivoting=True)
+    _, expected = scipy.linalg.qr(matrix.cpu().numpy(), mode="r", pivoting=True)
     assert cholesky_pivots_(gram(matrix), rank=20).tolist() == expected[:20].tolist()
     assert cholesky_pivots_(gram(matrix).float(), rank=5).tolist() == expected[:5].tolist()

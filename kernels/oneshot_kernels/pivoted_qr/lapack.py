@@ -21,7 +21,7 @@ def lapack_pivoted_qr(matrix: torch.Tensor, rank: int) -> PivotedFactor:
     full, pivots = scipy.linalg.qr(matrix.double().cpu().numpy(), mode="r", pivoting=True)
     r = torch.from_numpy(full[: min(matrix.shape)])
     squares = suffix_sums(r.square().sum(dim=1))
-    errors = torch.zeros(matrix.shape[1] + 1, dtype=torch.float64)
+    errors = squares.new_zeros(matrix.shape[1] + 1)
     errors[: squares.numel()] = squares.sqrt()
     diagonal = r.diagonal().abs()
     numerical_rank = int((diagonal > EPS * max(matrix.shape) * diagonal[0]).sum())
