@@ -84,10 +84,13 @@ class Driver:
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield (name, call) of everything that the package can launch: dtypes, with n divisible by 16 and not."""
+    """Yield (name, call) of everything that the package can launch: dtypes, with n divisible by 16 and not.
+
+    fp16 differs from bf16 in the name of one instruction, so it is compiled for the harder n alone.
+    """
     for rows in DTYPES:
         for out in (torch.float32, torch.float64):
-            for columns in (128, 65):
+            for columns in (65,) if rows == torch.float16 else (128, 65):
                 a, b = torch.zeros(40, columns).to(rows), torch.zeros(40, 70).to(rows)
                 square, wide = torch.zeros(columns, columns, dtype=out), torch.zeros(columns, 70, dtype=out)
                 sketch = torch.zeros(32, columns, dtype=out)

@@ -22,7 +22,7 @@ NUM_STAGES = 3
 ALIGNMENT = 16  # Triton knows of an argument that 16 divides it, or nothing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # a last, shorter batch needs no compilation of its own
 def gram_kernel(  # type: ignore[no-untyped-def]
     out, left, right, num_rows, num_left, num_right, padded_left, padded_right,
     stride_out_row, stride_out_column, stride_left, stride_right,
