@@ -12,7 +12,7 @@ from oneshot_kernels.pivoted_qr.panels import WIDTH, eliminate_
 
 
 def pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size: int = WIDTH) -> PivotedFactor:
-    """Column pivots of A from G = AᵀA:  G[pivots][:, pivots] = rᵀ r + (the Schur complement after `rank`).
+    """Factorise G = AᵀA for A's column pivots:  G[pivots][:, pivots] = rᵀ r + (the Schur complement after `rank`).
 
     In exact arithmetic these are the Businger–Golub pivots of A, and r is its R (Higham, *Accuracy and Stability*,
     2nd ed., §10.3; LAPACK Working Note 161). The condition number is squared: directions of A below √eps ‖A‖ are
@@ -77,12 +77,12 @@ def check_gram(gram: torch.Tensor, rank: int | None) -> int:
 
 
 def rank_tolerance(diagonal: torch.Tensor) -> float:
-    """n · eps · max diag(G): squared column norms up to this are rounding (LAPACK's default for `pstrf`)."""
+    """Return n · eps · max diag(G): smaller squared column norms are rounding (LAPACK's default for `pstrf`)."""
     return diagonal.numel() * torch.finfo(diagonal.dtype).eps * float(diagonal.max())
 
 
 def _lapack_pivoted_cholesky(gram: torch.Tensor, rank: int, overwrite: bool) -> PivotedFactor:
-    """By `pstrf`, which destroys an fp64 `gram` where `overwrite`."""
+    """Factorise by `pstrf`, which destroys an fp64 `gram` where `overwrite`."""
     num_columns = gram.shape[0]
     diagonal = gram.diagonal().clone()
     if num_columns == 0 or float(diagonal.max()) <= 0:
@@ -98,7 +98,7 @@ def _lapack_pivoted_cholesky(gram: torch.Tensor, rank: int, overwrite: bool) -> 
 
 
 def _pstrf(gram: torch.Tensor, overwrite: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(lower factor, int64 order of all columns, numerical rank) of an fp64 `gram`."""
+    """Return (lower factor, int64 order of all columns, numerical rank) of an fp64 `gram`."""
     # The transpose of a row-major array is column-major, as LAPACK wants; lower=1 then reads G's upper triangle.
     tolerance = rank_tolerance(gram.diagonal())
     lower, order, rank, status = lapack.dpstrf(gram.mT.numpy(), tol=tolerance, lower=1, overwrite_a=overwrite)

@@ -89,7 +89,7 @@ class MatrixColumns:
 
 
 def columns_of(gram: torch.Tensor | None, matrix: torch.Tensor | None, group_size: int, rank: int) -> Columns:
-    """The source that the caller gave; raises ValueError unless it is exactly one and the sizes fit it."""
+    """Return the source that the caller gave; raises ValueError unless it is exactly one and the sizes fit it."""
     if (gram is None) == (matrix is None):
         raise ValueError("give either gram= or matrix=")
     columns: Columns = GramColumns(gram) if gram is not None else MatrixColumns(matrix)  # type: ignore[arg-type]
@@ -101,14 +101,14 @@ def columns_of(gram: torch.Tensor | None, matrix: torch.Tensor | None, group_siz
 
 
 def _qr(matrix: torch.Tensor) -> PivotedFactor:
-    """Pivoted QR of R, from an unpivoted QR of a tall `matrix`: the same pivots, the tall part in BLAS-3 (TSQR)."""
+    """Factorise R of an unpivoted QR of a tall `matrix`: the same pivots, the tall part in BLAS-3 (TSQR)."""
     if matrix.shape[0] > matrix.shape[1]:
         _, matrix = torch.linalg.qr(matrix, mode="r")
     return pivoted_qr(matrix, method="lapack" if matrix.device.type == "cpu" else "randomized")
 
 
 def _rows_of_r(gram: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`chosen` in pivoted order, R's rows [k, n] of their numerically independent ones over all columns)."""
+    """Return (`chosen` in pivoted order, R's rows [k, n] of the numerically independent ones over all columns)."""
     inner = pivoted_cholesky(gram[chosen][:, chosen])
     order, found = chosen[inner.pivots], inner.factorised_rank
     rows = torch.linalg.solve_triangular(inner.r[:, :found].mT, gram[order[:found]], upper=False)
@@ -116,5 +116,5 @@ def _rows_of_r(gram: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _complete(order: torch.Tensor, count: int) -> torch.Tensor:
-    """`order` followed by the columns it lacks, in index order."""
+    """Return `order` followed by the columns it lacks, in index order."""
     return torch.cat([order, columns_without(order, count)])

@@ -29,7 +29,7 @@ class PivotedFactor:
 
 
 def empty_factor(num_columns: int, dtype: torch.dtype, device: torch.device) -> PivotedFactor:
-    """The factor of a matrix of zeros: pivots in index order, no rows in `r`."""
+    """Return the factor of a matrix of zeros: pivots in index order, no rows in `r`."""
     return PivotedFactor(
         pivots=torch.arange(num_columns, device=device),
         trailing_errors=torch.zeros(num_columns + 1, dtype=torch.float64, device=device),
@@ -47,7 +47,7 @@ def suffix_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def trailing_errors(r: torch.Tensor, residual_squares: torch.Tensor) -> torch.Tensor:
-    """The error curve of a factor.
+    """Return the error curve of a factor, float64[n + 1].
 
     errors[k]² = sum of ‖r[j, :]‖² over j >= k, plus the sum of `residual_squares`, for k <= rank (rows of r);
     beyond it the residuals of columns not yet taken. `residual_squares` [n - rank] holds the squared norms that are

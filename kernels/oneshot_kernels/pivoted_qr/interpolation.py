@@ -12,7 +12,7 @@ from oneshot_kernels.pivoted_qr.factor import PivotedFactor
 
 
 def interpolation_matrix(factor: PivotedFactor, rank: int) -> torch.Tensor:
-    """T = [I, R11⁻¹ R12] Πᵀ of the first `rank` pivots: T[:, pivots[:rank]] == I and A ≈ A[:, pivots[:rank]] @ T.
+    """Return T = [I, R11⁻¹ R12] Πᵀ of the first `rank` pivots: T[:, pivots[:rank]] == I, A ≈ A[:, pivots[:rank]] @ T.
 
     Returns [rank, n] in the factor's dtype. Skeleton columns beyond `factor.factorised_rank` (they are combinations of
     earlier ones, to rounding) get zero rows outside their own column. Raises ValueError for a rank outside [0, n].
@@ -30,7 +30,7 @@ def interpolation_matrix(factor: PivotedFactor, rank: int) -> torch.Tensor:
 
 
 def interpolation_from_data(matrix: torch.Tensor, skeleton: torch.Tensor) -> torch.Tensor:
-    """T = A[:, J]⁺ A by Householder QR of A[:, J] (its condition number is not squared).
+    """Return T = A[:, J]⁺ A by Householder QR of A[:, J] (its condition number is not squared).
 
     matrix [m, n] fp32 or fp64 with m >= k, skeleton int64[k] of full numerical rank (else ValueError).
     Cost 2 m k² + 2 m k n flops.
@@ -43,7 +43,7 @@ def interpolation_from_data(matrix: torch.Tensor, skeleton: torch.Tensor) -> tor
 
 
 def trailing_error_from_data(matrix: torch.Tensor, interpolation: torch.Tensor, skeleton: torch.Tensor) -> float:
-    """‖A - A[:, J] T‖_F, the residual itself: accurate to eps ‖A‖_F, needs the data. Cost 2 m k n flops."""
+    """Return ‖A - A[:, J] T‖_F, the residual itself: accurate to eps ‖A‖_F, needs the data. Cost 2 m k n flops."""
     residual = torch.addmm(matrix, matrix[:, skeleton], interpolation, alpha=-1)
     return float(torch.linalg.vector_norm(residual, dtype=torch.float64))
 

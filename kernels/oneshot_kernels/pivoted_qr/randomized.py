@@ -25,7 +25,7 @@ def sketched_pivots(
     nonzeros: int = SKETCH_NONZEROS,
     seed: int = 0,
 ) -> PivotedFactor:
-    """Pivots of S A in place of those of A, for speed: pivoted Cholesky of the fp32 Gram of a sparse sign sketch.
+    """Return pivots of S A for those of A, for speed: pivoted Cholesky of the fp32 Gram of a sparse sign sketch.
 
     STAT §3.4 with a sparse sign embedding for CountSketch; step 2 of CQRRPT (arXiv:2311.08316) alone. The factor is
     that of S A: its errors estimate those of A (E‖S x‖² = ‖x‖²), its `r` is not A's. Take the pivots, and the
@@ -48,7 +48,7 @@ def _sketch_rows(num_columns: int) -> int:
 
 
 def cqrrpt(matrix: torch.Tensor, rank: int, seed: int) -> PivotedFactor:
-    """CQRRPT (Melnichenko, Balabanov, Murray et al., arXiv:2311.08316, alg. 1): all pivots from one sketch.
+    """Take all pivots from one sketch: CQRRPT (Melnichenko, Balabanov, Murray et al., arXiv:2311.08316, alg. 1).
 
     1. M = S A, S a sparse sign embedding with 1.25 n rows;   2. pivots J and R_s of M, by pivoted Cholesky of MᵀM;
     3. L Lᵀ = (A_J R_s⁻¹)ᵀ(A_J R_s⁻¹), well conditioned;      4. R11 = Lᵀ R_s, R12 = Qᵀ A_rest.
@@ -69,8 +69,9 @@ def cqrrpt(matrix: torch.Tensor, rank: int, seed: int) -> PivotedFactor:
 
 
 def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) -> PivotedFactor:
-    """BQRRP (Melnichenko, Murray, Killian et al., arXiv:2507.00976; the scheme of Duersch & Gu 2017,
-    doi:10.1137/15M1044680): one block of pivots at a time from a sketch with block_size + 8 rows.
+    """Take one block of pivots at a time, from a sketch with block_size + 8 rows: BQRRP.
+
+    Melnichenko, Murray, Killian et al., arXiv:2507.00976; the scheme of Duersch & Gu 2017, doi:10.1137/15M1044680.
 
     Each block: greedy pivots of the sketch; CholeskyQR of those columns, preconditioned by the sketch's own R; one
     GEMM updates A; M ← M2 - M1 R11⁻¹ R12 updates the sketch without a pass over A. The condition number is not
@@ -107,7 +108,7 @@ def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) 
 
 
 def preconditioned_cholesky_qr(panel: torch.Tensor, pilot_r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(R, Q) of `panel` [m, k] by CholeskyQR of panel · pilot_r⁻¹, `pilot_r` [k, k] being the R of a sketch of it.
+    """Return (R, Q) of `panel` [m, k] by CholeskyQR of panel · pilot_r⁻¹, `pilot_r` [k, k] the R of a sketch of it.
 
     Where the Gram is not safely positive definite (the sketch missed a direction) Householder QR is used instead: it
     is slower and needs no luck.
@@ -122,7 +123,7 @@ def preconditioned_cholesky_qr(panel: torch.Tensor, pilot_r: torch.Tensor) -> tu
 
 
 def pivots_of_sketch(sketched: torch.Tensor, count: int, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`greedy_pivots` by LAPACK's geqp3 on the CPU, where it is faster (the sketch is small: a loop costs more)."""
+    """Do what `greedy_pivots` does, on the CPU by LAPACK's geqp3: the sketch is small, and a loop costs more there."""
     if sketched.device.type != "cpu":
         return greedy_pivots(sketched, count, tolerance)
     factor = lapack_pivoted_qr(sketched, count)
@@ -157,7 +158,7 @@ def greedy_pivots(sketched: torch.Tensor, count: int, tolerance: float) -> tuple
 
 
 def _sketch(matrix: torch.Tensor, sketch_size: int, seed: int) -> torch.Tensor:
-    """S A, or A itself where S would have as many rows."""
+    """Return S A, or A itself where S would have as many rows."""
     if sketch_size >= matrix.shape[0]:
         return matrix
     nonzeros = min(SKETCH_NONZEROS, sketch_size)
