@@ -2,17 +2,14 @@
 
 from oneshot_kernels.backend import KernelError
 from oneshot_kernels.count_sketch import sketch_
-from oneshot_kernels.gram import cross_gram_, gram_, scale_columns
+from oneshot_kernels.gram import cross_gram_, gram_, mirror_
 from oneshot_kernels.pivoted_qr import PivotedFactor, pivoted_qr
 from oneshot_kernels.pivoted_qr.cholesky import blocked_pivoted_cholesky, cholesky_pivots_, pivoted_cholesky
 from oneshot_kernels.pivoted_qr.grouped import grouped_pivots, tournament_pivots
 from oneshot_kernels.pivoted_qr.interpolation import (
     interpolation_from_data,
-    interpolation_from_gram,
     interpolation_matrix,
-    trailing_error,
     trailing_error_from_data,
-    trailing_error_from_gram,
 )
 from oneshot_kernels.pivoted_qr.randomized import sketched_pivots
 from oneshot_kernels.pivoted_qr.strong_rrqr import strong_rrqr_swaps
@@ -26,16 +23,13 @@ __all__ = [
     "gram_",
     "grouped_pivots",
     "interpolation_from_data",
-    "interpolation_from_gram",
     "interpolation_matrix",
+    "mirror_",
     "pivoted_cholesky",
     "pivoted_qr",
-    "scale_columns",
     "sketch_",
     "sketched_pivots",
     "strong_rrqr_swaps",
     "tournament_pivots",
-    "trailing_error",
     "trailing_error_from_data",
-    "trailing_error_from_gram",
 ]

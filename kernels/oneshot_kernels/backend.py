@@ -1,8 +1,9 @@
 """The one place that chooses which implementation of a kernel runs.
 
-Rule: a CUDA tensor with Triton installed runs the Triton kernel; every other tensor runs the torch version.
-``ONESHOT_KERNELS=reference|torch|triton`` forces one for the whole process. Nothing here falls back in silence: a
-missing Triton when it was asked for, or a kernel that fails, is a `KernelError` that carries the reason.
+Rule: the torch version, on every device; on a GPU that is cuBLAS. The Triton kernels were compiled for GPUs but never
+run on one, so they are for those who ask. ``ONESHOT_KERNELS=reference|torch|triton`` forces one version for the whole
+process. Nothing here falls back in silence: a missing Triton when it was asked for, or a kernel that fails, is a
+`KernelError` that carries the reason. Only a full device stays the `torch.OutOfMemoryError` that callers know.
 """
 
 from __future__ import annotations
@@ -25,27 +26,25 @@ class KernelError(RuntimeError):
 
 
 def triton_installed() -> bool:
-    """True when `import triton` would find a package (it is not imported here)."""
+    """Return whether `import triton` would find a package (it is not imported here)."""
     return importlib.util.find_spec("triton") is not None
 
 
 def triton_interpreted() -> bool:
-    """True when Triton kernels run in Triton's CPU interpreter (`TRITON_INTERPRET=1`)."""
+    """Return whether Triton kernels run in Triton's CPU interpreter (`TRITON_INTERPRET=1`)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def choose_backend(tensor: torch.Tensor) -> Backend:
-    """The back end for an operation whose main operand is `tensor`.
+    """Return the back end for an operation whose main operand is `tensor`.
 
     Raises `KernelError` when the environment variable holds an unknown name, or forces Triton where it cannot run.
     """
     forced = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if forced == "":
-        return "triton" if tensor.is_cuda and triton_installed() else "torch"
+    if forced in ("", "torch"):
+        return "torch"
     if forced == "reference":
         return "reference"
-    if forced == "torch":
-        return "torch"
     if forced != "triton":
         raise KernelError(f"{ENVIRONMENT_VARIABLE}={forced!r}: expected reference, torch or triton")
     if not triton_installed():
@@ -70,7 +69,8 @@ def load_implementation(operation: str, backend: Backend) -> ModuleType:
 def run(operation: str, function: str, tensor: torch.Tensor, *arguments: object) -> None:
     """Call `function` of the implementation of `operation` that `choose_backend(tensor)` names.
 
-    Any failure inside a Triton kernel (compilation, launch, out of memory) is raised as `KernelError`.
+    A failure inside a Triton kernel (compilation, launch) is raised as `KernelError`. A full device is not: callers
+    who can make their batches smaller wait for `torch.OutOfMemoryError`.
     """
     backend = choose_backend(tensor)
     implementation = getattr(load_implementation(operation, backend), function)
@@ -79,6 +79,8 @@ def run(operation: str, function: str, tensor: torch.Tensor, *arguments: object)
         return
     try:
         implementation(*arguments)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         shapes = ", ".join(f"{tuple(a.shape)}:{a.dtype}" for a in arguments if isinstance(a, torch.Tensor))
         raise KernelError(f"{operation}.{function}: the Triton kernel failed on ({shapes}): {error!r}") from error

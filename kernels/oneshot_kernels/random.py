@@ -20,13 +20,13 @@ MULTIPLIER_2 = 0x94D049BB133111EB
 
 
 def as_signed(word: int) -> int:
-    """The int64 with the same 64 bits as the unsigned `word`."""
+    """Return the int64 with the same 64 bits as the unsigned `word`."""
     word &= MASK
     return word - (1 << 64) if word >> 63 else word
 
 
 def mix(word: int) -> int:
-    """SplitMix64's finaliser, a bijection of 64-bit words, on Python integers."""
+    """Apply SplitMix64's finaliser, a bijection of 64-bit words, on Python integers."""
     word &= MASK
     word = ((word ^ (word >> 30)) * MULTIPLIER_1) & MASK
     word = ((word ^ (word >> 27)) * MULTIPLIER_2) & MASK
@@ -34,12 +34,12 @@ def mix(word: int) -> int:
 
 
 def stream_key(seed: int, stream: int) -> int:
-    """key(seed, stream) of the module's formula, an unsigned 64-bit Python integer."""
+    """Return key(seed, stream) of the module's formula, an unsigned 64-bit Python integer."""
     return mix(mix(seed + GOLDEN) + (stream + 1) * GOLDEN)
 
 
 def words_numpy(seed: int, stream: int, start: int, count: int) -> np.ndarray:
-    """`uint64[count]`: the words of indices start … start + count - 1."""
+    """Return `uint64[count]`: the words of indices start … start + count - 1."""
     with np.errstate(over="ignore"):
         index = np.arange(start + 1, start + 1 + count, dtype=np.uint64)
         word = np.uint64(stream_key(seed, stream)) + index * np.uint64(GOLDEN)
@@ -49,12 +49,12 @@ def words_numpy(seed: int, stream: int, start: int, count: int) -> np.ndarray:
 
 
 def _shift_right(word: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical (not arithmetic) right shift of int64."""
+    """Shift int64 to the right, logically (not arithmetically)."""
     return (word >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def words_torch(seed: int, stream: int, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """`int64[count]` with the same bits as `words_numpy`, computed on `device`."""
+    """Return `int64[count]` with the same bits as `words_numpy`, computed on `device`."""
     index = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)
     word = index * as_signed(GOLDEN) + as_signed(stream_key(seed, stream))
     word = (word ^ _shift_right(word, 30)) * as_signed(MULTIPLIER_1)
@@ -63,10 +63,10 @@ def words_torch(seed: int, stream: int, start: int, count: int, device: torch.de
 
 
 def below_torch(words: torch.Tensor, bound: int) -> torch.Tensor:
-    """`floor(high32(word) * bound / 2^32)`: int64 in [0, bound), for bound < 2^31 (bias below bound / 2^32)."""
+    """Return `floor(high32(word) * bound / 2^32)`, int64 in [0, bound), for bound < 2^31 (bias below bound / 2^32)."""
     return _shift_right(_shift_right(words, 32) * bound, 32)
 
 
 def signs_torch(words: torch.Tensor) -> torch.Tensor:
-    """+1 where the lowest bit is 0, else -1: int64."""
+    """Return +1 where the lowest bit is 0, else -1: int64."""
     return 1 - 2 * (words & 1)

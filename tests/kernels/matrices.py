@@ -4,11 +4,16 @@ import torch
 from hypothesis import strategies as st
 
 
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator of `seed` on the device that tensors are made on."""
+    return torch.Generator(device=torch.get_default_device()).manual_seed(seed)
+
+
 @st.composite
 def tall_or_wide(draw: st.DrawFn) -> torch.Tensor:
     """fp64 [m, n], m and n in 1 … 24, of one of the kinds above."""
     rows, columns = draw(st.integers(1, 24)), draw(st.integers(1, 24))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    generator = seeded(draw(st.integers(0, 2**16)))
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)

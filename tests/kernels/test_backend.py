@@ -2,17 +2,20 @@
 
 import pytest
 import torch
+from matrices import seeded
 from oneshot_kernels import KernelError, backend, gram_, pivoted_cholesky, pivoted_qr, sketch_
 
 CUDA = type("FakeCuda", (), {"is_cuda": True, "device": "cuda:0"})()
 
 
 def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend.choose_backend(torch.zeros(1)) == "torch"
+    for installed in (True, False):
+        monkeypatch.setattr(backend, "triton_installed", lambda installed=installed: installed)
+        assert backend.choose_backend(torch.zeros(1)) == "torch"
+        assert backend.choose_backend(CUDA) == "torch"
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
     monkeypatch.setattr(backend, "triton_installed", lambda: True)
     assert backend.choose_backend(CUDA) == "triton"
-    monkeypatch.setattr(backend, "triton_installed", lambda: False)
-    assert backend.choose_backend(CUDA) == "torch"
 
 
 @pytest.mark.parametrize("forced", ["reference", "torch"])
@@ -23,9 +26,9 @@ def test_forced(monkeypatch: pytest.MonkeyPatch, forced: str) -> None:
 
 def test_forced_reference_is_used_by_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "reference")
-    matrix = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrix = torch.randn(9, 4, dtype=torch.float64, generator=seeded(0))
     called: list[str] = []
-    for module, name in [("gram", "gram_"), ("count_sketch", "sketch_")]:
+    for module, name in [("gram", "gram_"), ("gram", "mirror_"), ("count_sketch", "sketch_")]:
         monkeypatch.setattr(
             backend.load_implementation(module, "reference"), name, lambda *_, name=name: called.append(name)
         )
@@ -37,7 +40,7 @@ def test_forced_reference_is_used_by_every_operation(monkeypatch: pytest.MonkeyP
     sketch_(torch.zeros(3, 4), matrix, row_offset=0, seed=0)
     pivoted_cholesky(matrix.mT @ matrix)
     pivoted_qr(matrix)
-    assert called == ["gram_", "sketch_", "pivoted_cholesky", "pivoted_qr"]
+    assert called == ["gram_", "mirror_", "sketch_", "pivoted_cholesky", "pivoted_qr"]
 
 
 def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +56,7 @@ def test_triton_forced_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
         sketch_(torch.zeros(2, 2), torch.zeros(3, 2), row_offset=0, seed=0)
 
 
+@pytest.mark.cpu_only
 def test_triton_forced_on_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
     monkeypatch.setattr(backend, "triton_installed", lambda: True)
@@ -76,6 +80,19 @@ def test_failing_triton_kernel_is_an_error_with_its_reason(monkeypatch: pytest.M
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
     monkeypatch.setattr(kernel, "gram_", fails)
     with pytest.raises(KernelError, match=r"gram.gram_.*\(3, 2\).*shared memory"):
+        gram_(torch.zeros(2, 2), torch.zeros(3, 2))
+
+
+def test_a_full_device_stays_the_error_that_callers_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from oneshot_kernels.gram import kernel
+
+    def fails(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
+    monkeypatch.setattr(kernel, "gram_", fails)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="Tried to allocate"):
         gram_(torch.zeros(2, 2), torch.zeros(3, 2))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matrices import seeded
 from oneshot_kernels import sketch_
 from oneshot_kernels.count_sketch import reference
 from tolerances import TOLERANCE, assert_close
@@ -58,7 +59,7 @@ def test_same_call_gives_the_same_bits(fast_backend: str, generator: torch.Gener
 
 @given(st.integers(1, 4), st.integers(0, 2**32), st.integers(1, 39))
 def test_batches_merge_to_the_whole(nonzeros: int, seed: int, cut: int) -> None:
-    rows = torch.randn(40, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    rows = torch.randn(40, 6, dtype=torch.float64, generator=seeded(seed))
     whole = sketched(rows, 9, seed=seed, nonzeros=nonzeros)
     other_worker = sketched(rows[cut:], 9, row_offset=cut, seed=seed, nonzeros=nonzeros)
     merged = other_worker + sketched(rows[:cut], 9, seed=seed, nonzeros=nonzeros)
@@ -75,7 +76,7 @@ def test_whole_numbers_merge_bitwise(fast_backend: str, generator: torch.Generat
 
 
 def test_structure_of_the_embedding() -> None:
-    embedding = torch.from_numpy(reference.embedding_matrix(10, 500, 0, 1, 3))
+    embedding = torch.as_tensor(reference.embedding_matrix(10, 500, 0, 1, 3))
     for start, stop in [(0, 3), (3, 6), (6, 10)]:
         assert bool(((embedding[start:stop] != 0).sum(dim=0) == 1).all())
     torch.testing.assert_close(embedding.square().sum(dim=0), torch.ones(500, dtype=torch.float64))
@@ -109,7 +110,7 @@ def test_refuses_what_does_not_fit(out: torch.Tensor, rows: torch.Tensor, how: d
 def test_tolerances_are_tight_enough_to_fail(generator: torch.Generator) -> None:
     """One wrong sign among 200 rows is far outside the table."""
     rows = torch.randn(200, 3, generator=generator)
-    embedding = torch.from_numpy(reference.embedding_matrix(20, 200, 0, 3, 1))
+    embedding = torch.as_tensor(reference.embedding_matrix(20, 200, 0, 3, 1))
     embedding[:, 17] *= -1
     error = float((embedding @ rows.double() - sketched(rows, 20, torch.float32)).norm())
     assert error > 1000 * TOLERANCE[torch.float32] * float(rows.norm())

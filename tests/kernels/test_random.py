@@ -1,6 +1,7 @@
 """The counter-based generator: the same bits everywhere, and bits that look random."""
 
 import importlib.util
+import os
 
 import numpy as np
 import pytest
@@ -9,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oneshot_kernels import random
 
-CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ.get("ONESHOT_TEST_DEVICE", "cpu"))
 seeds = st.integers(0, 2**64 - 1)
 
 
 @given(seeds, st.integers(0, 40), st.integers(0, 2**50), st.integers(1, 50))
 def test_torch_and_numpy_give_the_same_bits(seed: int, stream: int, start: int, count: int) -> None:
     words = random.words_numpy(seed, stream, start, count)
-    assert np.array_equal(words.view(np.int64), random.words_torch(seed, stream, start, count, CPU).numpy())
+    assert np.array_equal(words.view(np.int64), random.words_torch(seed, stream, start, count, DEVICE).cpu().numpy())
     key = random.stream_key(seed, stream)
     assert int(words[-1]) == random.mix(key + (start + count) * random.GOLDEN)
 
@@ -29,14 +30,14 @@ def test_splitmix64_published_values() -> None:
 
 @given(seeds, st.integers(1, 2**31 - 1))
 def test_bounded_numbers_and_signs(seed: int, bound: int) -> None:
-    words = random.words_torch(seed, 0, 0, 64, CPU)
+    words = random.words_torch(seed, 0, 0, 64, DEVICE)
     unsigned = [int(word) % 2**64 for word in words]
     assert random.below_torch(words, bound).tolist() == [(word >> 32) * bound >> 32 for word in unsigned]
     assert random.signs_torch(words).tolist() == [-1 if word & 1 else 1 for word in unsigned]
 
 
 def test_uniform_and_streams_independent() -> None:
-    words = [random.words_torch(7, stream, 0, 40_000, CPU) for stream in (0, 1)]
+    words = [random.words_torch(7, stream, 0, 40_000, DEVICE) for stream in (0, 1)]
     counts = torch.bincount(random.below_torch(words[0], 10), minlength=10)
     assert float(((counts - 4000.0) ** 2 / 4000.0).sum()) < 27.9  # χ², 9 degrees of freedom, p = 0.001
     signs = [random.signs_torch(word).double() for word in words]
@@ -49,6 +50,6 @@ def test_triton_gives_the_same_places_and_signs() -> None:
     from oneshot_kernels.count_sketch import kernel, torch_impl
 
     for arguments in [(37, 300, 2**40, 5, 3), (1, 1, 0, 2**63 + 11, 1)]:
-        got, want = kernel.positions_and_signs(*arguments, CPU), torch_impl.positions_and_signs(*arguments, CPU)
+        got, want = kernel.positions_and_signs(*arguments, DEVICE), torch_impl.positions_and_signs(*arguments, DEVICE)
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])

@@ -8,7 +8,7 @@ from oneshot_kernels import backend
 
 
 def sketch_(out: torch.Tensor, rows: torch.Tensor, *, row_offset: int, seed: int, nonzeros: int = 1) -> torch.Tensor:
-    """In place: out += S[:, row_offset : row_offset + m] rows, S the sparse sign embedding of `seed`.
+    """Add S[:, row_offset : row_offset + m] rows to `out` in place, S the sparse sign embedding of `seed`.
 
     The s rows of `out` are divided into ζ = `nonzeros` blocks, block b being rows ⌊b s/ζ⌋ … ⌊(b+1) s/ζ⌋ - 1. Column i
     of S has one non-zero in each block: w = word(seed, stream=b, index=i) (`oneshot_kernels.random`) gives its place

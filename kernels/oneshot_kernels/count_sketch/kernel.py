@@ -1,8 +1,9 @@
-"""The sketch in Triton. Run in Triton's interpreter only (on a CPU), never on a GPU: see README.md.
+"""The sketch in Triton. Compiled and run in the interpreter only, never on a GPU: see README.md.
 
 Two kernels: one computes every row's places and signs from its index (the generator of `oneshot_kernels.random`, same
 bits), one sums each sketch row over its data rows in order. Between them torch sorts the places. No atomics: each
-output tile belongs to one program, so the order of the sums depends on the rows alone.
+output tile belongs to one program, so the order of the sums depends on the rows alone. Sketch rows without a data row
+are not touched.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _mix(word, multiplier_1, multiplier_2):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["row_offset", "key", "golden", "multiplier_1", "multiplier_2", "width"])
-def _places_kernel(  # type: ignore[no-untyped-def]
+def places_kernel(  # type: ignore[no-untyped-def]
     positions,
     signs,
     num_rows,
@@ -51,21 +52,24 @@ def _places_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _segment_sum_kernel(  # type: ignore[no-untyped-def]
-    out, rows, order, starts, values, num_rows, num_columns, stride_out, stride_row, stride_column,
+def segment_sum_kernel(  # type: ignore[no-untyped-def]
+    out, rows, sources, starts, values, num_columns, stride_out, stride_row, stride_column,
     block_columns: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    # out[p, :] += sum over e = starts[p] … starts[p + 1] - 1 of values[order[e]] rows[order[e] mod m, :]
+    # out[p, :] += sum over e = starts[p] … starts[p + 1] - 1 of values[e] rows[sources[e], :]
     place = tl.program_id(0).to(tl.int64)
+    begin = tl.load(starts + place)
+    last = tl.load(starts + place + 1)
+    if begin == last:
+        return
     column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
     inside = column < num_columns
-    last = tl.load(starts + place + 1)
     total = tl.zeros((block_columns,), dtype=out.dtype.element_ty)
-    for first in range(tl.load(starts + place), last, chunk):
+    for first in range(begin, last, chunk):
         entry = first + tl.arange(0, chunk)
-        source = tl.load(order + entry, mask=entry < last, other=0)
-        value = tl.load(values + source, mask=entry < last, other=0.0)
-        address = rows + (source % num_rows)[:, None] * stride_row + column[None, :] * stride_column
+        source = tl.load(sources + entry, mask=entry < last, other=0)
+        value = tl.load(values + entry, mask=entry < last, other=0.0)
+        address = rows + source[:, None] * stride_row + column[None, :].to(tl.int64) * stride_column
         data = tl.load(address, mask=(entry < last)[:, None] & inside[None, :], other=0.0)
         total += tl.sum(value[:, None] * data.to(out.dtype.element_ty), axis=0)
     target = out + place * stride_out + column
@@ -75,13 +79,13 @@ def _segment_sum_kernel(  # type: ignore[no-untyped-def]
 def positions_and_signs(
     sketch_size: int, num_rows: int, row_offset: int, seed: int, nonzeros: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch_impl.positions_and_signs`: (int64[nonzeros, num_rows], int64[nonzeros, num_rows])."""
+    """Return what `torch_impl.positions_and_signs` does: (int64[nonzeros, num_rows], int64[nonzeros, num_rows])."""
     positions = torch.empty(nonzeros, num_rows, dtype=torch.int64, device=device)
     signs = torch.empty_like(positions)
     constants = [as_signed(word) for word in (GOLDEN, MULTIPLIER_1, MULTIPLIER_2)]
     for block in range(nonzeros):
         start, stop = block * sketch_size // nonzeros, (block + 1) * sketch_size // nonzeros
-        _places_kernel[(triton.cdiv(num_rows, ROWS_PER_PROGRAM),)](
+        places_kernel[(triton.cdiv(num_rows, ROWS_PER_PROGRAM),)](
             positions[block], signs[block], num_rows, row_offset, as_signed(stream_key(seed, block)), *constants,
             start, stop - start, block_rows=ROWS_PER_PROGRAM,
         )  # fmt: skip
@@ -89,15 +93,15 @@ def positions_and_signs(
 
 
 def sketch_(out: torch.Tensor, rows: torch.Tensor, row_offset: int, seed: int, nonzeros: int) -> None:
-    """out += S rows; see `oneshot_kernels.count_sketch.sketch_`."""
+    """Add S rows to `out`; see `oneshot_kernels.count_sketch.sketch_`."""
     num_rows, (sketch_size, num_columns) = rows.shape[0], out.shape
     positions, signs = positions_and_signs(sketch_size, num_rows, row_offset, seed, nonzeros, rows.device)
     order, starts = group_by_position(positions.flatten(), sketch_size)
-    values = signs.flatten().to(out.dtype) * nonzeros**-0.5
+    values = signs.flatten()[order].to(out.dtype) * nonzeros**-0.5
     target = out if out.stride(1) == 1 else out.contiguous()
     grid = (sketch_size, triton.cdiv(num_columns, COLUMNS_PER_PROGRAM))
-    _segment_sum_kernel[grid](
-        target, rows, order, starts, values, num_rows, num_columns,
+    segment_sum_kernel[grid](
+        target, rows, order % num_rows, starts, values, num_columns,
         target.stride(0), rows.stride(0), rows.stride(1), block_columns=COLUMNS_PER_PROGRAM,
         chunk=ROWS_PER_STEP,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from oneshot_kernels.random import words_numpy
 
 
 def embedding_matrix(sketch_size: int, num_rows: int, row_offset: int, seed: int, nonzeros: int) -> np.ndarray:
-    """S[:, row_offset : row_offset + num_rows] as float64[sketch_size, num_rows]."""
+    """Return S[:, row_offset : row_offset + num_rows] as float64[sketch_size, num_rows]."""
     embedding = np.zeros((sketch_size, num_rows))
     for block in range(nonzeros):
         start, stop = block * sketch_size // nonzeros, (block + 1) * sketch_size // nonzeros
@@ -20,6 +20,6 @@ def embedding_matrix(sketch_size: int, num_rows: int, row_offset: int, seed: int
 
 
 def sketch_(out: torch.Tensor, rows: torch.Tensor, row_offset: int, seed: int, nonzeros: int) -> None:
-    """out += S rows, through a dense S in fp64 on the CPU."""
+    """Add S rows to `out`, through a dense S in fp64 on the CPU."""
     embedding = embedding_matrix(out.shape[0], rows.shape[0], row_offset, seed, nonzeros)
     out += torch.from_numpy(embedding @ rows.double().cpu().numpy()).to(out)

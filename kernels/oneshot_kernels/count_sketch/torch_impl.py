@@ -12,7 +12,7 @@ from oneshot_kernels.random import below_torch, signs_torch, words_torch
 def positions_and_signs(
     sketch_size: int, num_rows: int, row_offset: int, seed: int, nonzeros: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int64[nonzeros, num_rows] sketch rows, int64[nonzeros, num_rows] signs ±1) of the definition in `sketch_`."""
+    """Return (sketch rows, signs ±1), both int64[nonzeros, num_rows], of the definition in `sketch_`."""
     positions, signs = [], []
     for block in range(nonzeros):
         start, stop = block * sketch_size // nonzeros, (block + 1) * sketch_size // nonzeros
@@ -23,14 +23,14 @@ def positions_and_signs(
 
 
 def group_by_position(positions: torch.Tensor, sketch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(order, starts): entries order[starts[p] : starts[p + 1]] of `positions` equal p, in their original order."""
+    """Return (order, starts): entries order[starts[p] : starts[p + 1]] of `positions` equal p, in the order given."""
     grouped, order = torch.sort(positions, stable=True)
     starts = torch.searchsorted(grouped, torch.arange(sketch_size + 1, device=positions.device))
     return order, starts
 
 
 def sketch_(out: torch.Tensor, rows: torch.Tensor, row_offset: int, seed: int, nonzeros: int) -> None:
-    """out += S rows with S in compressed sparse rows: each row of `out` is one sum, in the order of the data's rows."""
+    """Add S rows to `out`, S in compressed sparse rows: a row of `out` is one sum, in the order of the data."""
     num_rows, sketch_size = rows.shape[0], out.shape[0]
     positions, signs = positions_and_signs(sketch_size, num_rows, row_offset, seed, nonzeros, rows.device)
     order, starts = group_by_position(positions.flatten(), sketch_size)

@@ -7,44 +7,50 @@ import torch
 from oneshot_kernels import backend
 
 
-def gram_(out: torch.Tensor, rows: torch.Tensor, *, row_weights: torch.Tensor | None = None) -> torch.Tensor:
-    """In place: out += rowsᵀ diag(w) rows, the Gram of a stream of row blocks.
+def gram_(out: torch.Tensor, rows: torch.Tensor, *, mirror: bool = True) -> torch.Tensor:
+    """Add rowsᵀ rows to `out` in place: the Gram of a stream of row blocks.
 
-    out          [n, n] fp32 or fp64, symmetric (zeros, or a Gram): the accumulator; products and sums have its dtype.
-    rows         [m, n] bf16, fp16, fp32 or fp64, any strides.
-    row_weights  [m] (None: ones), any sign; the weight of a row, not its square root.
-    Returns `out`. Additive over row blocks, to rounding. Column weights need no pass over the data: diag(c) G diag(c),
-    see `scale_columns`.
+    out     [n, n] fp32 or fp64, symmetric (zeros, or a Gram): the accumulator; sums have its dtype.
+    rows    [m, n] bf16, fp16, fp32 or fp64, any strides.
+    mirror  False leaves what is below the diagonal to one `mirror_` after the last block. Until then it is undefined.
+    Returns `out`. Additive over row blocks, to rounding. Column weights need no pass over the data: diag(c) G diag(c).
     Raises ValueError for shapes and dtypes that do not fit, `KernelError` as `oneshot_kernels.backend` says.
     Cost m n² flops where only the upper block triangle is computed (n >= 1024), 2 m n² below. Deterministic on one
     machine with one thread count.
     """
-    _check(out, rows, rows, row_weights)
+    _check(out, rows, rows)
     if rows.numel() > 0:
-        backend.run("gram", "gram_", rows, out, rows, row_weights)
+        backend.run("gram", "gram_", rows, out, rows)
+        if mirror:
+            mirror_(out)
     return out
 
 
-def cross_gram_(
-    out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None
-) -> torch.Tensor:
-    """In place: out += rowsᵀ diag(w) targets; out [n, p], rows [m, n], targets [m, p]. Otherwise as `gram_`.
+def mirror_(out: torch.Tensor) -> torch.Tensor:
+    """Complete a Gram that was summed by `gram_(…, mirror=False)`, in place: what is missing is copied from above.
+
+    out  [n, n] fp32 or fp64. Once more changes nothing. Returns `out`.
+    Raises ValueError where `out` is not square. One pass over half of `out`.
+    """
+    if out.ndim != 2 or out.shape[0] != out.shape[1]:
+        raise ValueError(f"a Gram matrix is square, got shape {tuple(out.shape)}")
+    if out.numel() > 0:
+        backend.run("gram", "mirror_", out, out)
+    return out
+
+
+def cross_gram_(out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Add rowsᵀ targets to `out` in place; out [n, p], rows [m, n], targets [m, p]. Otherwise as `gram_`.
 
     Cost 2 m n p flops.
     """
-    _check(out, rows, targets, row_weights)
+    _check(out, rows, targets)
     if rows.numel() > 0 and targets.numel() > 0:
-        backend.run("gram", "cross_gram_", rows, out, rows, targets, row_weights)
+        backend.run("gram", "cross_gram_", rows, out, rows, targets)
     return out
 
 
-def scale_columns(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """diag(c) G diag(c), the Gram of A diag(c) (STAT A.3: output-weighted columns); gram [n, n], weights [n]."""
-    scale = weights.to(gram.dtype)
-    return gram * scale.unsqueeze(1) * scale
-
-
-def _check(out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
+def _check(out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor) -> None:
     if rows.ndim != 2 or targets.ndim != 2 or rows.shape[0] != targets.shape[0]:
         raise ValueError(f"rows [m, n] and targets [m, p] differ: {tuple(rows.shape)} and {tuple(targets.shape)}")
     if out.shape != (rows.shape[1], targets.shape[1]):
@@ -53,5 +59,3 @@ def _check(out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, row_wei
         raise ValueError(f"out must be fp32 or fp64, got {out.dtype}")
     if not (rows.is_floating_point() and targets.is_floating_point()):
         raise ValueError(f"rows and targets must be floating, got {rows.dtype} and {targets.dtype}")
-    if row_weights is not None and row_weights.shape != rows.shape[:1]:
-        raise ValueError(f"row_weights is {tuple(row_weights.shape)}, expected {tuple(rows.shape[:1])}")

@@ -6,13 +6,16 @@ import numpy as np
 import torch
 
 
-def gram_(out: torch.Tensor, rows: torch.Tensor, row_weights: torch.Tensor | None) -> None:
-    """out += rowsᵀ diag(w) rows."""
-    cross_gram_(out, rows, rows, row_weights)
+def gram_(out: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add rowsᵀ rows to all of `out`."""
+    cross_gram_(out, rows, rows)
 
 
-def cross_gram_(out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, row_weights: torch.Tensor | None) -> None:
-    """out += rowsᵀ diag(w) targets."""
+def mirror_(out: torch.Tensor) -> None:
+    """Do nothing: `gram_` has left nothing out."""
+
+
+def cross_gram_(out: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor) -> None:
+    """Add rowsᵀ targets to `out`."""
     left, right = rows.double().cpu().numpy(), targets.double().cpu().numpy()
-    weights = np.ones(rows.shape[0]) if row_weights is None else row_weights.double().cpu().numpy()
-    out += torch.from_numpy(np.einsum("mi,m,mj->ij", left, weights, right, optimize=True)).to(out)
+    out += torch.from_numpy(np.einsum("mi,mj->ij", left, right, optimize=True)).to(out)

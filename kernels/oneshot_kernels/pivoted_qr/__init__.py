@@ -18,7 +18,7 @@ Method = Literal["lapack", "randomized", "cqrrpt"]
 def pivoted_qr(
     matrix: torch.Tensor, *, method: Method = "randomized", rank: int | None = None, seed: int = 0
 ) -> PivotedFactor:
-    """Pivots, error curve and R of A[:, pivots] = Q R from the matrix itself (its condition number is not squared).
+    """Factorise A[:, pivots] = Q R from the matrix itself (its condition number is not squared).
 
     matrix  [m, n] fp32 or fp64, any m and n.
     method  "lapack": Businger–Golub by `geqp3`, fp64, CPU; the reference, slow.

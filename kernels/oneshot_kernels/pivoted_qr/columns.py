@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 from oneshot_kernels.pivoted_qr import pivoted_qr
-from oneshot_kernels.pivoted_qr.cholesky import check_gram, pivoted_cholesky, rank_tolerance
-from oneshot_kernels.pivoted_qr.factor import PivotedFactor, trailing_errors
+from oneshot_kernels.pivoted_qr.cholesky import check_gram, leading_pivots_, pivoted_cholesky, rank_tolerance
+from oneshot_kernels.pivoted_qr.factor import PivotedFactor, columns_without, trailing_errors
 
 
 class Columns(Protocol):
@@ -37,15 +37,17 @@ class GramColumns:
 
     def winners(self, candidates: torch.Tensor, count: int) -> torch.Tensor:
         count = min(count, candidates.numel())
-        return candidates[pivoted_cholesky(self.schur[candidates][:, candidates], rank=count).pivots[:count]]
+        return candidates[leading_pivots_(self.schur[candidates][:, candidates], count)]
 
     def project_out(self, chosen: torch.Tensor) -> bool:
         if float(self.schur.diagonal().amax()) <= rank_tolerance(self.gram.diagonal()):
             return False
         _, rows = _rows_of_r(self.schur, chosen)
-        self.schur = torch.addmm(self.schur, rows.mT, rows, alpha=-1)
-        self.schur[chosen] = 0
-        self.schur[:, chosen] = 0
+        if self.schur is self.gram:  # which is the caller's, and is needed in the end
+            self.schur = self.gram.clone()
+        self.schur.addmm_(rows.mT, rows, alpha=-1)
+        self.schur.index_fill_(0, chosen, 0.0)
+        self.schur.index_fill_(1, chosen, 0.0)
         return True
 
     def factor(self, winners: torch.Tensor) -> PivotedFactor:
@@ -72,7 +74,7 @@ class MatrixColumns:
             return False
         orthonormal, _ = torch.linalg.qr(self.rest[:, chosen])
         self.rest = torch.addmm(self.rest, orthonormal, orthonormal.mT @ self.rest, alpha=-1)
-        self.rest[:, chosen] = 0
+        self.rest.index_fill_(1, chosen, 0.0)
         return True
 
     def factor(self, winners: torch.Tensor) -> PivotedFactor:
@@ -87,7 +89,7 @@ class MatrixColumns:
 
 
 def columns_of(gram: torch.Tensor | None, matrix: torch.Tensor | None, group_size: int, rank: int) -> Columns:
-    """The source that the caller gave; raises ValueError unless it is exactly one and the sizes fit it."""
+    """Return the source that the caller gave; raises ValueError unless it is exactly one and the sizes fit it."""
     if (gram is None) == (matrix is None):
         raise ValueError("give either gram= or matrix=")
     columns: Columns = GramColumns(gram) if gram is not None else MatrixColumns(matrix)  # type: ignore[arg-type]
@@ -99,14 +101,14 @@ def columns_of(gram: torch.Tensor | None, matrix: torch.Tensor | None, group_siz
 
 
 def _qr(matrix: torch.Tensor) -> PivotedFactor:
-    """Pivoted QR of R, from an unpivoted QR of a tall `matrix`: the same pivots, the tall part in BLAS-3 (TSQR)."""
+    """Factorise R of an unpivoted QR of a tall `matrix`: the same pivots, the tall part in BLAS-3 (TSQR)."""
     if matrix.shape[0] > matrix.shape[1]:
         _, matrix = torch.linalg.qr(matrix, mode="r")
     return pivoted_qr(matrix, method="lapack" if matrix.device.type == "cpu" else "randomized")
 
 
 def _rows_of_r(gram: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`chosen` in pivoted order, R's rows [k, n] of their numerically independent ones over all columns)."""
+    """Return (`chosen` in pivoted order, R's rows [k, n] of the numerically independent ones over all columns)."""
     inner = pivoted_cholesky(gram[chosen][:, chosen])
     order, found = chosen[inner.pivots], inner.factorised_rank
     rows = torch.linalg.solve_triangular(inner.r[:, :found].mT, gram[order[:found]], upper=False)
@@ -114,7 +116,5 @@ def _rows_of_r(gram: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _complete(order: torch.Tensor, count: int) -> torch.Tensor:
-    """`order` followed by the columns it lacks, in index order."""
-    rest = torch.ones(count, dtype=torch.bool, device=order.device)
-    rest[order] = False
-    return torch.cat([order, rest.nonzero().squeeze(1)])
+    """Return `order` followed by the columns it lacks, in index order."""
+    return torch.cat([order, columns_without(order, count)])

@@ -29,7 +29,7 @@ class PivotedFactor:
 
 
 def empty_factor(num_columns: int, dtype: torch.dtype, device: torch.device) -> PivotedFactor:
-    """The factor of a matrix of zeros: pivots in index order, no rows in `r`."""
+    """Return the factor of a matrix of zeros: pivots in index order, no rows in `r`."""
     return PivotedFactor(
         pivots=torch.arange(num_columns, device=device),
         trailing_errors=torch.zeros(num_columns + 1, dtype=torch.float64, device=device),
@@ -38,18 +38,27 @@ def empty_factor(num_columns: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def suffix_sums(values: torch.Tensor) -> torch.Tensor:
-    """`out[k] = sum(values[k:])` for k = 0 … len, smallest terms first so that a tiny tail keeps its digits."""
-    sums = values.double().flip(0).cumsum(0).flip(0)
-    return torch.cat([sums, sums.new_zeros(1)])
+    """Return `out[k] = sum(values[k:])` for k = 0 … len, smallest terms first: a tiny tail keeps its digits.
+
+    Summed on the CPU wherever `values` are: torch names `cumsum` of floats on CUDA as not deterministic.
+    """
+    sums = values.double().cpu().flip(0).cumsum(0).flip(0)
+    return torch.cat([sums, sums.new_zeros(1)]).to(values.device)
 
 
 def trailing_errors(r: torch.Tensor, residual_squares: torch.Tensor) -> torch.Tensor:
-    """The error curve of a factor.
+    """Return the error curve of a factor, float64[n + 1].
 
     errors[k]² = sum of ‖r[j, :]‖² over j >= k, plus the sum of `residual_squares`, for k <= rank (rows of r);
     beyond it the residuals of columns not yet taken. `residual_squares` [n - rank] holds the squared norms that are
     left in the columns after `rank` (negative ones, from rounding, count as zero).
     """
-    rows = suffix_sums(torch.linalg.vector_norm(r, dim=1, dtype=torch.float64).square())
-    rest = suffix_sums(residual_squares.clamp_min(0))
-    return torch.cat([rows[:-1] + rest[0], rest]).sqrt()
+    rows = suffix_sums(torch.linalg.vector_norm(r, dim=1, dtype=torch.float64).square().cpu())
+    rest = suffix_sums(residual_squares.clamp_min(0).cpu())
+    return torch.cat([rows[:-1] + rest[0], rest]).sqrt().to(r.device)
+
+
+def columns_without(taken: torch.Tensor, count: int) -> torch.Tensor:
+    """Return columns 0 … count - 1 less the distinct `taken`, in index order, int64; does not wait for the device."""
+    flags = torch.zeros(count, dtype=torch.uint8, device=taken.device).index_fill_(0, taken, 1)
+    return flags.argsort(stable=True)[: count - taken.numel()]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from oneshot_kernels.pivoted_qr.columns import Columns, columns_of
-from oneshot_kernels.pivoted_qr.factor import PivotedFactor
+from oneshot_kernels.pivoted_qr.factor import PivotedFactor, columns_without
 
 
 def grouped_pivots(
     *, gram: torch.Tensor | None = None, matrix: torch.Tensor | None = None, group_size: int, rank: int
 ) -> PivotedFactor:
-    """STAT §3.4: split the columns into consecutive groups, pivot each alone, keep the winners of all.
+    """Split the columns into consecutive groups, pivot each alone, keep the winners of all (STAT §3.4).
 
     Group g with n_g columns keeps its share rank · n_g / n (whole numbers by largest remainder), so the choice depends
     on `rank`. The winners are then factorised together, in pivoted order: in the factor returned every k <= rank is the
@@ -33,7 +33,7 @@ def grouped_pivots(
 def tournament_pivots(
     *, gram: torch.Tensor | None = None, matrix: torch.Tensor | None = None, group_size: int, rank: int
 ) -> PivotedFactor:
-    """Tournament pivoting (Demmel, Grigori, Gu, Xiang 2015, doi:10.1137/13092157X): CARRQR, panel by panel.
+    """Choose by tournaments (Demmel, Grigori, Gu, Xiang 2015, doi:10.1137/13092157X): CARRQR, panel by panel.
 
     A panel of b = group_size / 2 pivots is chosen by a binary tournament: groups of 2 b columns each send their first b
     pivots on, winners meet in pairs until b are left. The panel is projected out of all columns before the next one.
@@ -55,12 +55,12 @@ def tournament_pivots(
             break
         panels.append(panel)
         taken += width
-        remaining = remaining[~torch.isin(remaining, panel)]
+        remaining = columns_without(torch.cat(panels), columns.count)
     return columns.factor(torch.cat(panels))
 
 
 def _tournament(columns: Columns, candidates: torch.Tensor, width: int) -> torch.Tensor:
-    """The `width` winners of a binary tournament among `candidates`."""
+    """Return the `width` winners of a binary tournament among `candidates`."""
     entrants = list(candidates.split(2 * width))
     while True:
         entrants = [columns.winners(group, width) for group in entrants]
@@ -70,7 +70,7 @@ def _tournament(columns: Columns, candidates: torch.Tensor, width: int) -> torch
 
 
 def _shares(sizes: list[int], total: int) -> list[int]:
-    """`total` divided in proportion to `sizes`, whole numbers by largest remainder (ties: the earlier group)."""
+    """Divide `total` in proportion to `sizes`, whole numbers by largest remainder (ties: the earlier group)."""
     whole = sum(sizes)
     shares = [total * size // whole for size in sizes]
     remainders = [total * size % whole for size in sizes]

@@ -11,7 +11,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def lapack_pivoted_qr(matrix: torch.Tensor, rank: int) -> PivotedFactor:
-    """A[:, pivots] = Q r by `geqp3` (Businger & Golub 1965, doi:10.1007/BF01436084), CPU, fp64.
+    """Factorise A[:, pivots] = Q r by `geqp3` (Businger & Golub 1965, doi:10.1007/BF01436084), CPU, fp64.
 
     Every column is factorised, so every trailing error is exact; `r` keeps the rows up to `rank` or to the numerical
     rank (|r_kk| > eps · max(m, n) · |r_00|), whichever is smaller.
@@ -21,7 +21,7 @@ def lapack_pivoted_qr(matrix: torch.Tensor, rank: int) -> PivotedFactor:
     full, pivots = scipy.linalg.qr(matrix.double().cpu().numpy(), mode="r", pivoting=True)
     r = torch.from_numpy(full[: min(matrix.shape)])
     squares = suffix_sums(r.square().sum(dim=1))
-    errors = torch.zeros(matrix.shape[1] + 1, dtype=torch.float64)
+    errors = squares.new_zeros(matrix.shape[1] + 1)
     errors[: squares.numel()] = squares.sqrt()
     diagonal = r.diagonal().abs()
     numerical_rank = int((diagonal > EPS * max(matrix.shape) * diagonal[0]).sum())

@@ -7,7 +7,7 @@ import torch
 from oneshot_kernels.count_sketch import sketch_
 from oneshot_kernels.gram import gram_
 from oneshot_kernels.pivoted_qr.cholesky import pivoted_cholesky
-from oneshot_kernels.pivoted_qr.factor import PivotedFactor, trailing_errors
+from oneshot_kernels.pivoted_qr.factor import PivotedFactor, columns_without, trailing_errors
 from oneshot_kernels.pivoted_qr.lapack import lapack_pivoted_qr
 
 # CQRRPT's defaults: non-zeros per column of S (1, CountSketch, fails on coherent rows) and sketch rows over n
@@ -25,7 +25,7 @@ def sketched_pivots(
     nonzeros: int = SKETCH_NONZEROS,
     seed: int = 0,
 ) -> PivotedFactor:
-    """Pivots of S A in place of those of A, for speed: pivoted Cholesky of the fp32 Gram of a sparse sign sketch.
+    """Return pivots of S A for those of A, for speed: pivoted Cholesky of the fp32 Gram of a sparse sign sketch.
 
     STAT §3.4 with a sparse sign embedding for CountSketch; step 2 of CQRRPT (arXiv:2311.08316) alone. The factor is
     that of S A: its errors estimate those of A (E‖S x‖² = ‖x‖²), its `r` is not A's. Take the pivots, and the
@@ -48,7 +48,7 @@ def _sketch_rows(num_columns: int) -> int:
 
 
 def cqrrpt(matrix: torch.Tensor, rank: int, seed: int) -> PivotedFactor:
-    """CQRRPT (Melnichenko, Balabanov, Murray et al., arXiv:2311.08316, alg. 1): all pivots from one sketch.
+    """Take all pivots from one sketch: CQRRPT (Melnichenko, Balabanov, Murray et al., arXiv:2311.08316, alg. 1).
 
     1. M = S A, S a sparse sign embedding with 1.25 n rows;   2. pivots J and R_s of M, by pivoted Cholesky of MᵀM;
     3. L Lᵀ = (A_J R_s⁻¹)ᵀ(A_J R_s⁻¹), well conditioned;      4. R11 = Lᵀ R_s, R12 = Qᵀ A_rest.
@@ -69,8 +69,9 @@ def cqrrpt(matrix: torch.Tensor, rank: int, seed: int) -> PivotedFactor:
 
 
 def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) -> PivotedFactor:
-    """BQRRP (Melnichenko, Murray, Killian et al., arXiv:2507.00976; the scheme of Duersch & Gu 2017,
-    doi:10.1137/15M1044680): one block of pivots at a time from a sketch with block_size + 8 rows.
+    """Take one block of pivots at a time, from a sketch with block_size + 8 rows: BQRRP.
+
+    Melnichenko, Murray, Killian et al., arXiv:2507.00976; the scheme of Duersch & Gu 2017, doi:10.1137/15M1044680.
 
     Each block: greedy pivots of the sketch; CholeskyQR of those columns, preconditioned by the sketch's own R; one
     GEMM updates A; M ← M2 - M1 R11⁻¹ R12 updates the sketch without a pass over A. The condition number is not
@@ -89,8 +90,7 @@ def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) 
         chosen, sketch_r = pivots_of_sketch(sketched, width, tolerance)
         if chosen.numel() == 0:
             break
-        rest = torch.ones_like(columns, dtype=torch.bool)
-        rest[chosen] = False
+        rest = columns_without(chosen, columns.numel())
         r11, orthonormal = preconditioned_cholesky_qr(work[:, chosen], sketch_r)
         r12 = orthonormal.mT @ work[:, rest]
         rows = slice(taken.numel(), taken.numel() + chosen.numel())
@@ -108,7 +108,7 @@ def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) 
 
 
 def preconditioned_cholesky_qr(panel: torch.Tensor, pilot_r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(R, Q) of `panel` [m, k] by CholeskyQR of panel · pilot_r⁻¹, `pilot_r` [k, k] being the R of a sketch of it.
+    """Return (R, Q) of `panel` [m, k] by CholeskyQR of panel · pilot_r⁻¹, `pilot_r` [k, k] the R of a sketch of it.
 
     Where the Gram is not safely positive definite (the sketch missed a direction) Householder QR is used instead: it
     is slower and needs no luck.
@@ -123,7 +123,7 @@ def preconditioned_cholesky_qr(panel: torch.Tensor, pilot_r: torch.Tensor) -> tu
 
 
 def pivots_of_sketch(sketched: torch.Tensor, count: int, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`greedy_pivots` by LAPACK's geqp3 on the CPU, where it is faster (the sketch is small: a loop costs more)."""
+    """Do what `greedy_pivots` does, on the CPU by LAPACK's geqp3: the sketch is small, and a loop costs more there."""
     if sketched.device.type != "cpu":
         return greedy_pivots(sketched, count, tolerance)
     factor = lapack_pivoted_qr(sketched, count)
@@ -132,32 +132,33 @@ def pivots_of_sketch(sketched: torch.Tensor, count: int, tolerance: float) -> tu
 
 
 def greedy_pivots(sketched: torch.Tensor, count: int, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Up to `count` Businger–Golub pivots of the wide `sketched` [s, n], by modified Gram–Schmidt.
+    """Take up to `count` Businger–Golub pivots of the wide `sketched` [s, n], by modified Gram–Schmidt.
 
     Returns (chosen int64[k], R [k, k] of those columns). Stops where no column's remaining norm exceeds `tolerance`,
-    and where the sketch's rows are used up. Cost 4 s n k flops.
+    and where the sketch's rows are used up. Cost 4 s n k flops and ten small kernels a pivot; the device is waited for
+    once, at the end: pivots at or below the tolerance remove nothing, and they are cut off.
     """
+    count = min(count, *sketched.shape)
     rest = sketched.clone()
-    chosen: list[int] = []
-    rows = []
-    for _ in range(min(count, sketched.shape[0])):
-        norms = torch.linalg.vector_norm(rest, dim=0)
-        norms[chosen] = 0
-        pivot = int(norms.argmax())
-        if not float(norms[pivot]) > tolerance:
-            break
-        direction = rest[:, pivot] / norms[pivot]
-        row = direction @ rest
-        rest.addr_(direction, row, alpha=-1)
-        chosen.append(pivot)
-        rows.append(row)
-    positions = torch.tensor(chosen, dtype=torch.int64, device=sketched.device)
-    r = torch.stack(rows)[:, positions].triu_() if rows else sketched.new_zeros(0, 0)
-    return positions, r
+    rows = sketched.new_empty(count, sketched.shape[1])
+    sizes = sketched.new_empty(count)
+    chosen = torch.empty(count, dtype=torch.int64, device=sketched.device)
+    infinite = sketched.new_full((1,), torch.inf)
+    for step in range(count):
+        size_of = sizes[step : step + 1]
+        size, pivot = torch.linalg.vector_norm(rest, dim=0).max(dim=0, keepdim=True)
+        torch.where(size > tolerance, size, infinite, out=size_of)
+        direction = rest.index_select(1, pivot).squeeze(1).div_(size_of)
+        torch.mv(rest.mT, direction, out=rows[step])
+        rest.addr_(direction, rows[step], alpha=-1)
+        rest.index_fill_(1, pivot, 0.0)
+        chosen[step : step + 1].copy_(pivot)
+    positions = chosen[: int(sizes.isfinite().sum())]
+    return positions, rows[: positions.numel()].index_select(1, positions).triu_()
 
 
 def _sketch(matrix: torch.Tensor, sketch_size: int, seed: int) -> torch.Tensor:
-    """S A, or A itself where S would have as many rows."""
+    """Return S A, or A itself where S would have as many rows."""
     if sketch_size >= matrix.shape[0]:
         return matrix
     nonzeros = min(SKETCH_NONZEROS, sketch_size)

@@ -9,7 +9,7 @@ from oneshot_kernels.pivoted_qr.factor import PivotedFactor
 
 
 def pivoted_qr(matrix: torch.Tensor, rank: int) -> PivotedFactor:
-    """Businger–Golub by modified Gram–Schmidt, twice, with every norm computed anew. Ties: the lower index."""
+    """Factorise as Businger–Golub by modified Gram–Schmidt, twice, every norm computed anew. Ties: the lower index."""
     rest = matrix.double().cpu().numpy().copy()
     num_columns = rest.shape[1]
     smallest = np.finfo(float).eps * max(rest.shape) * np.linalg.norm(rest, axis=0).max()
@@ -34,7 +34,7 @@ def pivoted_qr(matrix: torch.Tensor, rank: int) -> PivotedFactor:
 
 
 def pivoted_cholesky(gram: torch.Tensor, rank: int) -> PivotedFactor:
-    """Outer-product Cholesky with the largest remaining diagonal entry as the pivot. Ties: the lower index."""
+    """Factorise by outer products, the largest remaining diagonal entry as the pivot. Ties: the lower index."""
     schur = gram.double().cpu().numpy().copy()
     num_columns = schur.shape[0]
     smallest = num_columns * np.finfo(float).eps * max(schur.diagonal().max(initial=0), 0)
@@ -57,7 +57,7 @@ def pivoted_cholesky(gram: torch.Tensor, rank: int) -> PivotedFactor:
 
 
 def interpolation_matrix(matrix: np.ndarray, skeleton: np.ndarray) -> np.ndarray:
-    """min_T ‖A - A[:, J] T‖ by SVD-based least squares, with T[:, J] = I."""
+    """Solve min_T ‖A - A[:, J] T‖ by SVD-based least squares, with T[:, J] = I."""
     coefficients = np.linalg.lstsq(matrix[:, skeleton], matrix, rcond=None)[0]
     coefficients[:, skeleton] = np.eye(len(skeleton))
     return coefficients
