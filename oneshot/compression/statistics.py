@@ -6,7 +6,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from oneshot_kernels import cross_gram_, gram_, sketch_
+from oneshot_kernels import cross_gram_, gram_, mirror_, sketch_
 
 from oneshot.errors import CheckpointError
 from oneshot.machine import ALONE, Workers
@@ -70,7 +70,7 @@ class GramAccumulator:
 
     def update_(self, activations: torch.Tensor, target: torch.Tensor | None = None) -> None:
         """Add rows: `activations (m, n)`, and `target (m, d)` if there is one."""
-        gram_(self._gram, activations)
+        gram_(self._gram, activations, mirror=False)
         if self._cross is not None:
             if target is None:
                 raise ValueError("this accumulator has a target: give its rows")
@@ -96,6 +96,7 @@ class GramAccumulator:
         """
         num_rows = torch.tensor(self._num_rows, device=self._gram.device)
         workers.sum_(self._gram, self._target_energy, num_rows, *([] if self._cross is None else [self._cross]))
+        mirror_(self._gram)  # once: a device sums one triangle
         if not torch.isfinite(torch.stack(self._gram.aminmax())).all():
             raise CheckpointError(
                 "The activations overflow to NaN or Inf; run with --dtype float32 or check the weights."

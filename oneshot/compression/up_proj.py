@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from oneshot_kernels import cross_gram_, gram_
+from oneshot_kernels import cross_gram_, gram_, mirror_
 
 from oneshot.compression.correction import Factors, correct
 from oneshot.compression.fold import augmented_weight
@@ -117,9 +117,11 @@ def up_proj_step(
         reached = current.write(index, current.inner(index, h))
         lost = target_rows(dense, index, h, dense_state, residual_weight) - reached
         cross_gram_(gradient, (lost @ down_proj).mul_(gates), inputs)
-        gram_(gates_gram, gates)
-        gram_(inputs_gram, inputs)
+        gram_(gates_gram, gates, mirror=False)
+        gram_(inputs_gram, inputs, mirror=False)
     workers.sum_(gradient, gates_gram, inputs_gram)
+    mirror_(gates_gram)
+    mirror_(inputs_gram)
     gates_factor = RidgeFactor(gates_gram.mul_(down_proj.float().T @ down_proj.float()), damping)
     inputs_factor = RidgeFactor(inputs_gram, damping)
 
