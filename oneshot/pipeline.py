@@ -48,8 +48,9 @@ def compress(config: Config, *, show_progress: bool = False) -> Report:
 
     Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
     """
+    watch = Stopwatch()
     with open_run(config, [output_folder(config.output)], show_progress=show_progress) as run:
-        return _compress(config, run)
+        return _compress(config, run, watch)
 
 
 def compress_sizes(config: Config, sparsities: Sequence[float], *, show_progress: bool = False) -> list[Report]:
@@ -67,6 +68,7 @@ def compress_sizes(config: Config, sparsities: Sequence[float], *, show_progress
     ]
     if len({one.output for one in configs}) < len(configs):
         raise ConfigError("Two of the --sparsity values are equal to two decimals; give each once.")
+    watch = Stopwatch()
     # the largest target decides whether a model needs further tensors
     largest = max(configs, key=lambda one: one.target.sparsity or 0)
     with open_run(largest, [output_folder(one.output) for one in configs], show_progress=show_progress) as run:
@@ -74,7 +76,12 @@ def compress_sizes(config: Config, sparsities: Sequence[float], *, show_progress
             plan = make_plan(run.grid, run.method, one.target, budget=run.budget(one.target))
             run.footprint(one, _schedule(one, run, plan), plan)
             _refuse_place(one, run)
-        return [_compress(one, run) for one in configs]
+        reports = []
+        for one in configs:  # what all share counts for the first
+            reports.append(_compress(one, run, watch))
+            watch = Stopwatch()
+            reset_peak()
+        return reports
 
 
 def predict(config: Config) -> Footprint:
@@ -115,10 +122,9 @@ def profile(config: Config, *, show_progress: bool = False) -> Profile:
         return measured
 
 
-def _compress(config: Config, run: Run) -> Report:
-    """Compress one target of a run."""
-    watch, model, grid = Stopwatch(), run.model, run.grid
-    reset_peak()
+def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
+    """Compress one target of a run. `watch` has the seconds since the target began."""
+    model, grid = run.model, run.grid
     _refuse_place(config, run)
     output, budget = output_folder(config.output), run.budget(config.target)
     plan = run.machine.workers.share(0, lambda: make_plan(grid, run.method, config.target, budget=budget))
