@@ -163,6 +163,8 @@ RECIPES = {
     "magnitude": Method(ffn="magnitude", heads="none", correction="none"),
     "random": Method(ffn="random", heads="none", correction="none"),
 }
+"""The named methods: `--recipe oneshot` is `RECIPES["oneshot"]`."""
+
 RECIPE_FORMS = {"group-pca": "per-layer"}  # recipes whose result no stock config can state
 
 
