@@ -37,7 +37,7 @@ def query_key_maps(query_gram: torch.Tensor, key_gram: torch.Tensor, size: int) 
 
 
 def strongest_rotary_pairs(query_energy: torch.Tensor, key_energy: torch.Tensor, num_pairs: int) -> torch.Tensor:
-    """Return the rotary pairs of one KV group with the largest part in its attention scores, ascending int64 `(num_pairs,)`.
+    """Return the rotary pairs of one KV group with the largest part in its scores, ascending int64 `(num_pairs,)`.
 
     Rotation keeps the energy of a pair, so a pair's score is the sum over the group's query heads of
     `E‖q_pair‖² E‖k_pair‖²`: what its removal takes from the squared scores where queries and keys are independent.

@@ -16,5 +16,5 @@ def principal_directions(gram: torch.Tensor) -> torch.Tensor:
 
 
 def energies_along(gram: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """Return `‖X u‖²` of the rows of `gram = XᵀX (n, n)`, for each column `u` of `directions (n, k)`; float64 `(k,)`."""
+    """Return `‖X u‖²` from `gram = XᵀX (n, n)`, for each column `u` of `directions (n, k)`; float64 `(k,)`."""
     return ((gram.double() @ directions) * directions).sum(0).clamp_min(0)
