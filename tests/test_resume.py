@@ -186,7 +186,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("max_file_bytes", [None, 60_000], ids=["one file", "several files"])
-@pytest.mark.parametrize("kill_at", [1, 7, 15])
+@pytest.mark.parametrize("kill_at", [1, 7, 24, 28])
 def test_a_run_that_is_killed_while_it_joins_ends_with_the_same_bytes(
     kill_at: int,
     max_file_bytes: int | None,
@@ -199,20 +199,19 @@ def test_a_run_that_is_killed_while_it_joins_ends_with_the_same_bytes(
     config = make_config(make_checkpoint(layers=3), **options)
     wanted = undisturbed(config)
     assert (len([name for name in wanted if name.endswith(".safetensors")]) > 2) == (max_file_bytes is not None)
-    join = Journal.join
-
-    def killed(self: Journal, *_: Any) -> None:
+    work, join = Path(f"{config.output}.incomplete"), Journal.join
+    for attempt, last in enumerate((kill_at, 2)):
         copied = 0
 
-        def advance(num_bytes: int) -> None:
-            nonlocal copied
-            copied += 1
-            if copied == kill_at:
-                raise Killed
+        def killed(self: Journal, *_: Any, last: int = last) -> None:
+            def advance(num_bytes: int) -> None:
+                nonlocal copied
+                copied += 1
+                if copied == last:
+                    raise Killed
 
-        join(self, advance)
+            join(self, advance)
 
-    for attempt in range(2):
         with monkeypatch.context() as patch:
             patch.setattr(Journal, "join", killed)
             if attempt:
@@ -220,6 +219,8 @@ def test_a_run_that_is_killed_while_it_joins_ends_with_the_same_bytes(
             with pytest.raises(Killed):
                 compress(replace(config, resume=True))
         assert not Path(config.output).exists()
+        # the first of several files is complete after fewer than 24 tensors, and the parts in it are removed
+        assert (not (work / "part-00001.safetensors").exists()) == (max_file_bytes is not None and kill_at >= 24)
     monkeypatch.setattr(LayerCompressor, "compress_layer", lambda *_: pytest.fail("a layer was compressed again"))
     compress(replace(config, resume=True))
     assert contents(Path(config.output)) == wanted
