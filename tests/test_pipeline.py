@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from oneshot import OneshotError, compress, compress_sizes
 from oneshot.checkpoint import Checkpoint
 from oneshot.checkpoint.reader import INDEX_NAME
-from oneshot.compress import main
+from oneshot.cli.compress import main
 from oneshot.compression import LayerCompressor
 from oneshot.compression.correction import DAMPINGS
 from oneshot.evaluation import load_model

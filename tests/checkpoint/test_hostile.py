@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from oneshot.checkpoint import Checkpoint, open_model
 from oneshot.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from oneshot.checkpoint.safe_files import MAX_JSON_BYTES, MAX_JSON_DEPTH
-from oneshot.compress import main
+from oneshot.cli.compress import main
 from oneshot.errors import CalibrationError, CheckpointError, OneshotError
 from oneshot.export import write_companions
 from oneshot.text import iter_documents

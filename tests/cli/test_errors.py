@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from oneshot import evaluate
 from oneshot.checkpoint.reader import INDEX_NAME, SINGLE_NAME
-from oneshot.compress import main
+from oneshot.cli.compress import main
 
 Check = Callable[..., str]
 

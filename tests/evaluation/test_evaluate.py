@@ -16,8 +16,8 @@ from strategies import TOLERANCES
 
 from oneshot import compress
 from oneshot.checkpoint import locate_checkpoint
+from oneshot.cli.evaluate import main
 from oneshot.errors import CheckpointError, OutputError
-from oneshot.evaluate import main
 from oneshot.evaluation import (
     evaluate,
     load_windows,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from oneshot import Config, Footprint, MachineOptions, compress, predict
 from oneshot.checkpoint import gguf_header
-from oneshot.compress import main
+from oneshot.cli.compress import main
 from oneshot.errors import ConfigError, MemoryLimitError, OutputError
 from oneshot.families import LLAMA, ModelShape
 from oneshot.footprint.bounds import Bounds, predict_footprint

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from oneshot import Target, compress, predict
-from oneshot.compress import main
+from oneshot.cli.compress import main
 from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
 from oneshot.families import LLAMA, ModelShape

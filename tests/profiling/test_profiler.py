@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from oneshot import compress
+from oneshot.cli.profile import main
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
 from oneshot.export.per_layer import PerLayerForm
@@ -27,7 +28,6 @@ from oneshot.pipeline import compress_sizes, profile
 from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, Profile, predicted_damage
 from oneshot.planning.damages import removed_fluctuation
 from oneshot.planning.widths import meet_budget
-from oneshot.profile import main
 from oneshot.profiling import LayerProfiler, load_profile
 from oneshot.profiling.profiler import MIN_PROBE_ERROR, PROBE_SHARE, probe_size
 
