@@ -19,8 +19,8 @@ from factories import MakeCheckpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from oneshot import evaluate
 from oneshot.checkpoint.reader import INDEX_NAME, SINGLE_NAME
+from oneshot.cli import evaluate
 from oneshot.cli.compress import main
 
 Check = Callable[..., str]
