@@ -143,9 +143,11 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
         if run.written_text is not None:
             journal.save(SAVED_TEXT, {"token_ids": run.written_text.token_ids.tolist()})
         plan, divergences = _measured_plan(config, run, plan, budget, schedule, journal)
-        watch.lap("profile")
+        if schedule.plans_by_profile:
+            watch.lap("profile")
         plan, subspaces = _find_subspaces(config, run, plan)
-        watch.lap("hidden size")
+        if schedule.finds_subspaces:
+            watch.lap("hidden size")
         warnings = run.warnings.take()
         embedding = journal.saved_tensors(EMBEDDING) if plan.embedding else None
         layers = _compress_layers(config, run, plan, schedule, subspaces, embedding, journal)
