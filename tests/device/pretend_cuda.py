@@ -73,6 +73,10 @@ class Log:
         """Forget all counts, and let the peak start from what is live now."""
         for counter in (self.kernels, self.waits, self.to_device_bytes, self.from_device_bytes, self.converted_on_host):
             counter.clear()
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """Let the peak start from what is live now."""
         self.peak_bytes = self.live_bytes
 
 
@@ -152,6 +156,21 @@ def _release(address: int) -> None:
         del _storages[address]
 
 
+class _Stream:
+    """A stream or an event of a device that does everything at once; only `synchronize` is a wait of the host."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        _log.waits[f"{site()} synchronize"] += 1
+
+    def wait_stream(self, _: object = None) -> None:
+        pass
+
+    wait_event = record = wait = wait_stream
+
+
 class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(function, args, kwargs or {})
@@ -184,6 +203,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     if name == "is_pinned":
         return True
+    if name == "record_stream":
+        return None
     if name == "_has_compatible_shallow_copy_type":
         return False
     if name in COPIES:
@@ -360,7 +381,14 @@ def pretend(total_bytes: int = 80 * 10**9) -> Iterator[Log]:
         "memory_allocated": lambda device=None: _log.live_bytes,
         "memory_reserved": lambda device=None: _log.live_bytes,
         "max_memory_allocated": lambda device=None: _log.peak_bytes,
+        "max_memory_reserved": lambda device=None: _log.peak_bytes,
+        "reset_peak_memory_stats": lambda device=None: _log.reset_peak(),
+        "is_bf16_supported": lambda including_emulation=True: True,
         "get_device_name": lambda device=None: "Pretended",
+        "Stream": _Stream,
+        "Event": _Stream,
+        "current_stream": _Stream,
+        "stream": contextlib.nullcontext,
         "get_device_capability": lambda device=None: (9, 0),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         **dict.fromkeys(
@@ -371,6 +399,7 @@ def pretend(total_bytes: int = 80 * 10**9) -> Iterator[Log]:
                 "empty_cache",
                 "manual_seed",
                 "manual_seed_all",
+                "set_per_process_memory_fraction",
                 "set_rng_state",
             ],
             nothing,
