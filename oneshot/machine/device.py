@@ -8,7 +8,7 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
-    """Return the device of a name; `auto` is CUDA if torch sees a CUDA device.
+    """Return the device of a name, with its number; `auto` is CUDA if torch sees a CUDA device.
 
     Args:
         local_rank: this process's number among those of the machine; each takes a device of its own.
@@ -17,10 +17,8 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """
     if name == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
-    if name in ("auto", "cuda") and local_rank is not None:
-        name = f"cuda:{local_rank}"
-    if name == "auto":
-        return torch.device("cuda")
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        name = f"cuda:{torch.cuda.current_device() if local_rank is None else local_rank}"
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -217,7 +217,11 @@ def run(name: str, folder: Path, log: Log) -> dict[str, Any]:
         log.reset()
         report = compress(config)
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "wt-gpu" in frame.filename or "oneshot" in frame.filename]
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "wt-gpu" in frame.filename or "oneshot" in frame.filename
+        ]
         lines = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[::-1][:5])
         return found | {"error": f"{type(error).__name__}: {str(error)[:300]} @ {lines}"}
     assert report.footprint is not None

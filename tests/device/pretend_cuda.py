@@ -156,6 +156,12 @@ def _release(address: int) -> None:
         del _storages[address]
 
 
+def _check_numbered(device: Any) -> None:
+    """Refuse a device without a number, as `torch.cuda.set_device` does."""
+    if torch.device(device).index is None:
+        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+
+
 class _Stream:
     """A stream or an event of a device that does everything at once; only `synchronize` is a wait of the host."""
 
@@ -203,8 +209,6 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     if name == "is_pinned":
         return True
-    if name == "record_stream":
-        return None
     if name == "_has_compatible_shallow_copy_type":
         return False
     if name in COPIES:
@@ -385,6 +389,7 @@ def pretend(total_bytes: int = 80 * 10**9) -> Iterator[Log]:
         "reset_peak_memory_stats": lambda device=None: _log.reset_peak(),
         "is_bf16_supported": lambda including_emulation=True: True,
         "get_device_name": lambda device=None: "Pretended",
+        "set_device": _check_numbered,
         "Stream": _Stream,
         "Event": _Stream,
         "current_stream": _Stream,
@@ -395,7 +400,6 @@ def pretend(total_bytes: int = 80 * 10**9) -> Iterator[Log]:
             [
                 "synchronize",
                 "_lazy_init",
-                "set_device",
                 "empty_cache",
                 "manual_seed",
                 "manual_seed_all",
@@ -409,6 +413,8 @@ def pretend(total_bytes: int = 80 * 10**9) -> Iterator[Log]:
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch.object(torch, "tensor", make),
         mock.patch.object(torch.Tensor, "new_tensor", make_like),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda self: self),  # also in threads, which have no mode
+        mock.patch.object(torch.Tensor, "record_stream", nothing),
         _Mode(),
     ):
         yield _log
