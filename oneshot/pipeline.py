@@ -303,6 +303,7 @@ def _journal(config: Config, run: Run, plan: Plan, fingerprint: dict[str, Any]) 
         resume=config.resume,
         expected_bytes=expected_bytes(config.save_dtype, model.checkpoint, parameters),
         max_file_bytes=config.max_file_bytes,
+        background=run.machine.device.type == "cuda",
     )
 
 

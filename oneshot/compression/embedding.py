@@ -13,8 +13,8 @@ import torch
 
 from oneshot.compression.fold import PANEL_ROWS, times
 from oneshot.families import TableShape
-from oneshot.machine.transfer import as_like
 from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.machine.transfer import as_like
 from oneshot.planning import vocabulary_ranges
 
 DAMPING = 1e-4  # of the head's Gram, in units of its mean diagonal; no direction may be free

@@ -7,7 +7,7 @@ and corrects the writer over them. `fold.fold_sublayer` makes the smaller tensor
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 

@@ -132,10 +132,7 @@ def _broadcast(slot: _Slot, tensor: torch.Tensor | None, owner: int) -> torch.Te
     by_device = torch.distributed.get_backend() == "nccl"
     way = torch.device("cuda", torch.cuda.current_device()) if by_device else torch.device("cpu")
     home = torch.device("cuda", torch.cuda.current_device()) if slot.on_device else torch.device("cpu")
-    if tensor is None:
-        moving = torch.empty(slot.shape, dtype=slot.dtype, device=way)
-    else:
-        moving = tensor.to(way).contiguous()
+    moving = torch.empty(slot.shape, dtype=slot.dtype, device=way) if tensor is None else tensor.to(way).contiguous()
     torch.distributed.broadcast(moving, src=owner)
     return moving.to(home) if tensor is None else tensor
 
