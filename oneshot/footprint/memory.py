@@ -56,7 +56,8 @@ def stages(work: Work) -> list[Stage]:
     """Return the stages of a run, without the activation stores."""
     listed = [Stage("the libraries", ())]
     if work.texts:
-        listed += [_writing(work) if source == SELF else _reading(source) for source in work.texts]
+        for source in work.texts:
+            listed += _writing(work) if source == SELF else [_reading(source)]
         embedded = 3 * work.batch_tokens * work.shape.hidden_size * work.dtype.itemsize
         reduced = Term(
             2 * work.outside_bytes if work.schedule.may_rank_embedding else 0
@@ -96,23 +97,25 @@ def _reading(source: str) -> Stage:
     return Stage("reading the text", (Term(size, knobs=("--calibration",)),))
 
 
-def _writing(work: Work) -> Stage:
-    """Return the stage in which the model writes text."""
-    shape, itemsize = work.shape, work.dtype.itemsize
+def _writing(work: Work) -> list[Stage]:
+    """Return the stages that load the model and let it write text."""
+    shape, itemsize, knobs = work.shape, work.dtype.itemsize, ("--calibration",)
     documents = min(GENERATED_TOGETHER, math.ceil(work.num_tokens / DOCUMENT_TOKENS))
     cache = shape.stack().kv_bytes_per_token(itemsize) * documents * (OPENING_TOKENS + DOCUMENT_TOKENS)
     logits = 4 * FLOAT * documents * shape.vocab_size
+    parameters = shape.stack().stored_parameters() * itemsize
     # on the host the mapped file is the model unless its dtype changes
     is_mapped = work.device.type == "cpu" and itemsize == work.stored_itemsize
-    parameters = 0 if is_mapped else shape.stack().stored_parameters() * itemsize
-    return Stage(
-        "letting the model write the text (--calibration self)",
-        (
-            Term(work.model_bytes, knobs=("--calibration",)),
-            Term(parameters, computed=True, knobs=("--calibration",)),
-            Term(CACHE_SHARE * cache + logits, computed=True),
+    loaded = Term(work.model_bytes, knobs=knobs)
+    copied = Term(0 if is_mapped else parameters, computed=True, knobs=knobs)
+    model = loaded if is_mapped else copied
+    return [
+        Stage("loading the model to write text (--calibration self)", (loaded, copied)),
+        Stage(
+            "letting the model write the text (--calibration self)",
+            (model, Term(CACHE_SHARE * cache + logits, computed=True)),
         ),
-    )
+    ]
 
 
 def _latency(work: Work) -> Stage:
