@@ -34,7 +34,7 @@ from oneshot.machine import (
     resolve_device,
     resolve_dtype,
 )
-from oneshot.machine.memory import release_heap, reset_peak
+from oneshot.machine.memory import device_capacity, release_heap, reset_peak
 from oneshot.planning import Budget, Plan, Profile, parameter_budget
 from oneshot.profiling import load_profile, make_profile, measured_seconds, refuse_other
 from oneshot.recipes import TOKENS_PER_NEURON
@@ -42,7 +42,17 @@ from oneshot.report.progress import ProgressBar, WarningLog
 from oneshot.report.provenance import versions
 from oneshot.report.records import Footprint
 from oneshot.schedule import Schedule
-from oneshot.text import SELF, Text, load_text, load_tokenizer, mix, shares, split_sources, write_text
+from oneshot.text import (
+    SELF,
+    Text,
+    documents_together,
+    load_text,
+    load_tokenizer,
+    mix,
+    shares,
+    split_sources,
+    write_text,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +188,7 @@ class Run:
 
     def _write_text(self, num_sequences: int, tokenizer: Any) -> Text:
         length = self._config.text.sequence_length
+        capacity = device_capacity(self.machine.device, self._config.machine.max_device_memory_bytes)
         with ProgressBar(
             num_layers=1,
             num_tokens=num_sequences * length,
@@ -193,6 +204,7 @@ class Run:
                 device=self.machine.device,
                 dtype=self.machine.dtype,
                 max_memory_bytes=self._config.machine.max_memory_bytes,
+                together=documents_together(self.model.shape, self.machine.dtype, capacity),
                 advance=progress.advance,
             )
 

@@ -17,6 +17,13 @@ def as_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor.to(like.device).to(like.dtype)
 
 
+def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on a device, in its own dtype; a CUDA device is not waited for."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def pinned(tensors: Tensors, device: torch.device) -> Tensors:
     """Return the tensors in pinned host memory, to be copied to a CUDA device; unchanged for a CPU."""
     if device.type != "cuda":

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 
 from oneshot.errors import CalibrationError, cause
+from oneshot.families import ModelShape
 from oneshot.text.packing import Text
 
 SELF = "self"  # the source whose text the model writes
 GENERATED_TOGETHER = 64  # documents on a CPU; a multiple of it on a device with room for more
 MOST_TOGETHER = 8  # times as many
 DOCUMENT_TOKENS = 256  # written in each; small models lose the thread soon
+OPENING_TOKENS = 32  # the openings take fewer
+CACHE_SHARE = 1.25  # of the KV cache: one layer's is copied whenever a token is added
 
 FORMS = (
     "{Topic} (from an encyclopedia):\n\n",
@@ -106,14 +109,20 @@ def write_text(
     return Text(sequences, SELF)
 
 
-def documents_together(device_bytes: int, model_bytes: int, document_bytes: float) -> int:
-    """Return how many documents are written at once on a device.
+def document_bytes(shape: ModelShape, dtype: torch.dtype) -> float:
+    """Return the bytes that a document takes while it is written: its keys and values, and logits."""
+    cache = shape.stack().kv_bytes_per_token(dtype.itemsize) * (OPENING_TOKENS + DOCUMENT_TOKENS)
+    return CACHE_SHARE * cache + 4 * torch.float32.itemsize * shape.vocab_size
+
+
+def documents_together(shape: ModelShape, dtype: torch.dtype, device_bytes: int) -> int:
+    """Return how many documents are written at once: many on a device (`device_bytes` > 0) with room for them.
 
     `device_bytes` is what the card has or may give, and not what is free, so that the text is always the same.
     """
-    room = (device_bytes - model_bytes) / 2
-    factor = MOST_TOGETHER
-    while factor > 1 and factor * GENERATED_TOGETHER * document_bytes > room:
+    room = (device_bytes - shape.stack().stored_parameters() * dtype.itemsize) / 2
+    factor = MOST_TOGETHER if device_bytes else 1
+    while factor > 1 and factor * GENERATED_TOGETHER * document_bytes(shape, dtype) > room:
         factor //= 2
     return factor * GENERATED_TOGETHER
 
