@@ -139,7 +139,9 @@ def _profile(work: Work) -> list[Stage]:
     grams = (terms.gram(work, size, residual=False), terms.gram(work, heads + shape.output_bias, residual=False))
     layer = (*terms.layer(work), terms.layer_copy(work), *grams, probes)
     batch = terms.activations(work, shape.intermediate_size)
-    curves = Term(3 * DOUBLE * size * size + 2 * DOUBLE * shape.hidden_size * size, computed=True)
+    weights = 3 * DOUBLE * shape.hidden_size * size
+    curves = Term(max((FLOAT + DOUBLE) * size * size, DOUBLE * size * size + weights), computed=True)
+    reduced = Term(work.on_cuda * work.layer_bytes, computed=True)
     correction = max(
         (terms.correction(work, size, kept, residual=False) for kept in (size // 2, 3 * size // 4)), key=terms.size_of
     )
@@ -152,7 +154,8 @@ def _profile(work: Work) -> list[Stage]:
         ),
         Stage("the profile's statistics", (*layer, batch)),
         Stage(
-            "the profile's error curves", (*layer, max(curves, correction, key=terms.size_of), terms.layer_copy(work))
+            "the profile's error curves",
+            (*layer, max(curves, correction, key=terms.size_of), terms.layer_copy(work), reduced),
         ),
         Stage("the profile's output divergences", logits),
     ]

@@ -55,15 +55,14 @@ def nested_errors(gram: torch.Tensor, weight: torch.Tensor, order: torch.Tensor)
     Args:
         gram: `AᵀA (n, n)`. weight: `(d, n)`. order: int64 `(n,)`, all columns, the first to keep first.
     """
-    square = gram[order.unsqueeze(1), order].double()
-    mean = square.diagonal().mean().clamp_min(torch.finfo(square.dtype).tiny)
-    diagonal = square.diagonal().clone()
-    ridge, failed_at = SMALLEST_RIDGE, torch.ones(())
-    while failed_at and ridge <= LARGEST_RIDGE:
-        square.diagonal().copy_(diagonal + ridge * mean)
-        factor, failed_at = torch.linalg.cholesky_ex(square)
-        ridge *= 10
-    del square
+    mean = gram.diagonal()[order].double().mean().clamp_min(torch.finfo(torch.float64).tiny)
+    ridge, failed, failed_at = SMALLEST_RIDGE, True, torch.empty((), dtype=torch.int32, device=gram.device)
+    while failed and ridge <= LARGEST_RIDGE:
+        square = gram[order.unsqueeze(1), order].double()
+        square.diagonal().add_(ridge * mean)
+        factor = square.mT  # in LAPACK's order of columns, so that it is factorised where it lies
+        torch.linalg.cholesky_ex(factor, out=(factor, failed_at))
+        ridge, failed = ridge * 10, bool(failed_at)
     # summed on the host, because a sum of one row on CUDA is not deterministic
     energies = (factor.T @ weight.double()[:, order].T).square().sum(1).cpu()
     missed = energies.flip(0).cumsum(0).flip(0)

@@ -17,8 +17,8 @@ from oneshot.families import ModelShape
 from oneshot.text.packing import Text
 
 SELF = "self"  # the source whose text the model writes
-GENERATED_TOGETHER = 64  # documents on a CPU; a multiple of it on a device with room for more
-MOST_TOGETHER = 8  # times as many
+GENERATED_TOGETHER = 64  # documents on a CPU
+LEAST_TOGETHER, MOST_TOGETHER = 8, 512  # on a device
 DOCUMENT_TOKENS = 256  # written in each; small models lose the thread soon
 OPENING_TOKENS = 32  # the openings take fewer
 CACHE_SHARE = 1.25  # of the KV cache: one layer's is copied whenever a token is added
@@ -116,15 +116,18 @@ def document_bytes(shape: ModelShape, dtype: torch.dtype) -> float:
 
 
 def documents_together(shape: ModelShape, dtype: torch.dtype, device_bytes: int) -> int:
-    """Return how many documents are written at once: many on a device (`device_bytes` > 0) with room for them.
+    """Return how many documents are written at once: as many as fill half of a device beside the model.
 
-    `device_bytes` is what the card has or may give, and not what is free, so that the text is always the same.
+    `device_bytes` is what the card has or may give, and not what is free, so that the text is always the same. It is 0
+    for a CPU.
     """
+    if not device_bytes:
+        return GENERATED_TOGETHER
     room = (device_bytes - shape.stack().stored_parameters() * dtype.itemsize) / 2
-    factor = MOST_TOGETHER if device_bytes else 1
-    while factor > 1 and factor * GENERATED_TOGETHER * document_bytes(shape, dtype) > room:
-        factor //= 2
-    return factor * GENERATED_TOGETHER
+    count = MOST_TOGETHER
+    while count > LEAST_TOGETHER and count * document_bytes(shape, dtype) > room:
+        count //= 2
+    return count
 
 
 def openings(seed: int) -> Iterator[str]:
