@@ -142,20 +142,21 @@ def _peak(work: Work, listed: list[Stage], store: Store, bounds: Bounds, *, comp
     if computed and not on_cuda:
         return 0, listed[0]
 
-    def needed(stage: Stage) -> float:
-        size = stage.total(computed=computed)
-        if not on_cuda:
-            size += stage.total(computed=True)
-        return size * (1.0 if computed else HEAP_SHARE)
-
-    fullest = max(listed, key=needed)
     stores = 0
     if store == ("device" if computed else "host"):
         pinned = on_cuda and not computed
         stores = sum(pinned_bytes(size) if pinned else size for size in work.store_bytes)
+
+    def needed(stage: Stage) -> float:
+        size = stage.total(computed=computed)
+        if not on_cuda:
+            size += stage.total(computed=True)
+        return size * (1.0 if computed else HEAP_SHARE) + stage.has_states * stores
+
+    fullest = max(listed, key=needed)
     held, before = (bounds.device_held, bounds.device_peak) if computed else (bounds.host_held, bounds.host_peak)
     slack = DEVICE_SLACK_BYTES if computed else SLACK_BYTES
-    return max(before, math.ceil(held + slack + stores + needed(fullest))), fullest
+    return max(before, math.ceil(held + slack + needed(fullest))), fullest
 
 
 def _refuse(amounts: tuple[int, int, bool], stage: Stage, what: str, flag: str) -> None:

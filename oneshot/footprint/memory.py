@@ -35,10 +35,11 @@ TEXT_FACTOR = 180  # bytes for a byte of a text file that is tokenised as one do
 
 @dataclass(frozen=True)
 class Stage:
-    """What is in memory at the peak of a stage."""
+    """What is in memory at the peak of a stage. `has_states`: whether hidden states may be stored meanwhile."""
 
     name: str
     terms: tuple[Term, ...]
+    has_states: bool = True
 
     def total(self, *, computed: bool) -> float:
         """Return the bytes on the compute device (`computed`), or of what is always on the host."""
@@ -93,7 +94,7 @@ def _reading(source: str) -> Stage:
         size = 0
     elif Path(source).suffix and os.path.isfile(source):
         size = TEXT_FACTOR * os.path.getsize(source)
-    return Stage("reading the text", (Term(size, knobs=("--calibration",)),))
+    return Stage("reading the text", (Term(size, knobs=("--calibration",)),), has_states=False)
 
 
 def _writing(work: Work) -> list[Stage]:
@@ -108,10 +109,11 @@ def _writing(work: Work) -> list[Stage]:
     copied = Term(0 if is_mapped else parameters, computed=True, knobs=knobs)
     model = loaded if is_mapped else copied
     return [
-        Stage("loading the model to write text (--calibration self)", (loaded, copied)),
+        Stage("loading the model to write text (--calibration self)", (loaded, copied), has_states=False),
         Stage(
             "letting the model write the text (--calibration self)",
             (model, Term(documents * document_bytes(shape, work.dtype), computed=True)),
+            has_states=False,
         ),
     ]
 
