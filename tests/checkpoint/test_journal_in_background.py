@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from oneshot.checkpoint import Journal, journal
+from oneshot.checkpoint.durable import make_durable
 from oneshot.errors import OutputError
 
 PARTS = [{"a": torch.ones(3)}, {"b": torch.zeros(2)}, {"c": torch.full((2,), 3.0)}]
@@ -47,37 +48,46 @@ def test_a_part_on_its_way_is_kept_when_a_run_fails(error: BaseException, tmp_pa
     assert load_file(folder / "model.safetensors").keys() == {"a", "b", "c"}
 
 
-@pytest.mark.parametrize("last", ["add", "join", "commit", "leave"])
-def test_an_error_of_the_thread_surfaces_in_the_next_call(last: str, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    with pytest.raises(OutputError, match="NaN"), open_journal(folder) as opened:
+def write_nan(folder: Path, last: str) -> None:
+    """Add a part that the thread refuses, then make one more call or none."""
+    with open_journal(folder) as opened:
         opened.add(PARTS[0])
         opened.add({"b": torch.tensor([torch.nan])})
         if last != "leave":
             getattr(opened, last)(*([PARTS[2]] if last == "add" else []))
+
+
+@pytest.mark.parametrize("last", ["add", "join", "commit", "leave"])
+def test_an_error_of_the_thread_surfaces_in_the_next_call(last: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    with pytest.raises(OutputError, match="NaN"):
+        write_nan(folder, last)
     assert not folder.exists()
     with open_journal(folder, resume=True) as opened:
         assert opened.num_finished == 1
 
 
 def test_a_full_disk_is_an_output_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def full(unfinished: Path, path: Path) -> None:
+        if path.name == "part-00002.safetensors":
+            raise OSError(28, "No space left on device")
+        make_durable(unfinished, path)
 
     folder = tmp_path / "out"
-    with pytest.raises(OutputError, match="No space left"), open_journal(folder) as opened:
-        opened.add(PARTS[0])
-        opened._settle()
-        monkeypatch.setattr(journal, "make_durable", full)
-        opened.add(PARTS[1])
-        opened.join()
+    monkeypatch.setattr(journal, "make_durable", full)
+    with pytest.raises(OutputError, match="No space left"):
+        write(folder, 3)
     monkeypatch.undo()
     with open_journal(folder, resume=True) as opened:
         assert opened.num_finished == 1
 
 
 def test_an_error_of_the_thread_does_not_hide_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError), open_journal(tmp_path / "out") as opened:
-        opened.add({"a": torch.tensor([torch.inf])})
-        raise ZeroDivisionError
+    def fail() -> None:
+        with open_journal(tmp_path / "out") as opened:
+            opened.add({"a": torch.tensor([torch.inf])})
+            raise ZeroDivisionError
+
+    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError):
+        fail()
     assert "The last part was not written" in caplog.text

@@ -26,7 +26,8 @@ for owner in range(2):
     factors, nothing, (record, text, number) = workers.share(owner, compute)
     assert torch.equal(factors.weight, weight) and factors.weight.dtype == torch.bfloat16
     assert factors.kept_columns.tolist() == [0, 1, 2] and factors.predicted_error == 0.5 and nothing is None
-    assert record["flags"].tolist() == [True, False] and record["none"].shape == (0, 2) and (text, number) == ("text", 1)
+    assert record["flags"].tolist() == [True, False] and record["none"].shape == (0, 2)
+    assert (text, number) == ("text", 1)
 workers.wait()
 torch.distributed.destroy_process_group()
 """
