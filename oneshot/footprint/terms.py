@@ -97,8 +97,9 @@ def pivoting(work: Work, size: int, kept: int, selector: Selector) -> Term:
         return Term(3 * DOUBLE * square + DOUBLE * output, computed=True)
     if work.method.sketch != "none":
         rows = work.method.rows_of_sketch(work.shape.intermediate_size)
-        matrices = 2 if work.method.pivoting in ("cholesky", "qr") else 4
-        return Term(DOUBLE * (matrices * rows * size + square), computed=True, knobs=("--set sketch_size=",))
+        matrices, factors = (2, 0) if work.method.pivoting in ("cholesky", "qr") else (4, 2)
+        numbers = matrices * rows * size + square + factors * kept * size
+        return Term(DOUBLE * numbers, computed=True, knobs=("--set sketch_size=",))
     if work.method.pivoting in ("grouped", "tournament"):
         return Term(DOUBLE * (2 * square + 4 * size * kept), computed=True)
     return Term(DOUBLE * (square + work.on_cuda * PIVOT_ROWS * size), computed=True)
