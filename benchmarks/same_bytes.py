@@ -129,7 +129,10 @@ def drive(models: Path, result: Path) -> None:
 
     import torch
 
-    from oneshot.compress import main
+    try:
+        from oneshot.cli.compress import main
+    except ImportError:  # an earlier design
+        from oneshot.compress import main
 
     torch.set_num_threads(1)
     new = importlib.util.find_spec("oneshot.cli") is not None

@@ -19,6 +19,7 @@ Sketch = Literal["none", "count", "sparse-sign"]
 Allocation = Literal["auto", "uniform", "error", "stat", "block-influence", "flap", "sensitivity"]
 Depth = Literal["sensitivity", "none"]
 TokenWeighting = Literal["unit", "raw"]
+ResidualTarget = Literal["stream", "sublayer"]
 
 AUTO = "auto"
 DAMPING = 3e-2
@@ -41,7 +42,9 @@ class Method:
         token_weighting: in that projection tokens count equally (`unit`) or by their energy (`raw`).
         embedding: `low-rank` gives ranges of a tied vocabulary their own ranks; `auto`: if the form can hold it.
         correction: `bias` adds the mean of removed columns (FLAP); `same-layer` and `two-stream`: least squares.
-        residual_weight: share of the dense stream's residual in a two-stream target.
+        residual_target: of a two-stream correction: the dense `stream` after the sublayer, or what the dense
+            `sublayer` adds to its own input (STAT section 3.1).
+        residual_weight: share of the residual towards that target, beyond the layer's own output.
         damping: ridge in units of the Gram's mean diagonal, or `auto`: least error on a held-out eighth of the text.
         up_steps: steps of conjugate gradients that also correct `up_proj`.
         pivoting: of `id` for neurons: `cholesky` of the Gram, `qr` of the sketch, `grouped` or `tournament`.
@@ -62,6 +65,7 @@ class Method:
     shared_weight: float = 0.0
     token_weighting: TokenWeighting = "unit"
     embedding: Embedding = "none"
+    residual_target: ResidualTarget = "stream"
     residual_weight: float = 0.25
     damping: float | Literal["auto"] = DAMPING
     up_steps: int = 0
@@ -93,6 +97,8 @@ class Method:
             raise ConfigError(
                 "--up-steps needs a selector for ffn, least squares as correction, and hidden=none; leave it out."
             )
+        if self.up_steps and self.residual_target != "stream":
+            raise ConfigError("--up-steps follows the dense stream; set residual_target=stream, or leave it out.")
         if self.embedding == "low-rank" and (self.hidden != "none" or self.allocation not in ("auto", "sensitivity")):
             raise ConfigError("--set embedding=low-rank needs hidden=none and allocation=sensitivity; set them.")
         if self.allocation == "flap" and self.reduces_heads:
@@ -163,6 +169,8 @@ RECIPES = {
     "magnitude": Method(ffn="magnitude", heads="none", correction="none"),
     "random": Method(ffn="random", heads="none", correction="none"),
 }
+"""The named methods: `--recipe oneshot` is `RECIPES["oneshot"]`."""
+
 RECIPE_FORMS = {"group-pca": "per-layer"}  # recipes whose result no stock config can state
 
 

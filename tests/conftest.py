@@ -11,6 +11,8 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach for the network
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Triton reads it when it is imported, and transformers may import it
+os.environ["TRITON_INTERPRET"] = "1" if os.environ.get("ONESHOT_TEST_DEVICE", "cpu") == "cpu" else "0"
 
 import pytest
 import torch

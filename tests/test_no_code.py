@@ -1,4 +1,4 @@
-"""No code from a checkpoint runs: not from pickles (tests/test_errors.py), not from files named by `auto_map`."""
+"""No code from a checkpoint runs: not from pickles (tests/cli/test_errors.py), not from files named by `auto_map`."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from factories import MakeCheckpoint, MakeConfig
 
 from oneshot import compress
-from oneshot.evaluate import evaluate
+from oneshot.evaluation import evaluate
 
 HOSTILE = """
 from pathlib import Path

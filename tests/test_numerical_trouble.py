@@ -1,10 +1,10 @@
-"""Activations that leave nothing to factorise: every selector, correction and pivoting ends in finite weights."""
+"""Degenerate activations: every selector, correction and pivoting ends in finite weights."""
 
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,59 +13,60 @@ from factories import MakeConfig, build_model
 from safetensors.torch import load_file
 
 from oneshot import compress
-from oneshot.config import CORRECTIONS, PIVOTINGS, SELECTORS, SKETCHES
+from oneshot.families import LLAMA
 from oneshot.linalg.elimination import eliminate
 from oneshot.linalg.psd import RidgeFactor
+from oneshot.recipes import Correction, Pivoting, Selector, Sketch
 
 WIDTH = 64
 MASSIVE_TOKENS = slice(60, 90)
 
 
 def no_neurons(model: Any) -> None:
-    """Every neuron and every head is dead."""
+    """Make every neuron and every head dead."""
     for layer in model.model.layers:
         layer.mlp.up_proj.weight.zero_()
         layer.self_attn.v_proj.weight.zero_()
 
 
 def no_stream(model: Any) -> None:
-    """The hidden states are zero everywhere."""
+    """Make the hidden states zero everywhere."""
     model.model.embed_tokens.weight.zero_()
 
 
 def few_neurons(model: Any) -> None:
-    """More neurons are dead than are removed."""
+    """Make more neurons dead than are removed."""
     for layer in model.model.layers:
         layer.mlp.up_proj.weight[: 3 * WIDTH // 4] = 0
 
 
 def duplicates(model: Any) -> None:
-    """Every neuron is there twice."""
+    """Make every neuron a pair of duplicates."""
     for layer in model.model.layers:
         for linear in (layer.mlp.up_proj, layer.mlp.gate_proj):
             linear.weight[WIDTH // 2 :] = linear.weight[: WIDTH // 2]
 
 
 def one_neuron(model: Any) -> None:
-    """All neurons are the same one: a Gram of rank 1."""
+    """Make all neurons equal: a Gram of rank 1."""
     for layer in model.model.layers:
         for linear in (layer.mlp.up_proj, layer.mlp.gate_proj):
             linear.weight[:] = linear.weight[:1]
 
 
 def massive_tokens(model: Any) -> None:
-    """Some tokens' embeddings are a million times the others'."""
+    """Make some tokens' embeddings a million times larger."""
     model.model.embed_tokens.weight[MASSIVE_TOKENS] *= 1e6
 
 
 def massive_neuron(model: Any) -> None:
-    """One neuron is ten thousand times the others."""
+    """Make one neuron ten thousand times larger."""
     for layer in model.model.layers:
         layer.mlp.up_proj.weight[5] *= 1e4
 
 
 def few_tokens(model: Any) -> None:
-    """As it is; the run gives it 16 tokens for 64 columns."""
+    """Change nothing; the run reads 16 tokens for 64 columns."""
 
 
 TROUBLES: tuple[Callable[[Any], None], ...] = (
@@ -80,12 +81,16 @@ TROUBLES: tuple[Callable[[Any], None], ...] = (
 )
 
 METHODS: list[dict[str, Any]] = [
-    *({"ffn": selector, "heads": selector, "correction": "two-stream"} for selector in SELECTORS if selector != "none"),
-    *({"ffn": "id", "heads": "obs", "correction": correction} for correction in CORRECTIONS),
+    *(
+        {"ffn": selector, "heads": selector, "correction": "two-stream"}
+        for selector in get_args(Selector)
+        if selector != "none"
+    ),
+    *({"ffn": "id", "heads": "obs", "correction": correction} for correction in get_args(Correction)),
     *(
         {"ffn": "id", "correction": "same-layer", "pivoting": pivoting, "sketch": sketch, "pivot_group_size": 16}
-        for pivoting in PIVOTINGS
-        for sketch in SKETCHES
+        for pivoting in get_args(Pivoting)
+        for sketch in get_args(Sketch)
         if not (pivoting == "qr" and sketch == "none")
     ),
     {"ffn": "id", "correction": "same-layer", "pivoting": "qr", "sketch": "count", "sketch_size": 1},
@@ -96,7 +101,7 @@ METHODS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def troubled(save_model: Callable[..., Path]) -> Callable[[Callable[[Any], None]], Path]:
-    """`troubled(trouble)` -> a checkpoint that has it, made once."""
+    """Return `troubled(trouble)`, which makes a checkpoint with a trouble once."""
     made: dict[str, Path] = {}
 
     def make(trouble: Callable[[Any], None]) -> Path:
@@ -126,8 +131,8 @@ def test_every_method_ends_in_finite_weights(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without damping, which would hide what is singular."""
-    monkeypatch.setattr("oneshot.pipeline.write_report", lambda report, folder: None)  # half of the time
+    """Without damping, which would hide a singular system."""
+    monkeypatch.setattr("oneshot.pipeline.write_report", lambda *_, **__: None)  # it takes half of the time
     few = trouble is few_tokens
     config = make_config(
         troubled(trouble),
@@ -141,12 +146,12 @@ def test_every_method_ends_in_finite_weights(
     for path in Path(config.output).glob("*.safetensors"):
         assert all(bool(tensor.isfinite().all()) for tensor in load_file(path).values())
     json.dumps(report.to_dict(), allow_nan=False)
-    errors = [block.predicted_error for layer in report.layers for block in layer.blocks]
+    errors = [sublayer.predicted_error for layer in report.layers for sublayer in layer.sublayers]
     assert all(error is None or 0 <= error < 10 for error in errors)
 
 
 @pytest.mark.parametrize("method", [{"ffn": "id", "heads": "id"}, {"ffn": "obs", "heads": "obs"}])
-def test_dead_neurons_are_told_once_a_block(
+def test_dead_neurons_are_reported_once_a_sublayer(
     method: dict[str, Any],
     troubled: Callable[[Callable[[Any], None]], Path],
     make_config: MakeConfig,
@@ -154,37 +159,37 @@ def test_dead_neurons_are_told_once_a_block(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         compress(make_config(troubled(no_neurons), sparsity=0.25, **method))
-    told = [record.getMessage() for record in caplog.records if "are zero on the whole" in record.getMessage()]
-    assert [message.split(":")[0] for message in told] == [
+    messages = [record.getMessage() for record in caplog.records if "are zero on the whole" in record.getMessage()]
+    assert [message.split(":")[0] for message in messages] == [
         "Layer 0, heads",
         "Layer 0, ffn",
         "Layer 1, heads",
         "Layer 1, ffn",
     ]
-    assert "64 of 64 columns" in told[1]
+    assert "64 of 64 columns" in messages[1]
 
 
-def test_dead_neurons_that_all_go_are_not_told(
+def test_dead_neurons_that_are_all_removed_are_not_reported(
     save_model: Callable[..., Path], make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are the ones removed, and what is left is as good as the whole."""
+    """They are the removed neurons, so the rest computes the same."""
     model = build_model()
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.up_proj.weight[3:6] = 0
     report = compress(make_config(save_model(model), sparsity=0.1, ffn="id", correction="same-layer"))
     assert "are zero on the whole" not in caplog.text
-    assert report.layers[0].blocks[0].kept_size < WIDTH - 3
+    assert report.layers[0].sublayers[0].kept_size < WIDTH - 3
 
 
-def test_a_singular_gram_without_damping_is_told(
+def test_a_singular_gram_without_damping_is_reported(
     troubled: Callable[[Callable[[Any], None]], Path], make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     compress(make_config(troubled(one_neuron), damping=0.0, sparsity=0.1, ffn="id", correction="same-layer"))
     assert "Cholesky of a" in caplog.text or "singular to rounding" in caplog.text
 
 
-def test_values_beyond_the_saved_dtype_are_clamped_and_told(
+def test_values_beyond_the_saved_dtype_are_clamped_and_reported(
     save_model: Callable[..., Path], make_config: MakeConfig
 ) -> None:
     model = build_model()
@@ -193,20 +198,22 @@ def test_values_beyond_the_saved_dtype_are_clamped_and_told(
         model.model.layers[1].self_attn.q_proj.weight[0, 0] = -1e5
     config = make_config(save_model(model), save_dtype="float16")
     report = compress(config)
-    found: dict[str, torch.Tensor] = {}
+    saved: dict[str, torch.Tensor] = {}
     for path in Path(config.output).glob("*.safetensors"):
-        found |= load_file(path)
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in found.values())
-    assert float(found["model.embed_tokens.weight"][7, 3]) == 65504
-    assert float(found["model.layers.1.self_attn.q_proj.weight"][0, 0]) == -65504
-    assert any("model.embed_tokens.weight has 1 values beyond" in warning for warning in report.warnings)
-    assert any("q_proj.weight has 1 values beyond" in warning for warning in report.layers[1].warnings)
+        saved |= load_file(path)
+    embedding = LLAMA.stack.embedding
+    queries = f"{LLAMA.stack.layer_prefix(1)}{LLAMA.stack.attention.q}.weight"
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in saved.values())
+    assert float(saved[embedding][7, 3]) == 65504
+    assert float(saved[queries][0, 0]) == -65504
+    assert any(f"{embedding} has 1 values beyond" in warning for warning in report.warnings)
+    assert any(f"{queries} has 1 values beyond" in warning for warning in report.layers[1].warnings)
 
 
 @pytest.mark.parametrize("gram", [np.zeros((5, 5)), -1e-20 * np.eye(5), np.diag([0.0, 0, 3, 2, 0]), np.ones((5, 5))])
 @pytest.mark.parametrize("damping", [0.0, 1e-2])
 def test_singular_systems_have_the_pseudo_inverse(gram: np.ndarray, damping: float) -> None:
-    """NumPy's, of the ridged matrix; what is not positive counts as zero. The condition number is finite."""
+    """NumPy's, of the ridged matrix; values that are not positive count as zero. The condition number is finite."""
     factor = RidgeFactor(torch.from_numpy(gram), damping)
     ridged = gram + damping * max(0.0, np.diag(gram).mean()) * np.eye(5)
     expected = np.linalg.pinv(ridged, hermitian=True) if ridged.max() > 0 else np.zeros((5, 5))

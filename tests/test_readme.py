@@ -4,15 +4,14 @@ import ast
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from oneshot.compress import build_parser as compress_parser
-from oneshot.config import CompressionConfig
-from oneshot.evaluate import build_parser as evaluate_parser
-from oneshot.profile import build_parser as profile_parser
+from oneshot.cli.compress import build_parser as compress_parser
+from oneshot.cli.evaluate import build_parser as evaluate_parser
+from oneshot.cli.profile import build_parser as profile_parser
+from oneshot.config import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
@@ -26,8 +25,6 @@ FOREIGN = {
     *("--model", "--model_args", "--multi_gpu", "--num_processes", "--nproc-per-node"),  # lm_eval, accelerate, torchrun
     *("--outtype", "--outfile"),  # llama.cpp
 }
-COMING = {"--form", "--set", "--help-methods", "--max-shard-size"}  # of the next command line: empty after its merge
-COMING_KEYS = {"layer_allocation"}
 EXTERNAL = re.compile(r"(?:https?|mailto):")
 
 
@@ -44,12 +41,12 @@ def test_tables_are_rendered_from_rows() -> None:
 def test_every_option_named_exists(document: Path) -> None:
     parsers = (compress_parser(), evaluate_parser(), profile_parser())
     known = {option for parser in parsers for option in parser._option_string_actions}
-    assert named(document, r"(?<![\w-])--[a-z][\w-]*") - FOREIGN - COMING - known == set()
+    assert named(document, r"(?<![\w-])--[a-z][\w-]*") - FOREIGN - known == set()
 
 
 @pytest.mark.parametrize("document", GUIDES, ids=lambda path: path.name)
 def test_every_key_named_exists(document: Path) -> None:
-    known = {field.name for field in fields(CompressionConfig)} | COMING_KEYS | {"key"}
+    known = {*settings(), "key"}
     assert named(document, r"--set (\w+)=") - known == set()
 
 

@@ -1,4 +1,4 @@
-"""A run that is interrupted after any layer, or killed at any moment, ends as an undisturbed one: byte for byte."""
+"""A run that is interrupted at any layer, or killed at any moment, ends with the bytes of an undisturbed one."""
 
 import json
 import os
@@ -17,16 +17,18 @@ import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig
 
-from oneshot import CompressionConfig, Report, compress
-from oneshot.compress import main as compress_main
+from oneshot import Config, Report, compress
+from oneshot.checkpoint import Journal
+from oneshot.cli.compress import main as compress_main
+from oneshot.cli.profile import main as profile_main
+from oneshot.compression import LayerCompressor
 from oneshot.errors import OutputError
-from oneshot.layerwise import LayerCompressor
 from oneshot.pipeline import compress_sizes
-from oneshot.profile import main as profile_main
-from oneshot.report import REPORT_NAME
+from oneshot.profiling import LayerProfiler
+from oneshot.report.card import REPORT_NAME
 
 KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # benchmarks/faults.py has more
-WEIGHTLESS = {REPORT_NAME, "report.html", "README.md"}  # they tell of time and memory
+WEIGHTLESS = {REPORT_NAME, "report.html", "README.md"}  # these contain seconds and peak memory
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -37,18 +39,18 @@ SETTINGS: list[dict[str, Any]] = [
     {"recipe": "activation-norm", "save_dtype": "bfloat16"},
     {"save_dtype": "float16", "dtype": "bfloat16"},
     {"recipe": "flap"},
-    {"recipe": "flap", "tier": "per-layer", "round_to": 1},
+    {"recipe": "flap", "form": "per-layer", "round_to": 1},
     {"recipe": "tcsp"},
     {"recipe": "group-pca", "correction": "two-stream"},
-    {"recipe": "stat", "tier": "per-layer", "allocation": "stat"},
+    {"recipe": "stat", "form": "per-layer", "allocation": "stat"},
     {"depth": "sensitivity", "sparsity": 0.3},
     {"up_steps": 2, "heads": "id"},
-    {"value_size": 4, "query_key_size": 4, "tier": "per-layer", "correction": "same-layer"},
+    {"value_size": 4, "query_key_size": 4, "form": "per-layer", "correction": "same-layer"},
 ]
 
 
 def stop_before(layer: int, run: Callable[[], Any]) -> None:
-    """Ctrl-C when a layer is about to be compressed."""
+    """Run, and press Ctrl-C when a layer is about to be compressed."""
     original = LayerCompressor.compress_layer
 
     def interrupted(self: LayerCompressor, index: int, *rest: Any) -> Any:
@@ -66,13 +68,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in WEIGHTLESS}
 
 
-def undisturbed(config: CompressionConfig) -> dict[str, bytes]:
+def undisturbed(config: Config) -> dict[str, bytes]:
     beside = replace(config, output=f"{config.output}-undisturbed")
     compress(beside)
     return contents(Path(beside.output))
 
 
-def interrupted_report(config: CompressionConfig, *layers: int) -> Report:
+def interrupted_report(config: Config, *layers: int) -> Report:
     """Interrupt a run before these layers, one after the other, then let it finish."""
     for layer in layers:
         stop_before(layer, partial(compress, replace(config, resume=True)))
@@ -81,7 +83,7 @@ def interrupted_report(config: CompressionConfig, *layers: int) -> Report:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_an_interrupted_run_ends_as_an_undisturbed_one(
+def test_an_interrupted_run_ends_with_the_same_bytes(
     settings: dict[str, Any],
     make_checkpoint: MakeCheckpoint,
     make_config: MakeConfig,
@@ -90,78 +92,83 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(
     report = interrupted_report(config, 1, 2)
     assert contents(Path(config.output)) == undisturbed(config)
     assert [layer.layer for layer in report.layers] == [0, 1, 2]
-    assert all(layer.blocks for layer in report.layers)
+    assert all(layer.sublayers for layer in report.layers)
 
 
-@pytest.mark.parametrize("tier", ["stock", "per-layer"])
-def test_other_families_and_dtypes(tier: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+def test_other_families_and_dtypes(form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     folder = make_checkpoint(family="opt", groups=4, layers=3, dtype=torch.float16)
-    config = make_config(folder, tier=tier, allocation="uniform", sparsity=0.1)
+    config = make_config(folder, form=form, allocation="uniform", sparsity=0.1)
     interrupted_report(config, 2)
     assert contents(Path(config.output)) == undisturbed(config)
 
 
-def test_what_a_profile_told_is_not_measured_again(
+def test_a_resumed_run_makes_no_second_profile(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(make_checkpoint(layers=3), tier="per-layer", round_to=1)
+    config = make_config(make_checkpoint(layers=3), form="per-layer", round_to=1)
     wanted = undisturbed(config)
     stop_before(0, partial(compress, config))
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a profile was made")
 
-    monkeypatch.setattr("oneshot.inputs.LayerProfiler", refuse)
+    monkeypatch.setattr(LayerProfiler, "__init__", refuse)
     report = compress(replace(config, resume=True))
     assert contents(Path(config.output)) == wanted
     assert report.predicted_divergence
 
 
-def test_what_the_model_wrote_is_not_written_again(
+def test_a_resumed_run_reads_the_text_that_the_model_wrote(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And text that was written for other options is no reason to go on with them."""
-    options = {"num_sequences": 20, "sequence_length": 24}
-    config = make_config(make_checkpoint(layers=3), calibration=f"{text_file}+self", **options)
+    """Resume with the saved text; text that was written for other options does not let another run continue."""
+    options: dict[str, Any] = {"calibration": f"{text_file}+self", "num_sequences": 20, "sequence_length": 24}
+    folder = make_checkpoint(layers=3)
+    config = make_config(folder, **options)
     wanted = undisturbed(config)
     stop_before(0, partial(compress, config))
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("text was written")
 
-    monkeypatch.setattr("oneshot.inputs.sample_calibration", refuse)
+    monkeypatch.setattr("oneshot.run.write_text", refuse)
     with pytest.raises(OutputError, match="begun by another run"):
         compress(replace(config, resume=True, seed=1))
     with pytest.raises(AssertionError, match="text was written"):
-        compress(replace(config, resume=True, num_sequences=22))
+        compress(make_config(folder, **options | {"resume": True, "num_sequences": 22}))
     compress(replace(config, resume=True))
     assert contents(Path(config.output)) == wanted
 
 
-def test_a_finished_run_is_left_as_it_is(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
-    config = make_config(make_checkpoint())
+def test_a_finished_run_is_left_unchanged(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = make_checkpoint()
+    config = make_config(folder)
     report = compress(config)
     before = {path: path.stat().st_mtime_ns for path in Path(config.output).iterdir()}
     again = compress(replace(config, resume=True))
     assert json.dumps(again.to_dict()) == json.dumps(report.to_dict())
     assert {path: path.stat().st_mtime_ns for path in Path(config.output).iterdir()} == before
     with pytest.raises(OutputError, match="exists already"):
-        compress(replace(config, resume=True, seed=1, recipe="random"))
+        compress(make_config(folder, resume=True, seed=1, recipe="random"))
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"num_sequences": 8}, {"sparsity": 0.1}, {"dtype": "bfloat16"}])
-def test_another_run_does_not_go_on(
+def test_another_run_does_not_continue(
     change: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
-    config = make_config(make_checkpoint())
+    folder = make_checkpoint()
+    config = make_config(folder)
     stop_before(1, partial(compress, config))
     with pytest.raises(OutputError, match="another run"):
-        compress(replace(config, resume=True, **change))
+        compress(make_config(folder, resume=True, **change))
     compress(replace(config, resume=True))
     assert contents(Path(config.output)) == undisturbed(config)
 
 
-def test_several_sizes_go_on_where_they_were(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+def test_several_sizes_continue_after_the_last_finished_layer(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
     config = make_config(make_checkpoint(), sparsity=0.1)
     sizes = [0.1, 0.15, 0.2]
     output = Path(config.output)
@@ -174,14 +181,86 @@ def test_several_sizes_go_on_where_they_were(make_checkpoint: MakeCheckpoint, ma
         assert contents(output / size) == contents(output.with_name("undisturbed") / size)
 
 
+class Killed(BaseException):
+    """Raised while parts are joined, as if the process had been killed there."""
+
+
+@pytest.mark.parametrize("max_file_bytes", [None, 60_000], ids=["one file", "several files"])
+@pytest.mark.parametrize("kill_at", [1, 7, 28])
+def test_a_run_that_is_killed_while_it_joins_ends_with_the_same_bytes(
+    kill_at: int,
+    max_file_bytes: int | None,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kill the run when some tensors were copied, then again a few tensors later; no layer is compressed again."""
+    options = {} if max_file_bytes is None else {"max_file_bytes": max_file_bytes}
+    config = make_config(make_checkpoint(layers=3), **options)
+    wanted = undisturbed(config)
+    assert (len([name for name in wanted if name.endswith(".safetensors")]) > 2) == (max_file_bytes is not None)
+    work, join = Path(f"{config.output}.incomplete"), Journal.join
+    for attempt, last in enumerate((kill_at, 2)):
+        copied = 0
+
+        def killed(self: Journal, *_: Any, last: int = last) -> None:
+            def advance(num_bytes: int) -> None:
+                nonlocal copied
+                copied += 1
+                if copied == last:
+                    raise Killed
+
+            join(self, advance)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "join", killed)
+            if attempt:
+                patch.setattr(LayerCompressor, "compress_layer", lambda *_: pytest.fail("a layer was compressed again"))
+            with pytest.raises(Killed):
+                compress(replace(config, resume=True))
+        assert not Path(config.output).exists()
+        # the first of several files is complete after fewer than 28 tensors, and the parts in it are removed
+        assert (not (work / "part-00001.safetensors").exists()) == (max_file_bytes is not None and kill_at == 28)
+    monkeypatch.setattr(LayerCompressor, "compress_layer", lambda *_: pytest.fail("a layer was compressed again"))
+    compress(replace(config, resume=True))
+    assert contents(Path(config.output)) == wanted
+    assert not list(Path(config.output).parent.glob("*.incomplete"))
+
+
+def test_a_joined_file_that_is_damaged_is_made_again(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kill the run after the first joined file and damage this file; its parts are gone, so layers are compressed."""
+    config = make_config(make_checkpoint(layers=3), max_file_bytes=60_000)
+    wanted = undisturbed(config)
+    partial_folder = Path(f"{config.output}.incomplete") / "checkpoint"
+    join = Journal.join
+
+    def killed(self: Journal, *_: Any) -> None:
+        def advance(num_bytes: int) -> None:
+            if list(partial_folder.glob("model-00001-of-*.safetensors")):
+                raise Killed
+
+        join(self, advance)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "join", killed)
+        with pytest.raises(Killed):
+            compress(config)
+    (joined,) = partial_folder.glob("*.safetensors")
+    joined.write_bytes(joined.read_bytes()[:-1] + b"?")
+    compress(replace(config, resume=True))
+    assert contents(Path(config.output)) == wanted
+
+
 def test_warnings_are_in_the_report(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     config = make_config(make_checkpoint(), num_sequences=2)
     report = compress(config)
     assert any("calibration tokens are few" in warning for warning in report.warnings)
 
 
-def test_a_killed_process_goes_on(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
-    """The real command, on a model whose layers take a tenth of a second or more, killed at random moments."""
+def test_a_killed_process_continues(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
+    """Kill the real command at random moments; every layer of this model takes a tenth of a second or more."""
     folder, output = make_checkpoint(layers=10, hidden=64, width=512), tmp_path / "out"
     options = [str(folder), "--sparsity=0.2", f"--calibration={text_file}", "--num-sequences=64"]
     options += ["--sequence-length=32", "--device=cpu", "--quiet"]
@@ -189,7 +268,7 @@ def test_a_killed_process_goes_on(make_checkpoint: MakeCheckpoint, text_file: Pa
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "oneshot.compress", *options, f"--output={output}", "--resume"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        # a shell's background job ignores SIGINT, and its children inherit that
+        # a shell's background job ignores SIGINT, and its children inherit this setting
         heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed)
 
@@ -224,6 +303,6 @@ def test_a_profile_and_its_compression_agree_after_an_interrupt(
     options = ["--num-sequences=16", "--sequence-length=32", "--device=cpu", "--dtype=float32", "--quiet"]
     arguments = [str(folder), f"--output={tmp_path / 'profile'}", f"--calibration={text_file}", *options]
     assert profile_main(arguments) == 0
-    config = make_config(folder, tier="per-layer", profile=str(tmp_path / "profile"), round_to=1)
+    config = make_config(folder, form="per-layer", profile=str(tmp_path / "profile"), round_to=1)
     interrupted_report(config, 1)
     assert contents(Path(config.output)) == undisturbed(config)

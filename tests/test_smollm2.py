@@ -1,4 +1,4 @@
-"""The real SmolLM2-135M: compressed, loaded by stock transformers, generating, measured, run through lm-eval."""
+"""The real SmolLM2-135M: compressed, loaded by stock transformers, generating, measured, and run through lm-eval."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oneshot import CompressionConfig, Report, compress
-from oneshot.calibration import load_tokenizer
-from oneshot.evaluate import evaluate, load_model, load_windows
-from oneshot.scoring import perplexity
+from oneshot import Config, Report, compress
+from oneshot.evaluation import evaluate, load_model, load_windows, perplexity
+from oneshot.text import load_tokenizer
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.xdist_group("smollm2")  # one process compresses it for all of these
@@ -44,10 +43,8 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def settings(smollm2: Path, output: Path, **changes: Any) -> CompressionConfig:
+def settings(smollm2: Path, output: Path, **changes: Any) -> Config:
     options: dict[str, Any] = {
-        "checkpoint": str(smollm2),
-        "output": str(output),
         "sparsity": 0.2,
         "calibration": "builtin",
         "num_sequences": 8,
@@ -55,7 +52,7 @@ def settings(smollm2: Path, output: Path, **changes: Any) -> CompressionConfig:
         "device": "cpu",
         "dtype": "float32",
     }
-    return CompressionConfig(**options | changes)
+    return Config.of(str(smollm2), str(output), **options | changes)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +75,19 @@ def test_a_fifth_is_gone_and_the_report_says_so(compressed: tuple[Path, Report])
     step = 30 * 3 * 576 * 64
     assert abs(stored - 0.8 * 134_515_008) <= step
     for layer in report.layers:
-        (block,) = layer.blocks
-        assert block.predicted_error is not None
-        assert 0 < block.predicted_error < 1
-        assert block.measured_error == pytest.approx(block.predicted_error, rel=0.3)
+        (sublayer,) = layer.sublayers
+        assert sublayer.predicted_error is not None
+        assert 0 < sublayer.predicted_error < 1
+        assert sublayer.measured_error == pytest.approx(sublayer.predicted_error, rel=0.3)
+
+
+def test_the_converted_config_does_not_name_the_folder_of_the_gguf_file(
+    smollm2: Path, compressed: tuple[Path, Report]
+) -> None:
+    for folder in (smollm2, compressed[0]):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["model_type"] == "llama"
+        assert "_model_name_or_path" not in config
 
 
 def test_the_stock_class_generates_text(compressed: tuple[Path, Report]) -> None:
@@ -146,17 +152,17 @@ metric_list:
 """
 
 
-def test_both_tiers_of_one_plan_give_the_same_model(smollm2: Path, tmp_path: Path) -> None:
-    """The real model: one plan, two forms, equal logits and equal answers in an lm-eval task."""
-    tiers = ("stock", "per-layer")
+def test_both_forms_of_one_plan_give_the_same_model(smollm2: Path, tmp_path: Path) -> None:
+    """Compare logits, and the answers in an lm-eval task, of one plan in two forms."""
+    forms = ("stock", "per-layer")
     one_plan = {"recipe": "magnitude", "allocation": "uniform"}
-    reports = [compress(settings(smollm2, tmp_path / tier, tier=tier, **one_plan)) for tier in tiers]
+    reports = [compress(settings(smollm2, tmp_path / form, form=form, **one_plan)) for form in forms]
     assert reports[0].stored_parameters == reports[1].stored_parameters
     ids = load_tokenizer(smollm2)(STORY, return_tensors="pt").input_ids
     with torch.inference_mode():
-        stock, per_layer = (load_model(tmp_path / tier, device=CPU, dtype=torch.float32)(ids).logits for tier in tiers)
+        stock, per_layer = (load_model(tmp_path / form, device=CPU, dtype=torch.float32)(ids).logits for form in forms)
     torch.testing.assert_close(per_layer, stock, rtol=0, atol=1e-5 * float(stock.abs().max()))
-    answers = [run_capitals(tmp_path / tier, tmp_path) for tier in tiers]
+    answers = [run_capitals(tmp_path / form, tmp_path) for form in forms]
     assert answers[0] == answers[1]
 
 
@@ -166,7 +172,7 @@ def test_an_lm_eval_task_runs_from_local_data(compressed: tuple[Path, Report], t
 
 
 def run_capitals(folder: Path, tmp_path: Path) -> dict[str, float]:
-    """Three documents of a multiple-choice task of our own."""
+    """Run three documents of our own multiple-choice task."""
     capitals = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Egypt": "Cairo"}
     names = sorted(capitals.values())
     rows = [

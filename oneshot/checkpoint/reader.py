@@ -17,7 +17,7 @@ from oneshot.errors import CheckpointError, cause
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-UNMAPPABLE = "unable to mmap"  # safetensors' words if the address space is too small
+UNMAPPABLE = "unable to mmap"  # torch's words if the address space is too small
 SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
@@ -160,8 +160,9 @@ def _open_shard(folder: Path, shard: str) -> Any:
     path = stored_file(folder, shard)
     try:
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        if UNMAPPABLE in str(error) or getattr(error, "errno", None) == errno.ENOMEM:
+    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's own mapping
+        unmappable = isinstance(error, MemoryError) or UNMAPPABLE in str(error)
+        if unmappable or getattr(error, "errno", None) == errno.ENOMEM:
             size = path.stat().st_size / 2**30
             raise CheckpointError(
                 f"{path} ({size:.1f} GiB) cannot be mapped into memory ({cause(error)}); raise the limit of virtual "

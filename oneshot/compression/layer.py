@@ -8,7 +8,7 @@ from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors
 from oneshot.compression.fold import confine, fold_hidden, to_rms_norms
 from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, reduce_queries_keys
-from oneshot.compression.sublayer import SublayerTask, relative_error
+from oneshot.compression.sublayer import DensePass, SublayerTask, relative_error
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.compression.up_proj import correct_up, up_passes
 from oneshot.machine import Machine
@@ -41,7 +41,7 @@ class CompressedLayer:
 class _Pass:
     """A sublayer that the compressed stream has to pass; it measures the error on the last batch.
 
-    `target`: the last batch as it should be after the sublayer; None if the sublayer is unchanged.
+    `target`: what the sublayer should add to the last batch; None if the sublayer is unchanged.
     """
 
     def __init__(self, task: SublayerTask, layer: Layer, target: torch.Tensor | None = None) -> None:
@@ -49,10 +49,10 @@ class _Pass:
         self.error: float | None = None
 
     def __call__(self, x: torch.Tensor, is_last: bool) -> torch.Tensor:
-        passed = self._layer.run(self._task.index, x)
+        total = self._layer.sum(self._task.index, x)
         if is_last and self._target is not None:
-            self.error = relative_error(self._target - x, passed - x)
-        return self._task.enter(passed)
+            self.error = relative_error(self._target, total - x)
+        return self._task.enter(self._layer.leave(self._task.index, total))
 
 
 class LayerCompressor:
@@ -91,7 +91,7 @@ class LayerCompressor:
         dense = states.builder.layer(self._upload(tensors))
         current = states.builder.layer(self._upload(working)) if working else None
         for task in self._tasks(layer):
-            self._defer_dense(task, dense)
+            states.defer_dense(DensePass(task.index, dense))
             if current is not None:
                 states.defer(_Pass(task, current))
         states.settle()
@@ -136,17 +136,18 @@ class LayerCompressor:
         inputs = self._input_reports(layer, dense)
         maps, solved = InnerMaps(), []
         for task in tasks:
-            self._defer_dense(task, dense)
+            dense_pass = DensePass(task.index, dense)
+            states.defer_dense(dense_pass)
             if task.is_attention and self._plan.query_key_size is not None:
                 working, maps = self._reduce_queries_keys(task, working, states, current)
                 current = states.builder.layer(working)
             if not task.is_solved:
                 states.defer(_Pass(task, current))
                 continue
-            statistics, target = task.measure(working, states, current, reference)
+            statistics, target = task.measure(working, states, current, reference, dense_pass)
             del current
             if task is tasks[-1]:
-                del dense, reference  # the factorisation needs their memory
+                del dense, reference, dense_pass  # the factorisation needs their memory
             release_heap()
             units, factors, values = task.solve(working, statistics)
             working = task.fold(working, factors)
@@ -179,10 +180,6 @@ class LayerCompressor:
             )
             for index in range(len(self._stack.sublayers))
         ]
-
-    def _defer_dense(self, task: SublayerTask, dense: Layer) -> None:
-        assert self._states is not None
-        self._states.defer_dense(lambda x, _: dense.run(task.index, x))
 
     def _passes(self, tasks: list[SublayerTask], states: States) -> float:
         """Return how many passes over the text the layer takes."""

@@ -38,6 +38,18 @@ Solution = TypeVar("Solution")
 Tensors = dict[str, torch.Tensor]
 
 
+class DensePass:
+    """A sublayer that the dense stream has to pass; it keeps the present batch `before` it and its `sum`."""
+
+    def __init__(self, index: int, layer: Layer) -> None:
+        self._index, self._layer = index, layer
+        self.before = self.sum = torch.empty(0)
+
+    def __call__(self, x: torch.Tensor, _: bool) -> torch.Tensor:
+        self.before, self.sum = x, self._layer.sum(self._index, x)
+        return self._layer.leave(self._index, self.sum)
+
+
 @dataclass(frozen=True)
 class SublayerTask:
     """The compression of one sublayer of one layer: its sizes in the plan, and what it is computed with."""
@@ -130,13 +142,13 @@ class SublayerTask:
         )
 
     def measure(
-        self, tensors: Tensors, states: States, current: Layer, reference: Layer
+        self, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass
     ) -> tuple[Statistics, torch.Tensor]:
-        """Sum the statistics of what the writer reads; also return the last batch's target after the sublayer.
+        """Sum the statistics of what the writer reads; also return what the sublayer should add to the last batch.
 
         Args:
             current: the layer that the compressed stream passes. reference: the layer before any reduction, which
-                makes the target if the dense stream does not.
+                makes the target if the dense stream does not. dense: the dense stream's deferred pass.
         """
         weight = augmented_weight(tensors, self.sublayer.writer)
         has_bias = weight.shape[1] > self.num_columns
@@ -149,17 +161,16 @@ class SublayerTask:
         sketch, moments = self._sketch(states), None
         if self.selector in MOMENT_SELECTORS:
             moments = MomentAccumulator(self.num_columns, device=self.machine.device)
-        for x, x_dense in states.read():
+        for x, _ in states.read():
             inner, target = current.inner(self.index, x), None
             if self.follows_dense:
-                assert x_dense is not None
-                target = (x_dense - x).flatten(0, -2)
+                target = self._target(x, dense).flatten(0, -2)
             accumulator.update_(with_constant_column(inner) if has_bias else inner, target)
             if sketch is not None:
                 sketch.update_(inner)
             if moments is not None:
                 moments.update_(inner)
-        wanted = x_dense if self.follows_dense and x_dense is not None else reference.sum(self.index, x)
+        last = self._target(x, dense) if self.follows_dense else reference.sum(self.index, x) - x
         workers = self.machine.workers
         statistics = replace(
             self._reachable(accumulator.finish(weight, workers)),
@@ -167,7 +178,7 @@ class SublayerTask:
             moments=None if moments is None else moments.finish(workers),
         )
         self._warn_if_dead(statistics.gram)
-        return statistics, wanted
+        return statistics, last
 
     def solve(
         self, tensors: Tensors, statistics: Statistics | None
@@ -204,11 +215,19 @@ class SublayerTask:
         """Return the share of the dense stream's residual in the target; less of it if tokens are few.
 
         With little text the residual is mostly noise, so it is left out below `TOKENS_PER_NEURON` tokens for each
-        column. A stream inside subspaces has more to correct and takes the whole share.
+        column. A stream inside subspaces has more to correct and takes the whole share, and so does STAT's own target.
         """
-        if num_tokens is None or self.corrects_slices:
+        if num_tokens is None or self.corrects_slices or self.method.residual_target == "sublayer":
             return self.method.residual_weight
         return self.method.residual_weight * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / num_tokens)
+
+    def _target(self, x: torch.Tensor, dense: DensePass) -> torch.Tensor:
+        """Return what the sublayer should add to a batch of the compressed stream.
+
+        It leads to the dense stream after the sublayer, and so also corrects what earlier sublayers lost. With
+        `residual_target="sublayer"` it is what the dense sublayer adds to its own input (STAT section 3.1).
+        """
+        return dense.sum - (x if self.method.residual_target == "stream" else dense.before)
 
     def _sketch(self, states: States) -> SketchAccumulator | None:
         if self.is_attention or not self.is_reduced or self.method.sketch == "none":

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from oneshot.errors import OutputError
+from oneshot.errors import OutputError, printable
 from oneshot.report.provenance import versions
+from oneshot.report.terminal import open_console
 from oneshot.text import token_hash
 
 LABELS = {  # of rows in the table, if a field's name is not enough
@@ -69,9 +70,12 @@ def text_record(windows: torch.Tensor) -> TextRecord:
 
 def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
     """Print a table with a column for each model and, for two models, the ratio of the first to the second."""
-    table = Table("", *(Path(evaluation.checkpoint).name for evaluation in evaluations))
+    table = Table(padding=(0, 1), pad_edge=False)
+    headings = ["", *(Path(evaluation.checkpoint).name for evaluation in evaluations)]
     if len(evaluations) == 2:
-        table.add_column("ratio")
+        headings.append("ratio")
+    for number, heading in enumerate(headings):  # as plain text: square brackets in a name are not markup
+        table.add_column(Text(printable(heading)), justify="right" if number else "left", overflow="fold")
     flat = [_flatten(evaluation) for evaluation in evaluations]
     for name in dict.fromkeys(name for row in flat for name in row):
         values = [row.get(name) for row in flat]
@@ -80,8 +84,8 @@ def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
         ]
         if len(values) == 2:
             cells.append(f"{values[0] / values[1]:.3f}" if values[0] is not None and values[1] else "–")
-        table.add_row(name, *cells)
-    Console().print(table)
+        table.add_row(Text(printable(name)), *cells)
+    open_console().print(table)
 
 
 def _flatten(evaluation: Evaluation) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class OneshotConfig(LlamaConfig):
     """A Llama config, and the sizes of every layer.
 
     `layers` has a dictionary for each layer with the fields of `LayerShape` in the package oneshot. `norm_width` is the
-    hidden size that norms divide by: that of the model that was compressed. `head_dim` is that of its queries and
+    hidden size that norms divide by, which is the dense model's. `head_dim` is that of its queries and
     keys. `head_map`: the tied output head reads the last hidden state through a matrix. `num_positions`: rows of a
     learned position embedding, 0 for rotary positions. `embedding`: the rows and the rank of every range of the
     vocabulary, None for one table of full width.
@@ -151,7 +151,7 @@ class OneshotDecoderLayer(nn.Module):
 
 
 def norm_of(config: OneshotConfig, width: int) -> LlamaRMSNorm:
-    """An RMSNorm whose epsilon stands beside a mean over `width` squares as it did beside one over `norm_width`."""
+    """Return an RMSNorm whose epsilon suits a mean over `width` instead of `norm_width` squares."""
     return LlamaRMSNorm(width, eps=config.rms_norm_eps * config.norm_width / width)
 
 
@@ -179,7 +179,7 @@ class OneshotEmbedding(nn.Module):
         return embedded
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The tied output head."""
+        """Return the logits of the tied output head."""
         parts = []
         for table, to_width in zip(self.tables, self.maps, strict=True):
             states = hidden_states @ to_width.weight if isinstance(to_width, nn.Linear) else hidden_states

@@ -10,13 +10,13 @@ RELATIVE_GAP = 1e-6
 
 
 def least_damage(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float) -> list[int] | None:
-    """One option of every item, with the least sum of damages among those whose costs sum to at most `budget`.
+    """Choose one option of every item, with the least sum of damages and a sum of costs of at most `budget`.
 
     Args:
         damages, costs: for every item a float array `(options,)`, both finite.
 
     Returns:
-        The index of each item's option, or None where even the cheapest options are above the budget.
+        The index of each item's option, or None if even the cheapest options are above the budget.
     """
     if sum(cost.min() for cost in costs) > budget:
         return None

@@ -8,7 +8,7 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 def conjugate_gradients(right: torch.Tensor, product: Map, precondition: Map, *, steps: int) -> torch.Tensor:
-    """`X` after `steps` steps from zero towards `product(X) = right` (Hestenes and Stiefel 1952).
+    """Return `X` after `steps` steps from zero towards `product(X) = right` (Hestenes and Stiefel 1952).
 
     Few steps on purpose: they are what the text says clearly, the last ones would fit what it says by chance.
 

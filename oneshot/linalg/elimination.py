@@ -16,7 +16,7 @@ def eliminate(
     class_of: torch.Tensor | None = None,
     damping: float,
 ) -> torch.Tensor:
-    """The blocks of columns that stay when the cheapest are removed and the rest corrected, again and again.
+    """Return the blocks of columns that stay if the cheapest are removed and the rest corrected, repeatedly.
 
     Removing block B from the corrected map `W` costs `tr(W_B ((K⁻¹)_BB)⁻¹ W_Bᵀ)` of `‖A Wᵀ‖²`, and what remains becomes
     `W − W_B ((K⁻¹)_BB)⁻¹ (K⁻¹)_B,:` with `K = AᵀA + λI` (Hassibi and Stork 1993; on structures: ZipLM, Kurtić et al.
@@ -58,7 +58,7 @@ def eliminate(
 
 
 def _costs(inverse: torch.Tensor, weight: torch.Tensor, block_size: int) -> torch.Tensor:
-    """`tr(W_B ((K⁻¹)_BB)⁻¹ W_Bᵀ)` of every block."""
+    """Return `tr(W_B ((K⁻¹)_BB)⁻¹ W_Bᵀ)` of every block."""
     if block_size == 1:
         return weight.square().sum(0) / inverse.diagonal()
     num_blocks = len(inverse) // block_size

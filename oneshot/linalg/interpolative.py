@@ -26,7 +26,7 @@ class Interpolation:
 
     @property
     def max_coefficient(self) -> float:
-        """`max |T_ij|`: large values mean an ill-chosen skeleton (Gu and Eisenstat 1996)."""
+        """Return `max |T_ij|`; large values mean an ill-chosen skeleton (Gu and Eisenstat 1996)."""
         return float(self.coefficients.abs().max()) if self.coefficients.numel() else 0.0
 
 
@@ -46,7 +46,7 @@ def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float) -> I
 
 
 def nested_errors(gram: torch.Tensor, weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """`min_W' ‖A Wᵀ − A[:, order[:k]] W'ᵀ‖² / ‖A Wᵀ‖²` for every k in 0 … n; float64 `(n + 1,)` on the host.
+    """Return `min_W' ‖A Wᵀ − A[:, order[:k]] W'ᵀ‖² / ‖A Wᵀ‖²` for every k in 0 … n; float64 `(n + 1,)` on the host.
 
     With `A[:, order] = Q R`, the first k columns span the first k of Q; so of `A Wᵀ = Q (R W[:, order]ᵀ)` they miss the
     rows of the bracket from k on. R is the Cholesky factor of the permuted Gram, with the smallest ridge (of powers of

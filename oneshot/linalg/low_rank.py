@@ -4,7 +4,7 @@ import torch
 
 
 def value_subspace(gram: torch.Tensor, output_gram: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Q (h, size)` with orthonormal columns and `E (size, h)`: head outputs `z ≈ z Q E`, as far as `o_proj` sees them.
+    """Return `Q (h, size)` with orthonormal columns and `E (size, h)`: `z ≈ z Q E` as the output linear sees it.
 
     `Q E` is the matrix M of that rank with the smallest `‖Z (I − M) W‖_F` (SP3 equation 10; TCSP equation 27; DA-WID
     equation 9, whose features are weighted by the softmax as `Z` is): with the singular vectors `U` of
@@ -21,7 +21,7 @@ def value_subspace(gram: torch.Tensor, output_gram: torch.Tensor, size: int) -> 
 
 
 def query_key_maps(query_gram: torch.Tensor, key_gram: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(M_q, M_k)`, each `(size, h)`: `(M_k k)ᵀ (M_q q)` is the best approximation of `kᵀ q` of that rank.
+    """Return `(M_q, M_k)`, each `(size, h)`: `(M_k k)ᵀ (M_q q)` best approximates `kᵀ q` at that rank.
 
     The smallest `‖K (I − M_kᵀ M_q) Qᵀ‖_F` over all queries and keys (DRONE; TCSP equation 26; SP3 equations 11, 12).
     Does not commute with rotary positions.
@@ -37,7 +37,7 @@ def query_key_maps(query_gram: torch.Tensor, key_gram: torch.Tensor, size: int) 
 
 
 def strongest_rotary_pairs(query_energy: torch.Tensor, key_energy: torch.Tensor, num_pairs: int) -> torch.Tensor:
-    """The rotary pairs of one KV group with the largest part in its attention scores, ascending int64 `(num_pairs,)`.
+    """Return the rotary pairs of one KV group with the largest part in its scores, ascending int64 `(num_pairs,)`.
 
     Rotation keeps the energy of a pair, so a pair's score is the sum over the group's query heads of
     `E‖q_pair‖² E‖k_pair‖²`: what its removal takes from the squared scores where queries and keys are independent.
@@ -52,7 +52,7 @@ def strongest_rotary_pairs(query_energy: torch.Tensor, key_energy: torch.Tensor,
 
 
 def _roots(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`G^½` and its inverse in float64; directions below rounding count as rounding."""
+    """Return `G^½` and its inverse in float64; directions below rounding count as rounding."""
     values, vectors = torch.linalg.eigh(gram.double())
     floor = values[-1].clamp_min(torch.finfo(values.dtype).tiny) * len(gram) * torch.finfo(torch.float32).eps
     roots = values.clamp_min(floor).sqrt()

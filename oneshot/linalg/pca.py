@@ -4,7 +4,7 @@ import torch
 
 
 def principal_directions(gram: torch.Tensor) -> torch.Tensor:
-    """The principal directions of `X` from `gram = XᵀX (n, n)`, as orthonormal columns, the strongest first.
+    """Return the principal directions of `X` from `gram = XᵀX (n, n)`: orthonormal columns, the strongest first.
 
     The span of the first k holds more of the rows' energy than any other of dimension k (Eckart and Young 1936).
     Eigendecomposition in float64, about 9 n³ multiply-adds. The sign of each direction is fixed (its largest entry is
@@ -16,5 +16,5 @@ def principal_directions(gram: torch.Tensor) -> torch.Tensor:
 
 
 def energies_along(gram: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """`‖X u‖²` of the rows behind `gram = XᵀX (n, n)`, for each column `u` of `directions (n, k)`; float64 `(k,)`."""
+    """Return `‖X u‖²` from `gram = XᵀX (n, n)`, for each column `u` of `directions (n, k)`; float64 `(k,)`."""
     return ((gram.double() @ directions) * directions).sum(0).clamp_min(0)

@@ -15,7 +15,7 @@ def weighted_pivots(
     pivoting: str = "cholesky",
     group_size: int = GROUP_SIZE,
 ) -> torch.Tensor:
-    """The first `rank` column pivots of `A diag(c)`, int64 `(rank,)` (STAT section 2; A.3 for the weights).
+    """Return the first `rank` column pivots of `A diag(c)`, int64 `(rank,)` (STAT section 2; A.3 for the weights).
 
     Args:
         gram: `AᵀA (n, n)`. column_weights: `c (n,)`.
@@ -43,12 +43,12 @@ def weighted_pivots(
 
 
 def _scaled(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`diag(c) G diag(c)` in float64, one copy."""
+    """Return `diag(c) G diag(c)` in float64, one copy."""
     return gram.to(torch.float64, copy=True).mul_(weights).mul_(weights.unsqueeze(1))
 
 
 def pivots_with_quota(gram: torch.Tensor, class_of: torch.Tensor, *, quota: int) -> torch.Tensor:
-    """Greedy column pivots that take exactly `quota` columns of every class; int64 `(quota · classes,)`.
+    """Choose greedy column pivots that take exactly `quota` columns of every class; int64 `(quota · classes,)`.
 
     Pivoted Cholesky in which the columns of a class drop out once its quota is full. For small Grams (attention
     heads): one rank-one update of `gram (n, n)` per pivot, n²·(number of pivots) multiply-adds.

@@ -58,14 +58,14 @@ class RidgeFactor:
         return matrix
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
-        """`K⁻¹ right` in float64, `right (k, p)`."""
+        """Return `K⁻¹ right` in float64, `right (k, p)`."""
         if self.eigenvalue_fallback:
             return self._inverse @ right.double()
         half = torch.linalg.solve_triangular(self._cholesky, right.double(), upper=False)
         return torch.linalg.solve_triangular(self._cholesky.mT, half, upper=True)
 
     def _estimate_condition(self) -> float:
-        """`λ_max / λ_min` from Lanczos steps with `K` and with `K⁻¹`; a lower bound, good to a few per cent."""
+        """Return `λ_max / λ_min` from Lanczos steps with `K` and with `K⁻¹`; a lower bound, good to a few per cent."""
         factor = self._cholesky
         start = torch.linspace(1, 2, len(factor), dtype=factor.dtype, device=factor.device).unsqueeze(1)
         largest = _tridiagonal(lambda vector: factor @ (factor.T @ vector), start)

@@ -101,6 +101,11 @@ class Grid:
         """
         if method.up_steps and (reason := self.family.reason_against("up_proj")) is not None:
             raise PlanError(reason)
+        if method.embedding not in (AUTO, "none"):
+            if not self.embedding_ranks:
+                raise ConfigError(f"--set embedding={method.embedding} needs {self.remedy}; add it.")
+            if not self.ranks_embedding:
+                raise PlanError("--set embedding=low-rank needs an output head that is the embedding; leave it out.")
         if method.allocation == AUTO:
             by_profile = method.leaves_out_layers or (self.layers_differ and not method.slices)
             own = "sensitivity" if method.leaves_out_layers else method.layer_allocation
@@ -108,9 +113,4 @@ class Grid:
         by_sensitivity = method.allocation == "sensitivity" and not method.slices
         if method.embedding == AUTO:
             return replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")
-        if method.embedding != "none":
-            if not self.embedding_ranks:
-                raise ConfigError(f"--set embedding={method.embedding} needs {self.remedy}; add it.")
-            if not self.ranks_embedding:
-                raise PlanError("--set embedding=low-rank needs an output head that is the embedding; leave it out.")
         return method

@@ -16,7 +16,7 @@ UNITS = ("heads", "ffn")
 
 def print_report(report: Report) -> None:
     """Print sizes before and after, and one line for every layer."""
-    console = _console()
+    console = open_console()
     names = printable(f"{report.config['checkpoint']} → {report.config['output']}")
     sizes = _table("", "dense", "compressed", "change", title=names)
     for name, values in size_rows(report):
@@ -67,7 +67,7 @@ def print_footprint(footprint: Footprint) -> None:
     for stage, seconds in footprint.seconds.items():
         remark = "may be wrong by a factor of two" if stage == "total" else ""
         table.add_row(f"seconds: {stage}", f"{seconds:,.0f}", remark)
-    console = _console()
+    console = open_console()
     console.print(table)
     if not footprint.exact:
         console.print("The sizes of each layer will come from a profile; this is for equal layers.")
@@ -100,7 +100,7 @@ def print_profile(profile: Profile) -> None:
                 )
             ),
         )
-    _console().print(table)
+    open_console().print(table)
 
 
 def gibibytes(size: float) -> str:
@@ -123,7 +123,8 @@ def show(value: float | None, spec: str) -> str:
     return "–" if value is None else format(value, spec)
 
 
-def _console() -> Console:
+def open_console() -> Console:
+    """Return a console of at most `WIDTH` columns."""
     console = Console()
     return Console(width=min(console.width, WIDTH)) if console.is_terminal else Console(width=WIDTH)
 

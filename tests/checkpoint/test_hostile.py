@@ -1,4 +1,4 @@
-"""Checkpoints and texts that were made to harm, or broken by chance: each is one sentence, or is handled rightly."""
+"""Checkpoints and texts that were made to harm or broke by chance: each gives one sentence, or the right result."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from oneshot.calibration import iter_documents
-from oneshot.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
-from oneshot.checkpoint_files import MAX_JSON_BYTES, MAX_JSON_DEPTH
-from oneshot.compress import main
+from oneshot.checkpoint import Checkpoint, open_model
+from oneshot.checkpoint.reader import INDEX_NAME, SINGLE_NAME
+from oneshot.checkpoint.safe_files import MAX_JSON_BYTES, MAX_JSON_DEPTH
+from oneshot.cli.compress import main
 from oneshot.errors import CalibrationError, CheckpointError, OneshotError
-from oneshot.export.hf import write_companions
-from oneshot.source import open_model
+from oneshot.export import write_companions
+from oneshot.text import iter_documents
 
 Compress = Callable[..., str]
 EMBEDDING = "model.embed_tokens.weight"
@@ -55,7 +55,7 @@ def arguments(checkpoint: Path, output: Path, text: Path) -> list[str]:
 
 
 def message_of(folder: Path) -> str:
-    """What opening the folder says; on one line, whatever the folder holds."""
+    """Return the message of the error that opening the folder raises; it is one line."""
     with pytest.raises(CheckpointError) as caught:
         open_model(str(folder), folder)
     message = str(caught.value)
@@ -97,19 +97,19 @@ def replace_by_link(path: Path, target: Path | str) -> None:
         ("a.safetensors", "no weight_map"),
         ({"a": 5}, "lies in 5"),
         ({"a": None}, "lies in None"),
-        ({"a": ["b.safetensors"]}, "no safetensors file"),
-        ({"a": "../x.safetensors"}, "no safetensors file"),
-        ({"a": "/etc/x.safetensors"}, "no safetensors file"),
-        ({"a": "sub/x.safetensors"}, "no safetensors file"),
-        ({"a": ".."}, "no safetensors file"),
-        ({"a": ""}, "no safetensors file"),
-        ({"a": "pytorch_model.bin"}, "no safetensors file"),
-        ({"a": "x\0.safetensors"}, "no safetensors file"),
+        ({"a": ["b.safetensors"]}, "is not a safetensors file of this folder"),
+        ({"a": "../x.safetensors"}, "is not a safetensors file of this folder"),
+        ({"a": "/etc/x.safetensors"}, "is not a safetensors file of this folder"),
+        ({"a": "sub/x.safetensors"}, "is not a safetensors file of this folder"),
+        ({"a": ".."}, "is not a safetensors file of this folder"),
+        ({"a": ""}, "is not a safetensors file of this folder"),
+        ({"a": "pytorch_model.bin"}, "is not a safetensors file of this folder"),
+        ({"a": "x\0.safetensors"}, "is not a safetensors file of this folder"),
         ({"a": "n" * 5000 + ".safetensors"}, "nnn"),
         ({"a\n\x1b[2J": 5}, "a\\n\\x1b[2J"),
     ],
 )
-def test_an_index_that_names_no_shards(weight_map: Any, reason: str, own_checkpoint: MakeCheckpoint) -> None:
+def test_an_index_without_valid_shards(weight_map: Any, reason: str, own_checkpoint: MakeCheckpoint) -> None:
     folder = own_checkpoint(shard_size="20KB")
     (folder / INDEX_NAME).write_text(json.dumps({} if weight_map is None else {"weight_map": weight_map}))
     (folder.parent / "x.safetensors").write_bytes(next(folder.glob("*.safetensors")).read_bytes())
@@ -118,10 +118,10 @@ def test_an_index_that_names_no_shards(weight_map: Any, reason: str, own_checkpo
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "broken", "loop", "outside"])
 @pytest.mark.parametrize("name", ["config.json", SINGLE_NAME, INDEX_NAME, "tokenizer.json", "vocab.txt", "LICENSE"])
-def test_what_is_no_regular_file_of_the_folder(
+def test_a_path_that_is_not_a_regular_file_of_the_folder(
     kind: str, name: str, own_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
-    """A pipe would hang whoever opens it; what a link reaches outside would be published."""
+    """Reading a pipe would block; a file outside the folder would be published with the result."""
     folder = own_checkpoint(shard_size="20KB" if name == INDEX_NAME else "5GB")
     path, outside = folder / name, tmp_path / "outside"
     if path.exists():
@@ -131,15 +131,15 @@ def test_what_is_no_regular_file_of_the_folder(
     if kind == "folder":
         path.mkdir()
         if name in ("vocab.txt", "LICENSE", "tokenizer.json"):
-            open_model(str(folder), folder)  # no file that anybody reads
+            open_model(str(folder), folder)  # nobody reads such a folder
             return
     elif kind == "pipe":
         os.mkfifo(path)
     else:
         path.symlink_to({"broken": tmp_path / "gone", "loop": path, "outside": outside}[kind])
     reason = {
-        "folder": "is no regular file",
-        "pipe": "is no regular file",
+        "folder": "is not a regular file",
+        "pipe": "is not a regular file",
         "broken": "leads nowhere",
         "loop": "leads nowhere",
         "outside": f"leads to {outside}, outside the checkpoint",
@@ -150,7 +150,7 @@ def test_what_is_no_regular_file_of_the_folder(
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_a_shard_that_is_no_file(kind: str, own_checkpoint: MakeCheckpoint, refused: Compress) -> None:
+def test_a_shard_that_is_not_a_file(kind: str, own_checkpoint: MakeCheckpoint, refused: Compress) -> None:
     folder = own_checkpoint(shard_size="20KB")
     shard = sorted(folder.glob("*.safetensors"))[0]
     shard.unlink()
@@ -158,7 +158,7 @@ def test_a_shard_that_is_no_file(kind: str, own_checkpoint: MakeCheckpoint, refu
         shard.mkdir()
     else:
         os.mkfifo(shard)
-    assert f"{shard} is no regular file" in refused(folder)
+    assert f"{shard} is not a regular file" in refused(folder)
 
 
 def test_a_private_file_is_not_published(own_checkpoint: MakeCheckpoint, tmp_path: Path, refused: Compress) -> None:
@@ -174,7 +174,7 @@ def test_a_private_file_is_not_published(own_checkpoint: MakeCheckpoint, tmp_pat
 
 
 def as_hub_cache(folder: Path, repository: Path) -> Path:
-    """The files as the hub's cache keeps them: blobs, and links to them from a snapshot."""
+    """Return a snapshot as in the hub's cache: links to the files, which lie in `blobs`."""
     blobs, snapshot = repository / "blobs", repository / "snapshots" / "0123abcd"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -201,7 +201,7 @@ def test_links_of_the_hub_cache_are_followed(make_checkpoint: MakeCheckpoint, tm
 
 
 def test_a_false_hub_cache(own_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    """Neither another folder of the repository, nor `blobs` that is a link, makes a way out."""
+    """Links to another folder of the repository are refused, and also `blobs` that is itself a link."""
     repository, secret = tmp_path / "models--org--tiny", tmp_path / "secret"
     secret.write_text("{}")
     snapshot = as_hub_cache(own_checkpoint(), repository)
@@ -248,7 +248,7 @@ def test_the_single_file_comes_before_an_index_as_in_transformers(own_checkpoint
 
 
 def test_an_adapter_is_refused(own_checkpoint: MakeCheckpoint) -> None:
-    """transformers would load another model, the one that the adapter names."""
+    """transformers would load the model that the adapter names, which is another one."""
     folder = own_checkpoint()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/model"}')
     assert "holds an adapter" in message_of(folder)
@@ -287,8 +287,8 @@ def with_header(folder: Path, header: bytes, data: bytes = b"", length: int | No
         ),
     ],
 )
-def test_headers_that_lie(header: bytes, data: bytes, length: int | None, own_checkpoint: MakeCheckpoint) -> None:
-    """Sizes beyond the file, overlaps, and a name that stands twice for two places."""
+def test_invalid_headers(header: bytes, data: bytes, length: int | None, own_checkpoint: MakeCheckpoint) -> None:
+    """Sizes beyond the file, overlaps, and a name that occurs twice."""
     folder = own_checkpoint()
     with_header(folder, header, data, length)
     message = message_of(folder)
@@ -304,7 +304,9 @@ def test_a_checkpoint_without_tensors(own_checkpoint: MakeCheckpoint) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
 @pytest.mark.parametrize("change", ["shorter", "narrower", "flat", "missing"])
-def test_tensors_outside_the_layers_of_another_shape(change: str, family: str, own_checkpoint: MakeCheckpoint) -> None:
+def test_tensors_outside_the_layers_with_another_shape(
+    change: str, family: str, own_checkpoint: MakeCheckpoint
+) -> None:
     folder = own_checkpoint(family=family, groups=4 if family == "opt" else 2)
     outside = [name for name in load_file(folder / SINGLE_NAME) if ".layers." not in name]
     assert len(outside) == (3 if family == "llama" else 5)
@@ -325,13 +327,13 @@ def test_tensors_outside_the_layers_of_another_shape(change: str, family: str, o
         (folder / SINGLE_NAME).write_bytes(original)
 
 
-def test_a_tensor_that_nobody_asked_for(own_checkpoint: MakeCheckpoint) -> None:
+def test_a_tensor_that_the_model_does_not_have(own_checkpoint: MakeCheckpoint) -> None:
     folder = own_checkpoint()
     edit_tensors(folder, lambda tensors: tensors.update(extra=torch.ones(2)))
     assert "extra has shape (2,)" in message_of(folder)
 
 
-def test_a_missing_head_where_the_config_ties_nothing(own_checkpoint: MakeCheckpoint) -> None:
+def test_a_missing_head_if_the_config_does_not_tie_it(own_checkpoint: MakeCheckpoint) -> None:
     folder = own_checkpoint()
     edit_tensors(folder, lambda tensors: tensors.__delitem__("lm_head.weight"))
     assert "lm_head.weight" in message_of(folder)
@@ -363,7 +365,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention
 
 @pytest.mark.parametrize("value", [0, -1, True, False, 2.0, "32", [], {}, 2**31, 10**30, None])
 @pytest.mark.parametrize("key", SIZES)
-def test_sizes_that_are_none(key: str, value: Any, own_checkpoint: MakeCheckpoint) -> None:
+def test_invalid_sizes(key: str, value: Any, own_checkpoint: MakeCheckpoint) -> None:
     folder = own_checkpoint()
     edit_config(folder, **{key: value})
     assert key in message_of(folder)
@@ -371,7 +373,7 @@ def test_sizes_that_are_none(key: str, value: Any, own_checkpoint: MakeCheckpoin
 
 def test_a_thousand_million_layers_take_no_memory(own_checkpoint: MakeCheckpoint, refused: Compress) -> None:
     folder = own_checkpoint()
-    open_model(str(folder), folder)  # what a good one takes is taken
+    open_model(str(folder), folder)  # so that the memory of a good checkpoint is in use already
     edit_config(folder, num_hidden_layers=10**9)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert "states 1000000000 layers" in refused(folder)
@@ -405,7 +407,7 @@ def test_a_thousand_million_layers_take_no_memory(own_checkpoint: MakeCheckpoint
         ({"_attn_implementation": {"": "evil/kernel"}}, ("_attn_implementation", "never run")),
     ],
 )
-def test_configs_that_lie(changes: dict[str, Any], names: tuple[str, ...], own_checkpoint: MakeCheckpoint) -> None:
+def test_invalid_configs(changes: dict[str, Any], names: tuple[str, ...], own_checkpoint: MakeCheckpoint) -> None:
     folder = own_checkpoint()
     edit_config(folder, **changes)
     message = message_of(folder)
@@ -431,7 +433,7 @@ def test_configs_that_lie(changes: dict[str, Any], names: tuple[str, ...], own_c
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", INDEX_NAME])
-def test_json_that_is_none(name: str, content: bytes, reason: str, own_checkpoint: MakeCheckpoint) -> None:
+def test_invalid_json(name: str, content: bytes, reason: str, own_checkpoint: MakeCheckpoint) -> None:
     folder = own_checkpoint(shard_size="20KB")
     (folder / name).write_bytes(content)
     message = message_of(folder)
@@ -469,7 +471,7 @@ def test_damaged_tokenizers(content: bytes, own_checkpoint: MakeCheckpoint, refu
 
 
 def test_a_tokenizer_that_cannot_take_the_text(own_checkpoint: MakeCheckpoint, refused: Compress) -> None:
-    """A Unigram model without a token for what it does not know."""
+    """A Unigram model without a token for unknown letters."""
     folder = own_checkpoint()
 
     def edit(content: dict[str, Any]) -> None:
@@ -495,7 +497,7 @@ NAMES = [
 
 
 class _Text(HTMLParser):
-    """The texts of a page's title and heading; which elements there are."""
+    """Collect the texts of a page by element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -542,7 +544,7 @@ def test_names_of_folders_and_files(
     AutoModelForCausalLM.from_pretrained(output)
 
 
-def test_names_that_are_no_unicode(
+def test_names_that_are_not_unicode(
     make_checkpoint: MakeCheckpoint, own_checkpoint: MakeCheckpoint, tmp_path: Path, text_file: Path, refused: Compress
 ) -> None:
     folder = own_checkpoint().rename(tmp_path / "n\udcff")
@@ -550,7 +552,7 @@ def test_names_that_are_no_unicode(
     text, output = tmp_path / "t\udcff.txt", tmp_path / "out"
     shutil.copy(text_file, text)
     assert main([*arguments(make_checkpoint(), output, text), "--quiet"]) == 0
-    assert json.loads((output / "oneshot_report.json").read_text())["config"]["calibration"] == str(text)
+    assert json.loads((output / "oneshot_report.json").read_text())["config"]["text"]["calibration"] == str(text)
     assert "t\\udcff.txt" in (output / "report.html").read_text(encoding="utf-8")
     assert "t\\udcff.txt`" in (output / "README.md").read_text(encoding="utf-8")
 
@@ -595,7 +597,7 @@ def test_rows_of_every_kind(name: str, content: bytes, expected: list[str] | str
 
 
 @pytest.mark.parametrize("name", ["a[1].parquet", "a*?.parquet", "li\nne.parquet", "a::b {1}#%20.parquet"])
-def test_names_of_parquet_files_are_no_patterns(name: str, tmp_path: Path) -> None:
+def test_names_of_parquet_files_are_not_patterns(name: str, tmp_path: Path) -> None:
     from datasets import Dataset
 
     Dataset.from_list([{"text": "a"}, {"text": None}, {"text": "b"}]).to_parquet(tmp_path / "plain.parquet")
@@ -603,7 +605,7 @@ def test_names_of_parquet_files_are_no_patterns(name: str, tmp_path: Path) -> No
     assert list(iter_documents(str(tmp_path / name), seed=None)) == ["a", "b"]
 
 
-def test_a_folder_and_a_pipe_are_no_text(make_checkpoint: MakeCheckpoint, tmp_path: Path, refused: Compress) -> None:
+def test_a_folder_and_a_pipe_are_not_text(make_checkpoint: MakeCheckpoint, tmp_path: Path, refused: Compress) -> None:
     (tmp_path / "folder.txt").mkdir()
     assert "folder.txt is a folder" in refused(make_checkpoint(), tmp_path / "folder.txt")
     os.mkfifo(tmp_path / "pipe.txt")
@@ -612,7 +614,7 @@ def test_a_folder_and_a_pipe_are_no_text(make_checkpoint: MakeCheckpoint, tmp_pa
 
 
 def test_a_long_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oneshot.calibration.LONGEST_DOCUMENT", 1000)
+    monkeypatch.setattr("oneshot.text.sources.LONGEST_DOCUMENT", 1000)
     path, text = tmp_path / "long.txt", topics(0, 2)[:2500].replace("\n", " ")
     path.write_text(text)
     pieces = list(iter_documents(str(path), seed=None))
@@ -636,7 +638,7 @@ def test_rows_end_to_end(make_checkpoint: MakeCheckpoint, tmp_path: Path, refuse
 
 
 @pytest.mark.parametrize("place", ["file", "file/out", "folder"])
-def test_outputs_that_are_taken(
+def test_outputs_that_exist_as_something_else(
     place: str, make_checkpoint: MakeCheckpoint, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("a file")
@@ -649,7 +651,7 @@ def test_outputs_that_are_taken(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_output_where_nothing_may_be_written(
+def test_an_output_in_a_folder_without_write_permission(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tmp_path.chmod(0o500)
@@ -663,7 +665,7 @@ def test_an_output_where_nothing_may_be_written(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer in two shards, with an index: small enough that a changed byte often matters."""
+    """A checkpoint of one layer in two shards with an index; it is so small that a changed byte often matters."""
     folder = tmp_path_factory.mktemp("fuzz") / "tiny"
     build_model(hidden=8, width=8, heads=2, groups=1, layers=1).save_pretrained(folder, max_shard_size="14KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -679,7 +681,7 @@ def restored(tiny: Path) -> Iterator[Path]:
 
 
 def opens_or_is_refused(folder: Path) -> bool:
-    """Whether the folder opens and every tensor can be read; an `OneshotError` says that not, nothing else may."""
+    """Return whether the folder opens and every tensor can be read. No other error than `OneshotError` is caught."""
     try:
         checkpoint = open_model(str(folder), folder).checkpoint
         tensors = checkpoint.read(checkpoint.tensor_names)
@@ -701,7 +703,7 @@ HEADER_VALUES = st.one_of(
 
 @st.composite
 def mutations(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """A way to damage a file: bytes flipped, cut off, put in or doubled, or an entry of its JSON header replaced."""
+    """Draw a way to damage a file: bytes replaced, cut off or inserted, or an entry of its JSON header replaced."""
     kind = draw(st.sampled_from(("flip", "cut", "insert", "header")))
     where, payload = draw(st.floats(0, 1)), draw(st.binary(min_size=1, max_size=12))
     near_start = draw(st.booleans())
@@ -733,7 +735,7 @@ def mutations(draw: st.DrawFn) -> Callable[[bytes], bytes]:
 @FUZZ
 @given(data=st.data())
 def test_damaged_files_are_read_or_refused(data: st.DataObject, restored: Path) -> None:
-    """Bytes of shards, index and config; what still opens has finite tensors of the stated shapes."""
+    """Bytes of shards, index and config; a checkpoint that still opens has finite tensors of the stated shapes."""
     names = sorted(path.name for path in restored.iterdir())
     path = restored / data.draw(st.sampled_from(names))
     content = path.read_bytes()
@@ -832,6 +834,6 @@ def test_damaged_configs_are_read_or_refused(changes: dict[str, Any], removed: s
         path.write_text(content)
 
 
-def test_the_undamaged_one_opens(restored: Path) -> None:
+def test_the_undamaged_checkpoint_opens(restored: Path) -> None:
     """The fuzz would pass on a reader that refuses everything."""
     assert opens_or_is_refused(restored)

@@ -1,10 +1,17 @@
-"""The lazy reader against safetensors itself."""
+"""The lazy reader against safetensors itself, and files that the system cannot map."""
 
+import errno
+import json
+import os
+import resource
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from factories import MakeCheckpoint
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint import Checkpoint
@@ -12,7 +19,7 @@ from oneshot.errors import CheckpointError
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in the files, by safetensors' own eager reader."""
+    """Return every tensor in the files, by safetensors' own eager reader."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
@@ -46,3 +53,65 @@ def test_a_prefix_is_not_confused_with_a_longer_number(tmp_path: Path) -> None:
 def test_an_unknown_name_is_named(make_checkpoint: MakeCheckpoint) -> None:
     with pytest.raises(CheckpointError, match="no_such_tensor"):
         Checkpoint(make_checkpoint()).read(["no_such_tensor"])
+
+
+def large_checkpoint(folder: Path, gibibytes: int) -> Path:
+    """Write a checkpoint of one tensor, a hole in a file, which takes no space on the disk."""
+    num_bytes = gibibytes * 2**30
+    header = json.dumps({"a": {"dtype": "F32", "shape": [num_bytes // 4], "data_offsets": [0, num_bytes]}}).encode()
+    path = folder / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(path, path.stat().st_size + num_bytes)
+    (folder / "config.json").write_text("{}")
+    return path
+
+
+def message_of(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(folder)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert message.endswith(".")
+    return message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("unable to mmap 3221225480 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
+        RuntimeError("unable to mmap 3221225480 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        MemoryError("Cannot allocate memory (os error 12)"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_file_that_cannot_be_mapped(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not damaged, so the remedy is more address space or smaller files."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    path = large_checkpoint(tmp_path, gibibytes=3)
+    monkeypatch.setattr("oneshot.checkpoint.reader.safe_open", fail)
+    message = message_of(tmp_path)
+    assert message.startswith(f"{path} (3.0 GiB) cannot be mapped into memory (")
+    assert "annot allocate memory" in message
+    assert "ulimit -v" in message
+    assert "max_shard_size" in message
+    assert "damaged" not in message
+
+
+@pytest.mark.parametrize("room_gibibytes", [1, 9])
+def test_a_file_larger_than_the_address_space(room_gibibytes: int, tmp_path: Path) -> None:
+    """The system itself refuses the map of safetensors (1 GiB of room) or the second map of torch (9 GiB)."""
+    path = large_checkpoint(tmp_path, gibibytes=8)
+    assert Checkpoint(tmp_path).num_parameters == 2**31
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + room_gibibytes * 2**30, hard))
+    try:
+        message = message_of(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert message.startswith(f"{path} (8.0 GiB) cannot be mapped into memory (")
+    assert "ulimit -v" in message

@@ -1,13 +1,14 @@
-"""Every error a user can meet: one line that names the thing, exit code 1, nothing left behind, no traceback."""
+"""Every error that a user can meet: one line that names the thing, exit code 1, no remains, no traceback."""
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from factories import MakeCheckpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from oneshot import evaluate
-from oneshot.checkpoint import INDEX_NAME, SINGLE_NAME
-from oneshot.compress import main
+from oneshot.checkpoint.reader import INDEX_NAME, SINGLE_NAME
+from oneshot.cli import evaluate
+from oneshot.cli.compress import main
 
 Check = Callable[..., str]
 
@@ -32,12 +33,14 @@ def output(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fails(output: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> Check:
-    """Run the command line with good options, `changes` on top; check the failure, return its message.
+    """Run the command line with valid options and `changes`, check that it fails, and return its message.
 
-    `keeps`: finished layers stay, for `--resume`.
+    `settings`: values of `--set`. `keeps`: whether finished layers stay for `--resume`.
     """
 
-    def run(checkpoint: Path | str, *names: str, keeps: bool = False, **changes: Any) -> str:
+    def run(
+        checkpoint: Path | str, *names: str, settings: Sequence[str] = (), keeps: bool = False, **changes: Any
+    ) -> str:
         options: dict[str, Any] = {
             "output": output,
             "sparsity": 0.2,
@@ -46,7 +49,7 @@ def fails(output: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> 
             "sequence_length": 16,
             "device": "cpu",
         }
-        arguments = [str(checkpoint), "--quiet"]
+        arguments = [str(checkpoint), "--quiet", *(f"--set={setting}" for setting in settings)]
         for name, value in (options | changes).items():
             if value is not None:
                 arguments.append(f"--{name.replace('_', '-')}={value}")
@@ -237,7 +240,7 @@ def shrink_vocabulary(folder: Path) -> None:
 
 
 def test_a_tokenizer_of_another_model(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
-    """Tokens that the embedding has no row for."""
+    """Its tokens exceed the rows of the embedding."""
     folder = own_checkpoint()
     shrink_vocabulary(folder)
     fails(folder, "tokenizer", "50")
@@ -277,14 +280,17 @@ def test_sparsity_out_of_range(sparsity: str, make_checkpoint: MakeCheckpoint, f
         ({"sparsity": None, "params": "0"}, ("--params 0",)),
         ({"sparsity": None, "params": "1B"}, ("1,000,000,000", "above the dense model")),
         ({"sparsity": 0.99}, ("at best",)),
-        ({"ffn": "none"}, ("Nothing may be reduced",)),
+        ({"settings": ["ffn=none"]}, ("Nothing may be reduced",)),
         ({"recipe": "magic"}, ("magic", "oneshot, stat")),
         ({"device": "cuda:7"}, ("cuda:7", "--device cpu")),
         ({"device": "tpu"}, ("tpu",)),
-        ({"damping": "-1"}, ("--damping",)),
-        ({"damping": "nan"}, ("--damping",)),
-        ({"damping": "much"}, ("--damping much", "auto")),
-        ({"damping": "auto", "batch_size": 1000}, ("--damping auto", "--num-sequences", "--batch-size")),
+        ({"settings": ["damping=-1"]}, ("--set damping=-1", "0 or more")),
+        ({"settings": ["damping=nan"]}, ("--set damping=nan", "0 or more")),
+        ({"settings": ["damping=much"]}, ("--set damping=much", "a number or auto")),
+        (
+            {"settings": ["damping=auto"], "batch_size": 1000},
+            ("--set damping=auto", "--num-sequences", "--batch-size"),
+        ),
         ({"num_sequences": 0}, ("--num-sequences",)),
         ({"sequence_length": 1}, ("--sequence-length",)),
         ({"batch_size": 0}, ("--batch-size",)),
@@ -292,8 +298,8 @@ def test_sparsity_out_of_range(sparsity: str, make_checkpoint: MakeCheckpoint, f
         ({"round_to": 1000}, ("--round-to",)),
         ({"max_memory": "much"}, ("much",)),
         ({"max_memory": "0"}, ("--max-memory 0",)),
-        ({"pivoting": "qr", "sketch": "none"}, ("--pivoting qr", "--sketch")),
-        ({"sketch_size": 0}, ("--sketch-size 0",)),
+        ({"settings": ["pivoting=qr", "sketch=none"]}, ("--set pivoting=qr", "--set sketch=")),
+        ({"settings": ["sketch_size=-1"]}, ("--set sketch_size=-1", "at least 0")),
     ],
 )
 def test_options_out_of_range(
@@ -302,9 +308,9 @@ def test_options_out_of_range(
     fails(make_checkpoint(), *names, **changes)
 
 
-def test_a_size_that_the_tier_cannot_hold(make_checkpoint: MakeCheckpoint, fails: Check) -> None:
+def test_a_size_that_the_form_cannot_hold(make_checkpoint: MakeCheckpoint, fails: Check) -> None:
     folder = make_checkpoint(groups=4, attention_bias=True)
-    fails(folder, "3 heads", "hidden size 32", recipe="stat", ffn="none", sparsity=0.03)
+    fails(folder, "3 heads", "hidden size 32", recipe="stat", settings=["ffn=none"], sparsity=0.03)
 
 
 # The output
@@ -329,11 +335,11 @@ def test_an_output_that_holds_the_input(own_checkpoint: MakeCheckpoint, capsys: 
 
 def test_an_output_that_cannot_be_written(make_checkpoint: MakeCheckpoint, tmp_path: Path, fails: Check) -> None:
     file = tmp_path / "file"
-    file.write_text("a file, no folder")
+    file.write_text("a file, not a folder")
     target = file / "out"
     fails(make_checkpoint(), str(target), "cannot be written", output=target)
     fails(make_checkpoint(), "cannot be written", output=Path("/proc/no-such/out"))
-    assert file.read_text() == "a file, no folder"
+    assert file.read_text() == "a file, not a folder"
 
 
 def test_too_little_space(
@@ -344,7 +350,7 @@ def test_too_little_space(
     fails(make_checkpoint(), str(output.parent), "free")
 
 
-def test_the_space_is_reckoned_in_the_dtype_that_is_saved(
+def test_the_space_is_computed_in_the_dtype_that_is_saved(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, fails: Check
 ) -> None:
     """Saving a bfloat16 model as float32 doubles it."""
@@ -373,7 +379,7 @@ def test_a_disk_that_fills_up_while_writing(
         written.append(path)
         save_file(tensors, path, **options)
 
-    monkeypatch.setattr("oneshot.writer.save_file", write_then_fail)
+    monkeypatch.setattr("oneshot.checkpoint.journal.save_file", write_then_fail)
     fails(make_checkpoint(), str(output), "No space left", keeps=True)
     assert len(written) == 2
 
@@ -384,12 +390,12 @@ def test_a_scratch_disk_that_fills_up(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("oneshot.activations.ActivationStore.write", fail)
+    monkeypatch.setattr("oneshot.stream.store.ActivationStore.write", fail)
     fails(make_checkpoint(), "No space left")
 
 
 def test_a_write_that_the_system_refuses(make_checkpoint: MakeCheckpoint, output: Path, fails: Check) -> None:
-    """A limit on the size of files makes the kernel itself refuse a write, as a full disk does, without mocks."""
+    """With a limit on the size of files the kernel itself refuses a write, as with a full disk, without mocks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     folder = make_checkpoint()
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
@@ -414,7 +420,7 @@ def test_an_interrupt_before_the_first_layer_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from oneshot.layerwise import LayerCompressor
+    from oneshot.compression import LayerCompressor
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -432,7 +438,7 @@ def run_command(*command: str, **environment: str) -> subprocess.CompletedProces
         text=True,
         check=False,
         env=os.environ | environment,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
 
 
@@ -453,7 +459,7 @@ def test_a_hub_name_without_network(output: Path, text_file: Path) -> None:
         "oneshot.compress", *arguments(Path("some-org/some-model"), output, text_file), HF_HUB_OFFLINE="1"
     )
     assert result.returncode == 1
-    assert result.stderr.startswith("error: some-org/some-model is no local path")
+    assert result.stderr.startswith("error: some-org/some-model is not a local path")
     assert "network" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
@@ -472,7 +478,10 @@ def test_a_good_run_of_the_command_line(make_checkpoint: MakeCheckpoint, output:
     assert "Traceback" not in result.stderr
     assert "stored parameters" in result.stdout
     assert "layer 2/2" in result.stderr
-    assert {"config.json", "README.md", "oneshot_report.json", INDEX_NAME, "tokenizer.json"} <= {
+    lines = [line for line in re.split(r"[\r\n]+", result.stderr) if line.strip()]
+    ours = ("WARNING: ", "profile: ", "layer 1/2: ", "layer 2/2: ", "joining: ")
+    assert [line for line in lines if not line.startswith(ours)] == [], "other libraries are silent"
+    assert {"config.json", "README.md", "oneshot_report.json", SINGLE_NAME, "tokenizer.json"} <= {
         path.name for path in output.iterdir()
     }
 

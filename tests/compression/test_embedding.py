@@ -1,4 +1,4 @@
-"""A tied embedding with ranks of its own for ranges of the vocabulary: the best of that rank, and a model that runs."""
+"""A tied embedding whose ranges of the vocabulary have their own ranks: the best approximation, a model that runs."""
 
 import json
 from dataclasses import replace
@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from oneshot import OneshotError, compress
-from oneshot.embedding import DAMPING, expanded, range_errors, reduce_embedding
-from oneshot.evaluate import load_model
-from oneshot.layerwise.profiling import EMBEDDING_PROBES, embedding_probe
-from oneshot.modeling_oneshot import OneshotEmbedding, OneshotTiedHead
+from oneshot.compression.embedding import DAMPING, expanded, range_errors, reduce_embedding
+from oneshot.evaluation import load_model
+from oneshot.export.modeling_oneshot import OneshotEmbedding, OneshotTiedHead
+from oneshot.families import TableShape
 from oneshot.pipeline import profile
-from oneshot.plan.vocabulary import NUM_RANGES, smaller_tables, table_options, vocabulary_ranges
-from oneshot.profiles import load_profile
-from oneshot.records import TableShape
+from oneshot.planning.vocabulary import NUM_RANGES, smaller_tables, table_options, vocabulary_ranges
+from oneshot.profiling import load_profile
+from oneshot.profiling.embedding import EMBEDDING_PROBES, embedding_probe
 
 CPU = torch.device("cpu")
 VOCABULARY, HIDDEN, RARE_RANK = 1600, 32, 4
@@ -30,7 +30,7 @@ TOKEN_IDS = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().ma
 
 
 def problem(vocabulary: int, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An embedding, the Gram of what the head reads, and the probabilities of the tokens."""
+    """Return an embedding, the Gram of what the head reads, and the probabilities of the tokens."""
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(3 * width, width, generator=generator, dtype=torch.float64) * torch.linspace(0.1, 2, width)
     embedding = torch.randn(vocabulary, width, generator=generator)
@@ -39,7 +39,7 @@ def problem(vocabulary: int, width: int, seed: int) -> tuple[torch.Tensor, torch
 
 
 def singular_values(embedding: Any, gram: Any, probabilities: Any) -> tuple[np.ndarray, np.ndarray]:
-    """NumPy's, of a range's rows weighted on both sides; and the two-sided weighted rows themselves."""
+    """Return NumPy's singular values of a range's rows weighted on both sides, and the weighted rows."""
     gram = gram + DAMPING * np.diag(gram).mean() * np.eye(len(gram))
     weights = np.sqrt((probabilities + probabilities.mean()) / 2)
     values, vectors = np.linalg.eigh(gram)
@@ -48,7 +48,7 @@ def singular_values(embedding: Any, gram: Any, probabilities: Any) -> tuple[np.n
 
 
 @given(vocabulary=st.integers(1, 200), width=st.integers(2, 12), seed=st.integers(0, 10**6))
-def test_errors_are_those_of_the_best_of_each_rank(vocabulary: int, width: int, seed: int) -> None:
+def test_errors_equal_the_singular_values_beyond_each_rank(vocabulary: int, width: int, seed: int) -> None:
     embedding, gram, probabilities = problem(vocabulary, width, seed)
     errors = range_errors(embedding, gram, probabilities)
     expected = np.zeros((len(errors), width + 1))
@@ -61,7 +61,7 @@ def test_errors_are_those_of_the_best_of_each_rank(vocabulary: int, width: int, 
 
 @given(rank=st.integers(1, 8), seed=st.integers(0, 10**6))
 def test_tables_and_maps_reach_these_errors(rank: int, seed: int) -> None:
-    """Against the singular values; and no rank-r matrix beside them is better."""
+    """Against the singular values, below which no matrix of rank r can be."""
     embedding, gram, probabilities = problem(160, 8, seed)
     tables = tuple(TableShape(part.stop - part.start, rank) for part in vocabulary_ranges(160))
     reduced = reduce_embedding(embedding.double(), gram, probabilities, tables)
@@ -95,7 +95,7 @@ def test_marked_tokens_keep_their_ranges() -> None:
     assert sum(table.parameters(32) for table in tables) <= 0.8 * 1600 * 32
 
 
-def test_the_modelling_file_computes_with_what_the_tables_stand_for() -> None:
+def test_the_modelling_file_equals_the_expanded_embedding() -> None:
     embedding, gram, probabilities = problem(100, 16, 0)
     tables = tuple(
         TableShape(part.stop - part.start, rank)
@@ -113,7 +113,7 @@ def test_the_modelling_file_computes_with_what_the_tables_stand_for() -> None:
 
 @pytest.fixture(scope="module")
 def rarely_wide(save_model: Any) -> Path:
-    """A tied model whose second half of the vocabulary lies in few dimensions."""
+    """Return a tied model whose second half of the vocabulary lies in few dimensions."""
     model = build_model(hidden=HIDDEN, width=256, vocabulary=VOCABULARY, tied=True)
     rare = model.get_input_embeddings().weight.data[VOCABULARY // 2 :]
     directions = torch.randn(HIDDEN, RARE_RANK, generator=torch.Generator().manual_seed(0))
@@ -126,14 +126,14 @@ def ranks(folder: Path) -> list[int]:
     return [table["rank"] for table in json.loads((folder / "config.json").read_text())["embedding"] or []]
 
 
-def test_a_plan_reduces_what_has_low_rank(rarely_wide: Path, make_config: MakeConfig) -> None:
-    """The rare half is free, the marks' range stays, and the checkpoint holds exactly what the report counts."""
-    config = make_config(rarely_wide, tier="per-layer", sparsity=0.2)
+def test_a_plan_reduces_the_ranges_of_low_rank(rarely_wide: Path, make_config: MakeConfig) -> None:
+    """The rare half is free, the range of a chat's marks stays, and the report counts the checkpoint's parameters."""
+    config = make_config(rarely_wide, form="per-layer", sparsity=0.2)
     report = compress(config)
     found = ranks(Path(config.output))
     assert found[0] == HIDDEN
     assert all(rank <= 2 * RARE_RANK for rank in found[4:])
-    stored = {}
+    stored: dict[str, torch.Tensor] = {}
     for path in Path(config.output).glob("*.safetensors"):
         stored |= load_file(path)
     assert sum(tensor.numel() for tensor in stored.values()) == report.stored_parameters["compressed"]
@@ -144,9 +144,9 @@ def test_a_plan_reduces_what_has_low_rank(rarely_wide: Path, make_config: MakeCo
     assert generated.shape == (2, 27)
 
 
-def test_nothing_is_lost_where_the_rank_suffices(rarely_wide: Path, make_config: MakeConfig, tmp_path: Path) -> None:
-    """Logits of a model with nothing but the embedding reduced are those of the dense one."""
-    config = make_config(rarely_wide, tier="per-layer", sparsity=0.1)
+def test_nothing_is_lost_at_a_sufficient_rank(rarely_wide: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    """The logits equal the dense model's if only the embedding is reduced."""
+    config = make_config(rarely_wide, form="per-layer", sparsity=0.1)
     report = compress(config)
     assert all(layer["intermediate_size"] == 256 for layer in report.plan["layers"])
     assert min(ranks(Path(config.output))) == RARE_RANK
@@ -158,8 +158,8 @@ def test_nothing_is_lost_where_the_rank_suffices(rarely_wide: Path, make_config:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
 
 
-def test_a_profile_has_what_the_embedding_costs(rarely_wide: Path, make_config: MakeConfig, tmp_path: Path) -> None:
-    """One made before gives the plan of one made on the way; its sensitivity is a divergence of the whole model."""
+def test_a_profile_has_the_costs_of_the_embedding(rarely_wide: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    """An earlier profile gives the same plan as the run's own profile."""
     folder = tmp_path / "profile"
     found = profile(make_config(rarely_wide, output=str(folder), sparsity=0.0))
     again = load_profile(folder)
@@ -167,16 +167,16 @@ def test_a_profile_has_what_the_embedding_costs(rarely_wide: Path, make_config: 
         assert torch.equal(getattr(found, name), getattr(again, name))
     assert float(found.embedding_probabilities.sum()) == pytest.approx(1.0, abs=1e-4)
     assert float(found.embedding_sensitivity) >= 0
-    config = make_config(rarely_wide, tier="per-layer", output=str(tmp_path / "own"))
+    config = make_config(rarely_wide, form="per-layer", output=str(tmp_path / "own"))
     compress(config)
-    compress(replace(config, profile=str(folder), output=str(tmp_path / "given")))
-    assert ranks(tmp_path / "own") == ranks(tmp_path / "given") != []
+    compress(replace(config, profile=str(folder), output=str(tmp_path / "earlier")))
+    assert ranks(tmp_path / "own") == ranks(tmp_path / "earlier") != []
 
 
-def test_the_sensitivity_is_a_divergence_of_the_whole_model(
+def test_the_sensitivity_equals_the_divergence_of_the_whole_model(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
-    """Against transformers' model with the reduced embedding at both of its ends, on the sequences of the probes."""
+    """Against transformers' model with the reduced embedding at both ends, on the sequences of the probes."""
     from transformers import AutoModelForCausalLM
 
     checkpoint = make_checkpoint(vocabulary=VOCABULARY, tied=True)
@@ -185,8 +185,8 @@ def test_the_sensitivity_is_a_divergence_of_the_whole_model(
     dense, reduced = (AutoModelForCausalLM.from_pretrained(checkpoint).eval() for _ in range(2))
     weight = reduced.get_input_embeddings().weight
     tables, lost = embedding_probe(found.embedding_errors, VOCABULARY)
-    seen = (found.embedding_gram, found.embedding_probabilities)
-    weight.data = expanded(reduce_embedding(weight.data, *seen, tables), HIDDEN)
+    evidence = found.embedding_gram, found.embedding_probabilities
+    weight.data = expanded(reduce_embedding(weight.data, *evidence, tables), HIDDEN)
     text = calibration_tokens(config)
     probes = text[:EMBEDDING_PROBES]
     with torch.no_grad():
@@ -199,7 +199,7 @@ def test_the_sensitivity_is_a_divergence_of_the_whole_model(
 def test_an_interrupted_run_keeps_the_embedding(rarely_wide: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     from test_resume import contents, interrupted_report, undisturbed
 
-    config = make_config(rarely_wide, tier="per-layer")
+    config = make_config(rarely_wide, form="per-layer")
     wanted = undisturbed(config)
     interrupted_report(config, 1)
     assert contents(Path(config.output)) == wanted
@@ -209,21 +209,21 @@ def test_an_interrupted_run_keeps_the_embedding(rarely_wide: Path, make_config: 
 @pytest.mark.parametrize(
     ("changes", "tied", "named"),
     [
-        ({}, True, "--tier per-layer"),
-        ({"tier": "per-layer", "hidden": "pca", "hidden_size": 16}, True, "--hidden none"),
-        ({"tier": "per-layer", "allocation": "error"}, True, "--allocation sensitivity"),
-        ({"tier": "per-layer"}, False, "--embedding low-rank"),
+        ({}, True, "--form per-layer"),
+        ({"form": "per-layer", "hidden": "pca", "hidden_size": 16}, True, "hidden=none"),
+        ({"form": "per-layer", "allocation": "error"}, True, "allocation=sensitivity"),
+        ({"form": "per-layer"}, False, "--set embedding=low-rank"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_ranks_are_refused(
     changes: dict[str, Any], tied: bool, named: str, make_config: MakeConfig, make_checkpoint: MakeCheckpoint
 ) -> None:
-    config = make_config(make_checkpoint(tied=tied), **{"embedding": "low-rank", "sparsity": 0.2} | changes)
+    checkpoint = make_checkpoint(tied=tied)
     with pytest.raises(OneshotError, match=named):
-        compress(config)
+        compress(make_config(checkpoint, **{"embedding": "low-rank", "sparsity": 0.2} | changes))
 
 
-@pytest.mark.parametrize("changes", [{"embedding": "none", "tier": "per-layer"}, {"tier": "stock"}])
+@pytest.mark.parametrize("changes", [{"embedding": "none", "form": "per-layer"}, {"form": "stock"}])
 def test_the_embedding_stays_whole(changes: dict[str, Any], rarely_wide: Path, make_config: MakeConfig) -> None:
     config = make_config(rarely_wide, sparsity=0.1, **changes)
     compress(config)

@@ -1,4 +1,4 @@
-"""Selectors against their definitions: SciPy's pivoted QR, NumPy's scores, elimination by solving anew."""
+"""Selectors against their definitions: SciPy's pivoted QR, NumPy's scores, elimination by repeated solves."""
 
 import numpy as np
 import pytest
@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from oneshot.compression.selection import SELECTION_DAMPING, Evidence, select_heads, select_neurons
+from oneshot.compression.statistics import MomentAccumulator
 from oneshot.linalg.elimination import eliminate
-from oneshot.selection import SELECTION_DAMPING, Evidence, select_heads, select_neurons
-from oneshot.statistics import MomentAccumulator
+from oneshot.recipes import Selector
 
 Matrix = NDArray[np.float64]
 ROWS, NEURONS, OUTPUTS = 60, 12, 5
 
 
-def select(selector: str, kept_size: int, *, seed: int = 0) -> tuple[set[int], Matrix, Matrix, Matrix, Matrix]:
+def select(selector: Selector, kept_size: int, *, seed: int = 0) -> tuple[set[int], Matrix, Matrix, Matrix, Matrix]:
     rng = np.random.default_rng(11)
     gate, up, down = (rng.standard_normal(shape) for shape in ((NEURONS, 5), (NEURONS, 5), (5, NEURONS)))
     activations = rng.standard_normal((ROWS, NEURONS)) * rng.uniform(0.2, 3, NEURONS) + rng.uniform(-1, 1, NEURONS)
@@ -67,8 +68,8 @@ def test_selectors_equal_their_definitions(kept_size: int) -> None:
     assert kept == largest(np.diag(gram @ np.linalg.inv(ridged)), kept_size)
 
 
-def eliminated(gram: Matrix, weight: Matrix, kept: int, block_size: int, classes: list[int]) -> list[int]:
-    """Backward elimination by solving anew, without each block in turn, for what is lost."""
+def eliminated_by_solves(gram: Matrix, weight: Matrix, kept: int, block_size: int, classes: list[int]) -> list[int]:
+    """Return the blocks that backward elimination keeps; each step solves without every block in turn."""
     system = gram + SELECTION_DAMPING * np.diag(gram).mean() * np.eye(len(gram))
     alive = list(range(len(gram) // block_size))
 
@@ -85,7 +86,7 @@ def eliminated(gram: Matrix, weight: Matrix, kept: int, block_size: int, classes
 
 
 @given(seed=st.integers(0, 5000), block_size=st.integers(1, 3), blocks=st.integers(2, 6), classes=st.integers(1, 2))
-def test_backward_elimination_equals_solving_anew(seed: int, block_size: int, blocks: int, classes: int) -> None:
+def test_backward_elimination_equals_repeated_solves(seed: int, block_size: int, blocks: int, classes: int) -> None:
     rng = np.random.default_rng(seed)
     activations = rng.standard_normal((ROWS, blocks * block_size)) @ rng.standard_normal((blocks * block_size,) * 2)
     weight = rng.standard_normal((OUTPUTS, blocks * block_size))
@@ -98,11 +99,11 @@ def test_backward_elimination_equals_solving_anew(seed: int, block_size: int, bl
         class_of=torch.tensor(class_of),
         damping=SELECTION_DAMPING,
     )
-    assert found.tolist() == eliminated(gram, weight, 1, block_size, class_of)
+    assert found.tolist() == eliminated_by_solves(gram, weight, 1, block_size, class_of)
 
 
 @given(seed=st.integers(0, 5000), groups=st.integers(1, 4), per_group=st.integers(1, 4), by_group=st.booleans())
-def test_heads_by_scores_are_the_largest_sums(seed: int, groups: int, per_group: int, by_group: bool) -> None:
+def test_heads_by_scores_have_the_largest_sums(seed: int, groups: int, per_group: int, by_group: bool) -> None:
     outputs, weight, _ = explicit_heads(seed, groups, per_group, 3)
     scores = ((outputs**2).sum(0) * (weight**2).sum(0)).reshape(groups, per_group, 3).sum(2)
     kept_groups, kept_each = (max(1, groups - 1), per_group) if by_group else (groups, max(1, per_group - 1))
@@ -115,10 +116,10 @@ def test_heads_by_scores_are_the_largest_sums(seed: int, groups: int, per_group:
         kept_heads_per_group=kept_each,
     )
     chosen = np.argsort(-scores.sum(1))[:kept_groups] if kept_groups < groups else np.arange(groups)
-    wanted = [
+    expected = [
         group * per_group + head for group in sorted(chosen) for head in sorted(np.argsort(-scores[group])[:kept_each])
     ]
-    assert heads.tolist() == wanted
+    assert heads.tolist() == expected
 
 
 def test_random_neurons_follow_the_seed() -> None:
@@ -127,7 +128,7 @@ def test_random_neurons_follow_the_seed() -> None:
 
 
 def explicit_heads(seed: int, groups: int, per_group: int, head_dim: int) -> tuple[Matrix, Matrix, Matrix]:
-    """Head outputs `Z`, an `o_proj` weight, and the weighted heads as explicit long columns `(rows · h, H)`."""
+    """Return head outputs `Z`, the weight of the writer, and weighted heads as long columns `(rows · h, H)`."""
     rng = np.random.default_rng(seed)
     width = groups * per_group * head_dim
     outputs, weight = rng.standard_normal((ROWS, width)), rng.standard_normal((OUTPUTS, width))
@@ -146,7 +147,7 @@ def head_evidence(outputs: Matrix, weight: Matrix) -> Evidence:
 
 
 @given(seed=st.integers(0, 5000), groups=st.integers(2, 5), per_group=st.integers(1, 3))
-def test_kv_groups_are_the_pivots_of_scipys_qr(seed: int, groups: int, per_group: int) -> None:
+def test_kv_groups_equal_the_pivots_of_scipys_qr(seed: int, groups: int, per_group: int) -> None:
     outputs, weight, columns = explicit_heads(seed, groups, per_group, 4)
     kept_groups = max(1, groups - 1 - seed % 2)
     heads = select_heads(
@@ -161,12 +162,12 @@ def test_kv_groups_are_the_pivots_of_scipys_qr(seed: int, groups: int, per_group
         [columns[:, group * per_group : (group + 1) * per_group].ravel() for group in range(groups)], axis=1
     )
     order = scipy.linalg.qr(long_groups, mode="r", pivoting=True)[1][:kept_groups]
-    wanted = [head for group in sorted(order) for head in range(group * per_group, (group + 1) * per_group)]
-    assert heads.tolist() == wanted
+    expected = [head for group in sorted(order) for head in range(group * per_group, (group + 1) * per_group)]
+    assert heads.tolist() == expected
 
 
 @given(seed=st.integers(0, 5000), per_group=st.integers(2, 6), kept=st.integers(1, 5))
-def test_query_heads_of_one_group_are_the_pivots_of_scipys_qr(seed: int, per_group: int, kept: int) -> None:
+def test_query_heads_of_one_group_equal_the_pivots_of_scipys_qr(seed: int, per_group: int, kept: int) -> None:
     kept = min(kept, per_group)
     outputs, weight, columns = explicit_heads(seed, 1, per_group, 4)
     heads = select_heads(

@@ -1,4 +1,4 @@
-"""Statistics are sums: whatever the batches, the order and the workers, the same numbers."""
+"""Statistics are sums: the same numbers for all batches, orders and workers."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import TOLERANCES, Matrix, matrices
 
-from oneshot.statistics import (
+from oneshot.compression.statistics import (
     GramAccumulator,
     HeadGramAccumulator,
     MomentAccumulator,
@@ -30,23 +30,23 @@ def accumulate(rows: torch.Tensor, target: torch.Tensor, cuts: list[int]) -> Gra
 
 
 def assert_sums(accumulator: GramAccumulator, rows: Matrix, target: Matrix, seed: int) -> None:
-    """`finish` for some linear `W` gives the sums over all rows: `AᵀA`, `Aᵀ(Y − A Wᵀ)`, `‖Y − A Wᵀ‖²`."""
+    """Check that `finish` for a linear `W` returns `AᵀA`, `Aᵀ(Y − A Wᵀ)` and `‖Y − A Wᵀ‖²` over all rows."""
     weight = np.random.default_rng(seed + 1).standard_normal((target.shape[1], rows.shape[1]))
     reached = rows @ weight.T
     statistics = accumulator.finish(torch.from_numpy(weight))
     largest = max(float(np.abs(part).max()) for part in (rows, target, reached))
-    for got, wanted in (
+    for got, expected in (
         (statistics.gram, rows.T @ rows),
         (statistics.residual, rows.T @ (target - reached)),
         (statistics.residual_energy, np.square(target - reached).sum()),
     ):
         assert got is not None
-        assert np.abs(got.numpy() - wanted).max() <= TOLERANCES["float32 sums"] * largest**2 * rows.size
+        assert np.abs(got.numpy() - expected).max() <= TOLERANCES["float32 sums"] * largest**2 * rows.size
     assert statistics.num_rows == len(rows)
 
 
 @given(matrix=matrices(), seed=st.integers(0, 100), cuts=st.lists(st.integers(0, 16), max_size=4))
-def test_batches_do_not_matter(matrix: Matrix, seed: int, cuts: list[int]) -> None:
+def test_sums_do_not_depend_on_batches(matrix: Matrix, seed: int, cuts: list[int]) -> None:
     target = np.random.default_rng(seed).standard_normal((len(matrix), 5))
     cuts = [min(cut, len(matrix)) for cut in cuts]
     accumulator = accumulate(torch.from_numpy(matrix), torch.from_numpy(target), cuts)
@@ -54,32 +54,32 @@ def test_batches_do_not_matter(matrix: Matrix, seed: int, cuts: list[int]) -> No
 
 
 @given(matrix=matrices(), seed=st.integers(0, 100), cut=st.integers(0, 30))
-def test_merging_workers_equals_seeing_all_rows(matrix: Matrix, seed: int, cut: int) -> None:
+def test_merged_sums_equal_sums_over_all_rows(matrix: Matrix, seed: int, cut: int) -> None:
     target = np.random.default_rng(seed).standard_normal((len(matrix), 5))
-    rows, wanted = torch.from_numpy(matrix), torch.from_numpy(target)
+    rows, expected = torch.from_numpy(matrix), torch.from_numpy(target)
     cut = min(cut, len(matrix))
-    first, second = accumulate(rows[:cut], wanted[:cut], []), accumulate(rows[cut:], wanted[cut:], [])
+    first, second = accumulate(rows[:cut], expected[:cut], []), accumulate(rows[cut:], expected[cut:], [])
     first.merge_(second)
     assert_sums(first, matrix, target, seed)
 
 
 @given(seed=st.integers(0, 100), num_batches=st.integers(1, 20), targeted=st.booleans())
-def test_every_eighth_batch_is_summed_by_itself_too(seed: int, num_batches: int, targeted: bool) -> None:
+def test_every_eighth_batch_is_also_summed_alone(seed: int, num_batches: int, targeted: bool) -> None:
     rng = np.random.default_rng(seed)
     rows, target, weight = (rng.standard_normal(size) for size in ((num_batches, 3, 4), (num_batches, 3, 5), (5, 4)))
     accumulator = SplitAccumulator(4, output_size=5 if targeted else None, device=CPU)
-    for batch, wanted in zip(torch.from_numpy(rows), torch.from_numpy(target), strict=True):
-        accumulator.update_(batch, wanted if targeted else None)
+    for batch, expected in zip(torch.from_numpy(rows), torch.from_numpy(target), strict=True):
+        accumulator.update_(batch, expected if targeted else None)
     statistics = accumulator.finish(torch.from_numpy(weight))
     assert statistics.held_out is not None
     for got, slice_ in ((statistics, slice(None)), (statistics.held_out, slice(None, None, 8))):
-        seen, missed = rows[slice_].reshape(-1, 4), (target - rows @ weight.T)[slice_].reshape(-1, 5)
-        assert got.num_rows == len(seen)
-        np.testing.assert_allclose(got.gram, seen.T @ seen, atol=1e-4)
+        activations, residual = rows[slice_].reshape(-1, 4), (target - rows @ weight.T)[slice_].reshape(-1, 5)
+        assert got.num_rows == len(activations)
+        np.testing.assert_allclose(got.gram, activations.T @ activations, atol=1e-4)
         assert (got.residual is not None) == targeted
         if got.residual is not None:
-            np.testing.assert_allclose(got.residual, seen.T @ missed, atol=1e-4)
-            assert float(got.residual_energy) == pytest.approx(np.square(missed).sum(), abs=1e-3)
+            np.testing.assert_allclose(got.residual, activations.T @ residual, atol=1e-4)
+            assert float(got.residual_energy) == pytest.approx(np.square(residual).sum(), abs=1e-3)
 
 
 def test_bfloat16_rows_are_summed_in_float32() -> None:
@@ -88,9 +88,9 @@ def test_bfloat16_rows_are_summed_in_float32() -> None:
     for batch in rows.split(100):
         accumulator.update_(batch)
     statistics = accumulator.finish()
-    wanted = rows.double().T @ rows.double()
+    expected = rows.double().T @ rows.double()
     assert statistics.gram.dtype == torch.float32
-    assert float((statistics.gram - wanted).abs().max() / wanted.max()) < 1e-5
+    assert float((statistics.gram - expected).abs().max() / expected.max()) < 1e-5
     assert statistics.residual is None
     assert float(statistics.residual_energy) == 0
 
@@ -114,8 +114,8 @@ def test_a_target_cannot_be_forgotten() -> None:
 
 
 @given(matrix=matrices(), seed=st.integers(0, 100))
-def test_what_the_linear_reaches_leaves_nothing(matrix: Matrix, seed: int) -> None:
-    """Two streams that are still the same have no residual, and rounding makes no negative energy."""
+def test_a_target_that_the_linear_reaches_has_no_residual(matrix: Matrix, seed: int) -> None:
+    """Two equal streams have no residual, and rounding makes no negative energy."""
     weight = np.random.default_rng(seed).standard_normal((5, matrix.shape[1]))
     reached = matrix @ weight.T
     statistics = accumulate(torch.from_numpy(matrix), torch.from_numpy(reached), []).finish(torch.from_numpy(weight))
@@ -144,8 +144,8 @@ def test_sketches_do_not_depend_on_batches_or_workers(nonzeros: int, matrix: Mat
         assert float((got - whole.finish()).abs().max()) <= TOLERANCES["float32 sums"] * scale
 
 
-def test_a_count_sketch_is_one_signed_row_per_row() -> None:
-    """The sketch of the identity is `S` itself: one ±1 in each of its columns; another seed gives another one."""
+def test_a_count_sketch_has_one_sign_per_row() -> None:
+    """The sketch of the identity is `S` itself, with one ±1 in each column; another seed gives another `S`."""
     identity = torch.eye(40)
     matrices = []
     for seed in (0, 1):
@@ -158,7 +158,7 @@ def test_a_count_sketch_is_one_signed_row_per_row() -> None:
 
 
 @given(matrix=matrices(), cut=st.integers(0, 16))
-def test_moments_are_those_of_all_rows(matrix: Matrix, cut: int) -> None:
+def test_moments_equal_numpys(matrix: Matrix, cut: int) -> None:
     rows = torch.from_numpy(matrix)
     whole, other = (MomentAccumulator(rows.shape[1], device=CPU) for _ in range(2))
     whole.update_(rows[:cut])
@@ -167,15 +167,15 @@ def test_moments_are_those_of_all_rows(matrix: Matrix, cut: int) -> None:
     moments = whole.finish()
     single = matrix.astype(np.float32).astype(np.float64)
     scale = max(float(np.abs(single).max()), 1e-30)
-    for got, wanted in (
+    for got, expected in (
         (moments.mean, single.mean(0)),
         (moments.absolute_mean, np.abs(single).mean(0)),
         (moments.deviation, single.std(0)),
     ):
-        assert np.abs(got.numpy() - wanted).max() <= 1e-3 * scale
+        assert np.abs(got.numpy() - expected).max() <= 1e-3 * scale
 
 
-def test_grams_of_heads_are_the_diagonal_blocks() -> None:
+def test_grams_of_heads_equal_the_diagonal_blocks() -> None:
     rows = torch.randn(50, 12, generator=torch.Generator().manual_seed(0))
     accumulator = HeadGramAccumulator(3, 4, device=CPU)
     accumulator.update_(rows[:20])

@@ -1,4 +1,4 @@
-"""Evaluation against transformers' own loss and SciPy, exact counts, and what the command line prints and writes."""
+"""Evaluation against transformers' own loss and SciPy, exact counts, and the output of the command line."""
 
 import hashlib
 import json
@@ -15,17 +15,26 @@ from scipy.special import log_softmax, rel_entr
 from strategies import TOLERANCES
 
 from oneshot import compress
-from oneshot.comparison import write_json
-from oneshot.errors import OutputError
-from oneshot.evaluate import evaluate, load_windows, main, measure_latency
-from oneshot.scoring import POSITIONS, perplexity, relative_score, score_windows
+from oneshot.checkpoint import locate_checkpoint
+from oneshot.cli.evaluate import main
+from oneshot.errors import CheckpointError, OutputError
+from oneshot.evaluation import (
+    evaluate,
+    load_windows,
+    measure_latency,
+    perplexity,
+    relative_score,
+    score_windows,
+    write_json,
+)
+from oneshot.evaluation.scoring import POSITIONS
 
 OPTIONS: dict[str, Any] = {"sequence_length": 32, "max_windows": 6, "device": "cpu", "dtype": "float32"}
 
 
 @torch.no_grad()
 def reference_perplexity(model: Any, windows: torch.Tensor) -> float:
-    """From transformers' own loss, window by window, in float64."""
+    """Return the perplexity from transformers' own loss, window by window, in float64."""
     losses = [float(model(window.unsqueeze(0), labels=window.unsqueeze(0)).loss) for window in windows]
     return math.exp(sum(losses) / len(losses))
 
@@ -40,7 +49,7 @@ def test_perplexity_equals_transformers_loss(batch_size: int, options: dict[str,
     assert scored == 5 * 23
 
 
-def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity() -> None:
+def test_a_uniform_model_has_the_vocabulary_as_perplexity() -> None:
     model = build_model()
     with torch.no_grad():
         model.lm_head.weight.zero_()
@@ -49,7 +58,7 @@ def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity() -> None:
 
 @torch.no_grad()
 def reference_agreement(model: Any, baseline: Any, windows: torch.Tensor) -> tuple[float, float]:
-    """Top-1 agreement and mean KL(baseline ‖ model), by SciPy in float64, all windows in one batch."""
+    """Return top-1 agreement and mean KL(baseline ‖ model), by SciPy in float64, all windows in one batch."""
     p, q = (log_softmax(one(windows).logits[:, :-1].double().numpy(), axis=-1) for one in (model, baseline))
     agreement = np.mean(p.argmax(-1) == q.argmax(-1))
     return float(agreement), float(rel_entr(np.exp(q), np.exp(p)).sum(-1).mean())
@@ -57,7 +66,7 @@ def reference_agreement(model: Any, baseline: Any, windows: torch.Tensor) -> tup
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_agreement_equals_scipy(batch_size: int) -> None:
-    """Also where a window is longer than the slice of positions that is turned to float32."""
+    """Also if a window is longer than the slice of positions that is converted to float32."""
     baseline = build_model(seed=0)
     near = build_model(seed=0)
     with torch.no_grad():
@@ -102,7 +111,7 @@ def test_score_is_the_geometric_mean_of_ratios() -> None:
     assert (score, worst, ratio) == (pytest.approx(3.0), "b", 4.5)
 
 
-def test_a_model_beside_itself(make_checkpoint: MakeCheckpoint, text_file: Path, other_text_file: Path) -> None:
+def test_a_model_as_its_own_baseline(make_checkpoint: MakeCheckpoint, text_file: Path, other_text_file: Path) -> None:
     folder = str(make_checkpoint())
     texts = [str(text_file), str(other_text_file)]
     same, dense = evaluate([folder], texts, baseline=folder, decode_tokens=0, **OPTIONS)
@@ -146,7 +155,7 @@ def test_numbers_of_two_models_side_by_side(
         files = sorted(path.glob("*.safetensors"))
         assert result.stored_parameters == sum(tensor.numel() for file in files for tensor in load_file(file).values())
         assert result.file_bytes == sum(file.stat().st_size for file in files)
-        assert result.block_parameters == sum(parameter.numel() for parameter in model.model.layers.parameters())
+        assert result.layer_parameters == sum(parameter.numel() for parameter in model.model.layers.parameters())
         assert result.stored_parameters == report.stored_parameters[name]
         assert result.flops_per_token == report.flops_per_token[name]
         assert result.kv_bytes_per_token == report.kv_bytes_per_token[name]
@@ -166,7 +175,7 @@ def test_numbers_of_two_models_side_by_side(
 
 
 def test_latency_is_measured_with_a_growing_cache() -> None:
-    """Every decoded token is one forward pass over one token, with the cache of all before it."""
+    """Every decoded token is one forward pass over one token, with the cache of all tokens before it."""
     model = build_model()
     lengths: list[tuple[int, int]] = []
 
@@ -224,9 +233,7 @@ def test_an_unwritable_result_leaves_no_partial_file(tmp_path: Path) -> None:
 
 
 def test_two_gguf_files_of_the_same_name_are_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are converted into one scratch folder; the second must not be taken for the first."""
-    from oneshot import source
-
+    """Both are converted in one scratch folder, and the second is not confused with the first."""
     seen = []
 
     def remember(path: Path, **_: Any) -> Any:
@@ -242,6 +249,6 @@ def test_two_gguf_files_of_the_same_name_are_two_models(tmp_path: Path, monkeypa
     converted = scratch / "model"
     converted.mkdir(parents=True)
     (converted / "config.json").write_text("{}")
-    with pytest.raises(source.CheckpointError, match="enough"):
-        source.resolve_checkpoint(str(tmp_path / "second" / "model.gguf"), scratch)
+    with pytest.raises(CheckpointError, match="enough"):
+        locate_checkpoint(str(tmp_path / "second" / "model.gguf"), scratch)
     assert seen == [tmp_path / "second"]

@@ -1,7 +1,8 @@
-"""lm-eval's tasks over local JSON lines, against likelihoods of our own; the texts that benchmarks judge models on."""
+"""lm-eval's tasks over local JSON lines, against our own likelihoods; the evaluation texts of the benchmarks."""
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 from factories import MakeCheckpoint
 
-from oneshot.calibration import load_tokenizer
 from oneshot.errors import ConfigError
-from oneshot.evaluate import load_model, run_tasks, task_manager
+from oneshot.evaluation import load_model, run_tasks, task_manager
+from oneshot.text import load_tokenizer
 
 CPU = torch.device("cpu")
 # In the form of the files of the data folder.
@@ -87,7 +88,7 @@ STOCK: dict[str, list[tuple[list[tuple[str, str]], int]]] = {
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     return importlib.import_module("harness")
 
 
@@ -108,7 +109,7 @@ def include_path(harness: ModuleType, data_dir: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What lm-eval asks of the model."""
+    """Collect the requests that lm-eval sends to the model."""
     from lm_eval.models.huggingface import HFLM
 
     asked: list[tuple[str, str]] = []
@@ -124,7 +125,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 @torch.inference_mode()
 def likelihood(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[float, bool]:
-    """Sum of the log-probabilities of the continuation's tokens; whether each of them is the most likely one."""
+    """Return the sum of the continuation's log-probabilities, and whether each of its tokens is the most likely."""
     ids = tokenizer(context + continuation, return_tensors="pt").input_ids
     start = tokenizer(context, return_tensors="pt").input_ids.shape[1]
     log_p = model(ids).logits[0, :-1].double().log_softmax(-1)[start - 1 :]
@@ -135,7 +136,7 @@ def likelihood(model: Any, tokenizer: Any, context: str, continuation: str) -> t
 def test_tasks_have_the_stock_prompts_and_metrics(
     make_checkpoint: MakeCheckpoint, include_path: Path, requests: list[tuple[str, str]]
 ) -> None:
-    """All at once: requests word by word, accuracies from likelihoods of our own."""
+    """All tasks at once: requests word by word, accuracies from our own likelihoods."""
     folder = make_checkpoint()
     tasks = list(FILES)
     results = run_tasks(folder, tasks, limit=None, include_path=str(include_path), device=CPU, dtype=torch.float32)
@@ -164,7 +165,7 @@ def accuracy(scores: list[torch.Tensor], golds: list[int]) -> float:
     return sum(int(values.argmax()) == gold for values, gold in zip(scores, golds, strict=True)) / len(golds)
 
 
-def test_nothing_of_the_data_stays_behind(
+def test_no_copy_of_the_data_is_left(
     make_checkpoint: MakeCheckpoint, include_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "home"
@@ -175,7 +176,7 @@ def test_nothing_of_the_data_stays_behind(
 
 
 def test_own_definitions_win_beside_tasks_of_lm_eval(include_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the folder does not define all that is asked for, so that lm-eval's tasks are listed, too."""
+    """Also if the folder defines only some of the tasks, so that lm-eval's own tasks are also listed."""
     from lm_eval.tasks import _index
 
     # of lm-eval's 10,000 files only two folders, as listing them all takes long
@@ -200,7 +201,7 @@ def test_own_definitions_win_beside_tasks_of_lm_eval(include_path: Path, monkeyp
         task_manager(["piqa"], "/no/such/folder")
 
 
-def test_texts_that_models_are_judged_on(harness: ModuleType, data_dir: Path) -> None:
+def test_evaluation_texts(harness: ModuleType, data_dir: Path) -> None:
     (data_dir / "wikitext2_test.txt").write_text("= Title = \n")
     texts = {kind: harness.kind_text(kind, data_dir) for kind in harness.KINDS}
     assert texts["wikitext2"] == "= Title = \n"
@@ -212,7 +213,7 @@ def test_texts_that_models_are_judged_on(harness: ModuleType, data_dir: Path) ->
     assert "assert" in texts["pydoc"]
 
 
-def test_judging_windows_are_the_first_of_each_kind(
+def test_evaluation_windows_are_the_first_of_each_kind(
     harness: ModuleType, data_dir: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
     (data_dir / "wikitext2_test.txt").write_text("one two three four five " * 2000)
@@ -235,7 +236,7 @@ def row(recipe: str, **changes: Any) -> dict[str, Any]:
         "max_windows": 8,
         "texts": {"wikitext2": {"token_hash": "1"}},
         "recipe": recipe,
-        "tier": "stock",
+        "form": "stock",
         "settings": {},
         "asked": 0.1,
         "sparsity": 0.1,
@@ -253,17 +254,21 @@ def test_table_and_plot_show_only_comparable_rows(harness: ModuleType, monkeypat
     pytest.importorskip("matplotlib")
     dense = row("dense", perplexity=dict.fromkeys(harness.KINDS, 10.0), stored_parameters=100_000_000)
     rows = [
-        row("oneshot", perplexity={"wikitext2": 1.0, "lambada": 1.0}),  # of before: two kinds
+        row("oneshot", perplexity={"wikitext2": 1.0, "lambada": 1.0}),  # an old row with two kinds
         dense,
         row("oneshot", score=9.0),  # measured again below
         row("oneshot", texts={"wikitext2": {"token_hash": "2"}}, score=7.0),  # other windows
         row("oneshot"),
-        row("stat", tier="per-layer", asked=0.2, score=3.0),
+        row("stat", form="per-layer", asked=0.2, score=3.0),
         row("oneshot", settings={"damping": 0.1}, score=2.5, worst_ratio=2.6),
         row("oneshot", calibration="general.jsonl+self", score=1.5),
         row("oneshot", settings={"up_steps": 4}, score=2.2),
     ]
-    monkeypatch.setattr(harness, "read_rows", lambda name: rows)
+    others = harness.read_rows("other_tools")
+    monkeypatch.setattr(harness, "read_rows", lambda name: others if name == "other_tools" else rows)
+    # the modules below take `read_rows` by name when they are imported
+    for name in [name for name in sys.modules if name == "plot" or name.startswith("tables")]:
+        monkeypatch.delitem(sys.modules, name)
     chosen = harness.quality_rows()
     assert chosen == [dense, *rows[4:]]
     tables, plot = importlib.import_module("tables.quality"), importlib.import_module("plot")
@@ -279,14 +284,19 @@ def test_table_and_plot_show_only_comparable_rows(harness: ModuleType, monkeypat
     parts = tables.parts_table()
     assert "| 10.0% | stock | damping 0.1 |" in parts
     assert "stat" not in parts
-    drawing = plot.quality_svg(chosen)
-    assert drawing == plot.quality_svg(chosen)
-    assert "stat, per-layer" in drawing
-    assert "with text of its own" in drawing
-    assert "oneshot, stock, --up-steps 4" in drawing
-    assert "damping" not in drawing
+    assert plot.default_curves() == {"per-layer": [], "stock": [rows[7]]}, "the default, with the model's own text"
+    drawing = plot.quality_svg(dense)
+    assert drawing == plot.quality_svg(dense)
+    for label in ("oneshot, per-layer form", "oneshot, stock form", "oneshot, per-layer, two texts"):
+        assert f">{label}<" in drawing
+    assert {row["tool"] for row in others} - {"oneshot"} >= plot.other_curves().keys() - {"oneshot"} != set()
+    for tool in plot.other_curves().keys() - {"oneshot"}:
+        assert f">{tool}, two texts<" in drawing
+    for absent in ("stat", "up-steps", "damping"):
+        assert f"oneshot, {absent}" not in drawing
+        assert f">{absent}" not in drawing
     layers = [{"intermediate_size": 48}, {"intermediate_size": 64}]
-    with_layers = row("oneshot", tier="per-layer", layers=layers, errors=[{"ffn": 0.2}, {}])
+    with_layers = row("oneshot", form="per-layer", layers=layers, errors=[{"ffn": 0.2}, {}])
     assert "per-layer, −10.0%" in plot.layers_svg([dense, with_layers])
     assert harness.score({"a": 4.0, "b": 9.0}, {"a": 1.0, "b": 1.0}) == {
         "score": pytest.approx(6.0),

@@ -1,4 +1,4 @@
-"""The per-layer form: the same model as the stock one where both can hold it, and a complete transformers model."""
+"""The per-layer form: the same model as the stock form if both can state it, and a complete transformers model."""
 
 import ast
 import json
@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oneshot import OneshotError, compress
-from oneshot.evaluate import evaluate, load_model
+from oneshot.compression.inner_heads import query_key_subspaces, value_subspaces
+from oneshot.errors import PlanError
+from oneshot.evaluation import evaluate, load_model
 from oneshot.export.per_layer import MODELLING_FILE
-from oneshot.factorise import reduce_queries_keys, reduce_values
 from oneshot.linalg.low_rank import query_key_maps, strongest_rotary_pairs, value_subspace
 
 CPU = torch.device("cpu")
@@ -24,8 +25,8 @@ TOKEN_IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_se
 PARTS: dict[str, dict[str, Any]] = {
     "groups": {"recipe": "group-pca", "group_size": 1, "hidden_size": 24},
     "one-subspace": {"recipe": "group-pca", "group_size": 0, "hidden_size": 24},
-    "values": {"tier": "per-layer", "value_size": 6, "sparsity": 0.2},
-    "queries-keys": {"tier": "per-layer", "query_key_size": 4, "sparsity": 0.2},
+    "values": {"form": "per-layer", "value_size": 6, "sparsity": 0.2},
+    "queries-keys": {"form": "per-layer", "query_key_size": 4, "sparsity": 0.2},
     "all": {
         "recipe": "group-pca", "group_size": 3, "hidden_size": 26, "ffn": "id", "correction": "two-stream",
         "query_key_size": 6, "value_size": 4, "sparsity": 0.4,
@@ -50,7 +51,7 @@ def logits(folder: Path, ids: torch.Tensor = TOKEN_IDS) -> torch.Tensor:
     ],
     ids=["llama", "tied", "biases", "qwen2", "qwen3"],
 )
-def test_both_tiers_of_one_plan_give_equal_logits(
+def test_both_forms_of_one_plan_give_equal_logits(
     recipe: str,
     options: dict[str, Any],
     make_checkpoint: MakeCheckpoint,
@@ -59,9 +60,9 @@ def test_both_tiers_of_one_plan_give_equal_logits(
 ) -> None:
     folder = make_checkpoint(**options)
     reports = {}
-    for tier in ("stock", "per-layer"):
-        reports[tier] = compress(
-            make_config(folder, recipe=recipe, tier=tier, allocation="uniform", output=str(tmp_path / tier))
+    for form in ("stock", "per-layer"):
+        reports[form] = compress(
+            make_config(folder, recipe=recipe, form=form, allocation="uniform", output=str(tmp_path / form))
         )
     assert reports["stock"].stored_parameters == reports["per-layer"].stored_parameters
     stock, per_layer = logits(tmp_path / "stock"), logits(tmp_path / "per-layer")
@@ -73,10 +74,25 @@ def test_a_layer_norm_model_without_cuts_keeps_its_logits(
     tied: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
     folder = make_checkpoint(family="opt", tied=tied)
-    config = make_config(folder, tier="per-layer", sparsity=0.0)
+    config = make_config(folder, form="per-layer", sparsity=0.0)
     compress(config)
     wanted = logits(folder)
     torch.testing.assert_close(logits(Path(config.output)), wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+def test_removing_heads_of_a_family_with_fixed_heads_is_refused_with_a_sentence(
+    form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Ask for fewer heads of OPT, alone and beside the FFN, by one width and by a profile."""
+    folder = make_checkpoint(family="opt", groups=4)
+    for options in ({}, {"ffn": "none"}, {"allocation": "uniform"}):
+        config = make_config(folder, form=form, heads="id", sparsity=0.1, **options)
+        with pytest.raises(
+            PlanError, match=r"^OPT's own layer has heads .* so none can be removed; use --set heads=none\.$"
+        ):
+            compress(config)
+        assert not Path(config.output).exists()
 
 
 @pytest.fixture(params=PARTS)
@@ -111,7 +127,7 @@ def test_nothing_runs_without_consent(compressed: Path) -> None:
 def test_older_spellings_and_defaults_of_a_config_survive(
     own_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
-    """As on the hub: `rope_theta` and `rope_scaling` at the top, no head size, no epsilon."""
+    """Write a config as on the hub: `rope_theta` and `rope_scaling` at the top, no head size, no activation."""
     folder = own_checkpoint()
     written = json.loads((folder / "config.json").read_text())
     for name in ("rope_parameters", "head_dim", "dtype", "hidden_act", "attention_dropout"):
@@ -128,7 +144,7 @@ def test_older_spellings_and_defaults_of_a_config_survive(
         },
     }
     (folder / "config.json").write_text(json.dumps(written))
-    config = make_config(folder, tier="per-layer", sparsity=0.0)
+    config = make_config(folder, form="per-layer", sparsity=0.0)
     compress(config)
     torch.testing.assert_close(logits(Path(config.output)), logits(folder), rtol=1e-5, atol=1e-6)
 
@@ -175,7 +191,7 @@ def test_learned_positions_follow_the_cache_and_the_padding(
     test_padding_and_attention_kernels_change_nothing(Path(config.output), "sdpa")
 
 
-def test_the_modelling_file_stands_alone() -> None:
+def test_the_modelling_file_imports_only_public_packages() -> None:
     modules = set()
     for node in ast.walk(ast.parse(MODELLING_FILE.read_text())):
         if isinstance(node, ast.Import):
@@ -191,7 +207,7 @@ def test_the_evaluator_reads_it(compressed: Path, text_file: Path) -> None:
         [str(compressed)], [str(text_file)], sequence_length=32, max_windows=2, decode_tokens=2, prefill_tokens=8
     )
     assert result.stored_parameters == report["stored_parameters"]["compressed"]
-    assert result.block_parameters == report["block_parameters"]["compressed"]
+    assert result.layer_parameters == report["layer_parameters"]["compressed"]
     assert result.kv_bytes_per_token == report["kv_bytes_per_token"]["compressed"]
     model = load_model(compressed, device=CPU, dtype=torch.float32)
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
@@ -202,7 +218,7 @@ def test_the_evaluator_reads_it(compressed: Path, text_file: Path) -> None:
 def test_the_evaluators_command_reads_it(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path, tmp_path: Path
 ) -> None:
-    report = compress(make_config(make_checkpoint(), recipe="magnitude", tier="per-layer", allocation="uniform"))
+    report = compress(make_config(make_checkpoint(), recipe="magnitude", form="per-layer", allocation="uniform"))
     numbers = tmp_path / "numbers.json"
     command = [sys.executable, "-m", "oneshot.evaluate", report.config["output"], f"--text={text_file}"]
     command += ["--decode-tokens=0", "--sequence-length=32", "--max-windows=1", f"--output={numbers}"]
@@ -211,18 +227,18 @@ def test_the_evaluators_command_reads_it(
     assert written["stored_parameters"] == report.stored_parameters["compressed"]
 
 
-def test_fewer_rotary_pairs_are_a_model_without_the_others(
+def test_fewer_rotary_pairs_give_a_model_without_the_others(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
-    """Against the stock model with the rows of the dropped pairs set to zero."""
+    """Compare with the stock model after the rows of the dropped pairs are set to zero."""
     folder = make_checkpoint(attention_bias=True)
-    config = make_config(folder, tier="per-layer", query_key_size=4, ffn="none", correction="none")
+    config = make_config(folder, form="per-layer", query_key_size=4, ffn="none", correction="none")
     compress(config)
     small = load_model(Path(config.output), device=CPU, dtype=torch.float32)
     stock = load_model(folder, device=CPU, dtype=torch.float32)
     with torch.no_grad():
-        for layer, source in zip(stock.model.layers, small.model.layers, strict=True):
-            pairs = source.self_attn.rotary_pairs
+        for layer, smaller in zip(stock.model.layers, small.model.layers, strict=True):
+            pairs = smaller.self_attn.rotary_pairs
             assert pairs.shape == (2, 2)
             for group in range(2):
                 dropped = [pair for pair in range(4) if pair not in pairs[group].tolist()]
@@ -242,7 +258,7 @@ def rows_of(*shape: int, seed: int) -> torch.Tensor:
 
 @given(st.integers(0, 10**6), st.integers(1, 8))
 def test_the_value_subspace_reaches_the_best_rank(seed: int, size: int) -> None:
-    """‖Z W − Z Q E W‖ equals the tail of the singular values of Z W (Eckart and Young)."""
+    """Compare ‖Z W − Z Q E W‖ with the tail of the singular values of Z W (Eckart and Young)."""
     heads, weight = rows_of(60, 8, seed=seed), rows_of(8, 20, seed=seed + 1)
     basis, embedding = value_subspace(heads.T @ heads, weight @ weight.T, size)
     torch.testing.assert_close(basis.T @ basis, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-9)
@@ -262,8 +278,8 @@ def test_query_key_maps_reach_the_best_rank(seed: int, size: int) -> None:
     assert lost == pytest.approx(float(best), rel=1e-5, abs=1e-4)
 
 
-def test_the_rotary_pairs_with_the_least_score_energy_go() -> None:
-    """Brute force over all choices of two pairs out of four, with independent queries and keys."""
+def test_the_rotary_pairs_with_the_least_score_energy_are_dropped() -> None:
+    """Compare with all choices of two pairs out of four, for independent queries and keys."""
     import itertools
 
     queries, keys = rows_of(3, 4000, 8, seed=0), rows_of(4000, 8, seed=9)
@@ -282,7 +298,7 @@ def test_the_rotary_pairs_with_the_least_score_energy_go() -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from([(4, 4), (4, 2), (4, 1)]))
-def test_values_that_live_in_a_subspace_lose_nothing(seed: int, heads_and_groups: tuple[int, int]) -> None:
+def test_values_inside_a_subspace_lose_nothing(seed: int, heads_and_groups: tuple[int, int]) -> None:
     heads, groups = heads_and_groups
     generator = torch.Generator().manual_seed(seed)
     spans = torch.randn(groups, 6, 3, dtype=torch.float64, generator=generator)
@@ -290,7 +306,7 @@ def test_values_that_live_in_a_subspace_lose_nothing(seed: int, heads_and_groups
     consumed = torch.cat([inside[head] @ spans[head * groups // heads].T for head in range(heads)], dim=1)
     weight = rows_of(10, 6 * heads, seed=seed + 50)
     for correct in (False, True):
-        bases, folded = reduce_values(
+        bases, folded = value_subspaces(
             weight, consumed.T @ consumed, num_groups=groups, head_dim=6, size=3, correct=correct, damping=0.0
         )
         assert bases.shape == (groups, 6, 3)
@@ -304,7 +320,7 @@ def test_correcting_values_over_all_heads_is_never_worse() -> None:
     weight = rows_of(10, 24, seed=4)
     errors = {}
     for correct in (False, True):
-        _, folded = reduce_values(
+        _, folded = value_subspaces(
             weight, consumed.T @ consumed, num_groups=2, head_dim=6, size=3, correct=correct, damping=1e-6
         )
         errors[correct] = float((consumed @ (folded - weight).T).norm())
@@ -314,14 +330,14 @@ def test_correcting_values_over_all_heads_is_never_worse() -> None:
 def test_maps_of_queries_and_keys_without_rotation_are_per_head() -> None:
     queries, keys = rows_of(3, 50, 8, seed=1), rows_of(3, 50, 8, seed=2)
     grams = [rows.mT @ rows for rows in (queries, keys)]
-    query_maps, key_maps, pairs = reduce_queries_keys(*grams, size=8, rotary=False)
+    query_maps, key_maps, pairs = query_key_subspaces(*grams, size=8, rotary=False)
     assert pairs is None
     scores = (keys @ key_maps.mT) @ (queries @ query_maps.mT).mT
     torch.testing.assert_close(scores, keys @ queries.mT, rtol=0, atol=1e-6)
 
 
-def test_no_model_here_is_trivial() -> None:
-    """The tiny models' logits differ from token to token and from each other: equal logits above mean something."""
+def test_the_tiny_models_are_not_trivial() -> None:
+    """Check that logits differ from token to token, so that equal logits in the tests above are evidence."""
     model = build_model()
     with torch.inference_mode():
         values = model(TOKEN_IDS).logits

@@ -1,4 +1,4 @@
-"""What a run takes: never more than predicted, refused where that is too much, and nothing left behind."""
+"""The footprint of a run: never above the prediction, refused if it is too much, and without remains."""
 
 import hashlib
 import importlib.util
@@ -6,27 +6,29 @@ import json
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig, cpu_machine
 from safetensors.torch import load_file, save_file
 
-from oneshot import Footprint, compress, predict
-from oneshot.compress import main
-from oneshot.config import CompressionConfig
+from oneshot import Config, Footprint, MachineOptions, compress, predict
+from oneshot.checkpoint import gguf_header
+from oneshot.cli.compress import main
 from oneshot.errors import ConfigError, MemoryLimitError, OutputError
-from oneshot.footprint import gguf_header
+from oneshot.families import LLAMA, ModelShape
 from oneshot.footprint.bounds import Bounds, predict_footprint
 from oneshot.footprint.memory import Stage, stages
 from oneshot.footprint.terms import Term
 from oneshot.footprint.work import Work
-from oneshot.recipes import RECIPES, resolve_recipe
-from oneshot.records import LayerPlan, ModelShape, Plan
-from oneshot.report import peak_bytes
+from oneshot.machine.memory import peak_bytes
+from oneshot.planning import Grid, LayerPlan, Plan
+from oneshot.recipes import RECIPES
+from oneshot.schedule import make_schedule
 
 GIB = 2**30
 WEIGHTS = "model.safetensors"
@@ -38,27 +40,27 @@ MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "oneshot": {},
     "stat": {"recipe": "stat"},
     "group-pca": {"recipe": "group-pca"},
-    "by a profile": {"tier": "per-layer"},
-    "up_proj corrected, too": {"up_steps": 2},
-    "a ridge by held-out text": {"damping": "auto", "heads": "id", "batch_size": 8},
-    "all at once": {"hidden": "pca", "hidden_size": 224, "heads": "id", "tier": "per-layer", "allocation": "uniform"},
+    "by a profile": {"form": "per-layer"},
+    "up_proj is also corrected": {"up_steps": 2},
+    "damping by held-out text": {"damping": "auto", "heads": "id", "batch_size": 8},
+    "all at once": {"hidden": "pca", "hidden_size": 224, "heads": "id", "form": "per-layer", "allocation": "uniform"},
     "the model's own text": {"calibration": "self", "num_sequences": 4},
     "text of two kinds": {"calibration": "builtin+self", "num_sequences": 4},
     "weights alone": {"recipe": "magnitude"},
 }
 
-# Every run in a child that is forked behind the imports: a child's peak begins at what is resident when it is born.
+# Every run is in a child process that is forked after the imports: its peak begins at the resident memory of its start.
 MEASURE = """
 import json, os, sys
-import torch, datasets, oneshot.report_page
+import torch, datasets, oneshot.report.page
 from transformers.models.llama import modeling_llama
-from oneshot import CompressionConfig, compress
-from oneshot.report import peak_bytes
+from oneshot import Config, compress
+from oneshot.machine.memory import peak_bytes
 torch.set_num_threads(1)
 for options in json.loads(sys.argv[1]):
     reader, writer = os.pipe()
     if os.fork() == 0:
-        report = compress(CompressionConfig(**options))
+        report = compress(Config.of(**options))
         os.write(writer, json.dumps([report.footprint.host_bytes, peak_bytes(), report.footprint.host_stage]).encode())
         os._exit(0)
     os.close(writer)
@@ -73,15 +75,23 @@ def test_no_run_takes_more_than_predicted(
 ) -> None:
     folder = make_checkpoint(**MEASURED_MODEL)
     sizes = {"num_sequences": 32, "sequence_length": 128, "batch_size": 32}
-    configs = [
-        make_config(folder, **(sizes | {"output": str(tmp_path / name)} | _target(changes) | changes))
+    runs = [
+        flat_options(make_config(folder, **(sizes | {"output": str(tmp_path / name)} | _target(changes) | changes)))
         for name, changes in MEASURED_RUNS.items()
     ]
-    command = [sys.executable, "-c", MEASURE, json.dumps([config.to_dict() for config in configs])]
+    command = [sys.executable, "-c", MEASURE, json.dumps(runs)]
     found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path.cwd()).stdout
     for name, line in zip(MEASURED_RUNS, found.splitlines(), strict=True):
         predicted, measured, stage = json.loads(line)
         assert 0.6 < measured / predicted <= 1, f"{name}: {measured / predicted:.2f}, {stage}"
+
+
+def flat_options(config: Config) -> dict[str, Any]:
+    """Return the options from which `Config.of` makes the same config."""
+    flat: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _target(changes: dict[str, Any]) -> dict[str, Any]:
@@ -90,13 +100,13 @@ def _target(changes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the process holds is always the same: this one keeps some of what earlier tests had."""
+    """Let the held memory be always the same, because this process keeps memory of earlier tests."""
 
-    def bounds(config: CompressionConfig, _: torch.device) -> Bounds:
-        limit = config.max_memory_bytes
+    def bounds(options: MachineOptions, _: torch.device) -> Bounds:
+        limit = options.max_memory_bytes
         return Bounds(GIB // 4, 0, limit or 2**40, limit is not None, 0, 0, 0, False)
 
-    monkeypatch.setattr("oneshot.inputs.current_bounds", bounds)
+    monkeypatch.setattr("oneshot.run.current_bounds", bounds)
 
 
 @pytest.fixture
@@ -111,13 +121,14 @@ def offload(tmp_path: Path) -> Path:
 def test_a_tight_bound_sends_activations_to_disk(
     recipe: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, offload: Path, tmp_path: Path
 ) -> None:
-    """A bound between what the run needs with its activations on disk and what it needs with them in memory."""
-    config = make_config(make_checkpoint(), recipe=recipe, num_sequences=64, offload_dir=str(offload))
-    kept = predict(config)
-    assert kept.tier == "host"
-    tight = replace(config, output=str(tmp_path / "tight"), max_memory_bytes=kept.host_bytes - 1)
-    reports = [compress(config), compress(tight)]
-    assert [report.footprint.tier for report in reports if report.footprint] == ["host", "disk"]
+    """Set a bound between the needs with activations on disk and the needs with activations in memory."""
+    options: dict[str, Any] = {"recipe": recipe, "num_sequences": 64, "offload_dir": str(offload)}
+    config = make_config(make_checkpoint(), **options)
+    predicted = predict(config)
+    assert predicted.store == "host"
+    options |= {"output": str(tmp_path / "tight"), "max_memory_bytes": predicted.host_bytes - 1}
+    reports = [compress(config), compress(make_config(make_checkpoint(), **options))]
+    assert [report.footprint.store for report in reports if report.footprint] == ["host", "disk"]
     assert weights(tmp_path / "tight") == weights(Path(config.output))
     assert not list(offload.iterdir())
 
@@ -130,7 +141,7 @@ def weights(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_what_does_not_fit_is_refused_before_any_work(
+def test_a_run_above_the_bound_is_refused_before_any_work(
     dry_run: bool,
     make_checkpoint: MakeCheckpoint,
     make_config: MakeConfig,
@@ -139,11 +150,11 @@ def test_what_does_not_fit_is_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("oneshot.checkpoint.Checkpoint.read", _must_not_run)
-    monkeypatch.setattr("oneshot.inputs.load_calibration", _must_not_run)
+    monkeypatch.setattr("oneshot.run.load_text", _must_not_run)
     config = make_config(make_checkpoint(), num_sequences=512, sequence_length=512, batch_size=512)
     arguments = [config.checkpoint, "--output", config.output, "--sparsity", "0.2", "--max-memory", "100MB"]
     arguments += ["--num-sequences", "512", "--sequence-length", "512", "--batch-size", "512"]
-    arguments += ["--calibration", config.calibration, "--offload-dir", str(offload)] + ["--dry-run"] * dry_run
+    arguments += ["--calibration", config.text.calibration, "--offload-dir", str(offload)] + ["--dry-run"] * dry_run
     assert main(arguments) == 1
     output = capsys.readouterr()
     assert output.out == ""
@@ -159,12 +170,12 @@ def _must_not_run(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.usefixtures("steady")
-def test_what_the_refusal_asks_for_is_enough(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
-    config = make_config(make_checkpoint(), batch_size=4)
+def test_the_memory_that_a_refusal_names_is_enough(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = make_checkpoint()
     with pytest.raises(MemoryLimitError) as caught:
-        compress(replace(config, max_memory_bytes=1))
+        compress(make_config(folder, batch_size=4, max_memory_bytes=1))
     asked = int(str(caught.value).rpartition("--max-memory ")[2].removesuffix("MiB."))
-    report = compress(replace(config, max_memory_bytes=asked * 2**20))
+    report = compress(make_config(folder, batch_size=4, max_memory_bytes=asked * 2**20))
     assert report.footprint is not None
     assert report.footprint.host_bytes <= asked * 2**20
 
@@ -173,7 +184,7 @@ def test_a_full_off_load_disk(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(10**6, 10**6 - 1000, 1000))
-    config = make_config(make_checkpoint(), recipe="tcsp", offload_dir=str(offload))  # its Grams lie on disk
+    config = make_config(make_checkpoint(), recipe="tcsp", offload_dir=str(offload))  # its Grams are on disk
     for run in (predict, compress):
         with pytest.raises(MemoryLimitError, match="--offload-dir") as caught:
             run(config)
@@ -181,7 +192,7 @@ def test_a_full_off_load_disk(
     assert not Path(config.output).exists()
 
 
-def test_an_off_load_folder_that_is_not_there(
+def test_an_off_load_folder_that_does_not_exist(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, text_file: Path
 ) -> None:
     for folder in (tmp_path / "missing", text_file):
@@ -204,7 +215,7 @@ def test_a_failed_run_leaves_the_off_load_folder_empty(
         seen.append(list(offload.iterdir()))
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("oneshot.activations.ActivationStore.write", fail)
+    monkeypatch.setattr("oneshot.stream.store.ActivationStore.write", fail)
     config = make_config(make_checkpoint(), offload_dir=str(offload))
     with pytest.raises(OutputError, match="No space left"):
         compress(config)
@@ -230,11 +241,11 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(
     for more in (
         [],
         ["--recipe", "tcsp"],
-        ["--budget", "latency"],
-        ["--tier", "per-layer"],
+        ["--set", "budget=latency"],
+        ["--form", "per-layer"],
         ["--sparsity", "0.1", "0.2"],
     ):
-        arguments = [str(folder), "--output", config.output, "--calibration", config.calibration, "--dry-run"]
+        arguments = [str(folder), "--output", config.output, "--calibration", config.text.calibration, "--dry-run"]
         assert main([*arguments, "--offload-dir", str(offload), "--sparsity", "0.2", *more]) == 0
         printed = capsys.readouterr().out
         for part in ("peak host memory", "activations", "result on disk", "stored parameters", "seconds"):
@@ -243,20 +254,22 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_dry_run_refuses_what_the_run_would(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+def test_a_dry_run_refuses_an_existing_output_as_the_run_does(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
     config = make_config(make_checkpoint())
     Path(config.output).mkdir()
     with pytest.raises(OutputError, match="exists already"):
         predict(config)
 
 
-def test_prediction_and_report_say_the_same(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+def test_prediction_and_report_agree(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     config = make_config(make_checkpoint())
     predicted, report = predict(config), compress(config)
     written = json.loads((Path(config.output) / "oneshot_report.json").read_text())
     assert report.footprint is not None
     assert predicted.stored_parameters == report.stored_parameters
-    assert predicted.tier == report.footprint.tier
+    assert predicted.store == report.footprint.store
     assert written["footprint"]["host_bytes"] == report.footprint.host_bytes
     assert written["footprint"]["host_bytes"] >= written["peak_bytes"]
     files = sum(path.stat().st_size for path in Path(config.output).glob("*.safetensors"))
@@ -270,7 +283,7 @@ def test_a_gguf_file_is_predicted_from_its_header(make_config: MakeConfig, monke
     (gguf,) = Path(spec.origin).parent.glob("*.gguf")
     header = gguf_header(str(gguf))
     monkeypatch.setattr("oneshot.pipeline.gguf_header", lambda _: header)  # reading it takes seconds
-    monkeypatch.setattr("oneshot.inputs.gguf_header", lambda _: header)
+    monkeypatch.setattr("oneshot.run.gguf_header", lambda _: header)
     footprint = predict(make_config(gguf, batch_size=1))
     assert footprint.stored_parameters["dense"] == 134_515_008
     assert footprint.host_stage == "converting the GGUF file"
@@ -279,7 +292,7 @@ def test_a_gguf_file_is_predicted_from_its_header(make_config: MakeConfig, monke
         compress(make_config(gguf, max_memory_bytes=GIB // 2))
 
 
-# The choice of a place, on paper: no GPU is needed for it
+# The choice of a store, computed without a GPU
 
 SHAPE = ModelShape(
     num_hidden_layers=16,
@@ -294,75 +307,83 @@ SHAPE = ModelShape(
 FREE = Bounds(0, 0, 64 * GIB, False, 0, 0, 64 * GIB, False)
 
 
-def on_cuda(**changes: Any) -> Work:
-    """A run on a CUDA device that need not be there."""
+def on_cuda(scratch: Path, recipe: str = "oneshot", batch_size: int = 4) -> Work:
+    """Return the work of a run on a CUDA device that does not have to exist."""
+    config = Config.of("in", "out", sparsity=0.2, recipe=recipe, form="stock", batch_size=batch_size)
+    grid = Grid(LLAMA, SHAPE)
+    method = grid.settle(config.method)
     plan = Plan((LayerPlan(6144, 32, 8),) * SHAPE.num_hidden_layers, "query-head")
-    config = CompressionConfig("in", "out", sparsity=0.2, **changes)
     return Work(
-        config=config,
-        recipe=resolve_recipe(config.recipe),
-        shape=SHAPE,
+        schedule=make_schedule(method, plan, grid, has_profile=False),
+        method=method,
+        text=config.text,
+        machine=cpu_machine(scratch, batch_size=batch_size, device=torch.device("cuda"), dtype=torch.bfloat16),
+        grid=grid,
         plan=plan,
-        device=torch.device("cuda"),
-        dtype=torch.bfloat16,
+        save_dtype="keep",
         model_bytes=2 * SHAPE.stack().stored_parameters(),
         layer_bytes=2 * SHAPE.layer_parameters(),
         outside_bytes=2 * SHAPE.vocab_size * SHAPE.hidden_size,
         stored_itemsize=2,
-        profiled_kinds=0,
-        exact=True,
-        removable_heads=True,
     )
 
 
-def place(bounds: Bounds, **changes: Any) -> Footprint:
-    return predict_footprint(on_cuda(**changes), bounds, result_bytes=0, measure_time=False)
+@pytest.fixture
+def place(tmp_path: Path) -> Callable[[Bounds], Footprint]:
+    """Give the function from bounds to the footprint of the same run."""
+
+    def predicted(bounds: Bounds) -> Footprint:
+        options = MachineOptions(offload_dir=str(tmp_path))
+        return predict_footprint(on_cuda(tmp_path), bounds, options, result_bytes=0, measure_time=False)
+
+    return predicted
 
 
-def test_activations_go_where_there_is_room() -> None:
+def test_activations_are_stored_where_there_is_room(place: Callable[[Bounds], Footprint]) -> None:
     roomy = place(FREE)
     stores = 2 * 128 * 1024 * 2048 * 2
-    assert roomy.tier == "device"
+    assert roomy.store == "device"
     host = place(replace(FREE, device_allowed=roomy.device_bytes - 1))
-    assert (host.tier, roomy.device_bytes - host.device_bytes) == ("host", stores)
+    assert (host.store, roomy.device_bytes - host.device_bytes) == ("host", stores)
     assert host.host_bytes - roomy.host_bytes == stores  # powers of two, as torch pins them
     disk = place(replace(FREE, device_allowed=roomy.device_bytes - 1, host_allowed=host.host_bytes - 1))
-    assert (disk.tier, disk.host_bytes, disk.device_bytes) == ("disk", roomy.host_bytes, host.device_bytes)
+    assert (disk.store, disk.host_bytes, disk.device_bytes) == ("disk", roomy.host_bytes, host.device_bytes)
     assert disk.scratch_bytes == stores
 
 
-def test_each_bound_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_bound_is_named(place: Callable[[Bounds], Footprint], caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(MemoryLimitError, match="--max-device-memory"):
         place(replace(FREE, device_allowed=GIB // 4, device_forced=True))
     with pytest.raises(MemoryLimitError, match="--max-memory"):
         place(replace(FREE, host_allowed=GIB // 8, host_forced=True))
     assert not caplog.records
-    assert place(replace(FREE, host_allowed=GIB // 8, device_allowed=GIB // 8)).tier == "disk"
-    assert len(caplog.records) == 2  # nothing was promised, so the run is tried
+    assert place(replace(FREE, host_allowed=GIB // 8, device_allowed=GIB // 8)).store == "disk"
+    assert len(caplog.records) == 2  # the user set no bound, so the run is tried
 
 
-def test_an_earlier_peak_counts() -> None:
+def test_an_earlier_peak_counts(place: Callable[[Bounds], Footprint]) -> None:
     assert place(replace(FREE, host_peak=50 * GIB)).host_bytes == 50 * GIB
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_less_to_do_takes_less(recipe: str) -> None:
-    def total(**changes: Any) -> float:
-        return max(sum(term.bytes for term in stage.terms) for stage in stages(on_cuda(recipe=recipe, **changes)))
+def test_smaller_batches_take_less(recipe: str, tmp_path: Path) -> None:
+    def total(batch_size: int) -> float:
+        listed = stages(on_cuda(tmp_path, recipe, batch_size))
+        return max(sum(term.bytes for term in stage.terms) for stage in listed)
 
-    sizes = [total(batch_size=batch) for batch in (64, 16, 1)]
+    sizes = [total(batch) for batch in (64, 16, 1)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1] or recipe not in ("oneshot", "stat")
 
 
-def test_knobs_are_those_that_help() -> None:
+def test_knobs_are_the_helpful_options() -> None:
     stage = Stage("", (Term(50), Term(60, knobs=("--a", "--b")), Term(80, knobs=("--c",)), Term(1, knobs=("--d",))))
     assert stage.knobs() == ("--c", "--a", "--b")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_a_large_parent_is_not_counted() -> None:
-    script = "from oneshot.report import peak_bytes; print(peak_bytes())"
+    script = "from oneshot.machine.memory import peak_bytes; print(peak_bytes())"
     ballast = bytearray(2**30)
     found = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True).stdout
     assert peak_bytes() > len(ballast) > int(found)

@@ -23,7 +23,7 @@ def gram_of(matrix: Matrix) -> torch.Tensor:
 
 
 def residual(matrix: Matrix, columns: torch.Tensor) -> float:
-    """`‖A − A[:, J] T‖_F` for the best T, by NumPy's least squares."""
+    """Return `‖A − A[:, J] T‖_F` for the best T, by NumPy's least squares."""
     skeleton = matrix[:, columns.numpy()]
     solution = np.linalg.lstsq(skeleton, matrix, rcond=None)[0]
     return float(np.linalg.norm(matrix - skeleton @ solution))
@@ -35,11 +35,11 @@ def test_ridge_solve_equals_stacked_least_squares(matrix: Matrix, damping: float
     factor = RidgeFactor(gram_of(matrix), damping)
     ridge = damping * np.diag(matrix.T @ matrix).mean()
     stacked = np.vstack([matrix, np.sqrt(ridge) * np.eye(matrix.shape[1])])
-    wanted = np.linalg.lstsq(stacked, np.vstack([targets, np.zeros((matrix.shape[1], 3))]), rcond=None)[0]
+    expected = np.linalg.lstsq(stacked, np.vstack([targets, np.zeros((matrix.shape[1], 3))]), rcond=None)[0]
     solved = factor.solve(torch.from_numpy(matrix.T @ targets)).numpy()
     assert float(factor.ridge) == pytest.approx(ridge)
-    scale = np.linalg.norm(wanted) * np.linalg.cond(stacked) ** 2
-    assert np.linalg.norm(solved - wanted) <= TOLERANCES["solve"] * scale
+    scale = np.linalg.norm(expected) * np.linalg.cond(stacked) ** 2
+    assert np.linalg.norm(solved - expected) <= TOLERANCES["solve"] * scale
     assert not factor.eigenvalue_fallback
 
 
@@ -50,8 +50,8 @@ def test_singular_gram_without_damping_falls_back_to_the_pseudo_inverse() -> Non
     factor = RidgeFactor(gram, 0.0)
     right = torch.from_numpy(matrix.T @ np.ones((30, 2)))
     assert factor.eigenvalue_fallback
-    wanted = scipy.linalg.pinvh(gram.numpy()) @ right.numpy()
-    np.testing.assert_allclose(factor.solve(right).numpy(), wanted, rtol=1e-9, atol=1e-12)
+    expected = scipy.linalg.pinvh(gram.numpy()) @ right.numpy()
+    np.testing.assert_allclose(factor.solve(right).numpy(), expected, rtol=1e-9, atol=1e-12)
     nonzero = [0, 1, 3, 4, 5]
     assert factor.condition_number == pytest.approx(np.linalg.cond(gram.numpy()[np.ix_(nonzero, nonzero)]), rel=1e-6)
 
@@ -61,8 +61,8 @@ def test_indefinite_matrix_falls_back_and_drops_the_negative_direction() -> None
     matrix = vectors * np.array([4.0, 3.0, 2.0, 1.0, -0.5]) @ vectors.T
     factor = RidgeFactor(torch.from_numpy(matrix), 0.0)
     assert factor.eigenvalue_fallback
-    wanted = vectors[:, :4] / np.array([4.0, 3.0, 2.0, 1.0]) @ vectors[:, :4].T
-    np.testing.assert_allclose(factor.solve(torch.eye(5)).numpy(), wanted, atol=1e-12)
+    expected = vectors[:, :4] / np.array([4.0, 3.0, 2.0, 1.0]) @ vectors[:, :4].T
+    np.testing.assert_allclose(factor.solve(torch.eye(5)).numpy(), expected, atol=1e-12)
 
 
 @given(gram=psd(), damping=st.sampled_from((1e-6, 1e-3, 1e-1)))
@@ -78,8 +78,8 @@ def test_undamped_interpolation_equals_scipy(seed: int, rank: int) -> None:
     order, projection = scipy.linalg.interpolative.interp_decomp(matrix, rank, rand=False)
     result = interpolate(gram_of(matrix), torch.from_numpy(order[:rank].astype(np.int64)), 0.0)
     positions = {int(column): position for position, column in enumerate(order[rank:])}
-    wanted = projection[:, [positions[int(column)] for column in result.rest]]
-    np.testing.assert_allclose(result.coefficients.numpy(), wanted, rtol=1e-6, atol=1e-8)
+    expected = projection[:, [positions[int(column)] for column in result.rest]]
+    np.testing.assert_allclose(result.coefficients.numpy(), expected, rtol=1e-6, atol=1e-8)
     assert result.max_coefficient == pytest.approx(np.abs(projection).max(), rel=1e-6)
 
 
@@ -87,9 +87,9 @@ def test_interpolation_equals_the_blocks_of_pivoted_qr() -> None:
     matrix = graded(np.random.default_rng(3), 40, 12)
     _, upper, order = scipy.linalg.qr(matrix, mode="economic", pivoting=True)
     result = interpolate(gram_of(matrix), torch.from_numpy(order[:5].astype(np.int64)), 0.0)
-    wanted = scipy.linalg.solve_triangular(upper[:5, :5], upper[:5, 5:])
+    expected = scipy.linalg.solve_triangular(upper[:5, :5], upper[:5, 5:])
     ascending = np.argsort(order[5:])
-    np.testing.assert_allclose(result.coefficients.numpy(), wanted[:, ascending], rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(result.coefficients.numpy(), expected[:, ascending], rtol=1e-5, atol=1e-8)
     np.testing.assert_array_equal(result.rest.numpy(), np.sort(order[5:]))
 
 
@@ -101,8 +101,8 @@ def test_damped_interpolation_equals_stacked_least_squares(matrix: Matrix, dampi
     ridge = damping * np.square(kept).sum(0).mean()
     stacked = np.vstack([kept, np.sqrt(ridge) * np.eye(len(skeleton))])
     targets = np.vstack([matrix[:, result.rest.numpy()], np.zeros((len(skeleton), len(result.rest)))])
-    wanted = np.linalg.lstsq(stacked, targets, rcond=None)[0]
-    np.testing.assert_allclose(result.coefficients.numpy(), wanted, rtol=1e-6, atol=1e-9)
+    expected = np.linalg.lstsq(stacked, targets, rcond=None)[0]
+    np.testing.assert_allclose(result.coefficients.numpy(), expected, rtol=1e-6, atol=1e-9)
 
 
 @given(seed=st.integers(0, 1000), kind=st.sampled_from(("plain", "graded")))
@@ -116,7 +116,7 @@ def test_weighted_pivots_equal_scipy_qr(seed: int, kind: str) -> None:
 
 
 @given(matrix=matrices(), share=st.floats(0.1, 1.0))
-def test_pivots_are_distinct_however_deficient_the_rank(matrix: Matrix, share: float) -> None:
+def test_pivots_are_distinct_at_any_deficient_rank(matrix: Matrix, share: float) -> None:
     rank = max(1, int(share * matrix.shape[1]))
     pivots = weighted_pivots(gram_of(matrix), torch.ones(matrix.shape[1]), rank=rank)
     assert len(set(pivots.tolist())) == rank
@@ -158,7 +158,7 @@ def test_residual_equals_the_trailing_norm_of_scipys_r() -> None:
 
 
 def greedy_with_quota(matrix: Matrix, class_of: list[int], quota: int) -> list[int]:
-    """Brute force: the eligible column with the largest part outside the span of those taken, by QR each time."""
+    """Return pivots by brute force: the eligible column with the largest part outside the span, by a QR each time."""
     taken: list[int] = []
     while len(taken) < quota * (max(class_of) + 1):
         basis = np.linalg.qr(matrix[:, taken])[0]
@@ -189,11 +189,11 @@ def test_quota_is_met_exactly_for_singular_grams(matrix: Matrix, classes: int, q
 
 @given(seed=st.integers(0, 1000), pivoting=st.sampled_from(("cholesky", "qr", "grouped", "tournament")))
 def test_pivots_of_a_sketch_equal_scipy_qr_of_it(seed: int, pivoting: str) -> None:
-    """One group holds all columns, so that every way of pivoting is plain pivoted QR of the weighted sketch."""
+    """One group holds all columns, so every kind of pivoting is plain pivoted QR of the weighted sketch."""
     rng = np.random.default_rng(seed)
     sketch, weights = rng.standard_normal((30, 12)), rng.uniform(0.5, 2.0, 12)
     pivots = weighted_pivots(
-        torch.eye(12),  # the Gram is not to be looked at
+        torch.eye(12),  # must not be read
         torch.from_numpy(weights),
         rank=7,
         sketch=torch.from_numpy(sketch),
@@ -215,7 +215,7 @@ def test_grouped_pivots_span_an_exact_rank(pivoting: str, sketched: bool, seed: 
     assert residual(matrix, pivots) <= TOLERANCES["rank"] * np.linalg.norm(matrix)
 
 
-def test_pivoting_that_is_not_known() -> None:
+def test_unknown_pivoting_is_refused() -> None:
     with pytest.raises(ValueError, match="magic"):
         weighted_pivots(torch.eye(3), torch.ones(3), rank=2, pivoting="magic")
     with pytest.raises(ValueError, match="sketch"):
@@ -229,17 +229,17 @@ def test_conjugate_gradients_equal_scipys(seed: int, steps: int) -> None:
     rows_of_design = rng.standard_normal((20, size))
     matrix, scale = rows_of_design.T @ rows_of_design, rng.uniform(0.5, 2.0, size)
     right = rng.standard_normal(size)
-    wanted, _ = scipy.sparse.linalg.cg(matrix, right, rtol=0.0, maxiter=steps, M=np.diag(scale))
+    expected, _ = scipy.sparse.linalg.cg(matrix, right, rtol=0.0, maxiter=steps, M=np.diag(scale))
     found = conjugate_gradients(
         torch.from_numpy(right).view(rows, columns),
         lambda x: (torch.from_numpy(matrix) @ x.flatten()).view(rows, columns),
         lambda x: torch.from_numpy(scale).view(rows, columns) * x,
         steps=steps,
     )
-    np.testing.assert_allclose(found.flatten().numpy(), wanted, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(found.flatten().numpy(), expected, rtol=1e-6, atol=1e-9)
 
 
-def test_conjugate_gradients_stop_where_nothing_is_left() -> None:
+def test_conjugate_gradients_stop_at_a_zero_residual() -> None:
     right = torch.zeros(3, 2)
     assert torch.equal(conjugate_gradients(right, lambda x: x, lambda x: x, steps=3), right)
     exact = torch.eye(3)[:, :2].clone()

@@ -1,4 +1,4 @@
-"""Two processes against one: the same plan, tensors equal to rounding; and one that dies takes the other with it."""
+"""Two processes against one: the same plan, tensors equal up to rounding; if one process dies, the other ends."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from oneshot.compress import main
-from oneshot.workers import Workers
+from oneshot.cli.compress import main
+from oneshot.machine import Workers
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--no-python"]
 OPTIONS = ["--num-sequences=15", "--sequence-length=32", "--batch-size=4", "--device=cpu", "--dtype=float32", "--quiet"]
 
 
 def start_two(*arguments: str, module: str = "oneshot.compress") -> subprocess.Popen[str]:
-    """Two gloo processes of a command line."""
+    """Start two gloo processes of a command line."""
     return subprocess.Popen(
         [*LAUNCH, sys.executable, "-m", module, *OPTIONS, *arguments],
         stderr=subprocess.PIPE,
@@ -49,22 +49,22 @@ def test_the_parts_of_the_workers_are_the_whole_in_order(count: int, size: int) 
 @pytest.mark.parametrize(
     "options",
     [
-        ["--sparsity=0.1", "--tier=per-layer", "--round-to=1", "--heads=id"],
-        ["--sparsity=0.1", "--tier=per-layer", "--round-to=1", "--embedding=low-rank"],
-        ["--sparsity=0.1", "--recipe=group-pca", "--correction=two-stream"],
-        ["--sparsity=0.15", "--recipe=stat", "--ffn=wanda"],
-        ["--sparsity=0.1", "--recipe=flap", "--tier=per-layer", "--round-to=1"],
-        ["--sparsity=0.15", "--recipe=random", "--heads=random"],
-        ["--sparsity=0.3", "--depth=sensitivity"],
+        ["--sparsity=0.1", "--form=per-layer", "--round-to=1", "--set=heads=id"],
+        ["--sparsity=0.1", "--form=per-layer", "--round-to=1", "--set=embedding=low-rank"],
+        ["--sparsity=0.1", "--recipe=group-pca", "--set=correction=two-stream"],
+        ["--sparsity=0.15", "--recipe=stat", "--set=ffn=wanda"],
+        ["--sparsity=0.1", "--recipe=flap", "--form=per-layer", "--round-to=1"],
+        ["--sparsity=0.15", "--recipe=random", "--set=heads=random"],
+        ["--sparsity=0.3", "--set=depth=sensitivity"],
         ["--sparsity=0.2", "--up-steps=2"],
-        ["--value-size=4", "--query-key-size=4", "--tier=per-layer"],
+        ["--set=value_size=4", "--set=query_key_size=4", "--form=per-layer"],
     ],
     ids=str,
 )
 def test_two_processes_give_what_one_gives(
     options: list[str], make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path
 ) -> None:
-    vocabulary = {"tied": True, "vocabulary": 1600} if "--embedding=low-rank" in options else {}
+    vocabulary = {"tied": True, "vocabulary": 1600} if "--set=embedding=low-rank" in options else {}
     arguments = [str(make_checkpoint(layers=3, **vocabulary)), f"--calibration={text_file}", *options]
     process = start_two(*arguments, f"--output={tmp_path / 'two'}")
     _, errors = process.communicate()
@@ -78,16 +78,16 @@ def test_two_processes_give_what_one_gives(
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
     for ours, theirs in zip(one["layers"], two["layers"], strict=True):
-        for block, other in zip(ours["blocks"], theirs["blocks"], strict=True):
-            assert (block["kept_size"], block["kind"]) == (other["kept_size"], other["kind"])
-            # Nothing is predicted of a layer that is left out, or of up_proj's second solve.
-            assert (block["predicted_error"] is None) == (other["predicted_error"] is None)
-            if block["kept_size"] and block["predicted_error"] is not None:
-                assert block["predicted_error"] == pytest.approx(other["predicted_error"], rel=1e-3)
+        for sublayer, other in zip(ours["sublayers"], theirs["sublayers"], strict=True):
+            assert (sublayer["kept_size"], sublayer["kind"]) == (other["kept_size"], other["kind"])
+            # No error is predicted for a layer that is left out, and for up_proj's second solve.
+            assert (sublayer["predicted_error"] is None) == (other["predicted_error"] is None)
+            if sublayer["kept_size"] and sublayer["predicted_error"] is not None:
+                assert sublayer["predicted_error"] == pytest.approx(other["predicted_error"], rel=1e-3)
 
 
 def test_a_process_that_dies_ends_the_run(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
-    """Never a hang; what was finished stays, and the same command goes on."""
+    """It never hangs; finished parts stay, and the same command continues."""
     arguments = [str(make_checkpoint(layers=6, hidden=64, width=1024)), f"--calibration={text_file}", "--sparsity=0.2"]
     arguments += [f"--output={tmp_path / 'out'}", "--resume"]
     process = start_two(*arguments)

@@ -1,4 +1,4 @@
-"""Whole layers that are left out: which ones, and that the result is the model without them."""
+"""Whole layers: the plan leaves out the right ones, and the result is the model without them."""
 
 import itertools
 import json
@@ -15,19 +15,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from oneshot import CompressionConfig, compress, predict
-from oneshot.compress import main
+from oneshot import Target, compress, predict
+from oneshot.cli.compress import main
 from oneshot.errors import ConfigError, PlanError
-from oneshot.evaluate import load_model
-from oneshot.plan import Budget, Damages, plan_sizes, predicted_damage
-from oneshot.recipes import resolve_recipe
-from oneshot.records import LEFT_OUT, LayerPlan, ModelShape, Plan
+from oneshot.evaluation import load_model
+from oneshot.families import LLAMA, ModelShape
+from oneshot.planning import LEFT_OUT, Budget, Damages, Grid, LayerPlan, Plan, make_plan, predicted_damage
+from oneshot.recipes import find_recipe
 
 IDS = torch.arange(3, 51).view(2, 24)
 
 
 def without_layers(folder: Path, left_out: list[int]) -> Any:
-    """The dense model with some layers taken out of its module list."""
+    """Return the dense model with some layers taken out of its module list."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     decoder = getattr(model.model, "decoder", model.model)
     decoder.layers = torch.nn.ModuleList(layer for number, layer in enumerate(decoder.layers) if number not in left_out)
@@ -40,21 +40,21 @@ def left_out(plan: dict[str, Any]) -> list[int]:
 
 @pytest.fixture
 def idle_layer(save_model: Callable[..., Path]) -> Path:
-    """A model of four layers whose third adds next to nothing."""
+    """Save a model of four layers; the third adds nearly nothing to the residual stream."""
     model = build_model(layers=4)
     for linear in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
         linear.weight.data *= 1e-3
     return save_model(model)
 
 
-@pytest.mark.parametrize("tier", ["stock", "per-layer"])
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "opt"])
 def test_the_result_is_the_model_without_the_layers(
-    family: str, tier: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+    family: str, form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
     folder = make_checkpoint(family=family, layers=4, groups=4 if family == "opt" else 2)
     sparsity = 0.2 if family == "opt" else 0.4  # embeddings are most of the tiny OPT
-    report = compress(make_config(folder, depth="sensitivity", ffn="none", sparsity=sparsity, tier=tier))
+    report = compress(make_config(folder, depth="sensitivity", ffn="none", sparsity=sparsity, form=form))
     gone = left_out(report.plan)
     assert 0 < len(gone) < 4
     assert report.sparsity["reached"] == pytest.approx(sparsity, abs=0.15)
@@ -64,18 +64,19 @@ def test_the_result_is_the_model_without_the_layers(
     with torch.no_grad():
         wanted = without_layers(folder, gone)(IDS).logits
         torch.testing.assert_close(compressed(IDS).logits, wanted, rtol=1e-4, atol=1e-4)
-    kept_sizes = [[block.kept_size for block in layer.blocks] for layer in report.layers]
+    kept_sizes = [[sublayer.kept_size for sublayer in layer.sublayers] for layer in report.layers]
     assert [number for number, sizes in enumerate(kept_sizes) if sizes == [0, 0]] == gone
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"tier": "per-layer"}, {"heads": "id"}, {"correction": "same-layer"}], ids=str
+    "settings", [{}, {"form": "per-layer"}, {"heads": "id"}, {"correction": "same-layer"}], ids=str
 )
 def test_the_layer_that_does_least_goes_first(
     settings: dict[str, Any], idle_layer: Path, make_config: MakeConfig
 ) -> None:
-    config = make_config(idle_layer, allocation="sensitivity", sparsity=0.3, round_to=4, **settings)
-    report = compress(replace(config, depth="sensitivity"))
+    options: dict[str, Any] = {"allocation": "sensitivity", "sparsity": 0.3, "round_to": 4, **settings}
+    config = make_config(idle_layer, **options)
+    report = compress(make_config(idle_layer, depth="sensitivity", **options))
     assert 2 in left_out(report.plan)
     assert report.sparsity["reached"] == pytest.approx(0.3, abs=0.03)
     shallow, all_layers = report.predicted_divergence, compress(replace(config, output=f"{config.output}-all"))
@@ -84,16 +85,17 @@ def test_the_layer_that_does_least_goes_first(
     assert shallow["plan"] < all_layers.predicted_divergence["plan"]
 
 
-def test_what_goes_with_smaller_layers_is_corrected_for_the_dense_stream(
+def test_layers_around_a_left_out_one_are_corrected_towards_the_dense_stream(
     idle_layer: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """The dense stream goes through every layer: with all of the residual the output is nearer to the dense one's."""
-    config = make_config(idle_layer, depth="sensitivity", sparsity=0.35, round_to=4, num_sequences=64)
+    """Compare outputs with and without the residual: the dense stream passes every layer, also the left-out ones."""
+    options: dict[str, Any] = {"depth": "sensitivity", "sparsity": 0.35, "round_to": 4, "num_sequences": 64}
     dense = AutoModelForCausalLM.from_pretrained(idle_layer).eval()
     errors = []
     for correction in ("none", "two-stream"):
         output = str(tmp_path / correction)
-        report = compress(replace(config, correction=correction, residual_weight=1.0, output=output))
+        options |= {"correction": correction, "residual_weight": 1.0, "output": output}
+        report = compress(make_config(idle_layer, **options))
         assert left_out(report.plan)
         model = load_model(Path(output), device=torch.device("cpu"), dtype=torch.float32)
         with torch.no_grad():
@@ -103,9 +105,10 @@ def test_what_goes_with_smaller_layers_is_corrected_for_the_dense_stream(
 
 @given(seed=st.integers(0, 10**6), share=st.floats(0.05, 0.6))
 def test_the_plan_is_the_best_of_all_subsets(seed: int, share: float) -> None:
-    """Against every subset of layers and every common width, where narrower FFNs cost the same in all layers."""
+    """Compare with every subset of layers and every common width; a narrower FFN costs the same in all layers."""
     layers, width = 4, 12
     shape = ModelShape(layers, 8, width, 4, 2, 4)
+    grid = Grid(LLAMA, shape)
     generator = np.random.default_rng(seed)
     curve = np.sort(generator.random(width + 1))[::-1].copy()
     damages = Damages(
@@ -114,16 +117,15 @@ def test_the_plan_is_the_best_of_all_subsets(seed: int, share: float) -> None:
         torch.from_numpy(generator.random(layers) * 4),
         torch.empty(0, 0),
     )
-    config = CompressionConfig("", "", sparsity=0.1, round_to=4)
     dense = shape.stack().stored_parameters()
-    budget = Budget(round(dense - share * shape.stack().block_parameters()))
-    recipe = resolve_recipe("oneshot", depth="sensitivity")
+    budget = Budget(round(dense - share * shape.stack().all_layer_parameters()))
+    method = grid.settle(find_recipe("oneshot", depth="sensitivity"))
     whole = LayerPlan(width, 4, 2)
     best = float("inf")
     for count in range(layers):
         for gone in itertools.combinations(range(layers), count):
             start = Plan(tuple(LEFT_OUT if layer in gone else whole for layer in range(layers)), "query-head")
-            if start.stack(shape).stored_parameters() < budget.target:
+            if grid.stack(start).stored_parameters() < budget.target:
                 continue
             options = [
                 replace(
@@ -134,23 +136,23 @@ def test_the_plan_is_the_best_of_all_subsets(seed: int, share: float) -> None:
                 )
                 for size in (4, 8, 12)
             ]
-            distances = [abs(option.stack(shape).stored_parameters() - budget.target) for option in options]
+            distances = [abs(grid.stack(option).stored_parameters() - budget.target) for option in options]
             nearest = min(distances)
             smallest = shape.layer_parameters() - replace(shape, intermediate_size=8).layer_parameters()
-            if options[0].stack(shape).stored_parameters() - budget.target > smallest * (layers - count) / 2:
+            if grid.stack(options[0]).stored_parameters() - budget.target > smallest * (layers - count) / 2:
                 continue  # out of reach
             chosen = options[distances.index(nearest)]
             best = min(best, predicted_damage(chosen, shape, damages))
     assume(best < float("inf"))
-    found = plan_sizes(config, recipe, shape, damages, budget)
+    found = make_plan(grid, method, Target(sparsity=0.1, round_to=4), damages, budget)
     assert predicted_damage(found, shape, damages) == pytest.approx(best)
 
 
 def test_fewer_layers_reach_what_narrow_ones_do_not(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
-    config = make_config(make_checkpoint(layers=2), sparsity=0.3)
+    folder = make_checkpoint(layers=2)
     with pytest.raises(PlanError, match="at best"):
-        compress(config)
-    report = compress(replace(config, depth="sensitivity"))
+        compress(make_config(folder, sparsity=0.3))
+    report = compress(make_config(folder, sparsity=0.3, depth="sensitivity"))
     assert len(left_out(report.plan)) == 1
     assert report.sparsity["reached"] == pytest.approx(0.3, abs=0.02)
 
@@ -158,13 +160,13 @@ def test_fewer_layers_reach_what_narrow_ones_do_not(make_checkpoint: MakeCheckpo
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden": "pca"}, "leave --hidden none"),
-        ({"allocation": "uniform"}, "goes with --allocation sensitivity"),
-        ({"allocation": "stat"}, "goes with --allocation sensitivity"),
+        ({"hidden": "pca"}, "set hidden=none"),
+        ({"allocation": "uniform"}, "needs allocation=sensitivity"),
+        ({"allocation": "stat"}, "needs allocation=sensitivity"),
     ],
     ids=str,
 )
-def test_what_does_not_go_together_is_refused(
+def test_depth_with_contradicting_options_is_refused(
     settings: dict[str, Any], message: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -187,7 +189,12 @@ def test_a_config_that_lists_its_layers_loses_some(make_checkpoint: MakeCheckpoi
 def test_a_dry_run_and_the_command_line(idle_layer: Path, make_config: MakeConfig, capsys: Any) -> None:
     config = make_config(idle_layer, depth="sensitivity", ffn="none")
     assert predict(config).stored_parameters["compressed"] < predict(config).stored_parameters["dense"]
-    arguments = [str(idle_layer), f"--output={config.output}", f"--calibration={config.calibration}", "--sparsity=0.2"]
-    arguments += ["--depth=sensitivity", "--num-sequences=8", "--sequence-length=32", "--device=cpu"]
+    arguments = [
+        str(idle_layer),
+        f"--output={config.output}",
+        f"--calibration={config.text.calibration}",
+        "--sparsity=0.2",
+    ]
+    arguments += ["--set=depth=sensitivity", "--num-sequences=8", "--sequence-length=32", "--device=cpu"]
     assert main(arguments) == 0
     assert "64 → 0" in capsys.readouterr().out

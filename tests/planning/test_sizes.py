@@ -1,4 +1,4 @@
-"""Sizes: parameters counted as the stock classes store them, targets met to within one rounding step."""
+"""Sizes: parameters as the stock classes count them, and targets that are met to within one rounding step."""
 
 import itertools
 import math
@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig, cpu_machine
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from oneshot import CompressionConfig, compress
-from oneshot.arch import get_architecture
+from oneshot import Config, compress
+from oneshot.checkpoint import open_model
 from oneshot.config import parse_count, parse_size
 from oneshot.errors import ConfigError, PlanError
-from oneshot.layerwise import measured_seconds
-from oneshot.plan import Budget, default_round_to, make_plan
-from oneshot.records import LayerPlan, ModelShape, Plan
-from oneshot.source import open_model
+from oneshot.families import LLAMA, ModelShape, find_family, read_shape
+from oneshot.planning import Budget, Grid, LayerPlan, Plan, default_round_to
+from oneshot.planning.widths import meet_budget
+from oneshot.profiling import measured_seconds
 
 SHAPE = ModelShape(
     num_hidden_layers=4,
@@ -34,10 +34,11 @@ SHAPE = ModelShape(
 def plan_for(shape: ModelShape, surplus: int, **changes: Any) -> Plan:
     options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": False, "round_to": None}
     plan = whole(shape, changes.pop("head_unit", "auto"))
-    return make_plan(shape, plan, Budget(shape.stack().stored_parameters() - surplus), **options | changes)
+    budget = Budget(shape.stack().stored_parameters() - surplus)
+    return meet_budget(Grid(LLAMA, shape), plan, budget, **options | changes)
 
 
-def alike(shape: ModelShape, width: int, heads: int, groups: int, unit: str) -> Plan:
+def alike(shape: ModelShape, width: int, heads: int, groups: int, unit: Any) -> Plan:
     return Plan((LayerPlan(width, heads, groups),) * shape.num_hidden_layers, unit)
 
 
@@ -48,7 +49,7 @@ def whole(shape: ModelShape, head_unit: str) -> Plan:
 
 
 def removed_parameters(shape: ModelShape, plan: Plan) -> int:
-    return shape.stack().stored_parameters() - plan.stack(shape).stored_parameters()
+    return shape.stack().stored_parameters() - Grid(LLAMA, shape).stack(plan).stored_parameters()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_layer_parameters_equal_the_stock_class(
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    shape = get_architecture(config.to_dict()).shape(config.to_dict(), names)
+    shape = read_shape(find_family(config.to_dict()), config.to_dict(), names)
     assert shape.layer_parameters() == sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     head = model.lm_head.weight.numel()
     linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
@@ -124,7 +125,7 @@ def test_ffn_and_heads_plan_is_within_one_rounding_step(
     try:
         plan = plan_for(shape, surplus, reduce_heads=True, head_unit=head_unit)
     except PlanError:
-        # out of reach with the heads that the fraction leaves: the FFN alone could not give it either
+        # with the heads that the fraction leaves, the FFN alone could not reach it
         assert surplus > 3 * 3 * shape.hidden_size * (width - 64)
         return
     step = 3 * 3 * shape.hidden_size * default_round_to(width)
@@ -161,10 +162,10 @@ def test_half_of_the_heads_in_either_unit(groups: int, unit: str, kept_heads: in
     assert (plan.layers[0].num_attention_heads, plan.layers[0].num_key_value_heads) == (kept_heads, kept_groups)
 
 
-def test_removing_nothing_is_the_identity_even_where_nothing_may_be_reduced() -> None:
+def test_removing_nothing_is_the_identity_even_if_nothing_may_be_reduced() -> None:
     plan = plan_for(SHAPE, 0, reduce_ffn=False)
     assert plan.shape_of_layer(SHAPE, 0) == SHAPE
-    assert not plan.reduces_blocks(SHAPE)
+    assert not plan.reduces_sublayers(SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -197,27 +198,26 @@ def test_sizes(text: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "5 apples", "nan", "1e9"])
-def test_sizes_and_counts_that_are_none(text: str) -> None:
+def test_invalid_sizes_and_counts(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)
     with pytest.raises(ConfigError):
         parse_count(text)
 
 
-@pytest.mark.parametrize("tier", ["stock", "per-layer"])
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
 @pytest.mark.parametrize("budget", ["flops", "bytes", "latency"])
 def test_other_budgets_than_parameters(
-    tier: str, budget: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    form: str, budget: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The share asked for of that quantity is gone, to within a step of the FFN width; seconds are made up here."""
+    """Check that the asked share of the quantity is gone, to within a step of the FFN width; seconds are invented."""
     monkeypatch.setattr(
-        "oneshot.inputs.measured_seconds",
+        "oneshot.run.measured_seconds",
         lambda *_, **__: lambda stack: sum(1e-3 + 1e-5 * layer.intermediate_size for layer in stack.layers),
     )
     folder = make_checkpoint()
-    config = make_config(folder, budget=budget, tier=tier, round_to=4, save_dtype="bfloat16", sparsity=0.1)
-    if budget == "bytes":
-        config = replace(config, sparsity=0.55)  # of which bfloat16 gives half
+    sparsity = 0.55 if budget == "bytes" else 0.1  # bfloat16 removes half of the bytes
+    config = make_config(folder, budget=budget, form=form, round_to=4, save_dtype="bfloat16", sparsity=sparsity)
     report = compress(config)
     sizes = [layer["intermediate_size"] for layer in report.plan["layers"]]
     if budget == "flops":
@@ -231,33 +231,33 @@ def test_other_budgets_than_parameters(
     else:
         kept = sum(1e-3 + 1e-5 * size for size in sizes) / (len(sizes) * (1e-3 + 1e-5 * 64))
         assert kept == pytest.approx(0.9, abs=0.02)
-    assert max(sizes) < 64 or tier == "per-layer"
+    assert max(sizes) < 64 or form == "per-layer"
 
 
 def test_seconds_of_every_size_are_measured(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    source = open_model(str(make_checkpoint()), tmp_path)
-    seconds = measured_seconds(source, sequence_length=16, device=torch.device("cpu"), dtype=torch.float32)
-    stack = source.shape.stack()
+    model = open_model(str(make_checkpoint()), tmp_path)
+    seconds = measured_seconds(model, cpu_machine(tmp_path), sequence_length=16)
+    grid, stack = Grid(model.family, model.shape), model.shape.stack()
     assert seconds(stack) > 0
     half = replace(stack, layers=stack.layers[:1])
     assert seconds(stack) == pytest.approx(len(stack.layers) * seconds(half))
     for unit in ("query-head", "kv-group"):
-        fewer = whole(source.shape, unit)
+        dense = whole(model.shape, unit)
         for kept in (1, 2):
             heads = (kept * 2, 2) if unit == "query-head" else (2 * kept, kept)
-            smaller = alike(source.shape, 17, *heads, unit)
-            if heads[0] <= source.shape.num_attention_heads:
-                assert math.isfinite(seconds(smaller.stack(source.shape)))
-        assert seconds(fewer.stack(source.shape)) == pytest.approx(seconds(stack))
+            smaller = alike(model.shape, 17, *heads, unit)
+            if heads[0] <= model.shape.num_attention_heads:
+                assert math.isfinite(seconds(grid.stack(smaller)))
+        assert seconds(grid.stack(dense)) == pytest.approx(seconds(stack))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"params": 1000, "budget": "flops"}, "counts parameters"),
+        ({"parameters": 1000, "budget": "flops"}, "counts parameters"),
         ({"sparsity": 0.2, "budget": "money"}, "not one of"),
     ],
 )
-def test_budgets_that_are_none(changes: dict[str, Any], message: str) -> None:
+def test_invalid_budgets(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        CompressionConfig("in", "out", **changes)
+        Config.of("in", "out", **changes)

@@ -1,10 +1,11 @@
-"""Profiles: curves against direct solutions, sensitivities against the whole model, what belongs together."""
+"""Profiles: curves against direct solutions, sensitivities against the whole model, refusals of foreign profiles."""
 
 import itertools
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,21 +17,24 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from oneshot import compress
+from oneshot.cli.profile import main
+from oneshot.compression.statistics import GramAccumulator
 from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
-from oneshot.layerwise.profiling import FELT_ERROR, PROBE_SHARE, probe_size
+from oneshot.export.per_layer import PerLayerForm
+from oneshot.families import LLAMA, ModelShape, TableShape
 from oneshot.linalg.allocation import least_damage
 from oneshot.linalg.interpolative import nested_errors
 from oneshot.pipeline import compress_sizes, profile
-from oneshot.plan import Budget, Damages, make_plan, predicted_damage
-from oneshot.plan.damages import removed_fluctuation
-from oneshot.profile import main
-from oneshot.profiles import load_profile
-from oneshot.records import LayerPlan, ModelShape, Plan, Profile, TableShape
+from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, Profile, predicted_damage
+from oneshot.planning.damages import removed_fluctuation
+from oneshot.planning.widths import meet_budget
+from oneshot.profiling import LayerProfiler, load_profile
+from oneshot.profiling.profiler import MIN_PROBE_ERROR, PROBE_SHARE, probe_size
 
 
 @given(rows=st.integers(1, 40), size=st.integers(1, 12), outputs=st.integers(1, 6), seed=st.integers(0, 10**6))
 def test_nested_errors_are_those_of_least_squares(rows: int, size: int, outputs: int, seed: int) -> None:
-    """For every k against NumPy's solver, where the Gram is well-conditioned and where it is singular."""
+    """Compare every k with NumPy's solver, for well-conditioned and for singular Grams."""
     generator = np.random.default_rng(seed)
     activations, weight = generator.standard_normal((rows, size)), generator.standard_normal((outputs, size))
     order = generator.permutation(size)
@@ -47,7 +51,7 @@ def test_nested_errors_are_those_of_least_squares(rows: int, size: int, outputs:
 
 @given(num_items=st.integers(1, 4), num_options=st.integers(1, 5), share=st.floats(0, 1.2), seed=st.integers(0, 10**6))
 def test_the_knapsack_is_solved(num_items: int, num_options: int, share: float, seed: int) -> None:
-    """Against all combinations."""
+    """Compare with all combinations."""
     generator = np.random.default_rng(seed)
     damages = list(generator.random((num_items, num_options)))
     costs = list(generator.random((num_items, num_options)) - 0.3)
@@ -72,7 +76,7 @@ def profiled(make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path:
     return profile(config), config
 
 
-def test_a_profile_has_every_size_of_every_block(profiled: tuple[Profile, Any]) -> None:
+def test_a_profile_has_every_size_of_every_sublayer(profiled: tuple[Profile, Any]) -> None:
     found, config = profiled
     shape = json.loads((Path(config.checkpoint) / "config.json").read_text())
     layers, width = shape["num_hidden_layers"], shape["intermediate_size"]
@@ -89,20 +93,20 @@ def test_a_profile_has_every_size_of_every_block(profiled: tuple[Profile, Any]) 
 
 @given(sizes=st.integers(1, 40), lossless=st.integers(0, 40))
 def test_a_probe_errs_by_more_than_rounding(sizes: int, lossless: int) -> None:
-    """The share of units that is set, unless as many of them as that give the whole output."""
+    """Keep the fixed share of units, or fewer if that share already gives the whole output."""
     errors = torch.linspace(1, 0, sizes + 1, dtype=torch.float64) ** 2
     errors[max(1, sizes - lossless) :] = 1e-9
     kept = probe_size(errors)
     assert 1 <= kept <= max(1, round(PROBE_SHARE * sizes))
-    if float(errors[1]) >= FELT_ERROR:
-        assert float(errors[kept]) >= FELT_ERROR
-        assert kept == round(PROBE_SHARE * sizes) or float(errors[kept + 1]) < FELT_ERROR or kept == sizes - 1
+    if float(errors[1]) >= MIN_PROBE_ERROR:
+        assert float(errors[kept]) >= MIN_PROBE_ERROR
+        assert kept == round(PROBE_SHARE * sizes) or float(errors[kept + 1]) < MIN_PROBE_ERROR or kept == sizes - 1
 
 
-def test_dead_neurons_say_nothing_of_the_others(make_config: MakeConfig, save_model: Any, tmp_path: Path) -> None:
-    """A model with as many neurons again that are zero has the sensitivities of the model without them, by and large.
+def test_dead_neurons_do_not_change_the_sensitivities(make_config: MakeConfig, save_model: Any, tmp_path: Path) -> None:
+    """Compare a model with its copy that has as many further neurons of zeros: sensitivities are about equal.
 
-    Of three quarters of its neurons nothing is lost, so its probes have to be smaller.
+    Three quarters of the copy's neurons lose nothing, so its probes have to be smaller.
     """
     alive, padded = build_model(width=64), build_model(width=128)
     padded.load_state_dict(
@@ -133,11 +137,16 @@ def test_fluctuations_are_those_of_the_stock_model(profiled: tuple[Profile, Any]
         seen: list[torch.Tensor] = []
         handle = layer.mlp.down_proj.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
         with torch.no_grad():
-            model(text[: -found.origin.probe_tokens // config.sequence_length], use_cache=False)
+            model(text[: -found.origin.probe_tokens // config.text.sequence_length], use_cache=False)
         handle.remove()
         norms = layer.mlp.down_proj.weight.detach().double().square().sum(0)
         expected = seen[0].double().flatten(0, 1).var(0, correction=0) * norms
         assert torch.allclose(fluctuation, expected, rtol=1e-3)
+
+
+def per_layer_grid(shape: ModelShape) -> Grid:
+    model: Any = SimpleNamespace(family=LLAMA, shape=shape)
+    return PerLayerForm().grid(model)
 
 
 @given(seed=st.integers(0, 10**6), removed=st.integers(0, 20))
@@ -149,30 +158,33 @@ def test_least_fluctuation_is_one_threshold_for_all_layers(seed: int, removed: i
     widths = (standardised >= threshold).sum(1)
     assume(widths.min() > 0)
     damages = Damages(removed_fluctuation(torch.from_numpy(scores)), torch.zeros(3, 3), torch.ones(3), torch.empty(0))
-    whole = Plan((LayerPlan(12, 4, 2),) * 3, "query-head", tier="per-layer")
+    whole = Plan((LayerPlan(12, 4, 2),) * 3, "query-head")
     budget = Budget(shape.stack().stored_parameters() - removed * 3 * shape.hidden_size)
-    plan = make_plan(shape, whole, budget, reduce_ffn=True, reduce_heads=False, round_to=1, damages=damages)
+    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": False, "round_to": 1, "damages": damages}
+    plan = meet_budget(per_layer_grid(shape), whole, budget, **options)
     assert [layer.intermediate_size for layer in plan.layers] == widths.tolist()
 
 
-def test_the_recipe_flap_has_widths_of_its_own(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+def test_the_recipe_flap_gives_every_layer_its_own_width(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
     folder = make_checkpoint(tied=True)
-    settings: dict[str, Any] = {"recipe": "flap", "tier": "per-layer", "sparsity": 0.2, "round_to": 1}
+    settings: dict[str, Any] = {"recipe": "flap", "form": "per-layer", "sparsity": 0.2, "round_to": 1}
     report = compress(make_config(folder, **settings))
-    assert report.recipe["allocation"] == "flap"
+    assert report.method["allocation"] == "flap"
     assert len({layer["intermediate_size"] for layer in report.plan["layers"]}) > 1
     assert report.sparsity["reached"] == pytest.approx(0.2, abs=0.01)
-    with pytest.raises(ConfigError, match="--allocation flap is for FFN neurons alone"):
+    with pytest.raises(ConfigError, match="--set allocation=flap is for FFN neurons alone"):
         compress(make_config(folder, **settings, heads="id"))
 
 
 def test_leaving_a_layer_out_diverges_as_the_stock_model_does(profiled: tuple[Profile, Any]) -> None:
-    """`layer_divergence` against transformers' model without the layer, on the probe sequences."""
+    """Compare `layer_divergence` with transformers' model without the layer, on the probe sequences."""
     from transformers import AutoModelForCausalLM
 
     found, config = profiled
     text = calibration_tokens(config)
-    probes = text[-found.origin.probe_tokens // config.sequence_length :]
+    probes = text[-found.origin.probe_tokens // config.text.sequence_length :]
     model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
     with torch.no_grad():
         dense = model(probes, use_cache=False).logits.double().log_softmax(-1)
@@ -184,7 +196,7 @@ def test_leaving_a_layer_out_diverges_as_the_stock_model_does(profiled: tuple[Pr
             assert divergence == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_a_profile_is_read_back_as_it_was(profiled: tuple[Profile, Any]) -> None:
+def test_a_profile_is_read_back_unchanged(profiled: tuple[Profile, Any]) -> None:
     found, config = profiled
     read = load_profile(Path(config.output))
     assert read.origin == found.origin
@@ -197,12 +209,12 @@ def test_planning_from_a_profile_equals_planning_within_the_run(
 ) -> None:
     _, of_profile = profiled
     checkpoint = Path(of_profile.checkpoint)
-    options: dict[str, Any] = {"tier": "per-layer", "heads": "id", "round_to": 4, "sparsity": 0.1}
+    options: dict[str, Any] = {"form": "per-layer", "heads": "id", "round_to": 4, "sparsity": 0.1}
     within = compress(make_config(checkpoint, **options, output=str(tmp_path / "within")))
     given_profile = make_config(checkpoint, **options, profile=of_profile.output, output=str(tmp_path / "given"))
     planned = compress(given_profile)
     assert planned.plan == within.plan
-    assert len({layer["intermediate_size"] for layer in planned.plan["layers"]}) > 1, "all layers alike"
+    assert len({layer["intermediate_size"] for layer in planned.plan["layers"]}) > 1, "all layers are equal"
     reached = planned.stored_parameters["compressed"] / planned.stored_parameters["dense"]
     assert 0.88 < reached <= 0.9
     assert planned.predicted_divergence is not None
@@ -213,17 +225,51 @@ def test_planning_from_a_profile_equals_planning_within_the_run(
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
-def test_profiles_of_something_else_are_refused(
+@pytest.mark.parametrize("heads", ["none", "id"])
+def test_a_run_profiles_heads_only_if_it_removes_some(
+    heads: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Record the sizes of the profile's statistics and the profile itself."""
+    sizes: list[int] = []
+    profiles: list[Profile] = []
+    finish = LayerProfiler.finish
+
+    def accumulator(size: int, **options: Any) -> GramAccumulator:
+        sizes.append(size)
+        return GramAccumulator(size, **options)
+
+    def finished(self: LayerProfiler, *arguments: Any) -> Profile:
+        profiles.append(finish(self, *arguments))
+        return profiles[-1]
+
+    monkeypatch.setattr("oneshot.profiling.profiler.GramAccumulator", accumulator)
+    monkeypatch.setattr(LayerProfiler, "finish", finished)
+    compress(make_config(make_checkpoint(width=80), form="per-layer", heads=heads, sparsity=0.1))
+    (found,) = profiles
+    layers, head_columns, width = 2, 32, 80
+    assert found.head_errors.shape == (layers, 2 + 1)
+    assert float(found.ffn_sensitivity.min()) > 0
+    if heads == "none":
+        assert sizes == [width] * layers
+        assert not found.head_errors.any()
+        assert not found.head_sensitivity.any()
+    else:
+        assert sorted(sizes) == [head_columns] * layers + [width] * layers
+        assert float(found.head_errors[:, 0].min()) == 1
+        assert float(found.head_sensitivity.min()) > 0
+
+
+def test_profiles_of_another_model_or_text_are_refused(
     profiled: tuple[Profile, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, other_text_file: Path
 ) -> None:
     _, config = profiled
-    options: dict[str, Any] = {"tier": "per-layer", "profile": config.output}
+    options: dict[str, Any] = {"form": "per-layer", "profile": config.output}
     with pytest.raises(ProfileError, match="another model"):
         compress(make_config(make_checkpoint(tied=False), **options))
     with pytest.raises(ProfileError, match="another calibration text"):
         compress(make_config(Path(config.checkpoint), **options, calibration=str(other_text_file)))
     (Path(config.output) / "profile.safetensors").write_bytes(b"cut")
-    with pytest.raises(ProfileError, match="no profile that can be read"):
+    with pytest.raises(ProfileError, match="not a readable profile"):
         compress(make_config(Path(config.checkpoint), **options))
 
 
@@ -236,9 +282,9 @@ def test_an_existing_profile_is_not_replaced(profiled: tuple[Profile, Any]) -> N
 def test_several_targets_share_one_run(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """Each is what a run of its own gives; a target out of reach is refused before any of them."""
+    """Compare each with a run for it alone; a target out of reach is refused before the first one."""
     checkpoint = make_checkpoint()
-    options: dict[str, Any] = {"tier": "per-layer", "round_to": 4}
+    options: dict[str, Any] = {"form": "per-layer", "round_to": 4}
     together = make_config(checkpoint, **options, output=str(tmp_path / "all"))
     reports = compress_sizes(together, [0.1, 0.2])
     for sparsity, report in zip((0.1, 0.2), reports, strict=True):
@@ -267,8 +313,8 @@ def test_the_command_line(
 
 
 @given(seed=st.integers(0, 10**6), share=st.floats(0.05, 0.6), unit=st.sampled_from(("query-head", "kv-group")))
-def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: str) -> None:
-    """Against every combination of widths, heads and ranks of two ranges, on curves that fall with the size."""
+def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: Any) -> None:
+    """Compare with every combination of widths, heads and ranks of two ranges, on curves that fall with the size."""
     shape = ModelShape(2, 8, 12, 4, 2, 4, vocab_size=80, tied=True)
     generator = np.random.default_rng(seed)
 
@@ -279,9 +325,9 @@ def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: str)
     embedding[-2:] = curves(9)
     embedding[:, -1] = 0
     damages = Damages(curves(13), curves(3), torch.ones(2), embedding)
-    whole = Plan((LayerPlan(12, 4, 2),) * 2, unit, tier="per-layer")
+    grid, whole = per_layer_grid(shape), Plan((LayerPlan(12, 4, 2),) * 2, unit)
     dense = shape.stack().stored_parameters()
-    target = dense - share * shape.stack().block_parameters()
+    target = dense - share * shape.stack().all_layer_parameters()
     heads = [(2, 2), (4, 2)] if unit == "query-head" else [(2, 1), (4, 2)]
     layers = [LayerPlan(width, *each) for width in (4, 8, 12) for each in heads]
     ranks = [1, 2, 3, 4, 8]  # fewer parameters than 10 rows of 8
@@ -290,22 +336,22 @@ def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: str)
     plans = [
         replace(whole, layers=pair, embedding=each) for pair in itertools.product(layers, layers) for each in embeddings
     ]
-    fitting = [plan for plan in plans if plan.stack(shape).stored_parameters() <= target]
+    fitting = [plan for plan in plans if grid.stack(plan).stored_parameters() <= target]
     kinds = {"reduce_ffn": True, "reduce_heads": True, "reduce_embedding": True}
     options: dict[str, Any] = {**kinds, "round_to": 4, "damages": damages}
     if not fitting:
         with pytest.raises(PlanError, match="at best"):
-            make_plan(shape, whole, Budget(target), **options)
+            meet_budget(grid, whole, Budget(target), **options)
         return
-    found = make_plan(shape, whole, Budget(target), **options)
-    assert found.stack(shape).stored_parameters() <= target
+    found = meet_budget(grid, whole, Budget(target), **options)
+    assert grid.stack(found).stored_parameters() <= target
     best = min(predicted_damage(plan, shape, damages) for plan in fitting)
     assert predicted_damage(found, shape, damages) == pytest.approx(best, abs=1e-4)
 
 
-def test_a_family_whose_heads_all_stay(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
-    """OPT's attention has one size, that of all heads; its plan is made, and told, by the FFN alone."""
-    report = compress(make_config(make_checkpoint(family="opt", groups=4), tier="per-layer", sparsity=0.1, round_to=1))
+def test_a_family_with_fixed_heads(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    """Check that OPT, whose heads all stay, is planned and predicted by its FFN alone."""
+    report = compress(make_config(make_checkpoint(family="opt", groups=4), form="per-layer", sparsity=0.1, round_to=1))
     assert report.predicted_divergence is not None
     assert report.predicted_divergence["plan"] > 0
     assert {layer["num_attention_heads"] for layer in report.plan["layers"]} == {4}

@@ -1,4 +1,4 @@
-"""`report.html`: its numbers, its safety, and how it looks in a browser."""
+"""`report.html`: its numbers, its safety, and its look in a browser."""
 
 import math
 import re
@@ -16,8 +16,8 @@ from factories import MakeCheckpoint, MakeConfig
 from PIL import Image
 
 from oneshot.pipeline import compress
-from oneshot.records import BlockReport, LayerReport, Report
-from oneshot.report_page import KINDS, report_page
+from oneshot.report.page import KINDS, report_page
+from oneshot.report.records import LayerReport, Report, SublayerReport
 
 LIGHT, DARK = (0xF3, 0xF5, 0xF7), (0x10, 0x14, 0x18)  # --page in the style sheet
 PHONE, DESKTOP = 390, 1280
@@ -26,7 +26,7 @@ HOSTILE = '/models/it\'s "50%"<img src=x onerror=alert(1)><script>alert(2)<\\scr
 
 
 class Page(HTMLParser):
-    """What the tests ask of a page: elements with their attributes, tables, definitions, texts."""
+    """Parse a page into elements with their attributes, tables, definitions and texts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -70,15 +70,26 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def ffn(kept: int, predicted: float | None = 0.25, measured: float | None = 0.5) -> BlockReport:
-    return BlockReport("ffn", 1536, kept, predicted, measured, 2886.0, 0.33)
+def ffn(kept: int, predicted: float | None = 0.25, measured: float | None = 0.5) -> SublayerReport:
+    return SublayerReport("ffn", 1536, kept, predicted, measured, 2886.0, 0.33)
 
 
-def make_report(layers: tuple[tuple[BlockReport, ...], ...] = ((ffn(1024),),), **changes: Any) -> Report:
-    """A report whose every number is different, with these blocks layer by layer."""
+def make_report(layers: tuple[tuple[SublayerReport, ...], ...] = ((ffn(1024),),), **changes: Any) -> Report:
+    """Return a report with these sublayers layer by layer; all its numbers are different."""
     report = Report(
-        config={"checkpoint": "/models/dense-135m", "output": "out", "recipe": "oneshot", "params": None, "seed": 3},
-        recipe={"ffn": "id", "heads": "none", "correction": "two-stream", "hidden": "none"},
+        config={
+            "checkpoint": "/models/dense-135m",
+            "output": "out",
+            "target": {"sparsity": 0.2, "parameters": None},
+            "method": {"ffn": "id"},
+            "text": {"calibration": "text.jsonl", "num_sequences": 32},
+            "machine": {"device": "cpu", "batch_size": 4},
+            "recipe": "oneshot",
+            "form": "stock",
+            "profile": None,
+            "seed": 3,
+        },
+        method={"ffn": "id", "heads": "none", "correction": "two-stream", "hidden": "none"},
         versions={"python": "3.11.7", "oneshot": "0.1.0"},
         dense_shape={
             "num_hidden_layers": len(layers),
@@ -87,9 +98,9 @@ def make_report(layers: tuple[tuple[BlockReport, ...], ...] = ((ffn(1024),),), *
             "num_attention_heads": 9,
             "head_dim": 64,
         },
-        plan={"query_key_size": None, "value_size": None, "hidden": None, "tier": "stock", "embedding": []},
+        plan={"query_key_size": None, "value_size": None, "hidden": None, "embedding": []},
         stored_parameters={"dense": 134515008, "compressed": 107972928},
-        block_parameters={"dense": 106202880, "compressed": 79660800},
+        layer_parameters={"dense": 106202880, "compressed": 79660800},
         flops_per_token={"dense": 268959744, "compressed": 215875584},
         kv_bytes_per_token={"dense": 23040, "compressed": 23040},
         sparsity={"asked": 0.2, "reached": 0.1973},
@@ -101,7 +112,7 @@ def make_report(layers: tuple[tuple[BlockReport, ...], ...] = ((ffn(1024),),), *
             "token_hash": "c5a8",
         },
         layers=tuple(
-            LayerReport(index, blocks, 1.5 + index, (3 + index) * 2**29, 0) for index, blocks in enumerate(layers)
+            LayerReport(index, sublayers, 1.5 + index, (3 + index) * 2**29, 0) for index, sublayers in enumerate(layers)
         ),
         seconds={"prepare": 10.0, "layers": 30.0, "total": 40.0},
         peak_bytes=5 * 2**29,
@@ -111,7 +122,7 @@ def make_report(layers: tuple[tuple[BlockReport, ...], ...] = ((ffn(1024),),), *
 
 
 def points(page: str, colour: str) -> list[list[tuple[float, float]]]:
-    """The lines of this colour in the page's plots, as points in the SVG's coordinates."""
+    """Return the lines of this colour in the page's plots, as points in the SVG's coordinates."""
     lines = re.findall(rf'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: {colour}; stroke-width', page)
     return [[(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", line)] for line in lines]
 
@@ -119,22 +130,22 @@ def points(page: str, colour: str) -> list[list[tuple[float, float]]]:
 # Content
 
 
-def test_the_headline_says_what_became_of_what() -> None:
+def test_the_headline_names_model_sizes_recipe_and_sparsity() -> None:
     page = Page(report_page(make_report()))
     (headline,) = [text for text in page.texts["p"] if "→" in text]
     assert " ".join(headline.split()) == "134,515,008 → 107,972,928 stored parameters -19.7%"
     assert page.texts["h1"] == page.texts["title"] == ["dense-135m, compressed"]
     assert ("Source", "/models/dense-135m") in page.definitions
     assert ("Recipe", "oneshot (FFN id, heads none, hidden size none, correction two-stream)") in page.definitions
-    assert ("Tier", "stock") in page.definitions
+    assert ("Form", "stock") in page.definitions
     assert ("Sparsity", "asked 20.00%, reached 19.73%") in page.definitions
 
 
-def test_the_sizes_stand_dense_beside_compressed() -> None:
+def test_the_table_of_sizes_has_dense_beside_compressed() -> None:
     assert Page(report_page(make_report())).tables[0] == [
         ["Size", "dense", "compressed", "change"],
         ["Stored parameters", "134,515,008", "107,972,928", "-19.7%"],
-        ["Decoder parameters", "106,202,880", "79,660,800", "-25.0%"],
+        ["Parameters in the layers", "106,202,880", "79,660,800", "-25.0%"],
         ["FLOPs per token", "268,959,744", "215,875,584", "-19.7%"],
         ["KV bytes per token", "23,040", "23,040", "+0.0%"],
     ]
@@ -157,8 +168,8 @@ def test_time_text_and_memory() -> None:
     assert ("On the GPU", "0.25 GiB") in page.definitions
 
 
-def test_every_block_of_every_layer_has_its_row() -> None:
-    heads = BlockReport("heads", 9, 6, 0.125, None, 1e5, 1.25, eigenvalue_fallback=True)
+def test_every_sublayer_of_every_layer_has_its_row() -> None:
+    heads = SublayerReport("heads", 9, 6, 0.125, None, 1e5, 1.25, eigenvalue_fallback=True)
     rows = Page(report_page(make_report(((ffn(1024), heads), ())))).tables[2]
     assert rows[1:] == [
         ["0", "ffn", "1,536", "1,024", "0.2500", "0.5000", "2.9e+03", "0.33", "1.5", "1.50"],
@@ -171,21 +182,33 @@ def test_all_settings_and_versions_are_folded() -> None:
     report = make_report()
     page = Page(report_page(report))
     (folded,) = page.texts["details"]
-    for record in (report.config, report.recipe, report.plan, report.dense_shape, report.versions):
+    config = report.config
+    general = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    assert {"checkpoint", "output", "recipe", "form", "profile", "seed"} == general.keys()
+    for record in (
+        general,
+        config["target"],
+        config["text"],
+        config["machine"],
+        report.method,
+        report.plan,
+        report.dense_shape,
+        report.versions,
+    ):
         for name, value in record.items():
             assert name in folded
             assert (name, "–" if value is None else str(value)) in page.definitions
 
 
-def test_ranks_of_the_embedding_are_told() -> None:
+def test_ranks_of_the_embedding_are_shown() -> None:
     assert ("Embedding", "whole") in Page(report_page(make_report())).definitions
     embedding = [{"rows": 100, "rank": 576}, {"rows": 100, "rank": 320}]
     page = Page(report_page(make_report(plan=make_report().plan | {"embedding": embedding})))
     assert ("Embedding", "ranks 576, 320 of 576, by ranges of the vocabulary") in page.definitions
 
 
-def test_sizes_inside_heads_and_the_hidden_error_are_told() -> None:
-    plan = make_report().plan | {"value_size": 48, "tier": "per-layer"}
+def test_sizes_inside_heads_and_the_hidden_error_are_shown() -> None:
+    plan = make_report().plan | {"value_size": 48}
     captions = " ".join(Page(report_page(make_report(plan=plan, hidden_error=0.1234))).texts["figcaption"])
     assert "Kept value size per head: 48 of 64." in captions
     assert "query/key" not in captions
@@ -196,7 +219,7 @@ def test_sizes_inside_heads_and_the_hidden_error_are_told() -> None:
 
 
 def test_the_plot_of_sizes_draws_the_kept_shares() -> None:
-    """Heads have no block and kept their size; so did the neurons of the layer without one."""
+    """Check the shares of a model without reports of heads, and with one layer without any report: both keep 100 %."""
     page = report_page(make_report(((ffn(768),), (), (ffn(384),))))
     line = points(page, KINDS["ffn"][1])[0]
     heads = points(page, KINDS["heads"][1])[0]
@@ -214,10 +237,10 @@ def test_the_plot_of_errors_draws_the_predictions() -> None:
     assert line[0][1] - line[2][1] == pytest.approx(3 * (line[0][1] - line[1][1]), rel=1e-3)
 
 
-def test_hidden_sizes_are_drawn_where_there_are_some() -> None:
-    blocks = tuple(BlockReport(kind, 576, 448, 0.1, 0.1, None, None) for kind in ("attention input", "ffn input"))
+def test_hidden_sizes_are_drawn_if_there_are_some() -> None:
+    inputs = tuple(SublayerReport(kind, 576, 448, 0.1, 0.1, None, None) for kind in ("attention input", "ffn input"))
     names = {KINDS[kind][0] for kind in ("attention input", "ffn input")}
-    assert names <= set(Page(report_page(make_report((blocks, blocks)))).texts["text"])
+    assert names <= set(Page(report_page(make_report((inputs, inputs)))).texts["text"])
     assert not names & set(Page(report_page(make_report())).texts["text"])
 
 
@@ -232,10 +255,10 @@ def test_the_layers_below_a_plot_are_whole_numbers(layers: int) -> None:
 
 
 @pytest.mark.parametrize("odd", [None, math.nan, math.inf])
-def test_errors_that_are_no_numbers(odd: float | None) -> None:
+def test_errors_that_are_not_finite(odd: float | None) -> None:
     page = Page(report_page(make_report(((ffn(768, odd, odd),), (ffn(768, odd, 0.5),)), calibration=None)))
     assert page.tables[2][1][4:6] == ["–" if odd is None else str(odd)] * 2
-    assert ("Text", "none: this recipe reads weights only") in page.definitions
+    assert ("Text", "none: this recipe only reads weights") in page.definitions
     assert len(page.of("svg")) == 2
 
 
@@ -252,7 +275,7 @@ def test_sizes_and_times_of_zero() -> None:
     assert page.tables[1][1] == ["layers", "0.0", "0.0%"]
 
 
-def test_names_from_outside_stay_text() -> None:
+def test_hostile_names_stay_text() -> None:
     report = make_report()
     calibration = (report.calibration or {}) | {"source": HOSTILE}
     page = Page(report_page(replace(report, config=report.config | {"checkpoint": HOSTILE}, calibration=calibration)))
@@ -263,7 +286,7 @@ def test_names_from_outside_stay_text() -> None:
 
 
 def test_the_same_report_gives_the_same_bytes() -> None:
-    """Whatever the user's matplotlib is set to, and without setting it."""
+    """Change the user's settings of matplotlib: they have no effect, and they stay as they are."""
     first = report_page(make_report())
     with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": "other", "svg.fonttype": "path"}):
         before = dict(matplotlib.rcParams)
@@ -271,7 +294,7 @@ def test_the_same_report_gives_the_same_bytes() -> None:
         assert dict(matplotlib.rcParams) == before
 
 
-def test_the_page_asks_for_nothing() -> None:
+def test_the_page_loads_nothing() -> None:
     page = Page(report_page(make_report()))
     tags = {tag for tag, _ in page.elements}
     assert not tags & {"script", "img", "iframe", "object", "embed", "image", "base", "form", "a"}
@@ -300,8 +323,8 @@ def test_headers_have_a_scope_and_plots_a_name() -> None:
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.of("meta")
 
 
-def test_no_id_stands_twice_and_every_reference_is_met() -> None:
-    text = report_page(make_report(((ffn(1024), BlockReport("heads", 9, 6, 0.1, 0.1, None, None)),) * 3))
+def test_ids_are_unique_and_every_reference_has_its_id() -> None:
+    text = report_page(make_report(((ffn(1024), SublayerReport("heads", 9, 6, 0.1, 0.1, None, None)),) * 3))
     page = Page(text)
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -314,7 +337,7 @@ def test_no_id_stands_twice_and_every_reference_is_met() -> None:
 
 @pytest.fixture
 def chromium(tmp_path: Path) -> Callable[..., tuple[str, str]]:
-    """`chromium(page, *options)` -> what a headless Chromium says on stdout and stderr."""
+    """Give `chromium(page, *options)`, which returns stdout and stderr of a headless Chromium."""
     command = shutil.which("chromium")
     if command is None:
         pytest.skip("chromium is not installed (apt-get install chromium, as .ci/run does)")
@@ -334,7 +357,7 @@ def chromium(tmp_path: Path) -> Callable[..., tuple[str, str]]:
 
 
 def measured_width(chromium: Callable[..., tuple[str, str]], page: Path, window: int) -> int:
-    """The width that the page wants in a window of this width."""
+    """Return the width that the page takes in a window of this width."""
     wrapper = page.with_name("wrapper.html")
     wrapper.write_text(
         f'<iframe src="{page.name}" width="{window}" height="800" style="border: 0" onload="document.title = '
@@ -377,8 +400,8 @@ def test_the_page_of_a_compressed_model_in_a_browser(
         assert measured_width(chromium, unfolded, width) == width
 
 
-def test_the_console_and_the_width_are_seen(chromium: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
-    """The test above would pass with a browser that reports nothing."""
+def test_chromium_reports_the_console_and_the_width(chromium: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+    """Check the instruments: the test above would also pass with a browser that reports nothing."""
     page = tmp_path / "wide.html"
     page.write_text('<body style="margin: 0"><div style="width: 900px">wide</div><script>nothing()</script>')
     _, log = chromium(page, f"--screenshot={tmp_path / 'wide.png'}")

@@ -1,31 +1,26 @@
-"""The layer-by-layer stream against transformers' own forward pass; stores, tiers and prefetching."""
+"""Single layers and streams of hidden states against transformers' own forward pass; stores and prefetching."""
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from factories import MakeCheckpoint, build_model
+from factories import MakeCheckpoint, build_model, cpu_machine
 from strategies import TOLERANCES
 from torch.nn import functional
 
-from oneshot.activations import ActivationStore
-from oneshot.arch import LLAMA, OPT
-from oneshot.checkpoint import Checkpoint
+from oneshot.checkpoint import Model, open_model
+from oneshot.compression.correction import Factors
+from oneshot.compression.fold import fold_sublayer, head_columns
 from oneshot.errors import CalibrationError, DeviceError
-from oneshot.output_head import OutputHead
-from oneshot.source import open_model
-from oneshot.stream import (
-    LayerStream,
-    StreamLayer,
-    batches,
-    prefetch,
-    resolve_device,
-)
+from oneshot.machine import Store, Workers, resolve_device
+from oneshot.machine.prefetch import prefetch
+from oneshot.stream import ActivationStore, Layer, LayerBuilder, OutputHead, States, Step, batches
+from oneshot.text import Text
 
-CPU = torch.device("cpu")
 TOKEN_IDS = torch.randint(0, 400, (3, 24), generator=torch.Generator().manual_seed(1))
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"layers": 3},
@@ -48,128 +43,334 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "layers": 3},
     "qwen3": {"family": "qwen3", "head_dim": 16},
     "mistral-window-longer-than-the-text": {"family": "mistral", "sliding_window": 100},
+    "opt": {"family": "opt", "groups": 4, "layers": 3},
+    "opt-tied": {"family": "opt", "groups": 4, "tied": True},
 }
 
 
-def open_stream(folder: Path) -> tuple[Checkpoint, LayerStream]:
-    checkpoint = Checkpoint(folder)
-    return checkpoint, LayerStream(
-        checkpoint.config, LLAMA, sequence_length=TOKEN_IDS.shape[1], device=CPU, dtype=torch.float32
-    )
+def open_builder(folder: Path, scratch: Path, **changes: Any) -> tuple[Model, LayerBuilder]:
+    model = open_model(str(folder), scratch)
+    return model, LayerBuilder(model, cpu_machine(scratch, **changes), TOKEN_IDS.shape[1])
 
 
-@torch.inference_mode()
-def test_layers_of_another_family_equal_transformers_hidden_states(make_checkpoint: MakeCheckpoint) -> None:
-    source = open_model(str(make_checkpoint(family="opt", layers=3)), Path())
-    model = build_model("opt", layers=3)
-    wanted = model(TOKEN_IDS, output_hidden_states=True).hidden_states
-    stream = LayerStream(
-        source.checkpoint.config, OPT, sequence_length=TOKEN_IDS.shape[1], device=CPU, dtype=torch.float32
-    )
-    x = stream.embed(source.checkpoint.read_one(OPT.embedding), TOKEN_IDS, source.read_positions())
-    for number in range(3):
-        torch.testing.assert_close(x, wanted[number], rtol=1e-5, atol=1e-5)
-        layer = stream.layer(source.read_layer(number))
-        x = layer.ffn(layer.attention(x))
-    torch.testing.assert_close(model.model.decoder.final_layer_norm(x), wanted[3], rtol=1e-5, atol=1e-5)
-
-
-def test_a_text_longer_than_the_positions_is_refused(make_checkpoint: MakeCheckpoint) -> None:
-    source = open_model(str(make_checkpoint(family="opt")), Path())
+def test_a_text_longer_than_the_positions_is_refused(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    model = open_model(str(make_checkpoint(family="opt", groups=4)), tmp_path)
     ids = torch.zeros(1, 600, dtype=torch.int64)
-    stream = LayerStream(source.checkpoint.config, OPT, sequence_length=600, device=CPU, dtype=torch.float32)
     with pytest.raises(CalibrationError, match="512 positions"):
-        stream.embed(source.checkpoint.read_one(OPT.embedding), ids, source.read_positions())
+        LayerBuilder(model, cpu_machine(tmp_path), 600).embed(model.read_embedding(), ids)
+
+
+def test_a_token_without_a_row_is_refused(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    model, builder = open_builder(make_checkpoint(), tmp_path)
+    with pytest.raises(CalibrationError, match="token 400 but the embedding has 400 rows"):
+        builder.embed(model.read_embedding(), torch.full((1, 24), 400))
+
+
+def record_inputs(model: Any, names: list[str]) -> dict[str, torch.Tensor]:
+    """Return a dictionary that gets the input of each named module when the model runs."""
+    inputs: dict[str, torch.Tensor] = {}
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: inputs.update({name: args[0].detach().clone()})
+        )
+    return inputs
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
-def test_layers_equal_transformers_hidden_states(variant: str, make_checkpoint: MakeCheckpoint) -> None:
+def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Hooks on the stock model give the states before every norm and the inputs of every writer."""
     options = VARIANTS[variant]
-    model = build_model(**options)
-    wanted = model(TOKEN_IDS, output_hidden_states=True).hidden_states
-    consumed: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        if name.endswith(("o_proj", "down_proj")):
-            module.register_forward_pre_hook(lambda _, inputs, name=name: consumed.update({name: inputs[0]}))
-    model(TOKEN_IDS)
+    stock = build_model(**options)
+    model, builder = open_builder(make_checkpoint(**options), tmp_path)
+    stack = model.family.stack
+    tolerance = 1e-5 if variant.startswith("opt") else TOLERANCES["float32 layer"]
+    assert_close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    assert stack.final_norm is not None
+    layers = range(model.shape.num_hidden_layers)
+    names = [
+        stack.layer_prefix(layer) + name
+        for layer in layers
+        for sublayer in stack.sublayers
+        for name in (sublayer.norm.name, sublayer.writer)
+    ]
+    inputs = record_inputs(stock, [*names, stack.final_norm.name])
+    states = stock(TOKEN_IDS, output_hidden_states=True).hidden_states
+    # OPT's layers see the tokens as rows
+    before = [inputs[name].view_as(states[0]) for name in [*names[::2], stack.final_norm.name]]
+    x = builder.embed(model.read_embedding(), TOKEN_IDS)
+    for number in layers:
+        assert_close(x, states[number])
+        prefix, layer = stack.layer_prefix(number), builder.layer(model.read_layer(number))
+        assert_close(layer.run_all(x), before[stack.position(number + 1)])
+        for index, sublayer in enumerate(stack.sublayers):
+            position = stack.position(number, index)
+            assert_close(x, before[position])
+            inner, total = layer.inner(index, x), layer.sum(index, x)
+            expected = inputs[prefix + sublayer.writer].flatten(0, -2)
+            torch.testing.assert_close(inner, expected, rtol=1e-4, atol=1e-4)
+            assert_close(total, before[position + 1])
+            torch.testing.assert_close(x + layer.write(index, inner).view_as(x), total)
+            after = layer.run(index, x)
+            assert torch.equal(layer.leave(index, total), total), "no norm follows the sum"
+            assert torch.equal(after, total)
+            x = after
+    head = builder.output_head()
+    assert_close(head.norm(x), states[-1])
+    assert torch.equal(head.weight, stock.get_output_embeddings().weight)
 
-    checkpoint, stream = open_stream(make_checkpoint(**options))
-    x = stream.embed(checkpoint.read(["model.embed_tokens.weight"])["model.embed_tokens.weight"], TOKEN_IDS)
-    for number in range(len(wanted) - 1):
-        torch.testing.assert_close(
-            x, wanted[number], rtol=TOLERANCES["float32 layer"], atol=TOLERANCES["float32 layer"]
-        )
-        prefix = f"model.layers.{number}."
-        layer = stream.layer(checkpoint.read_prefix(prefix))
-        h = layer.attention(x)
-        heads, neurons = layer.heads(x), layer.neurons(h)
-        for got, name in ((heads, "self_attn.o_proj"), (neurons, "mlp.down_proj")):
-            torch.testing.assert_close(got, consumed[prefix + name].flatten(0, 1), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(x + layer.project_heads(heads).view_as(x), h)
-        x = layer.ffn(h)
-        torch.testing.assert_close(h + layer.project_neurons(neurons).view_as(h), x)
-    normed = model.model.norm(x)
-    torch.testing.assert_close(normed, wanted[-1], rtol=TOLERANCES["float32 layer"], atol=TOLERANCES["float32 layer"])
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.inference_mode()
+def test_parts_of_sublayers_equal_the_stock_modules(
+    variant: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """Queries and keys before their norms and rotation, and the gates, against outputs of the stock linears."""
+    options = VARIANTS[variant]
+    stock = build_model(**options)
+    model, builder = open_builder(make_checkpoint(**options), tmp_path)
+    stack = model.family.stack
+    outputs: dict[str, torch.Tensor] = {}
+    for name, module in stock.get_submodule(f"{stack.layers}.0").named_modules():
+        module.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output}))
+    x = stock(TOKEN_IDS, output_hidden_states=True).hidden_states[0]
+    layer, attention, ffn = builder.layer(model.read_layer(0)), stack.attention, stack.ffn
+    for rows, name in zip(layer.queries_keys(stack.index_of("heads"), x), (attention.q, attention.k), strict=True):
+        torch.testing.assert_close(rows, outputs[name].flatten(0, -2), rtol=1e-4, atol=1e-4)
+    if ffn.gate is not None:
+        index = stack.index_of("ffn")
+        normed, gates = layer.gates(index, layer.run(stack.index_of("heads"), x))
+        norm = stack.sublayers[index].norm.name
+        torch.testing.assert_close(normed, outputs[norm].flatten(0, -2), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gates, outputs[ffn.activation].flatten(0, -2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "index", "units"),
+    [
+        ({}, 1, [1, 5, 30]),
+        ({"mlp_bias": True}, 1, [0, 63]),
+        ({"family": "opt", "groups": 4}, 1, [1, 5, 30]),
+        ({}, 0, [2, 3]),  # a whole KV group
+        ({"attention_bias": True}, 0, [0, 3]),  # one head of each group
+        ({"family": "qwen3", "head_dim": 16}, 0, [1, 2]),
+    ],
+    ids=str,
+)
+@torch.inference_mode()
+def test_narrow_layers_equal_layers_with_silent_columns(
+    options: dict[str, Any], index: int, units: list[int], make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """A builder makes layers of any width; the removed columns of the full layer's writer are zeros."""
+    model, builder = open_builder(make_checkpoint(**options), tmp_path)
+    sublayer, tensors = model.family.stack.sublayers[index], model.read_layer(0)
+    weight, columns = tensors[f"{sublayer.writer}.weight"], torch.tensor(units)
+    if sublayer.kind == "heads":
+        columns = head_columns(columns, model.shape.head_dim)
+    silent = torch.zeros_like(weight)
+    silent[:, columns] = weight[:, columns]
+    kept, new_weight = columns, weight[:, columns].double()
+    bias = tensors.get(f"{sublayer.writer}.bias")
+    if bias is not None:
+        kept = torch.cat((columns, torch.tensor([weight.shape[1]])))
+        new_weight = torch.cat((new_weight, bias.double().unsqueeze(1)), dim=1)
+    narrow = builder.layer(fold_sublayer(tensors, sublayer, model.shape, Factors(kept, new_weight)))
+    full = builder.layer(tensors | {f"{sublayer.writer}.weight": silent})
+    x = torch.randn(2, 24, 32)
+    assert narrow.inner(index, x).shape == (48, len(columns))
+    torch.testing.assert_close(narrow.inner(index, x), full.inner(index, x)[:, columns], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(narrow.run_all(x), full.run_all(x), rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()
-def test_the_sliding_window_matters_here(make_checkpoint: MakeCheckpoint) -> None:
+def test_the_sliding_window_matters_here(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """Without this the window variant above could pass with no window at all."""
     outputs = []
     for window in (7, None):
-        checkpoint, stream = open_stream(make_checkpoint(family="mistral", sliding_window=window))
-        layer = stream.layer(checkpoint.read_prefix("model.layers.0."))
-        outputs.append(layer.attention(torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(2))))
+        model, builder = open_builder(make_checkpoint(family="mistral", sliding_window=window), tmp_path)
+        layer = builder.layer(model.read_layer(0))
+        outputs.append(layer.run(0, torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(2))))
     torch.testing.assert_close(outputs[0][:, :7], outputs[1][:, :7])
     assert float((outputs[0] - outputs[1])[:, 7:].abs().max()) > 1e-3
 
 
 @torch.inference_mode()
-def test_a_bfloat16_stream_is_near_the_float32_one(make_checkpoint: MakeCheckpoint) -> None:
-    checkpoint = Checkpoint(make_checkpoint())
+def test_a_bfloat16_stream_is_near_the_float32_one(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     x = torch.randn(2, 24, 32)
     results: list[torch.Tensor] = []
     for dtype in (torch.float32, torch.bfloat16):
-        stream = LayerStream(checkpoint.config, LLAMA, sequence_length=24, device=CPU, dtype=dtype)
-        layer = stream.layer(checkpoint.read_prefix("model.layers.0."))
-        results.append(layer.ffn(layer.attention(x.to(dtype))))
+        model, builder = open_builder(make_checkpoint(), tmp_path, dtype=dtype)
+        results.append(builder.layer(model.read_layer(0)).run_all(x.to(dtype)))
     assert results[1].dtype == torch.bfloat16
     assert 0 < float((results[0] - results[1]).norm() / results[0].norm()) < 0.02
 
 
-def test_layers_hold_no_gradients(make_checkpoint: MakeCheckpoint) -> None:
-    checkpoint, stream = open_stream(make_checkpoint())
-    layer: StreamLayer = stream.layer(checkpoint.read_prefix("model.layers.0."))
-    assert not layer.ffn(layer.attention(torch.randn(1, 24, 32))).requires_grad
+def test_layers_hold_no_gradients(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    model, builder = open_builder(make_checkpoint(), tmp_path)
+    assert not builder.layer(model.read_layer(0)).run_all(torch.randn(1, 24, 32)).requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_stores_give_back_the_same_bits(tier: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", get_args(Store))
+def test_stores_return_the_same_bits(store: Store, dtype: torch.dtype, tmp_path: Path) -> None:
     values = torch.randn(5, 3, 4).to(dtype)
     values[0, 0] = torch.tensor([torch.inf, -0.0, torch.nan, 1e-38])
-    store = ActivationStore((5, 3, 4), dtype, tier=tier, device=CPU, folder=tmp_path)
-    other = ActivationStore((5, 3, 4), dtype, tier=tier, device=CPU, folder=tmp_path)
+    machine = cpu_machine(tmp_path, dtype=dtype, store=store)
+    first, second = (ActivationStore((5, 3, 4), machine) for _ in range(2))
     order = batches(5, 2)
     for batch in reversed(order):
-        store.write(batch, values[batch])
-        other.write(batch, values[batch] + 1)
+        first.write(batch, values[batch])
+        second.write(batch, values[batch] + 1)
     bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
     for batch in order:
-        read = store.read(batch)
+        read = first.read(batch)
         assert read.dtype == dtype
         assert torch.equal(read.view(bits), values[batch].contiguous().view(bits))
-        read.zero_()  # a copy: the store must not see this
-    assert torch.equal(store.read(order[0]).view(bits), values[:2].contiguous().view(bits))
+        read.zero_()  # a copy, so the store does not change
+    assert torch.equal(first.read(order[0]).view(bits), values[:2].contiguous().view(bits))
     assert not list(tmp_path.iterdir())  # a file without a name: nothing stays behind, not even after SIGKILL
-    store.close()
-    other.close()
+    first.close()
+    second.close()
 
 
 def test_batches_cover_every_sequence_once() -> None:
     assert batches(7, 3) == [slice(0, 3), slice(3, 6), slice(6, 7)]
     assert batches(2, 5) == [slice(0, 2)]
+
+
+SEQUENCES = torch.randint(0, 400, (7, 24), generator=torch.Generator().manual_seed(3))
+
+
+def make_states(folder: Path, scratch: Path, **options: Any) -> tuple[Model, States]:
+    """Return states of seven sequences in batches of two."""
+    workers = options.pop("workers", Workers())
+    model = open_model(str(folder), scratch)
+    machine = cpu_machine(scratch, batch_size=2, workers=workers)
+    return model, States(model, machine, Text(SEQUENCES, "text"), **options)
+
+
+def read_all(states: States) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return both whole streams."""
+    compressed, dense = zip(*states.read(), strict=True)
+    return torch.cat(compressed), torch.cat(dense) if states.has_dense else None
+
+
+def step_through(layer: Layer, index: int) -> Step:
+    return lambda x, _: layer.run(index, x)
+
+
+@pytest.mark.parametrize("options", [{"layers": 3}, {"family": "opt", "groups": 4, "layers": 3}], ids=str)
+@torch.inference_mode()
+def test_deferred_steps_move_both_streams(
+    options: dict[str, Any], make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """The dense stream equals the stock model's states; the compressed one passes other weights and embeddings."""
+    stock = build_model(**options)
+    model, states = make_states(make_checkpoint(**options), tmp_path, two=True)
+    other_embedding = model.read_embedding() + 0.1
+    states.close()
+    _, states = make_states(make_checkpoint(**options), tmp_path, two=True, compressed_embedding=other_embedding)
+    writers = [f"{sublayer.writer}.weight" for sublayer in model.family.stack.sublayers]
+    hidden = stock(SEQUENCES, output_hidden_states=True).hidden_states
+    stock.get_input_embeddings().weight.copy_(other_embedding)
+    for layer in stock.get_submodule(model.family.stack.layers):
+        for name in writers:
+            layer.get_parameter(name).mul_(0.5)
+    other_hidden = stock(SEQUENCES, output_hidden_states=True).hidden_states
+    for number in range(2):
+        compressed, dense = read_all(states)
+        torch.testing.assert_close(compressed, other_hidden[number], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(dense, hidden[number], rtol=1e-4, atol=1e-4)
+        tensors = model.read_layer(number)
+        dense_layer = states.builder.layer(tensors)
+        layer = states.builder.layer(tensors | {name: 0.5 * tensors[name] for name in writers})
+        for index in range(len(model.family.stack.sublayers)):
+            states.defer(step_through(layer, index))
+            states.defer_dense(step_through(dense_layer, index))
+            if number:
+                states.settle()
+    compressed, dense = read_all(states)
+    torch.testing.assert_close(compressed, other_hidden[2], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dense, hidden[2], rtol=1e-4, atol=1e-4)
+    last, last_dense = states.read_last()
+    assert torch.equal(last, compressed[6:])
+    assert last_dense is not None
+    assert dense is not None
+    assert torch.equal(last_dense, dense[6:])
+    states.close()
+
+
+def test_steps_run_once_and_know_the_last_batch(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Steps that are deferred during a pass wait for the next pass."""
+    _, states = make_states(make_checkpoint(), tmp_path)
+    calls: list[tuple[str, int, bool]] = []
+
+    def step(name: str) -> Any:
+        def add_one(x: torch.Tensor, is_last: bool) -> torch.Tensor:
+            calls.append((name, len(x), is_last))
+            return x + 1
+
+        return add_one
+
+    start, dense = read_all(states)
+    assert dense is None
+    states.defer(step("first"))
+    states.defer(step("second"))
+    states.defer_dense(step("dense"))  # there is no dense stream
+    for number, (x, _) in enumerate(states.read()):
+        torch.testing.assert_close(x, start[2 * number : 2 * number + 2] + 2)
+        if number == 0:
+            states.defer(step("third"))
+    expected = [
+        (name, size, is_last)
+        for size, is_last in ((2, False), (2, False), (2, False), (1, True))
+        for name in ("first", "second")
+    ]
+    assert calls == expected
+    states.settle()
+    assert [call for call in calls if call not in expected] == [
+        ("third", 2, False),
+        ("third", 2, False),
+        ("third", 2, False),
+        ("third", 1, True),
+    ]
+    states.settle()
+    assert len(calls) == 12
+    torch.testing.assert_close(read_all(states)[0], start + 3)
+
+
+def test_only_every_nth_batch_is_read(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    _, states = make_states(make_checkpoint(), tmp_path)
+    start, _ = read_all(states)
+    read = [x for x, _ in states.read(every=2)]
+    assert torch.equal(torch.cat(read), start[[0, 1, 4, 5]])
+    assert states.share_read(2) == 4 / 7
+    assert states.share_read(1) == 1
+
+
+def test_progress_counts_tokens_divided_by_passes(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    counted: list[float] = []
+    _, states = make_states(make_checkpoint(), tmp_path, advance=counted.append)
+    states.passes = 4
+    states.settle()
+    assert counted == [2 * 24 / 4] * 3 + [24 / 4]
+
+
+def test_workers_share_the_sequences(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    _, whole = make_states(make_checkpoint(), tmp_path)
+    parts, first_rows = [], []
+    for rank in range(3):
+        _, states = make_states(make_checkpoint(), tmp_path, workers=Workers(rank, 3))
+        assert states.num_tokens == 7 * 24
+        first_rows.append(states.first_row)
+        parts.append(read_all(states)[0])
+    assert torch.equal(torch.cat(parts), read_all(whole)[0])
+    assert first_rows == [0, 2 * 24, 4 * 24]
+
+
+def test_fewer_sequences_than_workers_are_refused(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="7 sequences are too few for 8 processes"):
+        make_states(make_checkpoint(), tmp_path, workers=Workers(0, 8))
 
 
 def test_prefetch_keeps_the_order_and_loads_one_ahead() -> None:
@@ -182,17 +383,17 @@ def test_prefetch_keeps_the_order_and_loads_one_ahead() -> None:
         started[index].set()
         return index * 10
 
-    seen = []
+    values = []
     for index, value in enumerate(prefetch(load, 4)):
         if index < 3:
             assert started[index + 1].wait(timeout=10), "the next one is loaded while this one is worked on"
         assert not any(event.is_set() for event in started[index + 2 :]), "no more than one is held ahead"
-        seen.append(value)
-    assert seen == [0, 10, 20, 30]
+        values.append(value)
+    assert values == [0, 10, 20, 30]
     assert here not in threads
 
 
-def test_prefetch_hands_errors_on() -> None:
+def test_prefetch_passes_errors_on() -> None:
     def load(index: int) -> int:
         if index == 1:
             raise KeyError("damaged")
@@ -215,25 +416,25 @@ def test_prefetch_stops_its_thread_when_the_caller_fails() -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "tpu", "meta", "cpu:x"])
-def test_devices_that_are_not_there(name: str) -> None:
+def test_missing_devices_are_refused(name: str) -> None:
     with pytest.raises(DeviceError, match=name):
         resolve_device(name)
 
 
-def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    there: Callable[[], bool]
-    for there, wanted in ((lambda: False, "cpu"), (lambda: True, "cuda")):
-        monkeypatch.setattr("torch.cuda.is_available", there)
-        assert resolve_device("auto").type == wanted
+def test_auto_takes_cuda_if_torch_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_available: Callable[[], bool]
+    for is_available, expected in ((lambda: False, "cpu"), (lambda: True, "cuda")):
+        monkeypatch.setattr("torch.cuda.is_available", is_available)
+        assert resolve_device("auto").type == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("distance", [0.0, 1e-2, 1.0])
-def test_the_divergence_of_predictions_is_that_of_their_softmaxes(
+def test_divergences_equal_those_of_whole_softmaxes(
     distance: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against log-softmaxes of whole rows in float64; the vocabulary is no multiple of a panel."""
-    monkeypatch.setattr("oneshot.output_head.VOCABULARY_PANEL", 64)
+    """Against log-softmaxes of whole rows in float64; the vocabulary is not a multiple of a panel."""
+    monkeypatch.setattr("oneshot.stream.output_head.VOCABULARY_PANEL", 64)
     generator = torch.Generator().manual_seed(2)
     dense = torch.randn(7, 32, generator=generator).to(dtype)
     other = (dense + distance * torch.randn(7, 32, generator=generator)).to(dtype)
@@ -243,7 +444,7 @@ def test_the_divergence_of_predictions_is_that_of_their_softmaxes(
         return (head.norm(x).double() @ head.weight.double().T).log_softmax(-1)
 
     with torch.no_grad():
-        wanted = functional.kl_div(log_softmax(other), log_softmax(dense), log_target=True, reduction="none").sum(-1)
+        expected = functional.kl_div(log_softmax(other), log_softmax(dense), log_target=True, reduction="none").sum(-1)
         torch.testing.assert_close(
-            head.divergence(head.prediction(dense), other).double(), wanted, rtol=1e-4, atol=2e-5
+            head.divergence(head.prediction(dense), other).double(), expected, rtol=1e-4, atol=2e-5
         )

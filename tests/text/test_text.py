@@ -1,4 +1,4 @@
-"""Calibration text: sources, seeds, packing, hashes, and texts that are none."""
+"""Calibration text: sources, seeds, packing, hashes, and invalid texts."""
 
 import hashlib
 import itertools
@@ -12,19 +12,20 @@ import torch
 from factories import MakeCheckpoint, MakeConfig, topics
 
 from oneshot import compress
-from oneshot.calibration import (
-    _parse_hub_source,
+from oneshot.errors import CalibrationError, MemoryLimitError
+from oneshot.text import (
+    Text,
     iter_documents,
-    load_calibration,
+    load_text,
     load_tokenizer,
-    mixed,
+    mix,
     pack,
     shares,
     split_sources,
+    write_text,
 )
-from oneshot.errors import CalibrationError, MemoryLimitError
-from oneshot.records import CalibrationSet
-from oneshot.sampling import DOCUMENT_TOKENS, FORMS, TOPICS, _continued, openings, sample_calibration
+from oneshot.text.self_written import DOCUMENT_TOKENS, FORMS, TOPICS, _continued, openings
+from oneshot.text.sources import _parse_hub_source
 
 DOCUMENTS = [f"Document {number}: " + topics(number, number + 1)[:200] for number in range(12)]
 
@@ -41,12 +42,12 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def load(source: Path | str, tokenizer: Any, *, seed: int = 0, num: int = 8, length: int = 16) -> CalibrationSet:
-    return load_calibration(str(source), tokenizer, num_sequences=num, sequence_length=length, seed=seed)
+def load(source: Path | str, tokenizer: Any, *, seed: int = 0, num: int = 8, length: int = 16) -> Text:
+    return load_text(str(source), tokenizer, num_sequences=num, sequence_length=length, seed=seed)
 
 
 def by_hand(documents: list[str], tokenizer: Any, length: int) -> torch.Tensor:
-    """Tokens of the documents, each followed by an empty line, one after the other, cut into rows."""
+    """Return the tokens of the documents, each followed by an empty line, cut into rows."""
     tokens = [token for document in documents for token in tokenizer(document + "\n\n")["input_ids"]]
     return torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
 
@@ -64,7 +65,7 @@ def test_a_text_file_is_packed_in_order(tokenizer: Any, tmp_path: Path) -> None:
     assert tokenizer.decode(calibration.token_ids.flatten()) in topics(0, 3)
 
 
-def test_all_there_is_where_no_number_is_given(tokenizer: Any) -> None:
+def test_the_whole_text_is_packed_if_no_number_is_given(tokenizer: Any) -> None:
     packed = pack(iter(DOCUMENTS), tokenizer, num_sequences=None, sequence_length=16, source="x")
     assert torch.equal(packed, by_hand(DOCUMENTS, tokenizer, 16))
 
@@ -129,7 +130,7 @@ def test_fewer_sequences_than_asked_for_is_a_warning(
         ("later.jsonl", b'{"text": "fine"}\n{"text": "bro', "later.jsonl"),
     ],
 )
-def test_texts_that_are_none(name: str, content: bytes | None, message: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_invalid_texts(name: str, content: bytes | None, message: str, tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -158,13 +159,13 @@ def test_hub_sources(source: str, parts: tuple[str | None, ...]) -> None:
 
 
 @pytest.mark.parametrize("source", ["a:b:c:d:e", ":en"])
-def test_hub_sources_that_are_none(source: str) -> None:
+def test_invalid_hub_sources(source: str) -> None:
     with pytest.raises(CalibrationError, match="org/name:config:split:column"):
         _parse_hub_source(source)
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match="holds no tokenizer"):
+    with pytest.raises(CalibrationError, match="does not hold a tokenizer"):
         load_tokenizer(tmp_path)
 
 
@@ -178,7 +179,7 @@ def test_a_damaged_tokenizer(tmp_path: Path) -> None:
 def test_a_model_writes_its_own_calibration_text(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """As many tokens as asked for; the seed decides which."""
+    """The text has the requested number of tokens, and the seed decides which."""
     config = make_config(make_checkpoint(), calibration="self", num_sequences=40, sequence_length=24)
     report = compress(config)
     assert report.calibration is not None
@@ -190,8 +191,8 @@ def test_a_model_writes_its_own_calibration_text(
     assert other.calibration["token_hash"] != report.calibration["token_hash"]
 
 
-def sample(folder: Path, tokenizer: Any, *, num: int, length: int, seed: int = 0) -> CalibrationSet:
-    return sample_calibration(
+def sample(folder: Path, tokenizer: Any, *, num: int, length: int, seed: int = 0) -> Text:
+    return write_text(
         folder,
         tokenizer,
         num_sequences=num,
@@ -204,7 +205,7 @@ def sample(folder: Path, tokenizer: Any, *, num: int, length: int, seed: int = 0
 
 
 def test_documents_are_drawn_from_the_models_distribution(make_checkpoint: MakeCheckpoint) -> None:
-    """Frequencies of the token behind two beginnings of different lengths against the softmax behind each alone."""
+    """Compare token frequencies after two beginnings of different lengths with the softmax after each alone."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(make_checkpoint()).eval()
@@ -224,8 +225,8 @@ def test_documents_are_drawn_from_the_models_distribution(make_checkpoint: MakeC
             assert abs(statistic - degrees) < 5 * (2 * degrees) ** 0.5
 
 
-def test_sampled_text_is_openings_and_what_follows(make_checkpoint: MakeCheckpoint, tokenizer: Any) -> None:
-    """Whatever the model's own generation config says of where documents end and how they are drawn."""
+def test_self_written_text_is_openings_and_continuations(make_checkpoint: MakeCheckpoint, tokenizer: Any) -> None:
+    """The model's own generation config has no influence on the end of documents or on the draws."""
     folder = make_checkpoint()
     habits = {"eos_token_id": list(range(100)), "do_sample": True, "top_k": 2, "repetition_penalty": 2.0}
     (folder / "generation_config.json").write_text(json.dumps(habits))
@@ -253,7 +254,7 @@ def test_openings_are_of_every_kind_and_never_end() -> None:
 
 
 def test_sources_share_the_sequences(tokenizer: Any, tmp_path: Path) -> None:
-    """Each gives equally many; all are in one seeded order."""
+    """Each gives equally many, and all are in one seeded order."""
     for name, first in (("a", 0), ("b", 20)):
         (tmp_path / f"{name}.txt").write_text(topics(first, first + 10))
     names = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
@@ -261,12 +262,12 @@ def test_sources_share_the_sequences(tokenizer: Any, tmp_path: Path) -> None:
     counts = shares(9, names)
     assert counts == [5, 4]
     parts = [load(name, tokenizer, num=count) for name, count in zip(names, counts, strict=True)]
-    first, again, other = (mixed(parts, seed) for seed in (0, 0, 1))
+    first, again, other = (mix(parts, seed) for seed in (0, 0, 1))
     assert first.token_hash == again.token_hash != other.token_hash
     every = {tuple(row) for part in parts for row in part.token_ids.tolist()}
     assert {tuple(row) for row in first.token_ids.tolist()} == every
     assert first.source == "+".join(names)
-    assert mixed(parts[:1], 0) is parts[0]
+    assert mix(parts[:1], 0) is parts[0]
     with pytest.raises(CalibrationError, match="too few for the 2 sources"):
         shares(1, names)
 
@@ -290,11 +291,11 @@ def test_text_from_a_file_and_from_the_model(
     assert compress(replace(config, output=str(tmp_path / "again"))).calibration == report.calibration
 
 
-def test_a_tokenizer_that_knows_no_english_writes_nothing(make_checkpoint: MakeCheckpoint) -> None:
+def test_a_tokenizer_without_english_text_is_refused(make_checkpoint: MakeCheckpoint) -> None:
     with pytest.raises(CalibrationError, match="no tokens of English text"):
         sample(make_checkpoint(), lambda text: {"input_ids": []}, num=1, length=8)
 
 
-def test_a_model_that_does_not_fit_is_not_sampled(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+def test_a_model_that_does_not_fit_writes_no_text(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     with pytest.raises(MemoryLimitError, match="--max-memory"):
         compress(make_config(make_checkpoint(), calibration="self", max_memory_bytes=1000))

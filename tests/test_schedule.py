@@ -1,0 +1,259 @@
+"""The schedule: one function decides the stages, streams and profiled kinds of a run, and the run follows it."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+from factories import MakeCheckpoint, MakeConfig
+
+from oneshot import Config, Target, compress, pipeline, run
+from oneshot.compression import layer as layer_module
+from oneshot.config import FormName
+from oneshot.errors import OneshotError
+from oneshot.export import FORMS
+from oneshot.families import LLAMA, ModelShape
+from oneshot.families.opt import OPT
+from oneshot.planning import Grid, Plan, make_plan
+from oneshot.profiling import PROBED_KINDS, LayerProfiler
+from oneshot.recipes import Correction, Selector, find_recipe
+from oneshot.schedule import Schedule, make_schedule, profile_schedule
+from oneshot.stream import States
+
+TIED = ModelShape(4, 64, 256, 8, 4, 8, vocab_size=100, tied=True)
+UNTIED = ModelShape(4, 64, 256, 8, 4, 8, vocab_size=100)
+OPT_SHAPE = ModelShape(
+    4, 64, 256, 8, 8, 8, True, True, True, vocab_size=100, tied=True, layer_norms=True, gated=False, num_positions=50
+)
+FFN, HEADS, LAYER = "ffn", "heads", "layer"
+
+
+def grid_of(form: str, shape: ModelShape = TIED) -> Grid:
+    model: Any = SimpleNamespace(family=OPT if shape.layer_norms else LLAMA, shape=shape)
+    return FORMS[form].grid(model)  # type: ignore[index]
+
+
+def schedule_of(
+    form: str, recipe: str, *, shape: ModelShape = TIED, has_profile: bool = False, **options: Any
+) -> tuple[Schedule, Plan]:
+    """Return the schedule of a run with these options, and the plan with equal layers that it is made for."""
+    if not options.keys() & {"sparsity", "hidden_size", "value_size", "query_key_size"}:
+        options["sparsity"] = 0.2
+    config = Config.of("in", "out", recipe=recipe, form=form, **options)
+    grid = grid_of(form, shape)
+    method = grid.settle(config.method)
+    plan = make_plan(grid, method, config.target)
+    return make_schedule(method, plan, grid, has_profile=has_profile), plan
+
+
+# (form, recipe, options) -> the attributes of the schedule that differ from an empty one
+CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    # equal layers: no profile
+    ("stock", "oneshot", {}, {"streams": 2}),
+    ("stock", "oneshot", {"sparsity": 0.0}, {}),
+    ("stock", "oneshot", {"correction": "same-layer"}, {"streams": 1}),
+    ("stock", "oneshot", {"correction": "none"}, {"streams": 1}),
+    ("stock", "flap", {}, {"streams": 1}),
+    ("stock", "random", {}, {}),
+    ("stock", "magnitude", {}, {}),
+    ("stock", "magnitude", {"correction": "bias"}, {"streams": 1}),
+    ("stock", "magnitude", {"heads": "magnitude"}, {"streams": 1, "solves_heads": True}),
+    ("stock", "stat", {}, {"streams": 2, "solves_heads": True}),
+    ("stock", "stat", {"sparsity": 0.0}, {"solves_heads": True}),
+    # up_proj
+    ("stock", "oneshot", {"up_steps": 2}, {"streams": 2, "corrects_up": True}),
+    ("stock", "oneshot", {"up_steps": 2, "correction": "same-layer"}, {"streams": 1, "corrects_up": True}),
+    ("stock", "oneshot", {"up_steps": 2, "sparsity": 0.0}, {}),
+    ("per-layer", "oneshot", {"up_steps": 2, "value_size": 4}, {"streams": 2, "solves_heads": True}),
+    # the hidden size
+    ("stock", "tcsp", {}, {"finds_subspaces": True}),
+    ("per-layer", "group-pca", {"group_size": 2}, {"finds_subspaces": True}),
+    (
+        "stock",
+        "tcsp",
+        {"correction": "two-stream"},
+        {"finds_subspaces": True, "streams": 2, "solves_heads": True},
+    ),
+    (
+        "stock",
+        "tcsp",
+        {"hidden_size": 60, "ffn": "id", "sparsity": 0.3, "correction": "same-layer"},
+        {"finds_subspaces": True, "streams": 1},
+    ),
+    # sizes inside heads
+    ("per-layer", "oneshot", {"value_size": 4}, {"streams": 2, "solves_heads": True}),
+    ("per-layer", "oneshot", {"query_key_size": 4}, {"streams": 2}),
+    ("per-layer", "magnitude", {"query_key_size": 4}, {"streams": 1}),
+    ("per-layer", "magnitude", {"value_size": 4}, {"streams": 1, "solves_heads": True}),
+    # a profile decides
+    (
+        "per-layer",
+        "oneshot",
+        {},
+        {"plans_by_profile": True, "profiled_kinds": (FFN,), "profiles_embedding": True, "streams": 2},
+    ),
+    (
+        "per-layer",
+        "oneshot",
+        {"up_steps": 2, "embedding": "none"},
+        {"plans_by_profile": True, "profiled_kinds": (FFN,), "streams": 2, "corrects_up": True},
+    ),
+    (
+        "per-layer",
+        "oneshot",
+        {"heads": "id"},
+        {
+            "plans_by_profile": True,
+            "profiled_kinds": (FFN, HEADS),
+            "profiles_embedding": True,
+            "streams": 2,
+            "solves_heads": True,
+        },
+    ),
+    ("per-layer", "oneshot", {"sparsity": 0.0}, {}),
+    ("per-layer", "oneshot", {"allocation": "uniform"}, {"streams": 2}),
+    ("per-layer", "flap", {}, {"plans_by_profile": True, "profiled_kinds": (FFN,), "streams": 1}),
+    ("per-layer", "magnitude", {}, {"plans_by_profile": True, "profiled_kinds": (FFN,)}),
+    (
+        "stock",
+        "stat",
+        {"allocation": "sensitivity"},
+        {"plans_by_profile": True, "profiled_kinds": (FFN, HEADS), "streams": 2, "solves_heads": True},
+    ),
+    # whole layers
+    (
+        "stock",
+        "oneshot",
+        {"depth": "sensitivity"},
+        {"plans_by_profile": True, "profiled_kinds": (FFN, LAYER), "streams": 2},
+    ),
+    ("stock", "oneshot", {"depth": "sensitivity", "sparsity": 0.0}, {}),
+    (
+        "stock",
+        "oneshot",
+        {"depth": "sensitivity", "ffn": "none"},
+        {"plans_by_profile": True, "profiled_kinds": (LAYER,)},
+    ),
+    (
+        "stock",
+        "oneshot",
+        {"depth": "sensitivity", "ffn": "none", "heads": "id", "sparsity": 0.1},
+        {"plans_by_profile": True, "profiled_kinds": (HEADS, LAYER), "streams": 2, "solves_heads": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "recipe", "options", "expected"), CASES, ids=str)
+def test_the_schedule_of_a_run(form: str, recipe: str, options: dict[str, Any], expected: dict[str, Any]) -> None:
+    schedule, _ = schedule_of(form, recipe, **options)
+    assert schedule == Schedule(**expected)
+    assert schedule.two_streams == (schedule.streams == 2)
+    assert schedule.makes_profile == bool(schedule.profiled_kinds)
+    reads = bool(expected.keys() & {"streams", "plans_by_profile", "finds_subspaces"})
+    assert schedule.reads_text == reads
+
+
+@pytest.mark.parametrize(("form", "recipe", "options", "expected"), CASES, ids=str)
+def test_a_given_profile_only_removes_the_profiled_kinds(
+    form: str, recipe: str, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    schedule, _ = schedule_of(form, recipe, has_profile=True, **options)
+    assert schedule == Schedule(**expected | {"profiled_kinds": ()})
+    assert not schedule.makes_profile
+    assert schedule.may_rank_embedding == expected.get("profiles_embedding", False)
+
+
+@pytest.mark.parametrize(("shape", "ranked"), [(TIED, True), (UNTIED, False), (OPT_SHAPE, False)], ids=str)
+def test_only_a_tied_embedding_without_layer_norms_is_profiled(shape: ModelShape, ranked: bool) -> None:
+    schedule, _ = schedule_of("per-layer", "oneshot", shape=shape, sparsity=0.1)
+    assert schedule.profiles_embedding == ranked
+    assert schedule.profiled_kinds == (FFN,)
+    alone = profile_schedule(grid_of("stock", shape))
+    assert alone == Schedule(profiled_kinds=PROBED_KINDS, profiles_embedding=ranked)
+    assert alone.reads_text
+
+
+def test_combinations_of_selectors_and_corrections() -> None:
+    """Check the rules for every pair of selectors, every correction and both forms, if the options are valid."""
+    checked = 0
+    for form, ffn, heads, correction in itertools.product(
+        get_args(FormName), get_args(Selector), ("none", "id", "magnitude"), get_args(Correction)
+    ):
+        try:
+            schedule, plan = schedule_of(
+                form, "oneshot", ffn=ffn, heads=heads, correction=correction, sparsity=0.04, embedding="none"
+            )
+        except OneshotError:
+            assert (ffn, heads) == ("none", "none")
+            continue
+        checked += 1
+        by_weights = ffn in ("magnitude", "random", "none") and heads == "none" and correction == "none"
+        assert plan.shrinks_layers(TIED)
+        assert schedule.streams == (0 if by_weights else 2 if correction == "two-stream" else 1)
+        assert schedule.plans_by_profile == (form == "per-layer")
+        probed = {FFN: ffn != "none", HEADS: heads != "none", LAYER: False}
+        kinds = tuple(kind for kind in PROBED_KINDS if probed[kind])
+        assert schedule.profiled_kinds == (kinds if form == "per-layer" else ())
+        assert schedule.solves_heads == (heads != "none")
+        assert not schedule.corrects_up
+        assert not schedule.finds_subspaces
+    assert checked == 2 * (10 * 3 - 1) * 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sparsity": 0.0},
+        {"recipe": "magnitude"},
+        {"recipe": "stat"},
+        {"recipe": "tcsp"},
+        {"recipe": "tcsp", "correction": "two-stream"},
+        {"correction": "same-layer", "up_steps": 1},
+        {"form": "per-layer", "heads": "id", "round_to": 1},
+        {"form": "per-layer", "value_size": 4, "recipe": "magnitude"},
+        {"depth": "sensitivity", "ffn": "none", "sparsity": 0.3},
+    ],
+    ids=str,
+)
+def test_the_run_follows_its_schedule(
+    options: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Record the schedule, and count the streams, profiles, corrections of `up_proj` and searches of subspaces."""
+    seen: dict[str, list[Any]] = {"schedules": [], "streams": [], "kinds": [], "up": [], "subspaces": [], "texts": []}
+
+    def recorded(name: str, original: Any, value: Any = lambda result, keywords: True) -> Any:
+        def record(*arguments: Any, **keywords: Any) -> Any:
+            result = original(*arguments, **keywords)
+            seen[name].append(value(result, keywords))
+            return result
+
+        return record
+
+    monkeypatch.setattr(
+        pipeline, "make_schedule", recorded("schedules", pipeline.make_schedule, lambda schedule, _: schedule)
+    )
+    monkeypatch.setattr(pipeline, "States", recorded("streams", States, lambda states, _: 1 + states.has_dense))
+    monkeypatch.setattr(pipeline, "find_subspaces", recorded("subspaces", pipeline.find_subspaces))
+    monkeypatch.setattr(layer_module, "correct_up", recorded("up", layer_module.correct_up))
+    monkeypatch.setattr("oneshot.run.load_text", recorded("texts", run.load_text))
+    monkeypatch.setattr(
+        LayerProfiler,
+        "__init__",
+        recorded("kinds", LayerProfiler.__init__, lambda _, keywords: tuple(keywords["probed"])),
+    )
+    report = compress(make_config(make_checkpoint(layers=3), **options))
+    (schedule,) = seen["schedules"]
+    assert seen["streams"] == ([schedule.streams] if schedule.streams else [])
+    assert seen["kinds"] == ([schedule.profiled_kinds] if schedule.makes_profile else [])
+    assert bool(seen["up"]) == schedule.corrects_up
+    assert bool(seen["subspaces"]) == schedule.finds_subspaces
+    assert bool(seen["texts"]) == schedule.reads_text == (report.calibration is not None)
+
+
+def test_the_plan_of_a_target_without_sparsity_is_scheduled() -> None:
+    """Give sizes alone: the FFN keeps its width, so no profile is made although the form lets layers differ."""
+    grid = grid_of("per-layer")
+    method = grid.settle(find_recipe("oneshot"))
+    plan = make_plan(grid, method, Target(value_size=4))
+    assert make_schedule(method, plan, grid, has_profile=False) == Schedule(streams=2, solves_heads=True)
