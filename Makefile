@@ -1,10 +1,10 @@
-# make setup | check | test | docs | demo | bench: each works on a fresh machine with Python 3.11 or newer.
+# make setup | check | test | docs | demo | bench | gpu-bundle: each works on a fresh machine with Python 3.11 or newer.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DATA_DIR ?= data
 
-.PHONY: setup check format test docs demo bench clean
+.PHONY: setup check format test docs demo bench gpu-bundle clean
 
 setup: $(VENV)/.installed
 
@@ -47,5 +47,9 @@ bench: setup
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/render.py
 
+# What benchmarks/gpu.py carries to a machine with a GPU and without network, into .gpu/ (less than 60 MiB).
+gpu-bundle: setup
+	$(BIN)/python benchmarks/gpu_bundle.py
+
 clean:
-	rm -rf $(VENV) demo site
+	rm -rf $(VENV) demo site .gpu

@@ -6,6 +6,7 @@ import sys
 
 from harness import ROOT, quality_rows, read_rows
 from plot import LAYERS, QUALITY, layers_svg, quality_svg
+from tables.gpu import gpu_memory_table, gpu_times_table
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
 from tables.other_tools import broad_tools_table, narrow_tools_table, summary_table
@@ -31,6 +32,7 @@ KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "experiments.md",
+    ROOT / "docs" / "gpu.md",
     ROOT / "docs" / "guides" / "form.md",
     ROOT / "docs" / "guides" / "text.md",
     ROOT / "docs" / "llama-cpp.md",
@@ -65,6 +67,8 @@ TABLES = {
     "processes": (processes_table, "processes"),
     "llama_cpp": (llama_cpp_table, "llama_cpp"),
     "sketch_quality": (sketch_table, "sketch_quality"),
+    "gpu_times": (gpu_times_table, "gpu_estimate"),
+    "gpu_memory": (gpu_memory_table, "gpu_estimate"),
 }
 
 

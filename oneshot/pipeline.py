@@ -271,7 +271,7 @@ def _compress_layers(
     """Compress the layers into the journal; those of an interrupted run are only replayed."""
     model, machine, states = run.model, run.machine, None
     if schedule.streams and journal.num_finished < model.shape.num_hidden_layers:
-        first = None if embedding is None else expanded(embedding, model.shape.hidden_size)
+        first = None if embedding is None else expanded(embedding, model.shape.hidden_size, machine.device)
         states = States(model, machine, run.text, two=schedule.two_streams, compressed_embedding=first)
         if subspaces is not None:
             states.defer(lambda x, _: subspaces.inside(x, 0))
@@ -286,6 +286,7 @@ def _compress_layers(
         compressor,
         states,
         journal,
+        device=machine.device,
         save_dtype=config.save_dtype,
         warnings=run.warnings,
         show_progress=run.show_progress,
@@ -304,6 +305,7 @@ def _journal(config: Config, run: Run, plan: Plan, fingerprint: dict[str, Any]) 
         resume=config.resume,
         expected_bytes=expected_bytes(config.save_dtype, model.checkpoint, parameters),
         max_file_bytes=config.max_file_bytes,
+        background=run.machine.device.type == "cuda",
     )
 
 

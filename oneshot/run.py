@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from oneshot_kernels.backend import KernelError
 
 from oneshot.checkpoint import Checkpoint, GgufHeader, Model, gguf_header, identify, locate_checkpoint, peek_saved
 from oneshot.config import Config, Target
@@ -24,8 +25,16 @@ from oneshot.footprint import (
     predict_footprint,
     refuse_conversion,
 )
-from oneshot.machine import Machine, Store, join_workers, resolve_device, resolve_dtype
-from oneshot.machine.memory import release_heap, reset_peak
+from oneshot.machine import (
+    Machine,
+    Store,
+    exact_products,
+    join_workers,
+    limited_memory,
+    resolve_device,
+    resolve_dtype,
+)
+from oneshot.machine.memory import device_capacity, release_heap, reset_peak
 from oneshot.planning import Budget, Plan, Profile, parameter_budget
 from oneshot.profiling import load_profile, make_profile, measured_seconds, refuse_other
 from oneshot.recipes import TOKENS_PER_NEURON
@@ -33,7 +42,17 @@ from oneshot.report.progress import ProgressBar, WarningLog
 from oneshot.report.provenance import versions
 from oneshot.report.records import Footprint
 from oneshot.schedule import Schedule
-from oneshot.text import SELF, Text, load_text, load_tokenizer, mix, shares, split_sources, write_text
+from oneshot.text import (
+    SELF,
+    Text,
+    documents_together,
+    load_text,
+    load_tokenizer,
+    mix,
+    shares,
+    split_sources,
+    write_text,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +75,14 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: boo
         raise OutputError(
             f"Nothing can be written to {folder} ({error.strerror}); name another folder as --offload-dir."
         ) from error
-    with scratch as name, torch.inference_mode():
+    with scratch as name, torch.inference_mode(), exact_products():
         try:
             run = Run(config, Path(name), outputs, show_progress=show_progress)
-            with run.warnings:
+            with limited_memory(run.machine.device, config.machine.max_device_memory_bytes), run.warnings:
                 yield run
             run.machine.workers.wait()  # others may still read from this one's scratch folder
+        except KernelError as error:
+            raise DeviceError(f"{error} Unset ONESHOT_KERNELS to compute without Triton.") from error
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceError(
                 "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give a smaller "
@@ -90,13 +111,13 @@ class Run:
         show_progress: bool = False,
         header: GgufHeader | None = None,
     ) -> None:
-        reset_peak()
         self._config, self._outputs = config, outputs
         self.warnings = WarningLog()
         workers = join_workers(on_cpu=resolve_device(config.machine.device).type == "cpu")
         device = resolve_device(config.machine.device, workers.local_rank if workers.size > 1 else None)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        reset_peak()
         dtype = resolve_dtype(config.machine.dtype, device)
         self.machine = Machine(device, dtype, scratch, workers, batch_size=config.machine.batch_size)
         self.show_progress = show_progress and workers.is_main
@@ -167,6 +188,7 @@ class Run:
 
     def _write_text(self, num_sequences: int, tokenizer: Any) -> Text:
         length = self._config.text.sequence_length
+        capacity = device_capacity(self.machine.device, self._config.machine.max_device_memory_bytes)
         with ProgressBar(
             num_layers=1,
             num_tokens=num_sequences * length,
@@ -182,6 +204,7 @@ class Run:
                 device=self.machine.device,
                 dtype=self.machine.dtype,
                 max_memory_bytes=self._config.machine.max_memory_bytes,
+                together=documents_together(self.model.shape, self.machine.dtype, capacity),
                 advance=progress.advance,
             )
 

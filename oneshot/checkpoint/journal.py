@@ -18,6 +18,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from oneshot.checkpoint.durable import UNFINISHED, checksum, make_durable, read_whole, write_whole
 from oneshot.checkpoint.join import StoredTensor, file_names, group_by_size, stored_tensors, write_joined
 from oneshot.checkpoint.reader import INDEX_NAME, all_finite
-from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OutputError, PlanError, ProfileError
+from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OutputError, PlanError, ProfileError, cause
 from oneshot.machine import ALONE, Workers
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,8 @@ class Journal:
         resume: whether to continue an interrupted run; without one, a run starts from the beginning.
         expected_bytes: of the result's weights, to check the free disk space.
         max_file_bytes: of one weight file of the result.
+        background: whether a thread writes a part while the next one is computed. At most one part waits. Its error
+            is raised by the next call, or when the journal is left.
 
     Raises `OutputError` if the output exists, is being written by another process, belongs to another run, cannot be
     written, or the disk is full.
@@ -120,11 +123,14 @@ class Journal:
         resume: bool = False,
         expected_bytes: int = 0,
         max_file_bytes: int = 2**62,
+        background: bool = False,
     ) -> None:
         self.folder, self._work, self._num_parts = folder, incomplete_folder(folder), num_parts
         self._max_file_bytes, self._workers = max_file_bytes, workers
         self.partial = self._work / CHECKPOINT
         self.num_finished = 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal") if background else None
+        self._pending: Future[None] | None = None
         if workers.is_main:
             self._acquire(overwrite=overwrite, resume=resume)
             try:
@@ -231,7 +237,14 @@ class Journal:
     ) -> None:
         if not self._workers.is_main:
             return
-        self._leave(useless=isinstance(error, WRONG_INPUT))
+        late = None if self._pending is None else self._pending.exception()  # the thread finishes its part
+        self._pending = None
+        if self._thread is not None:
+            self._thread.shutdown()
+        if error is not None and late is not None:
+            logger.warning("The last part was not written (%s).", cause(late))
+        reason = late if error is None else error
+        self._leave(useless=isinstance(reason, WRONG_INPUT))
         if self._work.exists():
             logger.warning(
                 "%s keeps %d of %d parts; the same command with --resume continues after them.",
@@ -239,8 +252,10 @@ class Journal:
                 self.num_finished,
                 self._num_parts,
             )
-        if isinstance(error, OSError):
-            raise OutputError(_unwritable(self.folder, error.strerror or str(error))) from error
+        if isinstance(reason, OSError):
+            raise OutputError(_unwritable(self.folder, reason.strerror or str(reason))) from reason
+        if error is None and late is not None:
+            raise late
 
     def _leave(self, *, useless: bool = False) -> None:
         """Release the lock, and remove the folder unless it holds something to continue with."""
@@ -255,10 +270,25 @@ class Journal:
 
         Raises `OutputError` for a tensor with NaN or Inf.
         """
+        self._settle()
         number = self.num_finished
         self.num_finished += 1
         if not self._workers.is_main:
             return
+        if self._thread is None:
+            self._write_part(number, tensors, record, scaffold)
+        else:
+            self._pending = self._thread.submit(self._write_part, number, tensors, record, scaffold)
+
+    def _settle(self) -> None:
+        """Wait for the part that a thread writes; raises its error."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write_part(
+        self, number: int, tensors: Tensors, record: dict[str, Any] | None, scaffold: Tensors | None
+    ) -> None:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not all_finite(tensor):
                 self.num_finished = number
@@ -290,6 +320,7 @@ class Journal:
 
     def save(self, name: str, values: dict[str, Any]) -> None:
         """Write JSON values that a resumed run finds with `saved`."""
+        self._settle()
         if self._workers.is_main:
             write_whole(_saved_path(self.folder, name), json.dumps(values))
 
@@ -299,6 +330,7 @@ class Journal:
 
     def save_tensors(self, name: str, tensors: Tensors) -> None:
         """Write tensors that a resumed run finds with `saved_tensors`."""
+        self._settle()
         if self._workers.is_main:
             self._write(self._tensors_path(name), tensors)
 
@@ -313,6 +345,7 @@ class Journal:
 
     def reread(self, number: int) -> tuple[Tensors, Tensors]:
         """Return the tensors and the scaffold of a finished part, on every process."""
+        self._settle()
 
         def load() -> tuple[Tensors, Tensors]:
             part, scaffold = (
@@ -327,6 +360,7 @@ class Journal:
 
         One `model.safetensors` if it is small enough, else numbered files with an index. No tensor is in memory.
         """
+        self._settle()
         if not self._workers.is_main:
             return
         done = [read_whole(path) for path in sorted(self._work.glob("joined-*.json"))]
@@ -360,6 +394,7 @@ class Journal:
 
     def commit(self) -> None:
         """Move the complete folder to its final place, and remove the traces of its making."""
+        self._settle()
         if not self._workers.is_main:
             return
         if self.folder.exists():

@@ -145,6 +145,12 @@ def predicted_error(
 
 
 def _energy(gram: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return `tr(Cᵀ G C) = ‖A C‖²` in float64, by panels of the Gram's rows to avoid a float64 copy."""
+    """Return `tr(Cᵀ G C) = ‖A C‖²`, by panels of the Gram's rows to avoid a float64 copy.
+
+    It is only reported. So on CUDA products are float32, 20 to 60 times as fast as float64 on many cards; sums are not.
+    """
+    products = torch.float32 if gram.is_cuda else torch.float64
+    columns = columns.to(products)
     panels = zip(gram.split(ENERGY_PANEL), columns.split(ENERGY_PANEL), strict=True)
-    return torch.stack([(part * (panel.double() @ columns)).sum() for panel, part in panels]).sum()
+    energies = [(part * (panel.to(products) @ columns)).sum(dtype=torch.float64) for panel, part in panels]
+    return torch.stack(energies).sum()

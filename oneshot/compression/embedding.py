@@ -14,6 +14,7 @@ import torch
 from oneshot.compression.fold import PANEL_ROWS, times
 from oneshot.families import TableShape
 from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.machine.transfer import as_like
 from oneshot.planning import vocabulary_ranges
 
 DAMPING = 1e-4  # of the head's Gram, in units of its mean diagonal; no direction may be free
@@ -26,7 +27,7 @@ _TABLES = "model.embed_tokens.tables."
 def range_errors(
     embedding: torch.Tensor, gram: torch.Tensor, probabilities: torch.Tensor, whole: Iterable[int] = ()
 ) -> torch.Tensor:
-    """Return what every rank of every range loses of the logits, `(ranges, D + 1)` float64; rank 0 sums to one.
+    """Return what every rank of every range loses of the logits, `(ranges, D + 1)` on the host; rank 0 sums to one.
 
     Args:
         embedding: `(N, D)`. gram: `H (D, D)` of what the head reads. probabilities: `(N,)` of the tokens.
@@ -34,10 +35,10 @@ def range_errors(
     """
     ranges, width = vocabulary_ranges(len(embedding)), embedding.shape[1]
     root = _root(gram)
-    errors = torch.zeros(len(ranges), width + 1, dtype=torch.float64, device=gram.device)
+    errors = torch.zeros(len(ranges), width + 1, dtype=torch.float64)
     for index, part in enumerate(ranges):
         _, energies = _decompose(embedding[part], probabilities[part], root)
-        errors[index, :-1] = energies.flip(0).cumsum(0).flip(0)
+        errors[index, :-1] = energies.cpu().flip(0).cumsum(0).flip(0)  # not deterministic on CUDA
     errors /= errors[:, 0].sum().clamp_min(torch.finfo(errors.dtype).tiny)  # the rows may all be zero
     for token in whole:
         errors[token // ranges[0].stop, :-1] = torch.inf
@@ -60,19 +61,19 @@ def reduce_embedding(
         rows = embedding[part]
         if table.rank < embedding.shape[1]:
             directions = _decompose(rows, probabilities[part], root)[0][:, : table.rank]
-            rows = times(rows, (root @ directions).cpu())
-            reduced[_map(index)] = (directions.T @ inverse).T.to("cpu", embedding.dtype).contiguous()
+            rows = times(rows, root @ directions)
+            reduced[_map(index)] = as_like((directions.T @ inverse).T, embedding).contiguous()
         reduced[_table(index)] = rows.contiguous()
     return reduced
 
 
-def expanded(reduced: Tensors, width: int) -> torch.Tensor:
-    """Return the whole embedding `(N, width)` that the tables and maps stand for."""
+def expanded(reduced: Tensors, width: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the whole embedding `(N, width)` that the tables and maps stand for; `device` multiplies them."""
     tables = [reduced[_table(index)] for index in range(sum(name.startswith(_TABLES) for name in reduced))]
     sizes = [len(rows) for rows in tables]
     whole = tables[0].new_empty(sum(sizes), width)
     for index, (rows, place) in enumerate(zip(tables, whole.split(sizes), strict=True)):
-        place.copy_(times(rows, reduced[_map(index)].double().T) if _map(index) in reduced else rows)
+        place.copy_(times(rows, reduced[_map(index)].to(device).double().T) if _map(index) in reduced else rows)
     return whole
 
 
@@ -111,6 +112,6 @@ def _gram(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return `Eᵀ diag(w) E (D, D)` float64 on the device of the weights, by panels of rows."""
     total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=weights.device)
     for panel, weight in zip(rows.split(PANEL_ROWS), weights.split(PANEL_ROWS), strict=True):
-        on_device = panel.to(total)
+        on_device = as_like(panel, total)
         total.addmm_(on_device.T, on_device * weight.unsqueeze(1))
     return total

@@ -6,6 +6,7 @@ import torch
 
 from oneshot.compression.correction import Factors
 from oneshot.families import Attention, ModelShape, Stack, Sublayer
+from oneshot.machine.transfer import as_like
 
 Tensors = dict[str, torch.Tensor]
 
@@ -51,10 +52,10 @@ def fold_sublayer(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, facto
         for name in (f"{linear}.weight", f"{linear}.bias"):
             if name in folded:
                 folded[name] = folded[name][rows.to(folded[name].device)]
-    folded[f"{writer}.weight"] = factors.weight[:, : len(columns)].to(weight)
+    folded[f"{writer}.weight"] = as_like(factors.weight[:, : len(columns)], weight)
     if f"{writer}.bias" in tensors:
         bias = tensors[f"{writer}.bias"]
-        folded[f"{writer}.bias"] = factors.weight[:, len(columns)].to(bias)
+        folded[f"{writer}.bias"] = as_like(factors.weight[:, len(columns)], bias)
     return folded
 
 
@@ -63,7 +64,7 @@ def confine(tensors: Tensors, linear: str, basis: torch.Tensor) -> Tensors:
     confined = dict(tensors)
     for name in (f"{linear}.weight", f"{linear}.bias"):
         if name in tensors:
-            confined[name] = (basis @ (basis.T @ tensors[name].to(basis))).float()
+            confined[name] = (basis @ (basis.T @ as_like(tensors[name], basis))).float()
     return confined
 
 
@@ -85,7 +86,7 @@ def fold_hidden(tensors: Tensors, stack: Stack, bases: list[torch.Tensor]) -> Te
         folded[f"{norm}.weight"] = tensors[f"{norm}.weight"].new_ones(basis.shape[1])
         for name in (f"{sublayer.writer}.weight", f"{sublayer.writer}.bias"):
             if name in tensors:
-                folded[name] = (after.T @ tensors[name].to(after)).float()
+                folded[name] = (after.T @ as_like(tensors[name], after)).float()
         if after is not basis:
             folded[f"{sublayer.shortcut}.weight"] = (after.T @ basis).float()
     return folded
@@ -131,7 +132,7 @@ def fold_head(
     first, last = bases
     ones = gamma.new_ones(last.shape[1])
     if keep_tied:
-        return FoldedHead(ones, None, bias, project_input(first.T, gamma, last).to(head))
+        return FoldedHead(ones, None, bias, as_like(project_input(first.T, gamma, last), head))
     return FoldedHead(ones, project_input(head, gamma, last), bias)
 
 
@@ -161,9 +162,12 @@ def without_mean(rows: torch.Tensor) -> torch.Tensor:
 def project_input(weight: torch.Tensor, norm: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Return `√(D/d) W diag(γ) P`: a linear after a norm, for coordinates in the subspace."""
     scale = (basis.shape[0] / basis.shape[1]) ** 0.5
-    return times(weight, scale * norm.to(basis).unsqueeze(1) * basis)
+    return times(weight, scale * as_like(norm, basis).unsqueeze(1) * basis)
 
 
 def times(weight: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return `weight @ matrix`, computed in float64, in the weight's dtype; by panels, because embeddings are large."""
-    return torch.cat([(panel.to(matrix) @ matrix).to(weight) for panel in weight.split(PANEL_ROWS)])
+    """Return `weight @ matrix` in the weight's dtype and place, computed in float64 where the matrix is.
+
+    By panels, because embeddings are large.
+    """
+    return torch.cat([as_like(as_like(panel, matrix) @ matrix, weight) for panel in weight.split(PANEL_ROWS)])

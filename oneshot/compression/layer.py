@@ -13,12 +13,15 @@ from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.compression.up_proj import correct_up, up_passes
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
+from oneshot.machine.transfer import Uploader, to_host
 from oneshot.planning import Grid, Plan
 from oneshot.recipes import Method
 from oneshot.report.records import SublayerReport
 from oneshot.stream import Layer, States
 
 Tensors = dict[str, torch.Tensor]
+
+Solved = tuple[Tensors, InnerMaps, list[SublayerReport]]  # the working layer, maps of its heads, what was lost
 
 INPUT_KINDS = {"heads": "attention input", "ffn": "ffn input"}
 
@@ -77,7 +80,7 @@ class LayerCompressor:
     ) -> None:
         self._model, self._method, self._plan, self._grid, self._machine = model, method, plan, grid, machine
         self._subspaces, self._states, self._seed = subspaces, states, seed
-        self._stack = model.family.stack
+        self._stack, self._upload = model.family.stack, Uploader(machine.device)
 
     def replay_layer(self, layer: int, tensors: Tensors, working: Tensors) -> None:
         """Move the streams through a layer that another run finished: its dense tensors and its `working` ones."""
@@ -85,8 +88,8 @@ class LayerCompressor:
         if states is None:
             return
         states.passes = 1
-        dense = states.builder.layer(tensors)
-        current = states.builder.layer(working) if working else None
+        dense = states.builder.layer(self._upload(tensors))
+        current = states.builder.layer(self._upload(working)) if working else None
         for task in self._tasks(layer):
             states.defer_dense(DensePass(task.index, dense))
             if current is not None:
@@ -94,19 +97,26 @@ class LayerCompressor:
         states.settle()
 
     def compress_layer(self, layer: int, tensors: Tensors) -> CompressedLayer:
-        """Return the layer's smaller tensors and what was lost."""
+        """Return the layer's smaller tensors, on the host, and what was lost.
+
+        On a CUDA device everything is computed from one copy of the layer; what did not change is not copied back.
+        """
         release_heap()  # of the last layer's factorisation
         tasks = self._tasks(layer)
         if self._plan.layers[layer].is_left_out:
             self.replay_layer(layer, tensors, {})
             gone = [SublayerReport(task.sublayer.kind, task.dense_units, 0) for task in tasks]
             return CompressedLayer({}, {}, gone)
-        working = self._confined(layer, tensors)
+        uploaded = self._upload(tensors)
+        working = self._confined(layer, uploaded)
         if self._states is None:
-            return self._by_weights(layer, tensors, working, tasks)
-        return self._by_text(layer, tensors, working, tasks, self._states)
+            working, maps, reports = self._by_weights(layer, working, tasks)
+        else:
+            working, maps, reports = self._by_text(layer, uploaded, working, tasks, self._states)
+        folded, working = self._fold(layer, tensors, uploaded, working, maps)
+        return CompressedLayer(folded, working, reports)
 
-    def _by_weights(self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask]) -> CompressedLayer:
+    def _by_weights(self, layer: int, working: Tensors, tasks: list[SublayerTask]) -> Solved:
         """Compress a layer whose neurons are chosen by weights alone."""
         reports = self._input_reports(layer, None)
         for task in tasks:
@@ -114,11 +124,11 @@ class LayerCompressor:
                 _, factors, _ = task.solve(working, None)
                 working = task.fold(working, factors)
                 reports.append(_report(task, factors, None))
-        return CompressedLayer(self._fold(layer, tensors, working, InnerMaps()), working, reports)
+        return working, InnerMaps(), reports
 
     def _by_text(
         self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
-    ) -> CompressedLayer:
+    ) -> Solved:
         """Compress a layer by what the text says about its activations."""
         states.passes = self._passes(tasks, states)
         dense = states.builder.layer(tensors)
@@ -153,7 +163,7 @@ class LayerCompressor:
             states.defer(solved[-1][2])
         states.settle()
         reports = [_report(task, factors, passed.error) for task, factors, passed in solved]
-        return CompressedLayer(self._fold(layer, tensors, working, maps), working, inputs + reports)
+        return working, maps, inputs + reports
 
     def _tasks(self, layer: int) -> list[SublayerTask]:
         return [
@@ -196,14 +206,19 @@ class LayerCompressor:
         """Return the layer with outputs inside the subspaces that read them."""
         if self._subspaces is None:
             return tensors
-        confined = {name: tensor.to(self._machine.device) for name, tensor in tensors.items()}
+        confined = tensors
         for index, sublayer in enumerate(self._stack.sublayers):
             after = self._subspaces.basis(self._stack.position(layer, index + 1))
             confined = confine(confined, sublayer.writer, after)
         return confined
 
-    def _fold(self, layer: int, tensors: Tensors, working: Tensors, maps: InnerMaps) -> Tensors:
-        """Return what the checkpoint stores: smaller coordinates, the dtypes of the input."""
+    def _fold(
+        self, layer: int, tensors: Tensors, uploaded: Tensors, working: Tensors, maps: InnerMaps
+    ) -> tuple[Tensors, Tensors]:
+        """Return what the checkpoint stores (smaller coordinates, the dtypes of the input) and `working`, on the host.
+
+        Tensors that did not change since they were uploaded are the input's.
+        """
         attention = self._stack.attention
         folded = fold_inner(working, attention, maps)
         if self._grid.folds_layer_norms:
@@ -213,10 +228,18 @@ class LayerCompressor:
             bases = [self._subspaces.basis(self._stack.position(layer, index)) for index in positions]
             folded = fold_hidden(folded, self._stack, bases)
         like = tensors[f"{attention.out}.weight"]
-        return {
-            name: tensor.to("cpu", tensors.get(name, like).dtype if tensor.is_floating_point() else tensor.dtype)
+        folded = {
+            name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor
             for name, tensor in folded.items()
         }
+        host = {id(tensor): tensors[name] for name, tensor in uploaded.items()}
+        changed = {id(tensor): tensor for tensor in (*folded.values(), *working.values()) if id(tensor) not in host}
+        copies = to_host({str(key): tensor for key, tensor in changed.items()})
+        host |= {key: copies[str(key)] for key in changed}
+        return (
+            {name: host[id(tensor)] for name, tensor in folded.items()},
+            {name: host[id(tensor)] for name, tensor in working.items()},
+        )
 
     def _input_reports(self, layer: int, dense: Layer | None) -> list[SublayerReport]:
         """Report what the subspaces leave out of the dense stream before every norm, measured on its last batch."""

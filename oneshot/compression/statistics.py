@@ -105,7 +105,7 @@ class GramAccumulator:
             return Statistics(self._gram, None, self._target_energy, int(num_rows))
         if weight is None:
             raise ValueError("this accumulator has a target: give the linear's weight")
-        columns = weight.T.to(self._gram)
+        columns = weight.to(self._gram.device).T.to(self._gram.dtype)
         reached = (self._cross * columns).sum(dtype=torch.float64)
         residual = self._cross.addmm_(self._gram, columns, alpha=-1)
         energy = self._target_energy - reached - (residual * columns).sum(dtype=torch.float64)

@@ -7,7 +7,7 @@ and corrects the writer over them. `fold.fold_sublayer` makes the smaller tensor
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -205,10 +205,7 @@ class SublayerTask:
 
     def shared(self, solve: Callable[[], Solution]) -> Solution:
         """Return what one worker solves, on the device of each."""
-        workers = self.machine.workers
-        if workers.size == 1:
-            return solve()
-        return moved(workers.share(self.position, lambda: moved(solve(), "cpu")), self.machine.device)
+        return self.machine.workers.share(self.position, solve)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return the compressed stream after the sublayer, in the subspace of the next position."""
@@ -343,15 +340,6 @@ class SublayerTask:
 def needs_statistics(method: Method) -> bool:
     """Return whether removing neurons or heads needs the text: not if weights alone choose and nothing is corrected."""
     return not (method.ffn in WEIGHT_SELECTORS and method.heads == "none" and method.correction == "none")
-
-
-def moved(solution: Any, device: torch.device | str) -> Any:
-    """Return factors, tensors or tuples of them with every tensor on a device."""
-    if isinstance(solution, tuple):
-        return tuple(moved(part, device) for part in solution)
-    if isinstance(solution, Factors):
-        return replace(solution, kept_columns=solution.kept_columns.to(device), weight=solution.weight.to(device))
-    return solution.to(device) if isinstance(solution, torch.Tensor) else solution
 
 
 def relative_error(target: torch.Tensor, reached: torch.Tensor) -> float:

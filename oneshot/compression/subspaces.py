@@ -17,6 +17,7 @@ from oneshot.compression.statistics import GramAccumulator
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
+from oneshot.machine.transfer import Uploader, pinned
 from oneshot.planning import HiddenPlan
 from oneshot.recipes import TokenWeighting
 from oneshot.stream import States, Step
@@ -118,8 +119,9 @@ def find_subspaces(
 
     states.passes = len(stack.sublayers)
     position = 0
-    for tensors in prefetch(model.read_layer, shape.num_hidden_layers):
-        layer = states.builder.layer(tensors)
+    upload = Uploader(machine.device)
+    for tensors in prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers):
+        layer = states.builder.layer(upload(tensors))
         for index in range(len(stack.sublayers)):
             gram = gram_of(lambda x, _, layer=layer, index=index: layer.run(index, x))  # type: ignore[misc]
             save_file({"gram": gram.cpu()}, _gram_path(machine.scratch, position))
@@ -157,14 +159,10 @@ def _decompose(folder: Path, group_of: tuple[int, ...], shared_weight: float, ma
         members = [position for position, member in enumerate(group_of) if member == group]
         own = total(members)
         counted = own + shared_weight * (everywhere - own) if shared_weight else own
-        directions = workers.share(group, partial(_directions, counted)).to(device)
+        directions = workers.share(group, partial(principal_directions, counted))
         energies += [energies_along(gram(position), directions).cpu() for position in members]
         save_file({"directions": directions.cpu().contiguous()}, _path(folder, group))
     return Subspaces(folder, group_of, torch.stack(energies))
-
-
-def _directions(gram: torch.Tensor) -> torch.Tensor:
-    return principal_directions(gram).cpu()
 
 
 def _gram_path(folder: Path, position: int) -> Path:

@@ -12,6 +12,7 @@ from oneshot.export.forms import Form
 from oneshot.export.saving import cast
 from oneshot.machine.memory import peak_bytes, peak_device_bytes
 from oneshot.machine.prefetch import prefetch
+from oneshot.machine.transfer import pinned
 from oneshot.planning import Plan
 from oneshot.report.progress import ProgressBar, WarningLog
 from oneshot.report.records import LayerReport
@@ -28,6 +29,7 @@ def write_layers(
     states: States | None,
     journal: Journal,
     *,
+    device: torch.device,
     save_dtype: SaveDtype,
     warnings: WarningLog,
     show_progress: bool,
@@ -43,7 +45,8 @@ def write_layers(
     with ProgressBar(num_layers=num_layers, num_tokens=num_tokens, visible=show_progress) as progress:
         if states is not None:
             states.advance = progress.advance
-        for layer, tensors in enumerate(prefetch(model.read_layer, num_layers)):
+        read = prefetch(lambda layer: pinned(model.read_layer(layer), device), num_layers)
+        for layer, tensors in enumerate(read):
             if layer < finished:
                 stored, scaffold = journal.reread(layer)
                 working = scaffold or (form.original(model, numbers[layer], stored) if stored else {})
@@ -78,6 +81,6 @@ def write_layers(
 def _same(stored: Tensors, working: Tensors) -> bool:
     """Return whether the streams passed exactly the stored tensors."""
     return stored.keys() == working.keys() and all(
-        stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor.cpu())
+        stored[name] is tensor or (stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor))
         for name, tensor in working.items()
     )

@@ -50,7 +50,7 @@ def folded_outside(
         keep_tied: whether the head stays the embedding. centred: whether rows of embeddings lose their mean.
         embedding: tensors that replace the embedding, for a plan with ranks.
     """
-    first = None if subspaces is None else subspaces.basis(0).cpu()
+    first = None if subspaces is None else subspaces.basis(0)
 
     def embeddings() -> Tensors:
         if embedding is not None:
@@ -65,7 +65,7 @@ def folded_outside(
         bases = None
         if subspaces is not None and first is not None:
             last = subspaces.basis(model.family.stack.position(model.shape.num_hidden_layers))
-            bases = first, last.cpu()
+            bases = first, last
         folded = fold_head(model.read_head(), model.read_final_norm(), bases, keep_tied=keep_tied)
         tensors = {names.norm: folded.norm}
         for name, tensor in (

@@ -17,7 +17,7 @@ from oneshot.footprint.memory import DEVICE_SLACK_BYTES, HEAP_SHARE, SLACK_BYTES
 from oneshot.footprint.seconds import measure_rates, predicted_seconds
 from oneshot.footprint.work import Work
 from oneshot.machine import Machine, Store
-from oneshot.machine.memory import peak_bytes, peak_device_bytes
+from oneshot.machine.memory import peak_bytes, peak_device_bytes, pinned_bytes
 from oneshot.report.records import Footprint
 from oneshot.report.terminal import gibibytes
 from oneshot.stream import LayerBuilder
@@ -91,7 +91,6 @@ def predict_footprint(
     listed = stages(work)
     stored = work.shape.stack().stored_parameters()
     compressed = stored if work.plan is None else work.grid.stack(work.plan).stored_parameters()
-    seconds = predicted_seconds(work, measure_rates(work.device, work.dtype)) if measure_time else {}
     stores: tuple[Store, ...] = ("device", "host", "disk") if work.device.type == "cuda" else ("host", "disk")
     for store in stores:
         host, host_stage = _peak(work, listed, store, bounds, computed=False)
@@ -101,6 +100,7 @@ def predict_footprint(
     else:
         _refuse((host, bounds.host_allowed, bounds.host_forced), host_stage, "host memory", "--max-memory")
         _refuse((device, bounds.device_allowed, bounds.device_forced), device_stage, "memory", "--max-device-memory")
+    seconds = predicted_seconds(work, measure_rates(work.device, work.dtype), store) if measure_time else {}
     offloaded = sum(work.store_bytes) if store == "disk" else 0
     refuse_full_disk(options, scratch_bytes(work) + offloaded)
     return Footprint(
@@ -142,25 +142,21 @@ def _peak(work: Work, listed: list[Stage], store: Store, bounds: Bounds, *, comp
     if computed and not on_cuda:
         return 0, listed[0]
 
+    stores = 0
+    if store == ("device" if computed else "host"):
+        pinned = on_cuda and not computed
+        stores = sum(pinned_bytes(size) if pinned else size for size in work.store_bytes)
+
     def needed(stage: Stage) -> float:
         size = stage.total(computed=computed)
         if not on_cuda:
             size += stage.total(computed=True)
-        return size * (1.0 if computed else HEAP_SHARE)
+        return size * (1.0 if computed else HEAP_SHARE) + stage.has_states * stores
 
     fullest = max(listed, key=needed)
-    stores = 0
-    if store == ("device" if computed else "host"):
-        pinned = on_cuda and not computed
-        stores = sum(_pinned(size) if pinned else size for size in work.store_bytes)
     held, before = (bounds.device_held, bounds.device_peak) if computed else (bounds.host_held, bounds.host_peak)
     slack = DEVICE_SLACK_BYTES if computed else SLACK_BYTES
-    return max(before, math.ceil(held + slack + stores + needed(fullest))), fullest
-
-
-def _pinned(size: int) -> int:
-    """Return the bytes that torch takes for pinned memory: the next power of two."""
-    return 1 << max(0, size - 1).bit_length()
+    return max(before, math.ceil(held + slack + needed(fullest))), fullest
 
 
 def _refuse(amounts: tuple[int, int, bool], stage: Stage, what: str, flag: str) -> None:

@@ -22,24 +22,24 @@ from oneshot.footprint.work import Work
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.latency import WIDTHS
 from oneshot.profiling.profiler import PROBE_SEQUENCES
-from oneshot.text.self_written import DOCUMENT_TOKENS, GENERATED_TOGETHER, SELF
+from oneshot.text.self_written import DOCUMENT_TOKENS, SELF, document_bytes
 
 SLACK_BYTES = 128 * 2**20
 HEAP_SHARE = 1.08
 DEVICE_SLACK_BYTES = 384 * 2**20  # workspaces of cuBLAS and cuSOLVER
 REPORT_BYTES = 64 * 2**20  # matplotlib draws a finished run
+LOADED_BYTES = 10 * 10**9  # two files of the usual size
 HUB_TEXT_BYTES = 256 * 2**20  # a shuffle buffer of documents, and pyarrow's
-OPENING_TOKENS = 32  # the openings of `text.self_written` take fewer
-CACHE_SHARE = 1.25  # of the KV cache: one layer's is copied whenever a token is added
 TEXT_FACTOR = 180  # bytes for a byte of a text file that is tokenised as one document
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What is in memory at the peak of a stage."""
+    """What is in memory at the peak of a stage. `has_states`: whether hidden states may be stored meanwhile."""
 
     name: str
     terms: tuple[Term, ...]
+    has_states: bool = True
 
     def total(self, *, computed: bool) -> float:
         """Return the bytes on the compute device (`computed`), or of what is always on the host."""
@@ -94,26 +94,26 @@ def _reading(source: str) -> Stage:
         size = 0
     elif Path(source).suffix and os.path.isfile(source):
         size = TEXT_FACTOR * os.path.getsize(source)
-    return Stage("reading the text", (Term(size, knobs=("--calibration",)),))
+    return Stage("reading the text", (Term(size, knobs=("--calibration",)),), has_states=False)
 
 
 def _writing(work: Work) -> list[Stage]:
     """Return the stages that load the model and let it write text."""
     shape, itemsize, knobs = work.shape, work.dtype.itemsize, ("--calibration",)
-    documents = min(GENERATED_TOGETHER, math.ceil(work.num_tokens / DOCUMENT_TOKENS))
-    cache = shape.stack().kv_bytes_per_token(itemsize) * documents * (OPENING_TOKENS + DOCUMENT_TOKENS)
-    logits = 4 * FLOAT * documents * shape.vocab_size
+    documents = min(work.documents_together, math.ceil(work.num_tokens / DOCUMENT_TOKENS))
     parameters = shape.stack().stored_parameters() * itemsize
     # on the host the mapped file is the model unless its dtype changes
     is_mapped = work.device.type == "cpu" and itemsize == work.stored_itemsize
-    loaded = Term(work.model_bytes, knobs=knobs)
+    # a device takes tensor by tensor, and pages of a mapped file are the system's to take back
+    loaded = Term(min(work.model_bytes, LOADED_BYTES) if work.on_cuda else work.model_bytes, knobs=knobs)
     copied = Term(0 if is_mapped else parameters, computed=True, knobs=knobs)
     model = loaded if is_mapped else copied
     return [
-        Stage("loading the model to write text (--calibration self)", (loaded, copied)),
+        Stage("loading the model to write text (--calibration self)", (loaded, copied), has_states=False),
         Stage(
             "letting the model write the text (--calibration self)",
-            (model, Term(CACHE_SHARE * cache + logits, computed=True)),
+            (model, Term(documents * document_bytes(shape, work.dtype), computed=True)),
+            has_states=False,
         ),
     ]
 
@@ -141,7 +141,9 @@ def _profile(work: Work) -> list[Stage]:
     grams = (terms.gram(work, size, residual=False), terms.gram(work, heads + shape.output_bias, residual=False))
     layer = (*terms.layer(work), terms.layer_copy(work), *grams, probes)
     batch = terms.activations(work, shape.intermediate_size)
-    curves = Term(3 * DOUBLE * size * size + 2 * DOUBLE * shape.hidden_size * size, computed=True)
+    weights = 3 * DOUBLE * shape.hidden_size * size
+    curves = Term(max((FLOAT + DOUBLE) * size * size, DOUBLE * size * size + weights), computed=True)
+    reduced = Term(work.on_cuda * work.layer_bytes, computed=True)
     correction = max(
         (terms.correction(work, size, kept, residual=False) for kept in (size // 2, 3 * size // 4)), key=terms.size_of
     )
@@ -154,7 +156,8 @@ def _profile(work: Work) -> list[Stage]:
         ),
         Stage("the profile's statistics", (*layer, batch)),
         Stage(
-            "the profile's error curves", (*layer, max(curves, correction, key=terms.size_of), terms.layer_copy(work))
+            "the profile's error curves",
+            (*layer, max(curves, correction, key=terms.size_of), terms.layer_copy(work), reduced),
         ),
         Stage("the profile's output divergences", logits),
     ]
@@ -194,7 +197,8 @@ def _outside(work: Work) -> Stage:
         return Stage("writing the embedding", (*terms.read(size), Term(terms.cast_share(work) * size)))
     panels = Term(
         3 * DOUBLE * min(PANEL_ROWS, work.shape.vocab_size) * work.shape.hidden_size
-        + DOUBLE * work.shape.hidden_size**2
+        + DOUBLE * work.shape.hidden_size**2,
+        computed=True,
     )
     return Stage("folding the embedding and the head", (Term((4 + terms.cast_share(work)) * size), panels, bases))
 
@@ -223,7 +227,7 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
         base = (*base, Term(attention_share * work.layer_bytes, computed=True))
     copies = (terms.layer_copy(work), terms.layer_copy(work, 1.0 if reshapes or work.schedule.finds_subspaces else 0.0))
     share = 1 - (1 - kept / width) * (1 - attention_share)
-    folded = (Term(share * work.layer_bytes), Term(DOUBLE * hidden * kept, computed=True))
+    folded = (Term(share * work.layer_bytes, computed=True), Term(DOUBLE * hidden * kept, computed=True))
     batch = terms.activations(work, width)
     target = Term(2 * work.batch_tokens * hidden * work.dtype.itemsize, computed=True, knobs=BATCH)
     listed = []
@@ -238,8 +242,11 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
     if work.schedule.streams:
         gram = terms.gram(work, size, residual=work.schedule.two_streams)
         slices = terms.held_out(work, size, residual=work.schedule.two_streams)
-        gathered = (*base, *copies, gram, *slices[:1], *terms.sketch(work), batch)
-        listed.append(Stage("the statistics of the neurons", gathered))
+        gathered = (*base, *copies, gram, *slices[:1], *terms.sketch(work))
+        listed.append(Stage("the statistics of the neurons", (*gathered, batch)))
+        if work.schedule.two_streams:
+            finished = Term(2 * FLOAT * hidden * size, computed=True)
+            listed.append(Stage("the residual of the neurons", (*gathered, target, finished)))
         solved = max(
             terms.pivoting(work, width, kept, work.method.ffn),
             terms.correction(work, size, kept_size, residual=work.schedule.two_streams),

@@ -3,7 +3,9 @@
 They are right to a factor of two. Downloads, disks, and other work on the machine are not included.
 """
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,24 +14,60 @@ from oneshot_kernels import cholesky_pivots_
 
 from oneshot.compression.up_proj import UP_BATCHES
 from oneshot.footprint.work import Work
+from oneshot.linalg.psd import CONDITION_STEPS
+from oneshot.machine import Store
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.profiler import PROBE_SEQUENCES, STATISTICS_SEQUENCES
 from oneshot.recipes import WEIGHT_SELECTORS
 from oneshot.text import SELF
+from oneshot.text.self_written import DOCUMENT_TOKENS
 
 MATRIX = 1024  # columns of the matrices that are timed on a CPU; a device gets four times as many
 PIVOTED = 768
+PANEL = 64  # pivots between two updates of a whole Gram on a device
+MOVED_BYTES = 256 * 2**20
+WARM_SECONDS = 0.05  # a device at rest has a low clock
 START_SECONDS = 3.0  # tokenizer, headers, report
+STEP_SECONDS = 0.8e-3  # of a layer while a device writes text token by token; estimated from its launches
+SOLVE_SECONDS = 0.5e-6  # for each row of a triangle that a device solves with one right-hand side; estimated
+
+Seconds = dict[str, float]  # by phase
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations per second: products in the compute dtype, in float32 and in float64, and pivoted Cholesky."""
+    """What a machine does in a second.
+
+    Attributes:
+        stream, sums, energies, double: operations of products: in the forward passes, in Grams, in the energies of the
+            report, and in float64.
+        pivoted: operations of pivoted Cholesky on a CPU.
+        pivot_seconds: of the launches of one pivot on a device; None for a CPU.
+        bandwidth, link: bytes that a device moves in its memory, and to or from pinned host memory.
+    """
 
     stream: float
-    single: float
+    sums: float
+    energies: float
     double: float
-    pivoted: float
+    pivoted: float = math.inf
+    pivot_seconds: float | None = None
+    bandwidth: float = math.inf
+    link: float = math.inf
+
+    @property
+    def on_device(self) -> bool:
+        return self.pivot_seconds is not None
+
+    def pivots(self, size: int, kept: float) -> float:
+        """Return the seconds of `kept` pivots of a Gram of `size` columns.
+
+        A device launches the kernels of each pivot, and updates the whole Gram after every panel of them.
+        """
+        if self.pivot_seconds is None:
+            return size**3 / 3 / self.pivoted
+        update = max(2 * 8 * size**2 / self.bandwidth, 2 * PANEL * size**2 / self.double)
+        return kept * self.pivot_seconds + kept / PANEL * update
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
@@ -40,19 +78,46 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         matrix = torch.ones(size, size, dtype=of, device=device)
         return 2 * size**3 / _seconds(lambda: matrix @ matrix, device)
 
-    gram = torch.eye(PIVOTED, dtype=torch.float64, device=device) + 0.1
-    single = product(torch.float32)
+    def gram(columns: int) -> torch.Tensor:
+        return torch.eye(columns, dtype=torch.float64, device=device) + 0.1
+
+    if device.type == "cpu":
+        single = product(torch.float32)
+        stream, double, small = (
+            single if dtype == torch.float32 else product(dtype),
+            product(torch.float64),
+            gram(PIVOTED),
+        )
+        pivoted = PIVOTED**3 / 3 / _seconds(lambda: cholesky_pivots_(small.clone(), rank=PIVOTED), device)
+        return Rates(stream, single, double, double, pivoted)
+    _warm_up(device)
+    large, moved = gram(size), torch.empty(MOVED_BYTES, dtype=torch.uint8, device=device)
+    waiting = torch.empty(MOVED_BYTES, dtype=torch.uint8, pin_memory=True)
+    stream, other = product(dtype), torch.empty_like(moved)
     return Rates(
-        stream=single if dtype == torch.float32 else product(dtype),
-        single=single,
+        stream,
+        sums=stream,
+        energies=product(torch.float32),
         double=product(torch.float64),
-        pivoted=PIVOTED**3 / 3 / _seconds(lambda: cholesky_pivots_(gram.clone(), rank=PIVOTED), device),
+        pivot_seconds=_seconds(lambda: cholesky_pivots_(large, rank=PANEL), device) / PANEL,
+        bandwidth=2 * MOVED_BYTES / _seconds(lambda: other.copy_(moved), device),
+        link=MOVED_BYTES / _seconds(lambda: moved.copy_(waiting, non_blocking=True), device),
     )
+
+
+def _warm_up(device: torch.device) -> None:
+    """Let a device work until its clock is up."""
+    matrix, started = torch.ones(MATRIX, MATRIX, device=device), time.perf_counter()
+    while time.perf_counter() - started < WARM_SECONDS:
+        matrix = matrix @ matrix * 0.0
+        torch.cuda.synchronize(device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the second of two runs."""
     for _ in range(2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         started = time.perf_counter()
         call()
         if device.type == "cuda":
@@ -60,74 +125,120 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def predicted_seconds(work: Work, rates: Rates) -> dict[str, float]:
+def predicted_seconds(work: Work, rates: Rates, store: Store = "device") -> dict[str, float]:
     """Return the seconds by stage, and their `total`."""
-    shape = work.shape
-    seconds = {"prepare": START_SECONDS}
-    forward = 2 * shape.layer_parameters() + 2 * work.text.sequence_length * _heads(work)  # for a token and a layer
-    layers, size = shape.num_hidden_layers, shape.intermediate_size
-    if SELF in work.texts:
-        written = work.num_tokens / len(work.texts)
-        seconds["prepare"] += 4 * written * layers * forward / rates.stream  # token by token: slower
-    if work.schedule.makes_profile:
-        length = work.text.sequence_length
-        read = min(STATISTICS_SEQUENCES, work.text.num_sequences) * length
-        probes = PROBE_SEQUENCES * length * len(work.schedule.profiled_kinds) * layers / 2
-        each = (read + probes) * forward / rates.stream + _gram(size, read) / rates.single
-        each += size**3 / 3 / rates.pivoted
-        if "heads" in work.schedule.profiled_kinds:
-            each += _gram(_heads(work), read) / rates.single
-        each += (size**3 / 3 + 8 * size**2 * shape.hidden_size) / rates.double
-        logits = 2 * length * shape.vocab_size * shape.hidden_size / rates.single
-        seconds["profile"] = layers * each + PROBE_SEQUENCES * (len(work.schedule.profiled_kinds) * layers + 3) * logits
-        if work.schedule.makes_profile and work.schedule.profiles_embedding:
-            seconds["profile"] += EMBEDDING_PROBES * (layers * length * forward / rates.stream + 6 * logits)
-    if work.plan is None:
-        return seconds | {"total": sum(seconds.values())}
-    if work.schedule.finds_subspaces:
-        each = work.num_tokens * (forward / rates.stream + 2 * 2 * shape.hidden_size**2 / rates.single)
-        seconds["hidden size"] = layers * (each + 12 * shape.hidden_size**3 / rates.double)
-    kept = sum(layer.intermediate_size for layer in work.plan.layers) / layers
-    seconds["layers"] = layers * _layer_seconds(work, kept, forward, rates)
+    seconds = {stage: sum(phases.values()) for stage, phases in predicted_phases(work, rates, store).items()}
     return seconds | {"total": sum(seconds.values())}
 
 
-def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates) -> float:
-    shape, size, tokens = work.shape, work.shape.intermediate_size, work.num_tokens
-    by_weights = work.method.ffn in WEIGHT_SELECTORS
-    seconds = 0.0
-    if work.schedule.streams:
-        moves = 1 + (kept / size) + work.schedule.two_streams + work.method.reduces_heads / 2
-        residual = 2 * size * shape.hidden_size * work.schedule.two_streams
-        seconds += moves * tokens * forward / rates.stream
-        seconds += (_gram(size, tokens) + tokens * residual) / rates.single
-    if work.method.reduces_ffn and not by_weights:
-        pivots = size**3 / 3 if work.method.sketch == "none" else 0.0
-        seconds += pivots / rates.pivoted
-        if work.method.sketch != "none":
-            seconds += 2 * work.method.rows_of_sketch(size) * size * kept / rates.double
-        if work.method.ffn == "obs":
-            seconds += 4 * size**3 / rates.double
-    if work.method.solves:
-        right = size - kept + shape.hidden_size * work.schedule.two_streams
-        solve = kept**3 / 3 + 2 * kept**2 * right + 2 * shape.hidden_size * kept * (size - kept)
-        seconds += (solve + 4 * size**2 * shape.hidden_size) / rates.double
-    if work.schedule.corrects_up:
-        hidden, steps = shape.hidden_size, work.method.up_steps
-        there_and_back = 2 * hidden * (3 * size + (6 + 5 * steps) * kept)
-        seconds += tokens / UP_BATCHES * (there_and_back / rates.stream + kept**2 / rates.single)
-        seconds += tokens * (
-            2 * hidden * (3 * size + 2 * kept) / rates.stream + kept * (kept + 2 * hidden) / rates.single
-        )
-        seconds += (2 * kept**3 / 3 + 2 * (2 + steps) * kept**2 * hidden) / rates.double
+def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[str, Seconds]:
+    """Return the seconds by stage and phase. `store`: where activations are kept."""
+    shape = work.shape
+    layers, forward = shape.num_hidden_layers, _forward(work)
+    stages: dict[str, Seconds] = {"prepare": {"start": START_SECONDS}}
+    if SELF in work.texts:
+        stages["prepare"]["own text"] = _writing(work, forward, rates)
+    if work.schedule.makes_profile:
+        stages["profile"] = _profile(work, forward, rates)
+    if work.plan is None:
+        return stages
     if work.schedule.finds_subspaces:
-        seconds += 6 * shape.hidden_size * shape.layer_parameters() / rates.double
+        stages["hidden size"] = {
+            "forward": layers * work.num_tokens * forward / rates.stream,
+            "sums": layers * work.num_tokens * 2 * 2 * shape.hidden_size**2 / rates.energies,
+            "directions": layers * 12 * shape.hidden_size**3 / rates.double,
+        }
+    kept = sum(layer.intermediate_size for layer in work.plan.layers) / layers
+    of_layer = _layer_seconds(work, kept, forward, rates, store)
+    stages["layers"] = {phase: layers * seconds for phase, seconds in of_layer.items()}
+    return stages
+
+
+def _writing(work: Work, forward: float, rates: Rates) -> float:
+    """Return the seconds in which the model writes text, token by token."""
+    written, layers = work.num_tokens / len(work.texts), work.shape.num_hidden_layers
+    if not rates.on_device:
+        return 4 * written * layers * forward / rates.stream  # slower than a forward pass
+    steps = math.ceil(written / DOCUMENT_TOKENS / work.documents_together) * DOCUMENT_TOKENS
+    return steps * layers * max(STEP_SECONDS, work.shape.layer_parameters() * work.dtype.itemsize / rates.bandwidth)
+
+
+def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
+    shape, kinds = work.shape, work.schedule.profiled_kinds
+    layers, size, length = shape.num_hidden_layers, shape.intermediate_size, work.text.sequence_length
+    read = min(STATISTICS_SEQUENCES, work.text.num_sequences) * length
+    probes = PROBE_SEQUENCES * length * len(kinds) * layers / 2
+    grams = _gram(size, read) + ("heads" in kinds) * _gram(_heads(work), read)
+    logits = 2 * length * shape.vocab_size * shape.hidden_size / rates.energies
+    seconds = {
+        "forward": layers * (read + probes) * forward / rates.stream,
+        "sums": layers * grams / rates.sums,
+        "pivots": layers * rates.pivots(size, size),
+        "solve": layers * (size**3 / 3 + 4 * size**2 * shape.hidden_size) / rates.double,
+        "energies": layers * 4 * size**2 * shape.hidden_size / rates.energies,
+        "output head": PROBE_SEQUENCES * (len(kinds) * layers + 3) * logits,
+    }
+    if rates.on_device:
+        seconds["condition"] = layers * _condition(3 / 4 * size)
+        seconds["transfer"] = layers * work.layer_bytes / rates.link
+    if work.schedule.profiles_embedding:
+        seconds["embedding"] = EMBEDDING_PROBES * (layers * length * forward / rates.stream + 6 * logits)
     return seconds
+
+
+def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store: Store) -> Seconds:
+    """Return the seconds of a layer with `kept` neurons."""
+    shape, size, tokens = work.shape, work.shape.intermediate_size, work.num_tokens
+    hidden, schedule, method = shape.hidden_size, work.schedule, work.method
+    seconds: defaultdict[str, float] = defaultdict(float)
+    if schedule.streams:
+        moves = 1 + (kept / size) + schedule.two_streams + method.reduces_heads / 2
+        seconds["forward"] += moves * tokens * forward / rates.stream
+        seconds["sums"] += (_gram(size, tokens) + tokens * 2 * size * hidden * schedule.two_streams) / rates.sums
+    if method.reduces_ffn and method.ffn not in WEIGHT_SELECTORS:
+        if method.sketch == "none":
+            seconds["pivots"] += rates.pivots(size, kept)
+        else:
+            seconds["pivots"] += 2 * method.rows_of_sketch(size) * size * kept / rates.double
+            seconds["pivots"] += kept * (rates.pivot_seconds or 0.0)
+        if method.ffn == "obs":
+            seconds["pivots"] += 4 * size**3 / rates.double
+    if method.solves:
+        right = size - kept + hidden * schedule.two_streams
+        seconds["solve"] += (kept**3 / 3 + 2 * kept**2 * right + 2 * hidden * kept * (size - kept)) / rates.double
+        seconds["energies"] += 4 * size**2 * hidden / rates.energies
+        if rates.on_device:
+            seconds["condition"] += _condition(kept)
+    if schedule.corrects_up:
+        steps = method.up_steps
+        there_and_back = 2 * hidden * (3 * size + (6 + 5 * steps) * kept)
+        again = 2 * hidden * (3 * size + 2 * kept)
+        seconds["up_proj"] += tokens * (there_and_back / UP_BATCHES + again) / rates.stream
+        seconds["up_proj"] += tokens * (kept**2 / UP_BATCHES + kept * (kept + 2 * hidden)) / rates.sums
+        seconds["up_proj"] += (2 * kept**3 / 3 + 2 * (2 + steps) * kept**2 * hidden) / rates.double
+    if schedule.finds_subspaces:
+        seconds["solve"] += 6 * hidden * shape.layer_parameters() / rates.double
+    if rates.on_device:
+        copied = (1 + kept / size) * work.layer_bytes
+        if store != "device":  # every pass reads the streams and writes what moved
+            copied += 2 * (2 + method.reduces_heads + schedule.corrects_up) * sum(work.store_bytes)
+        seconds["transfer"] += copied / rates.link
+    return seconds
+
+
+def _forward(work: Work) -> float:
+    """Return the operations of a token in a layer."""
+    return 2 * work.shape.layer_parameters() + 2 * work.text.sequence_length * _heads(work)
+
+
+def _condition(size: float) -> float:
+    """Return the seconds of an estimate of a condition number on a device."""
+    return 2 * CONDITION_STEPS * SOLVE_SECONDS * size
 
 
 def _heads(work: Work) -> int:
     return work.shape.num_attention_heads * work.shape.head_dim
 
 
-def _gram(size: int, tokens: int) -> float:
+def _gram(size: int, tokens: float) -> float:
     return float(tokens) * size * size

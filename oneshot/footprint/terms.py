@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from oneshot.compression.correction import ENERGY_PANEL
 from oneshot.compression.fold import PANEL_ROWS
 from oneshot.footprint.work import Work
 from oneshot.recipes import WEIGHT_SELECTORS, Selector
@@ -9,6 +10,7 @@ from oneshot.stream.output_head import VOCABULARY_PANEL
 
 HEAP_BLOCK_BYTES = 32 * 2**20  # smaller blocks stay in glibc's heap when they are freed
 FLOAT, DOUBLE = 4, 8
+PIVOT_ROWS = 72  # of a Gram, beside which a device takes pivots in the Gram's own memory
 
 BATCH = ("--batch-size", "--sequence-length")
 LENGTH = ("--sequence-length",)
@@ -29,14 +31,19 @@ def read(size: float) -> tuple[Term, ...]:
 
 
 def layer(work: Work) -> tuple[Term, ...]:
-    """Return the tensors of a layer, and of the next one while it is read."""
-    return (Term(work.layer_bytes), *read(work.layer_bytes))
+    """Return the tensors of a layer, and of the next one while it is read.
+
+    On CUDA they are in pinned memory, and on the device. A finished layer waits in pinned memory for its thread.
+    """
+    if not work.on_cuda:
+        return (Term(work.layer_bytes), *read(work.layer_bytes))
+    return (Term(3 * work.pinned_bytes), *read(work.layer_bytes), Term(work.layer_bytes, computed=True))
 
 
 def layer_copy(work: Work, share: float = 1.0) -> Term:
     """Return a layer in the compute dtype; nothing if it is computed with the tensors that were read."""
-    shared = work.device.type == "cpu" and work.dtype.itemsize == work.stored_itemsize
-    return Term(0 if shared else share * work.shape.layer_parameters() * work.dtype.itemsize, computed=True)
+    size = 0 if work.same_dtype else share * work.shape.layer_parameters() * work.dtype.itemsize
+    return Term(size, computed=True)
 
 
 def activations(work: Work, width: int, tokens: int | None = None) -> Term:
@@ -87,27 +94,28 @@ def pivoting(work: Work, size: int, kept: int, selector: Selector) -> Term:
     if selector == "obs":
         return Term((FLOAT + 3 * DOUBLE) * square + 2 * DOUBLE * output, computed=True)
     if selector == "leverage":
-        return Term(3 * DOUBLE * square, computed=True)
+        return Term(3 * DOUBLE * square + DOUBLE * output, computed=True)
     if work.method.sketch != "none":
         rows = work.method.rows_of_sketch(work.shape.intermediate_size)
-        matrices = 2 if work.method.pivoting in ("cholesky", "qr") else 4
-        return Term(DOUBLE * (matrices * rows * size + square), computed=True, knobs=("--set sketch_size=",))
+        matrices, factors = (2, 0) if work.method.pivoting in ("cholesky", "qr") else (4, 2)
+        numbers = matrices * rows * size + square + factors * kept * size
+        return Term(DOUBLE * numbers, computed=True, knobs=("--set sketch_size=",))
     if work.method.pivoting in ("grouped", "tournament"):
         return Term(DOUBLE * (2 * square + 4 * size * kept), computed=True)
-    if work.device.type == "cpu":
-        return Term(DOUBLE * square, computed=True)
-    return Term(DOUBLE * (4 * square + 2 * kept * size), computed=True)
+    return Term(DOUBLE * (square + work.on_cuda * PIVOT_ROWS * size), computed=True)
 
 
 def correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     """Return the working memory of `correction.correct` beside the Gram: of its solve or of the errors after it."""
     hidden, rest = work.shape.hidden_size, size - kept
     if not work.method.solves:
-        return Term(DOUBLE * hidden * (2 * size + kept), computed=True)
+        return Term(
+            DOUBLE * (hidden * (2 * size + kept) + min(ENERGY_PANEL, size) * (size + 2 * hidden)), computed=True
+        )
     solve = (FLOAT + DOUBLE) * kept * kept + (FLOAT + 3 * DOUBLE) * kept * rest
     step = DOUBLE * kept * kept + DOUBLE * kept * rest + residual * (FLOAT + 3 * DOUBLE) * kept * hidden
     results = DOUBLE * (kept * rest + (1 + residual) * hidden * kept + hidden * size)
-    errors = results + DOUBLE * hidden * size * (1 + 2 * residual) + DOUBLE * 1024 * (size + 2 * hidden)
+    errors = results + DOUBLE * hidden * size * (1 + 2 * residual) + DOUBLE * ENERGY_PANEL * (size + 2 * hidden)
     return Term(max(solve, step, errors), computed=True)
 
 
@@ -137,7 +145,7 @@ def embedding(work: Work) -> tuple[Term, ...]:
     rows = min(PANEL_ROWS, vocabulary)
     return (
         Term(work.outside_bytes),
-        Term(3 * DOUBLE * rows * hidden),
+        Term(3 * DOUBLE * rows * hidden, computed=True),
         Term(10 * DOUBLE * hidden * hidden + 4 * DOUBLE * vocabulary, computed=True),
     )
 

@@ -9,14 +9,16 @@ from oneshot.checkpoint import Checkpoint, Model
 from oneshot.config import Config, SaveDtype, TextOptions
 from oneshot.families import ModelShape
 from oneshot.machine import Machine
+from oneshot.machine.memory import device_capacity, pinned_bytes
 from oneshot.planning import Grid, HiddenPlan, Plan
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.recipes import Method
 from oneshot.schedule import Schedule
-from oneshot.text import split_sources
+from oneshot.text import documents_together, split_sources
 
 # Bytes of an element; dtypes that are not listed take one byte or less.
 ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 WIDTH_STEPS = 8  # widths that a layer may keep if a profile will decide
 
 
@@ -27,7 +29,10 @@ class Work:
     Attributes:
         plan: None for a run that only makes a profile. exact: whether its sizes are final; a profile changes them
             otherwise.
-        layer_bytes: of a layer. outside_bytes: of the largest tensor outside the layers.
+        layer_bytes: of a layer. outside_bytes: of the largest tensor outside the layers. pinned_bytes: of a layer in
+            pinned memory.
+        same_dtype: whether weights are stored in the compute dtype.
+        device_bytes: what a CUDA device has, or may give.
         measures_latency: whether layers are timed for the budget.
     """
 
@@ -41,7 +46,10 @@ class Work:
     model_bytes: int
     layer_bytes: int
     outside_bytes: int
+    pinned_bytes: int
     stored_itemsize: int
+    same_dtype: bool
+    device_bytes: int = 0
     measures_latency: bool = False
 
     @property
@@ -55,6 +63,15 @@ class Work:
     @property
     def dtype(self) -> torch.dtype:
         return self.machine.dtype
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def documents_together(self) -> int:
+        """Return how many documents the model writes at once."""
+        return documents_together(self.shape, self.dtype, self.device_bytes)
 
     @property
     def exact(self) -> bool:
@@ -113,7 +130,10 @@ def describe_work(
         model_bytes=sum(sizes.values()),
         layer_bytes=sum(size for name, size in sizes.items() if name.startswith(first)),
         outside_bytes=max(size for name, size in sizes.items() if not name.startswith(f"{stack.layers}.")),
+        pinned_bytes=sum(pinned_bytes(size) for name, size in sizes.items() if name.startswith(first)),
         stored_itemsize=max(ITEMSIZES.get(dtype, 1) for dtype in model.checkpoint.dtypes.values()),
+        same_dtype=set(model.checkpoint.dtypes.values()) == {DTYPE_NAMES.get(machine.dtype)},
+        device_bytes=device_capacity(machine.device, config.machine.max_device_memory_bytes),
         measures_latency=config.target.budget == "latency",
     )
 

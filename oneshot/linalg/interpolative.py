@@ -46,7 +46,7 @@ def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float) -> I
 
 
 def nested_errors(gram: torch.Tensor, weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return `min_W' ‖A Wᵀ − A[:, order[:k]] W'ᵀ‖² / ‖A Wᵀ‖²` for every k in 0 … n; float64 `(n + 1,)`.
+    """Return `min_W' ‖A Wᵀ − A[:, order[:k]] W'ᵀ‖² / ‖A Wᵀ‖²` for every k in 0 … n; float64 `(n + 1,)` on the host.
 
     With `A[:, order] = Q R`, the first k columns span the first k of Q; so of `A Wᵀ = Q (R W[:, order]ᵀ)` they miss the
     rows of the bracket from k on. R is the Cholesky factor of the permuted Gram, with the smallest ridge (of powers of
@@ -55,13 +55,16 @@ def nested_errors(gram: torch.Tensor, weight: torch.Tensor, order: torch.Tensor)
     Args:
         gram: `AᵀA (n, n)`. weight: `(d, n)`. order: int64 `(n,)`, all columns, the first to keep first.
     """
-    square = gram[order.unsqueeze(1), order].double()
-    mean = square.diagonal().mean().clamp_min(torch.finfo(square.dtype).tiny)
-    ridge, failed_at = SMALLEST_RIDGE, torch.ones(())
-    while failed_at and ridge <= LARGEST_RIDGE:
-        factor, failed_at = torch.linalg.cholesky_ex(square + ridge * mean * torch.eye(len(square)).to(square))
-        ridge *= 10
-    energies = (factor.T @ weight.double()[:, order].T).square().sum(1)
+    mean = gram.diagonal()[order].double().mean().clamp_min(torch.finfo(torch.float64).tiny)
+    ridge, failed, failed_at = SMALLEST_RIDGE, True, torch.empty((), dtype=torch.int32, device=gram.device)
+    while failed and ridge <= LARGEST_RIDGE:
+        square = gram[order.unsqueeze(1), order].double()
+        square.diagonal().add_(ridge * mean)
+        factor = square.mT  # in LAPACK's order of columns, so that it is factorised where it lies
+        torch.linalg.cholesky_ex(factor, out=(factor, failed_at))
+        ridge, failed = ridge * 10, bool(failed_at)
+    # summed on the host, because a sum of one row on CUDA is not deterministic
+    energies = (factor.T @ weight.double()[:, order].T).square().sum(1).cpu()
     missed = energies.flip(0).cumsum(0).flip(0)
     total = missed[0].clamp_min(torch.finfo(missed.dtype).tiny)
     return torch.cat((missed / total, missed.new_zeros(1)))

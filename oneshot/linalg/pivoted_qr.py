@@ -64,11 +64,12 @@ def pivots_with_quota(gram: torch.Tensor, class_of: torch.Tensor, *, quota: int)
     pivots = []
     for _ in range(quota * num_classes):
         eligible = available & (open_places[class_of] > 0)
-        pivot = torch.where(eligible, remainder.diagonal(), -torch.inf).argmax()
-        scale = remainder[pivot, pivot]
-        if scale > 0:
-            remainder -= torch.outer(remainder[:, pivot], remainder[pivot]) / scale
-        available[pivot] = False
-        open_places[class_of[pivot]] -= 1
+        # a pivot stays a tensor of one element, because as a number it would be waited for
+        pivot = torch.where(eligible, remainder.diagonal(), -torch.inf).argmax(0, keepdim=True)
+        row, column = remainder.index_select(0, pivot), remainder.index_select(1, pivot)
+        scale = row.index_select(1, pivot)
+        remainder -= torch.where(scale > 0, column * row / scale, 0.0)
+        available.index_fill_(0, pivot, False)
+        open_places -= (torch.arange(num_classes, device=gram.device) == class_of.index_select(0, pivot)).long()
         pivots.append(pivot)
-    return torch.stack(pivots)
+    return torch.cat(pivots)

@@ -1,7 +1,18 @@
 """The machine of a run: device, dtype, processes, scratch folder and where activations are stored."""
 
-from oneshot.machine.device import resolve_device, resolve_dtype
+from oneshot.machine.device import exact_products, limited_memory, resolve_device, resolve_dtype
 from oneshot.machine.machine import Machine, Store
 from oneshot.machine.workers import ALONE, Workers, join_workers, launched_rank
 
-__all__ = ["ALONE", "Machine", "Store", "Workers", "join_workers", "launched_rank", "resolve_device", "resolve_dtype"]
+__all__ = [
+    "ALONE",
+    "Machine",
+    "Store",
+    "Workers",
+    "exact_products",
+    "join_workers",
+    "launched_rank",
+    "limited_memory",
+    "resolve_device",
+    "resolve_dtype",
+]

@@ -1,14 +1,18 @@
 """The `--device` and `--dtype` options as torch's own objects."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from oneshot.errors import DeviceError
 
+FULL_MEMORY = 1.0
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
-    """Return the device of a name; `auto` is CUDA if torch sees a CUDA device.
+    """Return the device of a name, with its number; `auto` is CUDA if torch sees a CUDA device.
 
     Args:
         local_rank: this process's number among those of the machine; each takes a device of its own.
@@ -17,10 +21,8 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """
     if name == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
-    if name in ("auto", "cuda") and local_rank is not None:
-        name = f"cuda:{local_rank}"
-    if name == "auto":
-        return torch.device("cuda")
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        name = f"cuda:{torch.cuda.current_device() if local_rank is None else local_rank}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -43,3 +45,28 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     capabilities = torch.cpu.get_capabilities()
     fast_on_cpu = capabilities.get("amx_bf16", False) or capabilities.get("avx512_bf16", False)
     return torch.bfloat16 if fast_on_cpu else torch.float32
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Let float32 products be float32; NVIDIA's containers make them TF32, which has 10 bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def limited_memory(device: torch.device, num_bytes: int | None) -> Iterator[None]:
+    """Let torch take at most so many bytes of a CUDA device; None is no limit."""
+    if device.type != "cuda" or num_bytes is None:
+        yield
+        return
+    share = num_bytes / torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(FULL_MEMORY, share), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(FULL_MEMORY, device)

@@ -42,6 +42,18 @@ def peak_device_bytes() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
+def pinned_bytes(size: int) -> int:
+    """Return the bytes that torch takes for a pinned tensor: the next power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def device_capacity(device: torch.device, limit: int | None = None) -> int:
+    """Return the bytes that a run may take of a CUDA device, whatever else is there now; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    return limit or torch.cuda.mem_get_info(device)[1]
+
+
 def release_heap() -> None:
     """Return freed memory to the system before a peak.
 

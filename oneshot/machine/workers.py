@@ -7,13 +7,13 @@ torch.distributed carries the sums, by NCCL between GPUs and by gloo between CPU
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from oneshot.errors import WorkerError
+from oneshot.errors import DeviceError, WorkerError, cause
 
 PATIENCE = timedelta(minutes=30)  # for a process that computes what all others wait for
 
@@ -49,13 +49,20 @@ class Workers:
                     torch.distributed.all_reduce(tensor)
 
     def share(self, task: int, compute: Callable[[], Result]) -> Result:
-        """Return what the owner of a task computes, on every process; its tensors must be in host memory."""
+        """Return what the owner of a task computes, on every process.
+
+        Tensors inside tuples, lists, dictionaries and records travel as tensors, and the rest as a pickle. Each is
+        where the owner had it, on the host or on the process's own device.
+        """
         if self.size == 1:
             return compute()
-        held = [compute() if self.owns(task) else None]
+        owner, tensors = task % self.size, list[torch.Tensor]()
+        held = [_without_tensors(compute(), tensors) if self.owns(task) else None]
         with _together():
-            torch.distributed.broadcast_object_list(held, src=task % self.size)
-        return held[0]  # type: ignore[return-value]
+            torch.distributed.broadcast_object_list(held, src=owner)
+            sent = iter(tensors)
+            shared: Result = _with_tensors(held[0], lambda slot: _broadcast(slot, next(sent, None), owner))
+        return shared
 
     def wait(self) -> None:
         """Wait until all processes have called this."""
@@ -86,10 +93,58 @@ def join_workers(*, on_cpu: bool) -> Workers:
     return Workers(state.process_index, state.num_processes, state.local_process_index)
 
 
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a tensor in what is shared."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_device: bool
+
+
+def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return the value with a slot for every tensor; the tensors are appended to the list."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Slot(tuple(value.shape), value.dtype, value.device.type != "cpu")
+    return _mapped(value, lambda part: _without_tensors(part, tensors))
+
+
+def _with_tensors(value: Any, tensor_of: Callable[[_Slot], torch.Tensor]) -> Any:
+    """Return the value with a tensor in every slot, in the order of `_without_tensors`."""
+    return tensor_of(value) if isinstance(value, _Slot) else _mapped(value, lambda part: _with_tensors(part, tensor_of))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container with each part changed; anything else as it is."""
+    if type(value) in (tuple, list):
+        return type(value)(change(part) for part in value)
+    if type(value) is dict:
+        return {name: change(part) for name, part in value.items()}
+    if is_dataclass(value) and not isinstance(value, type | _Slot):
+        changed = {each.name: change(getattr(value, each.name)) for each in fields(value) if each.init}
+        return replace(value, **changed)
+    return value
+
+
+def _broadcast(slot: _Slot, tensor: torch.Tensor | None, owner: int) -> torch.Tensor:
+    """Return the owner's tensor; NCCL carries only what is on a device, and gloo what is on the host."""
+    by_device = torch.distributed.get_backend() == "nccl"
+    way = torch.device("cuda", torch.cuda.current_device()) if by_device else torch.device("cpu")
+    home = torch.device("cuda", torch.cuda.current_device()) if slot.on_device else torch.device("cpu")
+    moving = torch.empty(slot.shape, dtype=slot.dtype, device=way) if tensor is None else tensor.to(way).contiguous()
+    torch.distributed.broadcast(moving, src=owner)
+    return moving.to(home) if tensor is None else tensor
+
+
 @contextmanager
 def _together() -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:  # of this process alone
+        raise
+    except NotImplementedError as error:  # accelerate's, of a card that lacks a way to the others
+        raise DeviceError(f"The processes cannot be joined ({cause(error)}).") from error
     except RuntimeError as error:  # torch.distributed raises it for every failure of another process
         raise WorkerError(
             "Another process of this run ended or cannot be reached; see its message, and start all of them again."

@@ -9,6 +9,7 @@ from oneshot.checkpoint import Model
 from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.families import TableShape
+from oneshot.machine.transfer import Uploader
 from oneshot.planning import smaller_tables
 from oneshot.stream import OutputHead, States
 
@@ -56,14 +57,17 @@ def profile_embedding(
     head = states.builder.output_head()
     gram, probabilities, last = _read_by_head(model, states, head, len(token_ids))
     embedding = model.read_embedding()
-    errors = workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole).cpu())
+    errors = workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole))
     tables, lost = embedding_probe(errors, len(embedding))
     total, count = torch.zeros(2, dtype=torch.float64, device=machine.device)
     if last:
-        reduced = expanded(reduce_embedding(embedding, gram, probabilities, tables), embedding.shape[1])
+        smaller = reduce_embedding(embedding, gram, probabilities, tables)
+        reduced = expanded(smaller, embedding.shape[1], machine.device)
+        del smaller
         probes = states.builder.embed(reduced, token_ids[part][: len(last)])
+        upload = Uploader(machine.device)
         for tensors in layers():
-            layer = states.builder.layer(tensors)
+            layer = states.builder.layer(upload(tensors))
             for probe in probes.split(1):
                 probe.copy_(layer.run_all(probe))
         other = replace(head, weight=reduced.to(head.weight))

@@ -11,6 +11,7 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.families import ModelShape, StackShape
 from oneshot.machine import Machine
+from oneshot.machine.transfer import uploaded
 from oneshot.stream import LayerBuilder
 
 ROUNDS = 7
@@ -30,7 +31,7 @@ def measured_seconds(model: Model, machine: Machine, sequence_length: int) -> Ca
     shape, tensors, stack = model.shape, model.read_layer(0), model.family.stack
     builder = LayerBuilder(model, machine, sequence_length)
     x = torch.randn(1, sequence_length, shape.hidden_size, generator=torch.Generator().manual_seed(0))
-    x = x.to(machine.device, machine.dtype)
+    x = uploaded(x, machine.device).to(machine.dtype)
 
     def sublayer(smaller: ModelShape, index: int) -> Callable[[], object]:
         layer = builder.layer(_cut(model, tensors, smaller))

@@ -7,6 +7,7 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
+from oneshot.machine.transfer import pinned
 from oneshot.planning import Profile, ProfileOrigin, removed_unit
 from oneshot.profiling.embedding import no_embedding_profile, profile_embedding
 from oneshot.profiling.profiler import LayerProfiler
@@ -37,7 +38,7 @@ def make_profile(
     num_layers, unit = model.shape.num_hidden_layers, removed_unit(method, model.shape)
 
     def layers() -> Iterator[Tensors]:
-        return prefetch(model.read_layer, num_layers)
+        return prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), num_layers)
 
     profiler = LayerProfiler(model, machine, text, head_unit=unit, damping=method.fixed_damping, probed=kinds)
     with ProgressBar(

@@ -21,6 +21,7 @@ from oneshot.linalg.interpolative import nested_errors
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
+from oneshot.machine.transfer import Uploader
 from oneshot.planning import Profile, ProfileOrigin
 from oneshot.planning.plan import RemovedUnit
 from oneshot.profiling.embedding import EmbeddingProfile
@@ -71,6 +72,7 @@ class LayerProfiler:
     ) -> None:
         self._model, self._machine, self._shape, self._stack = model, machine, model.shape, model.family.stack
         self._head_unit, self._damping, self._probed = head_unit, damping, probed
+        self._upload = Uploader(machine.device)
         tokens = text.token_ids
         probes = min(PROBE_SEQUENCES, max(1, len(tokens) // 2))
         counted = tokens[: min(STATISTICS_SEQUENCES, max(1, len(tokens) - probes))]
@@ -98,6 +100,7 @@ class LayerProfiler:
     def profile_layer(self, layer: int, tensors: Tensors) -> None:
         """Measure the dense layer's statistics and error curves, and move the probes through it."""
         release_heap()  # of the last layer's factorisations
+        tensors = self._upload(tensors)
         dense, workers = self.states.builder.layer(tensors), self._machine.workers
         for probe in self._probes:
             probe.states.copy_(dense.run_all(probe.states))
@@ -148,12 +151,12 @@ class LayerProfiler:
     def _divergences(self) -> list[float]:
         """Return the mean KL divergence of every probe's output from the dense model's, one sequence at a time."""
         head = self.states.builder.output_head()
-        totals = [0.0] * len(self._probes)
+        totals = torch.zeros(len(self._probes), dtype=torch.float64, device=self._machine.device)
         for sequence, dense_state in enumerate(self._dense):
             dense = head.prediction(dense_state)
             for index, probe in enumerate(self._probes):
-                totals[index] += float(head.divergence(dense, probe.states[sequence]).double().mean())
-        return [max(0.0, total / len(self._dense)) for total in totals]
+                totals[index] += head.divergence(dense, probe.states[sequence]).double().mean()
+        return [max(0.0, total / len(self._dense)) for total in totals.tolist()]
 
     def _statistics(self, tensors: Tensors, dense: Layer) -> tuple[Statistics | None, Statistics]:
         """Sum statistics of what both writers read, and move the stream on; None for heads that are not profiled."""
@@ -162,10 +165,10 @@ class LayerProfiler:
         of_heads = self._accumulator(tensors, stack.sublayers[attention]) if "heads" in self._probed else None
         of_neurons = self._accumulator(tensors, stack.sublayers[ffn])
         moments = MomentAccumulator(shape.intermediate_size, device=machine.device)
-        cosines, rows = 0.0, 0
+        cosines, rows = torch.zeros((), dtype=torch.float64, device=machine.device), 0
 
         def move(x: torch.Tensor, _: bool) -> torch.Tensor:
-            nonlocal cosines, rows
+            nonlocal rows
             heads = dense.inner(attention, x)
             attended = dense.leave(attention, x + dense.write(attention, heads).view_as(x))
             neurons = dense.inner(ffn, attended)
@@ -174,13 +177,13 @@ class LayerProfiler:
                 of_heads.update_(with_constant_column(heads) if shape.output_bias else heads)
             of_neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
             moments.update_(neurons)
-            cosines += float(functional.cosine_similarity(x.float(), moved.float(), dim=-1).double().sum())
+            cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).double().sum())
             rows += len(heads)
             return moved
 
         self.states.defer(move)
         self.states.settle()
-        totals = torch.tensor([cosines, rows], dtype=torch.float64, device=machine.device)
+        totals = torch.stack((cosines, torch.full_like(cosines, rows)))
         machine.workers.sum_(totals)
         self._influence.append(1 - float(totals[0] / totals[1]))
         neurons = replace(of_neurons.finish(workers=machine.workers), moments=moments.finish(machine.workers))

@@ -14,6 +14,7 @@ from oneshot.checkpoint.model import one_layer_config
 from oneshot.errors import CalibrationError
 from oneshot.families import Attention, FeedForward, ModelShape, Norm, Stack
 from oneshot.machine import Machine
+from oneshot.machine.transfer import uploaded
 from oneshot.stream.output_head import OutputHead
 
 Tensors = dict[str, torch.Tensor]
@@ -41,7 +42,8 @@ class LayerBuilder:
         )
         template = self._template(held)
         module = copy.deepcopy(template.layer)
-        weights = {name: tensor.to(self._machine.device, self._machine.dtype) for name, tensor in tensors.items()}
+        device, dtype = self._machine.device, self._machine.dtype
+        weights = {name: uploaded(tensor, device).to(dtype) for name, tensor in tensors.items()}
         module.load_state_dict(weights, assign=True)
         return Layer(module.requires_grad_(False), stack, template.arguments)
 
@@ -56,7 +58,7 @@ class LayerBuilder:
                 f"The tokenizer gives token {int(token_ids.max())} but the embedding has {len(embedding)} rows; "
                 "give the tokenizer that belongs to the model."
             )
-        embedded = functional.embedding(token_ids, embedding).to(machine.device, machine.dtype)
+        embedded = uploaded(functional.embedding(token_ids, embedding), machine.device).to(machine.dtype)
         if positions is None:
             return embedded
         if token_ids.shape[1] > len(positions):
@@ -64,7 +66,7 @@ class LayerBuilder:
                 f"--sequence-length {token_ids.shape[1]} is beyond the model's {len(positions)} positions; "
                 "give a smaller one."
             )
-        return embedded + positions[: token_ids.shape[1]].to(machine.device, machine.dtype)
+        return embedded + uploaded(positions[: token_ids.shape[1]], machine.device).to(machine.dtype)
 
     @cached_property
     def _positions(self) -> torch.Tensor | None:
@@ -76,9 +78,10 @@ class LayerBuilder:
         norm = copy.deepcopy(self._template(self._model.shape).final_norm)
         tensors = self._model.read_final_norm()
         norm.load_state_dict(
-            {name: value.to(machine.device, machine.dtype) for name, value in tensors.items()}, assign=True
+            {name: uploaded(value, machine.device).to(machine.dtype) for name, value in tensors.items()}, assign=True
         )
-        return OutputHead(norm.requires_grad_(False), self._model.read_head().to(machine.device, machine.dtype))
+        head = uploaded(self._model.read_head(), machine.device).to(machine.dtype)
+        return OutputHead(norm.requires_grad_(False), head)
 
     def load_classes(self) -> None:
         """Import and build what a run will need of transformers, so that its memory is measured beforehand."""

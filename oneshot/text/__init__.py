@@ -11,12 +11,13 @@ from oneshot.text.packing import (
     split_sources,
     token_hash,
 )
-from oneshot.text.self_written import SELF, write_text
+from oneshot.text.self_written import SELF, documents_together, write_text
 from oneshot.text.sources import iter_documents
 
 __all__ = [
     "SELF",
     "Text",
+    "documents_together",
     "iter_documents",
     "load_text",
     "load_tokenizer",

@@ -13,11 +13,15 @@ from typing import Any
 import torch
 
 from oneshot.errors import CalibrationError, cause
+from oneshot.families import ModelShape
 from oneshot.text.packing import Text
 
 SELF = "self"  # the source whose text the model writes
-GENERATED_TOGETHER = 64  # documents
+GENERATED_TOGETHER = 64  # documents on a CPU
+LEAST_TOGETHER, MOST_TOGETHER = 8, 512  # on a device
 DOCUMENT_TOKENS = 256  # written in each; small models lose the thread soon
+OPENING_TOKENS = 32  # the openings take fewer
+CACHE_SHARE = 1.25  # of the KV cache: one layer's is copied whenever a token is added
 
 FORMS = (
     "{Topic} (from an encyclopedia):\n\n",
@@ -79,12 +83,13 @@ def write_text(
     device: torch.device,
     dtype: torch.dtype,
     max_memory_bytes: int | None,
+    together: int = GENERATED_TOGETHER,
     advance: Callable[[float], None] = lambda tokens: None,
 ) -> Text:
     """Let the model continue `openings`, drawn from its own distribution (temperature 1).
 
     The documents are packed with their openings. The whole model is in memory meanwhile. The same seed, machine and
-    thread count give the same text. `advance` receives the number of tokens written.
+    thread count give the same text. `together`: documents at once. `advance` receives the number of tokens written.
 
     Raises `CalibrationError` if the model does not fit into `max_memory_bytes` (None: the free memory), cannot be
     loaded, or its tokenizer does not accept English text.
@@ -97,11 +102,32 @@ def write_text(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         while len(token_ids) < needed:
-            count = min(GENERATED_TOGETHER, -(-(needed - len(token_ids)) // longest))
+            count = min(together, -(-(needed - len(token_ids)) // longest))
             for document in _continued(model, list(itertools.islice(beginnings, count)), longest, advance):
                 token_ids += document
     sequences = torch.tensor(token_ids[:needed], dtype=torch.int64).view(num_sequences, sequence_length)
     return Text(sequences, SELF)
+
+
+def document_bytes(shape: ModelShape, dtype: torch.dtype) -> float:
+    """Return the bytes that a document takes while it is written: its keys and values, and logits."""
+    cache = shape.stack().kv_bytes_per_token(dtype.itemsize) * (OPENING_TOKENS + DOCUMENT_TOKENS)
+    return CACHE_SHARE * cache + 4 * torch.float32.itemsize * shape.vocab_size
+
+
+def documents_together(shape: ModelShape, dtype: torch.dtype, device_bytes: int) -> int:
+    """Return how many documents are written at once: as many as fill half of a device beside the model.
+
+    `device_bytes` is what the card has or may give, and not what is free, so that the text is always the same. It is 0
+    for a CPU.
+    """
+    if not device_bytes:
+        return GENERATED_TOGETHER
+    room = (device_bytes - shape.stack().stored_parameters() * dtype.itemsize) / 2
+    count = MOST_TOGETHER
+    while count > LEAST_TOGETHER and count * document_bytes(shape, dtype) > room:
+        count //= 2
+    return count
 
 
 def openings(seed: int) -> Iterator[str]:
@@ -115,7 +141,10 @@ def openings(seed: int) -> Iterator[str]:
 
 def drawn(scores: torch.Tensor) -> torch.Tensor:
     """Return scores `(documents, vocabulary)` with one finite entry per row, drawn with probability softmax."""
-    cumulative = scores.softmax(-1).cumsum_(-1)
+    probabilities = scores.softmax(-1)
+    if scores.is_cuda and len(scores) == 1:  # sums of one row alone are not deterministic
+        probabilities = probabilities.repeat(2, 1)
+    cumulative = probabilities.cumsum_(-1)[: len(scores)]
     level = torch.rand(len(scores), 1, device=scores.device) * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, level, right=True).clamp_max_(scores.shape[1] - 1)
     return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
@@ -127,14 +156,20 @@ def _load(folder: Path, *, device: torch.device, dtype: torch.dtype, max_memory_
 
     needed = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
     room = psutil.virtual_memory().available if max_memory_bytes is None else max_memory_bytes
-    if needed > room:
+    if needed > room and device.type == "cpu":
         raise CalibrationError(
             f"--calibration self holds the whole model, {needed / 2**30:.1f} GiB, where {room / 2**30:.1f} GiB is "
             "allowed; give a text as --calibration, or more --max-memory."
         )
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            # tensor by tensor to the device: the host need not hold the model
+            **({"device_map": {"": device}} if device.type == "cuda" else {}),
         )
     except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
         raise CalibrationError(

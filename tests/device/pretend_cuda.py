@@ -73,6 +73,10 @@ class Log:
         """Forget all counts, and let the peak start from what is live now."""
         for counter in (self.kernels, self.waits, self.to_device_bytes, self.from_device_bytes, self.converted_on_host):
             counter.clear()
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """Let the peak start from what is live now."""
         self.peak_bytes = self.live_bytes
 
 
@@ -150,6 +154,27 @@ def _release(address: int) -> None:
     if entry[1] == 0:
         _log.live_bytes -= entry[0]
         del _storages[address]
+
+
+def _check_numbered(device: Any) -> None:
+    """Refuse a device without a number, as `torch.cuda.set_device` does."""
+    if torch.device(device).index is None:
+        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+
+
+class _Stream:
+    """A stream or an event of a device that does everything at once; only `synchronize` is a wait of the host."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        _log.waits[f"{site()} synchronize"] += 1
+
+    def wait_stream(self, _: object = None) -> None:
+        pass
+
+    wait_event = record = wait = wait_stream
 
 
 class _Mode(TorchDispatchMode):
@@ -360,17 +385,25 @@ def pretend(total_bytes: int = 80 * 10**9) -> Iterator[Log]:
         "memory_allocated": lambda device=None: _log.live_bytes,
         "memory_reserved": lambda device=None: _log.live_bytes,
         "max_memory_allocated": lambda device=None: _log.peak_bytes,
+        "max_memory_reserved": lambda device=None: _log.peak_bytes,
+        "reset_peak_memory_stats": lambda device=None: _log.reset_peak(),
+        "is_bf16_supported": lambda including_emulation=True: True,
         "get_device_name": lambda device=None: "Pretended",
+        "set_device": _check_numbered,
+        "Stream": _Stream,
+        "Event": _Stream,
+        "current_stream": _Stream,
+        "stream": contextlib.nullcontext,
         "get_device_capability": lambda device=None: (9, 0),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         **dict.fromkeys(
             [
                 "synchronize",
                 "_lazy_init",
-                "set_device",
                 "empty_cache",
                 "manual_seed",
                 "manual_seed_all",
+                "set_per_process_memory_fraction",
                 "set_rng_state",
             ],
             nothing,
@@ -380,6 +413,8 @@ def pretend(total_bytes: int = 80 * 10**9) -> Iterator[Log]:
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch.object(torch, "tensor", make),
         mock.patch.object(torch.Tensor, "new_tensor", make_like),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda self: self),  # also in threads, which have no mode
+        mock.patch.object(torch.Tensor, "record_stream", nothing),
         _Mode(),
     ):
         yield _log

@@ -324,7 +324,9 @@ def on_cuda(scratch: Path, recipe: str = "oneshot", batch_size: int = 4) -> Work
         model_bytes=2 * SHAPE.stack().stored_parameters(),
         layer_bytes=2 * SHAPE.layer_parameters(),
         outside_bytes=2 * SHAPE.vocab_size * SHAPE.hidden_size,
+        pinned_bytes=2 * SHAPE.layer_parameters(),
         stored_itemsize=2,
+        same_dtype=False,
     )
 
 

@@ -1,0 +1,175 @@
+"""Estimate seconds and memory of runs on GPUs that are not here, into `results/gpu_estimate.jsonl`.
+
+Models are described by their configs, and cards by their rates and memory. The rest is what `--dry-run` computes: the
+same formulas and the same bounds. `--card-gib 24 --host-gib 64 --model 70B` prints one plan instead.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import RESULTS
+
+from oneshot import Config
+from oneshot.checkpoint import Checkpoint, Model, identify
+from oneshot.errors import MemoryLimitError
+from oneshot.export import FORMS
+from oneshot.footprint import describe_work
+from oneshot.footprint.bounds import Bounds, predict_footprint
+from oneshot.footprint.seconds import Rates, predicted_phases
+from oneshot.footprint.work import Work
+from oneshot.machine import Machine
+from oneshot.planning import make_plan, parameter_budget
+from oneshot.report.records import Footprint
+from oneshot.schedule import make_schedule
+
+GIB = 2**30
+HELD_BYTES = 700 * 2**20  # of Python, torch and its CUDA libraries
+DEVICE_SHARE = 0.9
+SHARED = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "torch_dtype": "bfloat16",
+}
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+SIZES = {
+    "7B": (4096, 11008, 32, 32, 32, 32000),
+    "8B": (4096, 14336, 32, 32, 8, 128256),
+    "70B": (8192, 28672, 80, 64, 8, 128256),
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU's memory, and rates that large products reach: about 70 per cent of what its maker says."""
+
+    memory: int
+    rates: Rates
+
+
+# 15 launches for a pivot at 5 microseconds
+CARDS = {
+    "H200": Card(
+        141 * 10**9,
+        Rates(600e12, 600e12, 45e12, 50e12, pivot_seconds=75e-6, bandwidth=3.5e12, link=25e9),
+    ),
+    "RTX 4090": Card(
+        24 * GIB,
+        Rates(120e12, 120e12, 50e12, 1.1e12, pivot_seconds=75e-6, bandwidth=0.85e12, link=20e9),
+    ),
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "stock": {"form": "stock"},
+    "per-layer": {"form": "per-layer"},
+    "per-layer, self": {"form": "per-layer", "calibration": "builtin+self"},
+}
+
+
+class Described(Checkpoint):
+    """A checkpoint that is only described: names, sizes and dtypes without files."""
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.folder = Path(name)
+        self.config = SHARED | dict(zip(NAMES, SIZES[name], strict=True))
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config))
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self.dtypes = dict.fromkeys(self.shapes, "BF16")
+
+
+def described_work(model: Model, memory: int, changes: dict[str, Any]) -> tuple[Config, Work]:
+    """Return the config and the work of a run on a card with so much memory."""
+    options = {"sparsity": 0.2, "num_sequences": 128, "sequence_length": 2048, "calibration": "builtin"} | changes
+    config = Config.of("described", "out", max_device_memory_bytes=memory, device="cuda", **options)
+    grid = FORMS[config.form].grid(model)
+    method = grid.settle(config.method)
+    plan = make_plan(grid, method, config.target, budget=parameter_budget(config.target, model.shape.stack()))
+    schedule = make_schedule(method, plan, grid, has_profile=False)
+    machine = Machine(torch.device("cuda", 0), torch.bfloat16, Path(), batch_size=config.machine.batch_size)
+    return config, describe_work(config, model, method, grid, schedule, plan, machine)
+
+
+def footprint_of(config: Config, work: Work, memory: int, host: int | None) -> Footprint:
+    """Return what a run takes of a card and a host (None: as much as it likes).
+
+    Raises `MemoryLimitError` if it does not fit.
+    """
+    allowed = 2**50 if host is None else host
+    bounds = Bounds(HELD_BYTES, 0, allowed, True, 0, 0, round(DEVICE_SHARE * memory), True)
+    return predict_footprint(work, bounds, config.machine, result_bytes=0, measure_time=False)
+
+
+def estimate(name: str, model: Model, card: str, run: str) -> dict[str, Any]:
+    """Return the row of a model, a card and a run."""
+    memory, rates = CARDS[card].memory, CARDS[card].rates
+    config, work = described_work(model, memory, RUNS[run])
+    row: dict[str, Any] = {"model": name, "card": card, "run": run, "tokens": work.num_tokens, "rates": asdict(rates)}
+    try:
+        footprint = footprint_of(config, work, memory, None)
+    except MemoryLimitError as error:
+        return row | {"fits": False, "reason": str(error)}
+    phases = predicted_phases(work, rates, footprint.store)
+    total = sum(sum(seconds.values()) for seconds in phases.values())
+    memory_of = {
+        "device_bytes": footprint.device_bytes,
+        "device_stage": footprint.device_stage,
+        "host_bytes": footprint.host_bytes,
+        "store": footprint.store,
+    }
+    return row | {"fits": True, "phases": phases, "total": total, "documents": work.documents_together, **memory_of}
+
+
+def print_plan(name: str, card_gib: float, host_gib: float) -> int:
+    """Print whether a model fits a card and a host, and how."""
+    model = identify(Described(name))
+    for run, changes in RUNS.items():
+        config, work = described_work(model, round(card_gib * GIB), changes)
+        try:
+            found = footprint_of(config, work, round(card_gib * GIB), round(host_gib * GIB))
+        except MemoryLimitError as error:
+            print(f"{run}: {error}")
+            continue
+        print(
+            f"{run}: fits; device {found.device_bytes / GIB:.1f} GiB ({found.device_stage}), host "
+            f"{found.host_bytes / GIB:.1f} GiB ({found.host_stage}), activations on {found.store}, scratch "
+            f"{found.scratch_bytes / GIB:.1f} GiB"
+        )
+    return 0
+
+
+def main() -> int:
+    """Write all rows anew, or print one plan."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model", choices=SIZES, default="70B")
+    options.add_argument("--card-gib", type=float)
+    options.add_argument("--host-gib", type=float, default=64)
+    arguments = options.parse_args()
+    if arguments.card_gib:
+        return print_plan(arguments.model, arguments.card_gib, arguments.host_gib)
+    models = {name: identify(Described(name)) for name in SIZES}
+    rows = [estimate(name, model, card, run) for name, model in models.items() for card in CARDS for run in RUNS]
+    (RESULTS / "gpu_estimate.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

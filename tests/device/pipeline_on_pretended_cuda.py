@@ -1,0 +1,270 @@
+"""Whole runs on the pretended device; prints a JSON line for each: kernels, waits and bytes by stage, and the error.
+
+PYTHONPATH=.:kernels:tests:tests/device python tests/device/pipeline_on_pretended_cuda.py [NAME …] [--table]
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers' threads would not know of the pretended device
+os.environ.pop("ONESHOT_KERNELS", None)
+
+import torch
+from factories import build_model, topics
+from pretend_cuda import Log, pretend
+
+import oneshot.footprint.bounds
+from oneshot import Config, compress
+from oneshot.footprint.seconds import Rates
+
+SLACK_BYTES = 16 * 2**10  # of the many small tensors, beside which tiny models are no more than they
+oneshot.footprint.bounds.DEVICE_SLACK_BYTES = SLACK_BYTES
+oneshot.footprint.bounds.measure_rates = lambda *_: Rates(1.0, 1.0, 1.0, 1.0)  # nothing here says how fast a device is
+
+# The stage of a line of the project, by the longest beginning of its path that is listed.
+STAGES = {
+    "kernels/oneshot_kernels/gram": "sums",
+    "kernels/oneshot_kernels/count_sketch": "sums",
+    "oneshot/compression/statistics.py": "sums",
+    "kernels/oneshot_kernels/pivoted_qr": "selection",
+    "oneshot/compression/selection.py": "selection",
+    "oneshot/linalg/pivoted_qr.py": "selection",
+    "oneshot/linalg/elimination.py": "selection",
+    "oneshot/compression/correction.py": "correction",
+    "oneshot/compression/inner_heads.py": "inside heads",
+    "oneshot/compression/sublayer.py": "correction",
+    "oneshot/compression/up_proj.py": "up_proj",
+    "oneshot/compression/fold.py": "fold",
+    "oneshot/compression/layer.py": "fold",
+    "oneshot/compression/subspaces.py": "hidden size",
+    "oneshot/compression/embedding.py": "embedding",
+    "oneshot/linalg/pca.py": "hidden size",
+    "oneshot/linalg/low_rank.py": "inside heads",
+    "oneshot/linalg/conjugate_gradients.py": "up_proj",
+    "oneshot/linalg": "correction",
+    "oneshot/stream": "forward",
+    "oneshot/machine": "upload",
+    "oneshot/profiling": "profile",
+    "oneshot/text": "text",
+    "oneshot/export": "write",
+    "oneshot/checkpoint": "write",
+    "oneshot/report": "write",
+    "oneshot/footprint": "prediction",
+}
+
+SIZES: dict[str, Any] = {"num_sequences": 16, "sequence_length": 32, "batch_size": 4, "sparsity": 0.2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "wide": {"width": 128},
+    "deep": {"layers": 3},
+    "tied": {"tied": True},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "no groups": {"groups": 4},
+    "opt": {"family": "opt"},
+    "qwen3": {"family": "qwen3", "tied": True, "head_dim": 8},
+    "mistral": {"family": "mistral", "sliding_window": 8},
+    "large": {"hidden": 128, "width": 512, "heads": 8, "groups": 4, "vocabulary": 2048, "tied": True},
+}
+PER_LAYER = {"form": "per-layer"}
+# name -> (model, options)
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "oneshot": ("llama", {}),
+    "oneshot, twice the neurons": ("wide", {}),
+    "oneshot, twice the batches": ("llama", {"num_sequences": 32}),
+    "oneshot, twice the tokens": ("llama", {"sequence_length": 64}),
+    "oneshot, a layer more": ("deep", {}),
+    "oneshot, biases": ("biased", {"dtype": "float32"}),
+    "oneshot, opt": ("opt", {"sparsity": 0.1}),
+    "oneshot, qwen3": ("qwen3", {}),
+    "oneshot, a window": ("mistral", {}),
+    "per-layer": ("llama", PER_LAYER),
+    "per-layer, twice the neurons": ("wide", PER_LAYER),
+    "per-layer, twice the batches": ("llama", PER_LAYER | {"num_sequences": 32}),
+    "per-layer, a layer more": ("deep", PER_LAYER),
+    "per-layer, embedding": ("tied", PER_LAYER | {"embedding": "low-rank", "num_sequences": 8}),
+    "per-layer, heads": ("llama", PER_LAYER | {"heads": "id"}),
+    "per-layer, depth": ("llama", PER_LAYER | {"depth": "sensitivity"}),
+    "per-layer, latency": ("llama", PER_LAYER | {"budget": "latency", "sparsity": 0.0}),
+    "up_proj": ("llama", {"up_steps": 3}),
+    "held-out damping": ("llama", {"damping": "auto"}),
+    "own text": ("llama", {"calibration": "self", "num_sequences": 2}),
+    "activations on the host": ("llama", {"max_device_memory_bytes": "host"}),
+    "activations on disk": ("llama", {"max_device_memory_bytes": "host", "max_memory_bytes": "disk"}),
+    "recipe stat": ("llama", {"recipe": "stat"}),
+    "recipe flap": ("biased", {"recipe": "flap"}),
+    "recipe tcsp, corrected": ("llama", {"recipe": "tcsp", "correction": "two-stream", "sparsity": 0.3}),
+    "recipe group-pca": ("llama", {"recipe": "group-pca", "shared_weight": 0.1}),
+    "recipe group-pca, opt": ("opt", {"recipe": "group-pca", "sparsity": 0.1}),
+    "recipe magnitude": ("llama", {"recipe": "magnitude"}),
+    **{f"heads {each}": ("llama", {"heads": each}) for each in ("id", "obs", "flap")},
+    "heads id, whole groups": ("llama", {"heads": "id", "head_unit": "kv-group"}),
+    **{f"ffn {each}": ("llama", {"ffn": each}) for each in ("obs", "leverage", "wanda", "tcsp-score")},
+    "sketch, qr": ("llama", {"sketch": "sparse-sign", "pivoting": "qr"}),
+    "sketch, tournament": ("llama", {"sketch": "count", "pivoting": "tournament", "pivot_group_size": 16}),
+    "gram, grouped": ("llama", {"pivoting": "grouped", "pivot_group_size": 16}),
+    "uncorrected": ("llama", {"correction": "none"}),
+    "same-layer": ("llama", {"correction": "same-layer"}),
+    "mean bias": ("biased", {"correction": "bias"}),
+    "smaller values": ("llama", PER_LAYER | {"value_size": 6}),
+    "smaller queries and keys": ("llama", PER_LAYER | {"query_key_size": 4}),
+    "smaller queries and keys, opt": ("opt", PER_LAYER | {"query_key_size": 4}),
+    "large": ("large", {"num_sequences": 8, "sequence_length": 128}),
+    "large, leverage": ("large", {"ffn": "leverage", "num_sequences": 8, "sequence_length": 128}),
+    "large, flap": ("large", {"recipe": "flap", "num_sequences": 8, "sequence_length": 128}),
+    "large, stat": ("large", {"recipe": "stat", "sketch_size": 400, "num_sequences": 8, "sequence_length": 128}),
+    "large, tcsp": ("large", {"recipe": "tcsp", "num_sequences": 8, "sequence_length": 128}),
+}
+
+
+def stage_of(site: str) -> str:
+    """Return the stage of a "file:line …" of the log."""
+    return next((stage for path, stage in STAGES.items() if site.startswith(path)), "other")
+
+
+def by_stage(counts: Counter[str]) -> dict[str, int]:
+    """Return counts summed over the lines of each stage."""
+    total: Counter[str] = Counter()
+    for site, count in counts.items():
+        total[stage_of(site)] += count
+    return dict(total)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a byte-level BPE of 400 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([topics(0, 20)], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    fast.save_pretrained(folder)
+
+
+def make_models(folder: Path, names: Iterable[str]) -> None:
+    """Save the models in bfloat16, and a text."""
+    (folder / "text.txt").write_text(topics(0, 30))
+    for name in sorted(set(names)):
+        build_model(dtype=torch.bfloat16, **MODELS[name]).save_pretrained(folder / name)
+        save_tokenizer(folder / name)
+
+
+def config_of(name: str, folder: Path) -> Config:
+    """Return the config of a run."""
+    model, changes = RUNS[name]
+    options = {"calibration": str(folder / "text.txt"), "device": "cuda"} | SIZES | changes
+    if options.get("max_device_memory_bytes") == "host":
+        options |= _tight(name, folder)
+    if changes.keys() & {"value_size", "query_key_size"}:
+        del options["sparsity"]
+    return Config.of(str(folder / model), str(folder / f"{name}.out"), **options)
+
+
+def _tight(name: str, folder: Path) -> dict[str, int]:
+    """Return bounds that let activations stay on no device (and not in host memory either, for the disk)."""
+    from oneshot import predict
+
+    model, changes = RUNS[name]
+    free = {key: value for key, value in changes.items() if not key.startswith("max_")}
+    base = {"calibration": str(folder / "text.txt"), "device": "cuda"} | SIZES | free
+    with torch.no_grad():
+        loose = predict(Config.of(str(folder / model), str(folder / "none"), **base))
+    found = {"max_device_memory_bytes": loose.device_bytes - 1}
+    if "max_memory_bytes" in changes:
+        found["max_memory_bytes"] = loose.host_bytes + 2**14
+    return found
+
+
+def run(name: str, folder: Path, log: Log) -> dict[str, Any]:
+    """Return what a run did, or the error that ended it."""
+    found: dict[str, Any] = {"name": name}
+    log.reset()
+    started = time.perf_counter()
+    try:
+        config = config_of(name, folder)
+        log.reset()
+        report = compress(config)
+    except Exception as error:
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "wt-gpu" in frame.filename or "oneshot" in frame.filename
+        ]
+        lines = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[::-1][:5])
+        return found | {"error": f"{type(error).__name__}: {str(error)[:300]} @ {lines}"}
+    assert report.footprint is not None
+    return found | {
+        "error": "",
+        "seconds": round(time.perf_counter() - started, 2),
+        "store": report.footprint.store,
+        "layers": len(report.layers),
+        "kernels": by_stage(log.kernels),
+        "waits": by_stage(log.waits),
+        "waits_by_line": dict(log.waits),
+        "converted_on_host": dict(log.converted_on_host),
+        "to_device_bytes": by_stage(log.to_device_bytes),
+        "from_device_bytes": by_stage(log.from_device_bytes),
+        "peak_bytes": log.peak_bytes,
+        "peak_site": log.peak_site,
+        "predicted_bytes": report.footprint.device_bytes,
+        "predicted_stage": report.footprint.device_stage,
+        "live_bytes": log.live_bytes,
+        "errors": [asdict(each) for each in report.layers[0].sublayers],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the counts as a table: kernels and waits by stage, numbers converted on the host, peak over prediction."""
+    lines = [f"{'run':34} {'kernels':>8} {'waits':>6} {'converted':>10} {'peak':>6}  waits by stage"]
+    for row in rows:
+        if row["error"]:
+            lines.append(f"{row['name']:34} {row['error']}")
+            continue
+        stages = ", ".join(f"{stage} {count}" for stage, count in sorted(row["waits"].items()))
+        lines.append(
+            f"{row['name']:34} {sum(row['kernels'].values()):8} {sum(row['waits'].values()):6} "
+            f"{sum(row['converted_on_host'].values()):10} {row['peak_bytes'] / row['predicted_bytes']:6.2f}  {stages}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run everything, or the named runs."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("names", nargs="*")
+    options.add_argument("--table", action="store_true")
+    arguments = options.parse_args()
+    names = arguments.names or list(RUNS)
+    torch.set_num_threads(1)
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        make_models(Path(scratch), (RUNS[name][0] for name in names))
+        with pretend() as log:
+            for name in names:
+                rows.append(run(name, Path(scratch), log))
+                if not arguments.table:
+                    print(json.dumps(rows[-1]), flush=True)
+    if arguments.table:
+        print(table(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
