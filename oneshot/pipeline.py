@@ -157,7 +157,8 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
         if run.machine.workers.is_main:
             save_dtype = None if config.save_dtype == "keep" else config.save_dtype
             source, folder = model.checkpoint, journal.partial
-            write_companions(source.folder, folder, run.form.config(model, plan), dtype=save_dtype)
+            written = run.form.config(model, plan)
+            write_companions(source.folder, folder, written, dtype=save_dtype)
             run.form.finish(folder)
             stored = {"dense": source.num_parameters, "compressed": verify(folder).num_parameters}
             watch.lap("write")
@@ -178,7 +179,7 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
                 warnings=warnings + run.warnings.take(),
             )
             form, inherited = run.form, card_metadata(source.folder)
-            write_report(report, folder, inherited, title=form.title, loading=form.loading)
+            write_report(report, folder, inherited, title=form.title, loading=form.loading(written))
         journal.commit()
         report = run.machine.workers.share(0, lambda: report)
     assert report is not None

@@ -10,7 +10,9 @@ import torch
 from oneshot.checkpoint import Checkpoint
 from oneshot.checkpoint.safe_files import companion_files
 from oneshot.errors import OutputError
-from oneshot.families import COMPRESSED_MODEL_TYPE
+from oneshot.export.nemotron_nas import nemotron_nas_shape
+from oneshot.export.per_layer import per_layer_shape
+from oneshot.families import COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE, StackShape
 
 
 def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtype: str | None) -> None:
@@ -30,8 +32,12 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     """Return the config class and the model class of a config.json.
 
-    The per-layer form has classes of this package, so no file of a checkpoint is run.
+    Forms with a modelling file have classes of this package, so no file of a checkpoint is run.
     """
+    if config.get("model_type") == NAS_MODEL_TYPE:
+        from oneshot.export.modeling_nemotron_nas import DeciLMConfig, DeciLMForCausalLM
+
+        return DeciLMConfig, DeciLMForCausalLM
     if config.get("model_type") == COMPRESSED_MODEL_TYPE:
         from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 
@@ -67,3 +73,11 @@ def verify(folder: Path) -> Checkpoint:
                 "please report this with the input's config.json."
             )
     return checkpoint
+
+
+def stated_shape(config: dict[str, Any]) -> StackShape | None:
+    """Return the sizes that the config.json of a form with layers of different sizes states; None for stock configs."""
+    model_type = config.get("model_type")
+    if model_type == COMPRESSED_MODEL_TYPE:
+        return per_layer_shape(config)
+    return nemotron_nas_shape(config) if model_type == NAS_MODEL_TYPE else None

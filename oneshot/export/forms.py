@@ -8,6 +8,7 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.compression import StreamSubspaces
 from oneshot.config import FormName
+from oneshot.export.nemotron_nas import NemotronNasForm
 from oneshot.export.outside import Part
 from oneshot.export.per_layer import PerLayerForm
 from oneshot.export.stock import StockForm
@@ -17,11 +18,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Form(Protocol):
-    """What a result is written as. `title` and `loading` are sentences of the model card."""
+    """What a result is written as. `title` begins the model card."""
 
     name: str
     title: str
-    loading: str
+
+    def loading(self, config: dict[str, Any]) -> str:
+        """Return sentences of the model card: how a result with this config.json is opened, and by what."""
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the form can state for a model."""
@@ -44,4 +47,8 @@ class Form(Protocol):
         """Write further files that the form needs."""
 
 
-FORMS: dict[FormName, Form] = {"stock": StockForm(), "per-layer": PerLayerForm()}
+FORMS: dict[FormName, Form] = {
+    "stock": StockForm(),
+    "per-layer": PerLayerForm(),
+    "nemotron-nas": NemotronNasForm(),
+}

@@ -19,7 +19,10 @@ class StockForm:
 
     name = "stock"
     title = "A stock checkpoint"
-    loading = "It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`."
+
+    def loading(self, config: dict[str, Any]) -> str:
+        """Return how the result is opened."""
+        return "It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`."
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's stock config can state."""
