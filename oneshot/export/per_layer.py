@@ -106,7 +106,22 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
         "num_positions": stack.num_positions,
         "norm_width": shape.hidden_size,
         "layers": [asdict(layer) for layer in stack.layers],
+    } | different_sizes(stack)
+
+
+def different_sizes(stack: StackShape) -> dict[str, Any]:
+    """Return `per_layer_config` as transformers reads it: sizes of layers that differ from the first layer's.
+
+    vLLM reads the heads of every layer from it; our own class has `layers`. Empty if all layers are equal.
+    """
+    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+    first = stack.layers[0]
+    different = {
+        str(number): own
+        for number, layer in enumerate(stack.layers)
+        if (own := {name: getattr(layer, name) for name in names if getattr(layer, name) != getattr(first, name)})
     }
+    return {"per_layer_config": different} if different else {}
 
 
 def per_layer_shape(config: dict[str, Any]) -> StackShape:
