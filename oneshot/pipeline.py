@@ -13,7 +13,7 @@ from oneshot.checkpoint import Journal, card_metadata, gguf_header, output_folde
 from oneshot.compression import LayerCompressor, StreamSubspaces, expanded, find_subspaces, reduce_embedding
 from oneshot.config import Config
 from oneshot.errors import ConfigError
-from oneshot.export import FORMS, cast, expected_bytes, verify, write_companions, write_layers
+from oneshot.export import FORMS, cast, expected_bytes, write_companions, write_layers
 from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
 from oneshot.machine.memory import reset_peak
 from oneshot.planning import (
@@ -152,15 +152,13 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
         watch.lap("layers")
         for read in run.form.outside(model, plan, subspaces, embedding)[journal.num_finished - len(layers) :]:
             journal.add(cast(config.save_dtype, read()))
-        _join(run, journal)
         report = None
         if run.machine.workers.is_main:
             save_dtype = None if config.save_dtype == "keep" else config.save_dtype
             source, folder = model.checkpoint, journal.partial
             written = run.form.config(model, plan)
             write_companions(source.folder, folder, written, dtype=save_dtype)
-            run.form.finish(folder)
-            stored = {"dense": source.num_parameters, "compressed": verify(folder).num_parameters}
+            stored = {"dense": source.num_parameters, "compressed": _write_weights(run, plan, journal)}
             watch.lap("write")
             report = build_report(
                 config,
@@ -302,14 +300,14 @@ def _journal(config: Config, run: Run, plan: Plan, fingerprint: dict[str, Any]) 
         overwrite=config.overwrite,
         resume=config.resume,
         expected_bytes=expected_bytes(config.save_dtype, model.checkpoint, parameters),
-        max_file_bytes=config.max_file_bytes,
+        max_file_bytes=config.max_file_bytes if run.form.shards else 2**62,
     )
 
 
-def _join(run: Run, journal: Journal) -> None:
-    """Join the journal's parts into the weight files of the result."""
-    with tqdm(desc="joining", unit="B", unit_scale=True, disable=not run.show_progress) as progress:
-        journal.join(progress.update)
+def _write_weights(run: Run, plan: Plan, journal: Journal) -> int:
+    """Write the weight files of the result from the journal's parts, and return the parameters that they hold."""
+    with tqdm(desc="writing", unit="B", unit_scale=True, disable=not run.show_progress) as progress:
+        return run.form.write(run.model, plan, journal, progress.update)
 
 
 def _finished_report(output: Path, fingerprint: dict[str, Any]) -> Report | None:

@@ -10,9 +10,7 @@ import torch
 from oneshot.checkpoint import Checkpoint
 from oneshot.checkpoint.safe_files import companion_files
 from oneshot.errors import OutputError
-from oneshot.export.nemotron_nas import nemotron_nas_shape
-from oneshot.export.per_layer import per_layer_shape
-from oneshot.families import COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE, StackShape
+from oneshot.families import COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE
 
 
 def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtype: str | None) -> None:
@@ -73,11 +71,3 @@ def verify(folder: Path) -> Checkpoint:
                 "please report this with the input's config.json."
             )
     return checkpoint
-
-
-def stated_shape(config: dict[str, Any]) -> StackShape | None:
-    """Return the sizes that the config.json of a form with layers of different sizes states; None for stock configs."""
-    model_type = config.get("model_type")
-    if model_type == COMPRESSED_MODEL_TYPE:
-        return per_layer_shape(config)
-    return nemotron_nas_shape(config) if model_type == NAS_MODEL_TYPE else None

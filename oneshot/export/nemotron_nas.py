@@ -1,11 +1,13 @@
 """Form `nemotron-nas`: layers of different sizes as NVIDIA's Nemotron-NAS models state them, which engines know."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from oneshot.checkpoint import Model
+from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
+from oneshot.export.companions import verify
 from oneshot.export.llama_layers import (
     KEPT_KEYS,
     NAMES,
@@ -34,6 +36,7 @@ class NemotronNasForm:
 
     name = NAME
     title = "A checkpoint in the layout of Nemotron-NAS, whose layers have their own FFN widths"
+    shards = True
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return which engines open the result."""
@@ -73,9 +76,11 @@ class NemotronNasForm:
         keep_tied = self.grid(model).stack(plan).head == "tied"
         return folded_outside(model, NAMES, subspaces, keep_tied=keep_tied, centred=False)
 
-    def finish(self, folder: Path) -> None:
-        """Copy the modelling file that `auto_map` names beside the weights."""
-        shutil.copyfile(MODELLING_FILE, folder / MODELLING_FILE.name)
+    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+        """Join the weight files beside the modelling file, and return the parameters that they hold."""
+        journal.join(advance)
+        shutil.copyfile(MODELLING_FILE, journal.partial / MODELLING_FILE.name)
+        return verify(journal.partial).num_parameters
 
 
 def nemotron_nas_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """Form `per-layer`: a checkpoint whose layers have their own sizes, with the modelling file that reads it."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from oneshot.checkpoint import Model
+from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.errors import PlanError
+from oneshot.export.companions import verify
 from oneshot.export.llama_layers import KEPT_KEYS, NAMES, LlamaLayers, Tensors, complete_config, sliding_window
 from oneshot.export.outside import Part, folded_outside
 from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
@@ -22,6 +24,7 @@ class PerLayerForm:
 
     name = "per-layer"
     title = "A checkpoint whose layers have their own sizes"
+    shards = True
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
@@ -65,9 +68,11 @@ class PerLayerForm:
             embedding=embedding,
         )
 
-    def finish(self, folder: Path) -> None:
-        """Copy the modelling file that `auto_map` names beside the weights."""
-        shutil.copyfile(MODELLING_FILE, folder / MODELLING_FILE.name)
+    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+        """Join the weight files beside the modelling file, and return the parameters that they hold."""
+        journal.join(advance)
+        shutil.copyfile(MODELLING_FILE, journal.partial / MODELLING_FILE.name)
+        return verify(journal.partial).num_parameters
 
 
 def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:
@@ -84,29 +89,33 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
     if shape.layer_norms:
         kept |= {"hidden_act": complete["activation_function"], "rms_norm_eps": LAYER_NORM_EPSILON}
-    return kept | {
-        "model_type": COMPRESSED_MODEL_TYPE,
-        "architectures": ["OneshotForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"{MODELLING_FILE.stem}.OneshotConfig",
-            "AutoModel": f"{MODELLING_FILE.stem}.OneshotModel",
-            "AutoModelForCausalLM": f"{MODELLING_FILE.stem}.OneshotForCausalLM",
-        },
-        "vocab_size": stack.vocab_size,
-        "hidden_size": stack.embedding_size,
-        "intermediate_size": stack.layers[0].intermediate_size,
-        "num_hidden_layers": len(stack.layers),
-        "num_attention_heads": stack.layers[0].num_attention_heads,
-        "num_key_value_heads": stack.layers[0].num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "tie_word_embeddings": stack.head != "own" and not stack.embedding,
-        "embedding": [asdict(table) for table in stack.embedding] or None,
-        "head_map": stack.head == "mapped",
-        "head_bias": stack.head_bias,
-        "num_positions": stack.num_positions,
-        "norm_width": shape.hidden_size,
-        "layers": [asdict(layer) for layer in stack.layers],
-    } | different_sizes(stack)
+    return (
+        kept
+        | {
+            "model_type": COMPRESSED_MODEL_TYPE,
+            "architectures": ["OneshotForCausalLM"],
+            "auto_map": {
+                "AutoConfig": f"{MODELLING_FILE.stem}.OneshotConfig",
+                "AutoModel": f"{MODELLING_FILE.stem}.OneshotModel",
+                "AutoModelForCausalLM": f"{MODELLING_FILE.stem}.OneshotForCausalLM",
+            },
+            "vocab_size": stack.vocab_size,
+            "hidden_size": stack.embedding_size,
+            "intermediate_size": stack.layers[0].intermediate_size,
+            "num_hidden_layers": len(stack.layers),
+            "num_attention_heads": stack.layers[0].num_attention_heads,
+            "num_key_value_heads": stack.layers[0].num_key_value_heads,
+            "head_dim": shape.head_dim,
+            "tie_word_embeddings": stack.head != "own" and not stack.embedding,
+            "embedding": [asdict(table) for table in stack.embedding] or None,
+            "head_map": stack.head == "mapped",
+            "head_bias": stack.head_bias,
+            "num_positions": stack.num_positions,
+            "norm_width": shape.hidden_size,
+            "layers": [asdict(layer) for layer in stack.layers],
+        }
+        | different_sizes(stack)
+    )
 
 
 def different_sizes(stack: StackShape) -> dict[str, Any]:
