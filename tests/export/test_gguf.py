@@ -1,5 +1,6 @@
 """The form gguf, against a computation of llama.cpp's graph in this file, and against transformers' tokenizer."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def graph(path: Path, ids: torch.Tensor) -> torch.Tensor:
     return linear(norm(x, "output_norm"), head)
 
 
-@pytest.mark.parametrize("options, architecture", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("options", "architecture"), MODELS.values(), ids=MODELS)
 def test_llama_cpps_graph_gives_the_logits_of_the_per_layer_form(
     options: dict[str, Any],
     architecture: str,
@@ -135,7 +136,7 @@ def test_beside_it_lie_tokenizer_card_and_report(make_checkpoint: MakeCheckpoint
     assert len(set(fields["deci.feed_forward_length"])) > 1
 
 
-@pytest.mark.parametrize("dtype, kind", [("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")])
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")])
 def test_the_stored_dtype(dtype: str, kind: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     import gguf
 
@@ -208,7 +209,7 @@ def test_scored_pieces_merge_in_the_order_of_the_merges(tmp_path: Path) -> None:
     for word in words[::40]:
         pieces = list("▁" + word)
         while True:
-            joined = [(scores.get(a + b, -2e6), -at) for at, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False))]
+            joined = [(scores.get(a + b, -2e6), -at) for at, (a, b) in enumerate(itertools.pairwise(pieces))]
             best = max(joined, default=(-2e6, 0))
             if best[0] <= -1e6:
                 break
@@ -217,7 +218,7 @@ def test_scored_pieces_merge_in_the_order_of_the_merges(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern, ignores, name",
+    ("pattern", "ignores", "name"),
     [
         (CONTRACTIONS + WORDS + r"\p{N}{1,3}" + REST, True, "llama-bpe"),
         (CONTRACTIONS + WORDS + r"\p{N}" + REST, False, "qwen2"),
@@ -230,12 +231,12 @@ def test_rules_are_known_by_their_pattern(pattern: str, ignores: bool, name: str
 
 
 def test_unknown_rules_are_refused() -> None:
-    with pytest.raises(PlanError, match="llama.cpp's own converter"):
+    with pytest.raises(PlanError, match=r"llama\.cpp's own converter"):
         split_rules({"type": "Whitespace"}, False)
 
 
 @pytest.mark.parametrize(
-    "model, options, sentence",
+    ("model", "options", "sentence"),
     [
         ({"family": "opt"}, {}, "RMSNorms"),
         ({"family": "mistral", "sliding_window": 8}, {}, "no sliding attention window"),

@@ -1,4 +1,4 @@
-"""The form nemotron-nas: the model of the per-layer form where both can hold it, and what engines read in its config."""
+"""The form nemotron-nas: the model of the per-layer form where both can hold it, and what engines read of it."""
 
 import ast
 import json
@@ -161,7 +161,7 @@ def test_the_hidden_size_shrinks_in_one_subspace(
 
 
 @pytest.mark.parametrize(
-    "model, options, sentence",
+    ("model", "options", "sentence"),
     [
         ({"family": "qwen3", "head_dim": 8}, {}, "norms of queries and keys"),
         ({"family": "opt"}, {}, "RMSNorms"),
