@@ -1,0 +1,159 @@
+"""Every form in the engines that open it: the same scores and the same greedy continuations as in transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import Answer, half_chunk_perplexity, run_oneshot
+from factories import MakeCheckpoint, MakeConfig, topics
+
+from oneshot import compress
+from oneshot.evaluation.models import load_model
+from oneshot.text import load_tokenizer
+
+NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 10, 24, 32
+CHUNKS = 8
+BY_LAYER: dict[str, Any] = {"embedding": "none", "sparsity": 0.2, "round_to": 8}
+# vLLM needs heads of at least 32 values
+SIZES: dict[str, Any] = {"hidden": 128, "width": 192, "heads": 4, "groups": 2, "layers": 4}
+RANDOM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "biases": ({"attention_bias": True, "mlp_bias": True}, {}),
+    "untied, large heads": ({"head_dim": 64}, {}),
+    "tied, a layer left out": ({"tied": True}, {"depth": "sensitivity", "sparsity": 0.45}),
+    "qwen2": ({"family": "qwen2"}, {}),
+}
+
+
+class Expected:
+    """What transformers answers to the prompts, by this package's own class."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        self.model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+        self.text, self.token_ids = text, load_tokenizer(folder)(text, verbose=False).input_ids
+        length = len(self.token_ids) // NUM_PROMPTS
+        self.prompts = [self.token_ids[at * length : at * length + PROMPT_TOKENS] for at in range(NUM_PROMPTS)]
+        with torch.inference_mode():
+            self.answers = [self._answer(torch.tensor([prompt])) for prompt in self.prompts]
+
+    def _answer(self, prompt: torch.Tensor) -> Answer:
+        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+        mask = torch.ones_like(prompt)
+        whole = self.model.generate(prompt, attention_mask=mask, pad_token_id=1, **settings)
+        scores = self.model(whole).logits.log_softmax(-1)[0, :-1].gather(1, whole[0, 1:, None])[:, 0].tolist()
+        return {"scores": scores, "tokens": whole[0, PROMPT_TOKENS:].tolist()}
+
+    def agrees_with_vllm(self, answers: list[Answer]) -> None:
+        for ours, theirs in zip(self.answers, answers, strict=True):
+            assert theirs["tokens"] == ours["tokens"]
+            assert theirs["scores"] == pytest.approx(ours["scores"][: PROMPT_TOKENS - 1], abs=1e-3)
+
+    def agrees_with_llama(self, answers: list[Answer]) -> None:
+        for ours, theirs in zip(self.answers, answers, strict=True):
+            assert theirs["tokens"] == ours["tokens"]
+            assert theirs["scores"] == pytest.approx(ours["scores"][PROMPT_TOKENS - 1 :], abs=1e-2)
+
+
+@pytest.fixture(params=RANDOM)
+def write(
+    request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> Callable[..., Path]:
+    """`write(form)` -> the folder of a random model, compressed."""
+    options, settings = RANDOM[request.param]
+    folder = make_checkpoint(**SIZES, **options)
+
+    def run(form: str) -> Path:
+        compress(make_config(folder, form=form, output=str(tmp_path / form), **BY_LAYER | settings))
+        return tmp_path / form
+
+    return run
+
+
+def test_nemotron_nas_in_vllm(write: Callable[..., Path], ask_vllm: Callable[..., list[Answer]]) -> None:
+    folder = write("nemotron-nas")
+    expected = Expected(folder, topics(20, 40))
+    expected.agrees_with_vllm(ask_vllm(folder, expected.prompts, NEW_TOKENS))
+
+
+def test_per_layer_in_vllms_transformers_backend(
+    write: Callable[..., Path], ask_vllm: Callable[..., list[Answer]]
+) -> None:
+    folder = write("per-layer")
+    expected = Expected(folder, topics(20, 40))
+    expected.agrees_with_vllm(ask_vllm(folder, expected.prompts, NEW_TOKENS, implementation="transformers"))
+
+
+def test_gguf_in_llama_cpp(
+    write: Callable[..., Path], ask_llama: Callable[..., list[Answer]], llama_perplexity: Callable[..., float]
+) -> None:
+    expected = Expected(write("per-layer"), topics(20, 40))
+    path = write("gguf") / "model.gguf"
+    ours = half_chunk_perplexity(expected.model, expected.token_ids, CHUNKS)
+    assert llama_perplexity(path, expected.text, CHUNKS) == pytest.approx(ours, rel=1e-3)
+    expected.agrees_with_llama(ask_llama(path, expected.prompts, NEW_TOKENS))
+
+
+def test_removed_heads_by_layer(
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    ask_vllm: Callable[..., list[Answer]],
+    ask_llama: Callable[..., list[Answer]],
+) -> None:
+    folder = make_checkpoint(**SIZES | {"heads": 8, "groups": 4, "head_dim": 32})
+    heads: dict[str, Any] = {"heads": "id", "head_unit": "kv-group", "sparsity": 0.4}
+    for form in ("per-layer", "gguf"):
+        compress(make_config(folder, form=form, output=str(tmp_path / form), **BY_LAYER | heads))
+    expected = Expected(tmp_path / "per-layer", topics(20, 40))
+    assert len({layer["num_attention_heads"] for layer in expected.model.config.layers}) > 1
+    expected.agrees_with_llama(ask_llama(tmp_path / "gguf" / "model.gguf", expected.prompts, NEW_TOKENS))
+    answers = ask_vllm(tmp_path / "per-layer", expected.prompts, NEW_TOKENS, implementation="transformers")
+    expected.agrees_with_vllm(answers)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_equal_layers_of_other_families_in_llama_cpp(
+    family: str,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    ask_llama: Callable[..., list[Answer]],
+) -> None:
+    extra = {"head_dim": 32} if family == "qwen3" else {}
+    folder = make_checkpoint(family=family, tied=True, **SIZES, **extra)
+    for form in ("stock", "gguf"):
+        compress(make_config(folder, form=form, allocation="uniform", embedding="none", output=str(tmp_path / form)))
+    expected = Expected(tmp_path / "stock", topics(20, 40))
+    expected.agrees_with_llama(ask_llama(tmp_path / "gguf" / "model.gguf", expected.prompts, NEW_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def smollm2_results(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 in every form at 10 % fewer parameters, from little text: numbers of quality mean nothing here."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    text = ["--calibration", "builtin", "--num-sequences", "8", "--sequence-length", "256"]
+    run_oneshot("profile", smollm2, "--output", folder / "profile", *text)
+    for form in ("nemotron-nas", "per-layer", "gguf"):
+        plan = ["--sparsity", "0.1", "--profile", folder / "profile", "--set", "embedding=none"]
+        run_oneshot("compress", smollm2, "--output", folder / form, "--form", form, *plan, *text)
+    return folder
+
+
+def test_smollm2_in_every_engine(
+    smollm2_results: Path,
+    ask_vllm: Callable[..., list[Answer]],
+    ask_llama: Callable[..., list[Answer]],
+    llama_perplexity: Callable[..., float],
+    quantise: Callable[..., Path],
+) -> None:
+    expected = Expected(smollm2_results / "nemotron-nas", topics(20, 40))
+    assert len({block["ffn"]["intermediate_size"] for block in expected.model.config.block_configs}) > 1
+    expected.agrees_with_vllm(ask_vllm(smollm2_results / "nemotron-nas", expected.prompts, NEW_TOKENS))
+    answers = ask_vllm(smollm2_results / "per-layer", expected.prompts, NEW_TOKENS, implementation="transformers")
+    expected.agrees_with_vllm(answers)
+    path = smollm2_results / "gguf" / "model.gguf"
+    ours = half_chunk_perplexity(expected.model, expected.token_ids, CHUNKS)
+    assert llama_perplexity(path, expected.text, CHUNKS) == pytest.approx(ours, rel=1e-3)
+    expected.agrees_with_llama(ask_llama(path, expected.prompts, NEW_TOKENS))
+    assert llama_perplexity(quantise(path, "Q8_0"), expected.text, CHUNKS) == pytest.approx(ours, rel=0.05)
