@@ -70,6 +70,7 @@ class GgufForm:
             refusal=refusal,
             layers_differ=differ,
             heads_differ=differ,
+            writes_vocabulary=True,
         )
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:

@@ -31,6 +31,7 @@ REPORT_BYTES = 64 * 2**20  # matplotlib draws a finished run
 HUB_TEXT_BYTES = 256 * 2**20  # a shuffle buffer of documents, and pyarrow's
 OPENING_TOKENS = 32  # the openings of `text.self_written` take fewer
 CACHE_SHARE = 1.25  # of the KV cache: one layer's is copied whenever a token is added
+VOCABULARY_BYTES = 6000  # a token of the tokenizer, while a GGUF file is written
 TEXT_FACTOR = 180  # bytes for a byte of a text file that is tokenised as one document
 
 
@@ -70,6 +71,9 @@ def stages(work: Work) -> list[Stage]:
     if work.plan is None:
         return listed
     listed.append(Stage("the report", (Term(REPORT_BYTES),)))
+    if work.grid.writes_vocabulary:
+        vocabulary = Term(VOCABULARY_BYTES * work.shape.vocab_size)
+        listed.append(Stage("writing the GGUF file", (vocabulary, *terms.read(work.outside_bytes))))
     if work.schedule.may_rank_embedding:
         listed.append(Stage("reducing the embedding", (*terms.read(work.outside_bytes), *terms.embedding(work))))
     if work.schedule.finds_subspaces:

@@ -23,6 +23,7 @@ class Grid:
         embedding_ranks: whether ranges of the vocabulary can have their own ranks.
         replaces_layer_norms: whether LayerNorms become RMSNorms, whose biases go into the linears.
         maps_tied_head: whether a tied head stays tied after a matrix if the hidden size shrinks.
+        writes_vocabulary: whether the weight file also holds the tokenizer, which takes memory.
     """
 
     family: Description
@@ -36,6 +37,7 @@ class Grid:
     embedding_ranks: bool = False
     replaces_layer_norms: bool = False
     maps_tied_head: bool = False
+    writes_vocabulary: bool = False
 
     @property
     def folds_layer_norms(self) -> bool:
