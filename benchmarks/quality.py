@@ -10,10 +10,11 @@ import statistics
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from harness import (
+    OPENED_FORMS,
     RESULTS,
     TASKS,
     add_compression_options,
@@ -34,7 +35,6 @@ from harness import (
 
 from oneshot import Config, compress_sizes
 from oneshot.checkpoint import Checkpoint, locate_checkpoint
-from oneshot.config import FormName
 from oneshot.evaluation import run_tasks
 from oneshot.text import load_tokenizer
 
@@ -79,7 +79,7 @@ def main() -> None:
     options.add_argument("--sequence-length", type=int, default=1024)
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options.add_argument("--recipes", nargs="+", default=list(RECIPES))
-    options.add_argument("--forms", nargs="+", choices=get_args(FormName), default=["stock"])
+    options.add_argument("--forms", nargs="+", choices=OPENED_FORMS, default=["stock"])
     options.add_argument("--profile", help="of the model and the calibration text; made anew in every run without it")
     options.add_argument("--tasks", nargs="+", choices=sorted(path.stem for path in TASKS.glob("*.yaml")), default=[])
     options.add_argument("--task-limit", type=int, help="at most this many documents of each task")

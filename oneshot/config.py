@@ -10,7 +10,7 @@ from oneshot.fields import FLAGS, check_choices, check_minimum, display, field_n
 from oneshot.recipes import RECIPE_FORMS, RECIPES, Method, find_recipe
 
 BudgetUnit = Literal["parameters", "bytes", "flops", "latency"]
-FormName = Literal["stock", "per-layer"]
+FormName = Literal["stock", "per-layer", "nemotron-nas", "gguf"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 SaveDtype = Literal["keep", "float32", "bfloat16", "float16"]
 

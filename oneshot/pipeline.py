@@ -13,7 +13,7 @@ from oneshot.checkpoint import Journal, card_metadata, gguf_header, output_folde
 from oneshot.compression import LayerCompressor, StreamSubspaces, expanded, find_subspaces, reduce_embedding
 from oneshot.config import Config
 from oneshot.errors import ConfigError
-from oneshot.export import FORMS, cast, expected_bytes, verify, write_companions, write_layers
+from oneshot.export import FORMS, cast, expected_bytes, write_companions, write_layers
 from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
 from oneshot.machine.memory import reset_peak
 from oneshot.planning import (
@@ -154,14 +154,13 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
         watch.lap("layers")
         for read in run.form.outside(model, plan, subspaces, embedding)[journal.num_finished - len(layers) :]:
             journal.add(cast(config.save_dtype, read()))
-        _join(run, journal)
         report = None
         if run.machine.workers.is_main:
             save_dtype = None if config.save_dtype == "keep" else config.save_dtype
             source, folder = model.checkpoint, journal.partial
-            write_companions(source.folder, folder, run.form.config(model, plan), dtype=save_dtype)
-            run.form.finish(folder)
-            stored = {"dense": source.num_parameters, "compressed": verify(folder).num_parameters}
+            written = run.form.config(model, plan)
+            write_companions(source.folder, folder, written, dtype=save_dtype)
+            stored = {"dense": source.num_parameters, "compressed": _write_weights(run, plan, journal)}
             watch.lap("write")
             report = build_report(
                 config,
@@ -180,7 +179,7 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
                 warnings=warnings + run.warnings.take(),
             )
             form, inherited = run.form, card_metadata(source.folder)
-            write_report(report, folder, inherited, title=form.title, loading=form.loading)
+            write_report(report, folder, inherited, title=form.title, loading=form.loading(written))
         journal.commit()
         report = run.machine.workers.share(0, lambda: report)
     assert report is not None
@@ -304,15 +303,15 @@ def _journal(config: Config, run: Run, plan: Plan, fingerprint: dict[str, Any]) 
         overwrite=config.overwrite,
         resume=config.resume,
         expected_bytes=expected_bytes(config.save_dtype, model.checkpoint, parameters),
-        max_file_bytes=config.max_file_bytes,
+        max_file_bytes=config.max_file_bytes if run.form.shards else 2**62,
         background=run.machine.device.type == "cuda",
     )
 
 
-def _join(run: Run, journal: Journal) -> None:
-    """Join the journal's parts into the weight files of the result."""
-    with tqdm(desc="joining", unit="B", unit_scale=True, disable=not run.show_progress) as progress:
-        journal.join(progress.update)
+def _write_weights(run: Run, plan: Plan, journal: Journal) -> int:
+    """Write the weight files of the result from the journal's parts, and return the parameters that they hold."""
+    with tqdm(desc="writing", unit="B", unit_scale=True, disable=not run.show_progress) as progress:
+        return run.form.write(run.model, plan, journal, progress.update)
 
 
 def _finished_report(output: Path, fingerprint: dict[str, Any]) -> Report | None:

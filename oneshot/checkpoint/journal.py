@@ -355,6 +355,11 @@ class Journal:
 
         return self._workers.share(0, load)
 
+    def stored(self) -> list[StoredTensor]:
+        """Return the tensors of the finished parts, in order; for a form with a file layout of its own."""
+        parts = map(self._part, range(self._num_parts))
+        return [tensor for path in parts if path.exists() for tensor in stored_tensors(path)]
+
     def join(self, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Join the finished parts into the weight files of the result, and remove each part when its bytes are there.
 

@@ -80,7 +80,7 @@ def add_form(group: Any) -> None:
     """Add the form of the result; `--tier` is its old name, for one release."""
     forms = get_args(FormName)
     group.add_argument(
-        "--form", choices=forms, help="stock, or per-layer: better, with a modelling file (default: the recipe's)"
+        "--form", choices=forms, help="what the result is written as; docs/guides/form.md (default: the recipe's)"
     )
     group.add_argument("--tier", choices=forms, dest="form", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
 

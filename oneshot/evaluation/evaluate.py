@@ -14,8 +14,8 @@ from oneshot.evaluation.comparison import Evaluation, text_record
 from oneshot.evaluation.models import load_model, measure_latency
 from oneshot.evaluation.scoring import relative_score, score_windows
 from oneshot.evaluation.tasks import run_tasks, task_manager
-from oneshot.export import per_layer_shape
-from oneshot.families import COMPRESSED_MODEL_TYPE, StackShape
+from oneshot.export import stated_shape
+from oneshot.families import StackShape
 from oneshot.machine import resolve_device, resolve_dtype
 from oneshot.text import iter_documents, load_tokenizer, pack
 
@@ -129,8 +129,6 @@ def _beside(result: Evaluation, baseline: Evaluation) -> Evaluation:
 
 
 def _open(name: str, scratch: Path) -> tuple[Checkpoint, StackShape]:
-    """Open a checkpoint and read its sizes; a per-layer one states them itself."""
+    """Open a checkpoint and read its sizes; one with layers of different sizes states them itself."""
     checkpoint = Checkpoint(locate_checkpoint(name, scratch))
-    if checkpoint.config.get("model_type") == COMPRESSED_MODEL_TYPE:
-        return checkpoint, per_layer_shape(checkpoint.config)
-    return checkpoint, identify(checkpoint).shape.stack()
+    return checkpoint, stated_shape(checkpoint.config) or identify(checkpoint).shape.stack()

@@ -18,7 +18,7 @@ LATENCY_ROUNDS = 5
 def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) -> Any:
     """Load the model of a local checkpoint for inference; `dtype="auto"` is the stored dtype.
 
-    A per-layer checkpoint is read by this package's own class. The modelling file in the folder is not run.
+    A checkpoint with a modelling file is read by this package's own class. The file in the folder is not run.
     """
     _, model_class = model_classes(json.loads((folder / "config.json").read_text()))
     model: Any = model_class.from_pretrained(folder, dtype=dtype, local_files_only=True, use_safetensors=True)

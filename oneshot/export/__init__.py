@@ -1,9 +1,8 @@
 """Writing the result: its forms, the layers on their way into the journal, and what lies beside the weights."""
 
 from oneshot.export.companions import model_classes, verify, write_companions
-from oneshot.export.forms import FORMS, Form
+from oneshot.export.forms import FORMS, Form, stated_shape
 from oneshot.export.layers import write_layers
-from oneshot.export.per_layer import per_layer_shape
 from oneshot.export.saving import cast, expected_bytes
 
 __all__ = [
@@ -12,7 +11,7 @@ __all__ = [
     "cast",
     "expected_bytes",
     "model_classes",
-    "per_layer_shape",
+    "stated_shape",
     "verify",
     "write_companions",
     "write_layers",

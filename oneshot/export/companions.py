@@ -10,7 +10,7 @@ import torch
 from oneshot.checkpoint import Checkpoint
 from oneshot.checkpoint.safe_files import companion_files
 from oneshot.errors import OutputError
-from oneshot.families import COMPRESSED_MODEL_TYPE
+from oneshot.families import COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE
 
 
 def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtype: str | None) -> None:
@@ -30,8 +30,12 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     """Return the config class and the model class of a config.json.
 
-    The per-layer form has classes of this package, so no file of a checkpoint is run.
+    Forms with a modelling file have classes of this package, so no file of a checkpoint is run.
     """
+    if config.get("model_type") == NAS_MODEL_TYPE:
+        from oneshot.export.modeling_nemotron_nas import DeciLMConfig, DeciLMForCausalLM
+
+        return DeciLMConfig, DeciLMForCausalLM
     if config.get("model_type") == COMPRESSED_MODEL_TYPE:
         from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 

@@ -1,27 +1,33 @@
 """The forms that a result can be written as, by name. To add one: a class with these methods, and its name in FORMS."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from oneshot.checkpoint import Model
+from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.config import FormName
+from oneshot.export.gguf import GgufForm
+from oneshot.export.nemotron_nas import NemotronNasForm, nemotron_nas_shape
 from oneshot.export.outside import Part
-from oneshot.export.per_layer import PerLayerForm
+from oneshot.export.per_layer import PerLayerForm, per_layer_shape
 from oneshot.export.stock import StockForm
+from oneshot.families import COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE, StackShape
 from oneshot.planning import Grid, Plan
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Form(Protocol):
-    """What a result is written as. `title` and `loading` are sentences of the model card."""
+    """What a result is written as. `title` begins the model card; `shards`: weights may be several files."""
 
     name: str
     title: str
-    loading: str
+    shards: bool
+
+    def loading(self, config: dict[str, Any]) -> str:
+        """Return sentences of the model card: how a result with this config.json is opened, and by what."""
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the form can state for a model."""
@@ -40,8 +46,24 @@ class Form(Protocol):
     ) -> list[Part]:
         """Return readers of the tensors outside the layers, one for each part of the journal."""
 
-    def finish(self, folder: Path) -> None:
-        """Write further files that the form needs."""
+    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+        """Write the weight files from the journal's parts, check them, and return the parameters that they hold.
+
+        `advance` receives the bytes written. The config and the tokenizer are there already.
+        """
 
 
-FORMS: dict[FormName, Form] = {"stock": StockForm(), "per-layer": PerLayerForm()}
+FORMS: dict[FormName, Form] = {
+    "stock": StockForm(),
+    "per-layer": PerLayerForm(),
+    "nemotron-nas": NemotronNasForm(),
+    "gguf": GgufForm(),
+}
+
+
+def stated_shape(config: dict[str, Any]) -> StackShape | None:
+    """Return the sizes that the config.json of a form with layers of different sizes states; None for stock configs."""
+    model_type = config.get("model_type")
+    if model_type == COMPRESSED_MODEL_TYPE:
+        return per_layer_shape(config)
+    return nemotron_nas_shape(config) if model_type == NAS_MODEL_TYPE else None

@@ -232,7 +232,7 @@ class OneshotModel(LlamaModel):
         past_key_values: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast | tuple:
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if self.embed_positions is not None:
@@ -247,6 +247,8 @@ class OneshotModel(LlamaModel):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
+        if isinstance(output, tuple):  # return_dict=False, as vLLM calls it
+            return self.head_map(output[0]), *output[1:]
         output.last_hidden_state = self.head_map(output.last_hidden_state)
         return output
 

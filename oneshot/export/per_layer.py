@@ -1,37 +1,22 @@
 """Form `per-layer`: a checkpoint whose layers have their own sizes, with the modelling file that reads it."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from oneshot.checkpoint import Model
+from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.errors import PlanError
-from oneshot.export.outside import OutsideNames, Part, folded_outside
-from oneshot.families import COMPRESSED_MODEL_TYPE, LLAMA, LayerShape, ModelShape, StackShape, TableShape
+from oneshot.export.companions import verify
+from oneshot.export.llama_layers import KEPT_KEYS, NAMES, LlamaLayers, Tensors, complete_config, sliding_window
+from oneshot.export.outside import Part, folded_outside
+from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
 from oneshot.planning import Grid, Plan
 
-KEPT_KEYS = (
-    "attention_dropout",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "hidden_act",
-    "initializer_range",
-    "max_position_embeddings",
-    "pad_token_id",
-    "rms_norm_eps",
-    "rope_parameters",
-    "use_cache",
-)
 LAYER_NORM_EPSILON = 1e-5  # PyTorch's default; configs do not state it
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot.py"
-Tensors = dict[str, torch.Tensor]
-
-NAMES = OutsideNames(LLAMA.stack.embedding, "model.norm.weight", "lm_head.weight")
 
 
 class PerLayerForm:
@@ -39,10 +24,14 @@ class PerLayerForm:
 
     name = "per-layer"
     title = "A checkpoint whose layers have their own sizes"
-    loading = (
-        "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the modelling "
-        "file in this folder."
-    )
+    shards = True
+
+    def loading(self, config: dict[str, Any]) -> str:
+        """Return how the result is opened."""
+        return (
+            "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
+            "modelling file in this folder."
+        )
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that our own class can have."""
@@ -50,6 +39,7 @@ class PerLayerForm:
             model.family,
             model.shape,
             layers_differ=True,
+            heads_differ=True,
             inner_sizes=True,
             subspaces_differ=True,
             embedding_ranks=True,
@@ -61,16 +51,8 @@ class PerLayerForm:
         """Return the config.json of the result. Raises `PlanError` for a model with a sliding attention window."""
         return per_layer_config(model.checkpoint.config, model.shape, self.grid(model).stack(plan))
 
-    def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
-        """Return a layer's tensors under their stored names, which are Llama's."""
-        prefix = LLAMA.stack.layer_prefix(number)
-        return {prefix + name: tensor for name, tensor in model.family.rename(tensors, LLAMA).items()}
-
-    def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
-        """Return the inverse of `layer`."""
-        prefix = LLAMA.stack.layer_prefix(number)
-        inside = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
-        return LLAMA.rename(inside, model.family)
+    layer = LlamaLayers.layer
+    original = LlamaLayers.original
 
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
@@ -86,9 +68,11 @@ class PerLayerForm:
             embedding=embedding,
         )
 
-    def finish(self, folder: Path) -> None:
-        """Copy the modelling file that `auto_map` names beside the weights."""
-        shutil.copyfile(MODELLING_FILE, folder / MODELLING_FILE.name)
+    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+        """Join the weight files beside the modelling file, and return the parameters that they hold."""
+        journal.join(advance)
+        shutil.copyfile(MODELLING_FILE, journal.partial / MODELLING_FILE.name)
+        return verify(journal.partial).num_parameters
 
 
 def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:
@@ -96,41 +80,57 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
 
     Raises `PlanError` for a model with a sliding attention window, which the per-layer form does not have.
     """
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
+    if window := sliding_window(config):
         raise PlanError(
-            f"The model attends within a window of {config['sliding_window']} tokens, which the per-layer form cannot "
+            f"The model attends within a window of {window} tokens, which the per-layer form cannot "
             "hold; use a recipe with --form stock."
         )
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    # the family's defaults and older spellings must not become Llama's defaults
-    complete = CONFIG_MAPPING[config["model_type"]].from_dict(config).to_dict()
+    complete = complete_config(config)
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
     if shape.layer_norms:
         kept |= {"hidden_act": complete["activation_function"], "rms_norm_eps": LAYER_NORM_EPSILON}
-    return kept | {
-        "model_type": COMPRESSED_MODEL_TYPE,
-        "architectures": ["OneshotForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"{MODELLING_FILE.stem}.OneshotConfig",
-            "AutoModel": f"{MODELLING_FILE.stem}.OneshotModel",
-            "AutoModelForCausalLM": f"{MODELLING_FILE.stem}.OneshotForCausalLM",
-        },
-        "vocab_size": stack.vocab_size,
-        "hidden_size": stack.embedding_size,
-        "intermediate_size": stack.layers[0].intermediate_size,
-        "num_hidden_layers": len(stack.layers),
-        "num_attention_heads": stack.layers[0].num_attention_heads,
-        "num_key_value_heads": stack.layers[0].num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "tie_word_embeddings": stack.head != "own" and not stack.embedding,
-        "embedding": [asdict(table) for table in stack.embedding] or None,
-        "head_map": stack.head == "mapped",
-        "head_bias": stack.head_bias,
-        "num_positions": stack.num_positions,
-        "norm_width": shape.hidden_size,
-        "layers": [asdict(layer) for layer in stack.layers],
+    return (
+        kept
+        | {
+            "model_type": COMPRESSED_MODEL_TYPE,
+            "architectures": ["OneshotForCausalLM"],
+            "auto_map": {
+                "AutoConfig": f"{MODELLING_FILE.stem}.OneshotConfig",
+                "AutoModel": f"{MODELLING_FILE.stem}.OneshotModel",
+                "AutoModelForCausalLM": f"{MODELLING_FILE.stem}.OneshotForCausalLM",
+            },
+            "vocab_size": stack.vocab_size,
+            "hidden_size": stack.embedding_size,
+            "intermediate_size": stack.layers[0].intermediate_size,
+            "num_hidden_layers": len(stack.layers),
+            "num_attention_heads": stack.layers[0].num_attention_heads,
+            "num_key_value_heads": stack.layers[0].num_key_value_heads,
+            "head_dim": shape.head_dim,
+            "tie_word_embeddings": stack.head != "own" and not stack.embedding,
+            "embedding": [asdict(table) for table in stack.embedding] or None,
+            "head_map": stack.head == "mapped",
+            "head_bias": stack.head_bias,
+            "num_positions": stack.num_positions,
+            "norm_width": shape.hidden_size,
+            "layers": [asdict(layer) for layer in stack.layers],
+        }
+        | different_sizes(stack)
+    )
+
+
+def different_sizes(stack: StackShape) -> dict[str, Any]:
+    """Return `per_layer_config` as transformers reads it: sizes of layers that differ from the first layer's.
+
+    vLLM reads the heads of every layer from it; our own class has `layers`. Empty if all layers are equal.
+    """
+    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+    first = stack.layers[0]
+    different = {
+        str(number): own
+        for number, layer in enumerate(stack.layers)
+        if (own := {name: getattr(layer, name) for name in names if getattr(layer, name) != getattr(first, name)})
     }
+    return {"per_layer_config": different} if different else {}
 
 
 def per_layer_shape(config: dict[str, Any]) -> StackShape:

@@ -1,13 +1,14 @@
 """Form `stock`: a checkpoint of the input's own class, which every engine loads without code of ours."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Model
+from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
+from oneshot.export.companions import verify
 from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
 from oneshot.planning import Grid, Plan
 
@@ -19,7 +20,11 @@ class StockForm:
 
     name = "stock"
     title = "A stock checkpoint"
-    loading = "It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`."
+    shards = True
+
+    def loading(self, config: dict[str, Any]) -> str:
+        """Return how the result is opened."""
+        return "It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`."
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's stock config can state."""
@@ -57,8 +62,10 @@ class StockForm:
         names = OutsideNames(stack.embedding, f"{stack.final_norm.name}.weight", head)
         return folded_outside(model, names, subspaces, keep_tied=False, centred=False)
 
-    def finish(self, folder: Path) -> None:
-        """Write nothing: a stock checkpoint needs no further file."""
+    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+        """Join the weight files, and return the parameters that they hold."""
+        journal.join(advance)
+        return verify(journal.partial).num_parameters
 
 
 def _with_layers(config: dict[str, Any], kept: list[int]) -> dict[str, Any]:

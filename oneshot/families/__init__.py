@@ -2,13 +2,21 @@
 
 from oneshot.families.description import Attention, Description, Feature, FeedForward, Norm, Sizes, Stack, Sublayer
 from oneshot.families.llama import LLAMA
-from oneshot.families.reading import COMPRESSED_MODEL_TYPE, FAMILIES, check_layers, find_family, read_shape
+from oneshot.families.reading import (
+    COMPRESSED_MODEL_TYPE,
+    FAMILIES,
+    NAS_MODEL_TYPE,
+    check_layers,
+    find_family,
+    read_shape,
+)
 from oneshot.families.shapes import LayerShape, ModelShape, StackShape, TableShape
 
 __all__ = [
     "COMPRESSED_MODEL_TYPE",
     "FAMILIES",
     "LLAMA",
+    "NAS_MODEL_TYPE",
     "Attention",
     "Description",
     "Feature",

@@ -14,6 +14,7 @@ from oneshot.families.shapes import ModelShape
 
 FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OPT)}
 COMPRESSED_MODEL_TYPE = "oneshot"  # of a checkpoint in the per-layer form
+NAS_MODEL_TYPE = "nemotron-nas"
 LARGEST_SIZE = 2**31 - 1
 
 
@@ -34,6 +35,10 @@ def find_family(config: dict[str, Any]) -> Description:
         )
     if model_type == COMPRESSED_MODEL_TYPE:
         raise CheckpointError("The checkpoint is a compressed one in the per-layer form; give the model it came from.")
+    if model_type == NAS_MODEL_TYPE:
+        raise CheckpointError(
+            "The layers of the checkpoint have different sizes already (nemotron-nas); give the model it came from."
+        )
     if model_type not in FAMILIES:
         raise CheckpointError(
             f"Model type {model_type!r} is not supported; the supported families are {', '.join(FAMILIES)}."

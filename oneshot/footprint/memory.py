@@ -30,6 +30,7 @@ DEVICE_SLACK_BYTES = 384 * 2**20  # workspaces of cuBLAS and cuSOLVER
 REPORT_BYTES = 64 * 2**20  # matplotlib draws a finished run
 LOADED_BYTES = 10 * 10**9  # two files of the usual size
 HUB_TEXT_BYTES = 256 * 2**20  # a shuffle buffer of documents, and pyarrow's
+VOCABULARY_BYTES = 6000  # a token of the tokenizer, while a GGUF file is written
 TEXT_FACTOR = 180  # bytes for a byte of a text file that is tokenised as one document
 
 
@@ -71,6 +72,9 @@ def stages(work: Work) -> list[Stage]:
     if work.plan is None:
         return listed
     listed.append(Stage("the report", (Term(REPORT_BYTES),)))
+    if work.grid.writes_vocabulary:
+        vocabulary = Term(VOCABULARY_BYTES * work.shape.vocab_size)
+        listed.append(Stage("writing the GGUF file", (vocabulary, *terms.read(work.outside_bytes))))
     if work.schedule.may_rank_embedding:
         listed.append(Stage("reducing the embedding", (*terms.read(work.outside_bytes), *terms.embedding(work))))
     if work.schedule.finds_subspaces:

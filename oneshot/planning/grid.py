@@ -15,23 +15,29 @@ class Grid:
     Attributes:
         family, shape: of the dense model.
         remedy: an option that allows more, for error messages; None if this form allows everything.
-        layers_differ: whether every layer can have its own FFN width and heads.
+        refusal: a sentence why the form cannot hold this model at all; None if it can.
+        layers_differ: whether every layer can have its own FFN width.
+        heads_differ: whether every layer can also have its own heads.
         inner_sizes: whether heads can have other sizes for queries, keys and values.
         subspaces_differ: whether the residual stream can change its subspace between sublayers.
         embedding_ranks: whether ranges of the vocabulary can have their own ranks.
         replaces_layer_norms: whether LayerNorms become RMSNorms, whose biases go into the linears.
         maps_tied_head: whether a tied head stays tied after a matrix if the hidden size shrinks.
+        writes_vocabulary: whether the weight file also holds the tokenizer, which takes memory.
     """
 
     family: Description
     shape: ModelShape
     remedy: str | None = None
+    refusal: str | None = None
     layers_differ: bool = False
+    heads_differ: bool = False
     inner_sizes: bool = False
     subspaces_differ: bool = False
     embedding_ranks: bool = False
     replaces_layer_norms: bool = False
     maps_tied_head: bool = False
+    writes_vocabulary: bool = False
 
     @property
     def folds_layer_norms(self) -> bool:
@@ -78,20 +84,22 @@ class Grid:
 
     def refuse(self, plan: Plan) -> None:
         """Raise `PlanError`, with the size and the remedy, if the form cannot state the plan."""
+        if self.refusal is not None:
+            raise PlanError(self.refusal)
         advice = "" if self.remedy is None else f"; add {self.remedy}"
         if not self.inner_sizes:
             for name, size in (("value_size", plan.value_size), ("query_key_size", plan.query_key_size)):
                 if size is not None:
-                    raise PlanError(f"--set {name}={size} has no place in a stock config{advice}.")
+                    raise PlanError(f"--set {name}={size} has no place in the config of this form{advice}.")
         if plan.hidden is not None and plan.hidden.num_groups > 1 and not self.subspaces_differ:
             raise PlanError(
-                f"{plan.hidden.num_groups} groups with their own subspaces need shortcut matrices, which no stock "
-                f"config holds{advice}, or --set group_size=0."
+                f"{plan.hidden.num_groups} groups with their own subspaces need shortcut matrices, which this form "
+                f"does not hold{advice}, or --set group_size=0."
             )
         if plan.hidden is not None and self.shape.layer_norms and not self.replaces_layer_norms:
             raise PlanError(
-                f"Hidden size {plan.hidden.sizes[0]} turns LayerNorms into RMSNorms, which this family's stock config "
-                f"does not hold{advice}."
+                f"Hidden size {plan.hidden.sizes[0]} turns LayerNorms into RMSNorms, which this form does not "
+                f"hold{advice}."
             )
 
     def settle(self, method: Method) -> Method:
@@ -99,6 +107,8 @@ class Grid:
 
         Raises `ConfigError` and `PlanError` for an explicit choice that the form or the family cannot have.
         """
+        if self.refusal is not None:
+            raise PlanError(self.refusal)
         if method.up_steps and (reason := self.family.reason_against("up_proj")) is not None:
             raise PlanError(reason)
         if method.embedding not in (AUTO, "none"):

@@ -53,7 +53,10 @@ def meet_budget(
         ranges = []
         if reduce_embedding and len(damages.embedding):
             ranges = table_options(damages.embedding, shape.vocab_size)
-        return _spread(grid, plan, budget, damages, step if reduce_ffn else None, ranges, reduce_heads=reduce_heads)
+        widths_step = step if reduce_ffn else None
+        if reduce_heads and not grid.heads_differ:
+            return _spread_with_equal_heads(grid, plan, budget, damages, widths_step)
+        return _spread(grid, plan, budget, damages, widths_step, ranges, reduce_heads=reduce_heads)
     if not reduce_heads:
         return _with_width(grid, plan, budget, step)
     options = _head_options(shape, plan)
@@ -81,6 +84,10 @@ def _head_sizes(shape: ModelShape, head_unit: str) -> list[dict[str, int]]:
     else:
         kept = [(units * groups, groups) for units in range(1, per_group + 1)]
     return [{"num_attention_heads": heads, "num_key_value_heads": left} for heads, left in kept]
+
+
+def _heads_of(kept: LayerPlan) -> dict[str, int]:
+    return {"num_attention_heads": kept.num_attention_heads, "num_key_value_heads": kept.num_key_value_heads}
 
 
 def _head_options(shape: ModelShape, plan: Plan) -> list[Plan]:
@@ -127,6 +134,27 @@ def _least_damage(grid: Grid, options: list[Plan], budget: Budget, damages: Dama
     return min(fitting, key=lambda plan: predicted_damage(plan, grid.shape, damages))
 
 
+def _spread_with_equal_heads(grid: Grid, plan: Plan, budget: Budget, damages: Damages, step: int | None) -> Plan:
+    """Return the plan of least damage whose layers have their own FFN widths and all the same heads."""
+    if step is None:
+        raise PlanError(
+            "This form has the same heads in every layer, so a profile has nothing to share out; allow --set ffn=id, "
+            "or add --set allocation=uniform."
+        )
+    plans, refusal = [], None
+    for option in _head_options(grid.shape, plan):
+        if budget.measure(grid.stack(option)) < budget.target:
+            continue
+        try:
+            plans.append(_spread(grid, option, budget, damages, step, [], reduce_heads=False))
+        except PlanError as error:
+            refusal = error  # the last one is with all heads
+    if not plans:
+        assert refusal is not None
+        raise refusal
+    return min(plans, key=lambda plan: predicted_damage(plan, grid.shape, damages))
+
+
 def _spread(
     grid: Grid,
     plan: Plan,
@@ -142,14 +170,16 @@ def _spread(
     widths = [shape.intermediate_size]
     if step is not None:
         widths = [*range(step, shape.intermediate_size, step), shape.intermediate_size]
-    heads = _head_sizes(shape, plan.head_unit) if reduce_heads else _head_sizes(shape, plan.head_unit)[-1:]
+    units = _head_sizes(shape, plan.head_unit)
+    heads = [kept for kept in units if reduce_heads or kept == _heads_of(plan.layers[plan.kept_layers[0]])]
+    from_end = len(units) - units.index(heads[0])
     kinds = [{"intermediate_size": width} for width in widths], heads
     total = budget.measure(grid.stack(plan))
     tables: list[np.ndarray] = []
     costs: list[np.ndarray] = []
     for layer in plan.kept_layers:
         kept = plan.layers[layer]
-        tables += [damages.ffn[layer, widths].numpy(), damages.heads[layer, -len(heads) :].numpy()]
+        tables += [damages.ffn[layer, widths].numpy(), damages.heads[layer, -from_end:][: len(heads)].numpy()]
         if not costs or plan.hidden is not None:  # layers are equal unless the hidden size differs
             before, after = plan.layers[:layer], plan.layers[layer + 1 :]
             prices = []
@@ -170,7 +200,7 @@ def _spread(
             "ask for a smaller --sparsity, or allow --set heads=id as well."
         )
     layers, blocks = list(plan.layers), chosen[: 2 * len(plan.kept_layers)]
-    for layer, width, units in zip(plan.kept_layers, blocks[::2], blocks[1::2], strict=True):
-        layers[layer] = LayerPlan(widths[width], **heads[units])
+    for layer, width, unit in zip(plan.kept_layers, blocks[::2], blocks[1::2], strict=True):
+        layers[layer] = LayerPlan(widths[width], **heads[unit])
     embedding = tuple(ranks[chosen_rank] for ranks, chosen_rank in zip(ranges, chosen[len(blocks) :], strict=True))
     return replace(plan, layers=tuple(layers), embedding=() if embedding == whole else embedding)

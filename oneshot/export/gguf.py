@@ -1,0 +1,313 @@
+"""Form `gguf`: one file for llama.cpp, written tensor by tensor from the journal's parts.
+
+Equal layers take the family's own architecture. Layers of different sizes take `deci`, which has arrays of FFN widths
+and of heads. Both are laid out as llama.cpp's own converter lays them out.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oneshot.checkpoint import Journal, Model, card_metadata
+from oneshot.checkpoint.durable import UNFINISHED, make_durable
+from oneshot.checkpoint.join import StoredTensor
+from oneshot.compression import StreamSubspaces
+from oneshot.errors import OutputError, PlanError
+from oneshot.export.gguf_vocabulary import Vocabulary
+from oneshot.export.llama_layers import (
+    NAMES,
+    LlamaLayers,
+    Tensors,
+    complete_config,
+    reason_against_llama,
+    scaled_epsilon,
+)
+from oneshot.export.outside import Part, folded_outside
+from oneshot.export.per_layer import per_layer_config
+from oneshot.families import StackShape
+from oneshot.planning import Grid, Plan
+
+NAME, FILE_NAME = "gguf", "model.gguf"
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+OWN_SIZES = "deci"
+INTERLEAVED = ("llama", OWN_SIZES)  # architectures that turn neighbouring values of queries and keys together
+ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
+NUMPY_DTYPES = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "BF16": np.uint16}
+ROTARY_FACTORS = "rope_freqs.weight"
+
+
+class GgufForm:
+    """A folder with one `model.gguf`, beside the tokenizer and the report."""
+
+    name = NAME
+    title = "A GGUF file"
+    shards = False
+
+    def loading(self, config: dict[str, Any]) -> str:
+        """Return what opens the result."""
+        return (
+            f"llama.cpp and what builds on it open `{FILE_NAME}`: `llama-server -m FOLDER/{FILE_NAME}`. The "
+            "config.json only states its sizes."
+        )
+
+    def grid(self, model: Model) -> Grid:
+        """Return the sizes that llama.cpp's architectures can state."""
+        refusal = reason_against_llama(model, NAME)
+        rotary = complete_config(model.checkpoint.config).get("rope_parameters") or {"rope_type": "default"}
+        if refusal is None and rotary["rope_type"] not in ROTARY_KINDS:
+            refusal = f"--form gguf does not have rotary positions of the type {rotary['rope_type']}; use another form."
+        if importlib.util.find_spec("gguf") is None:
+            refusal = "--form gguf needs the package gguf; run pip install 'oneshot[demo]'."
+        differ = not model.shape.query_key_norms  # the architecture for different layers has no norms of queries
+        return Grid(
+            model.family,
+            model.shape,
+            remedy="--form per-layer",
+            refusal=refusal,
+            layers_differ=differ,
+            heads_differ=differ,
+            writes_vocabulary=True,
+        )
+
+    def config(self, model: Model, plan: Plan) -> dict[str, Any]:
+        """Return a config.json that states the sizes. Raises `PlanError` if llama.cpp lacks the tokenizer."""
+        self._vocabulary(model)
+        stack = self.grid(model).stack(plan)
+        if model.shape.query_key_norms and not _is_uniform(stack):
+            raise PlanError(
+                f"--form gguf has equal layers for {model.family.model_type}, because llama.cpp has no norms of "
+                "queries and keys beside layers of different sizes; use a uniform allocation."
+            )
+        config = per_layer_config(model.checkpoint.config, model.shape, stack)
+        return {name: value for name, value in config.items() if name != "auto_map"}
+
+    layer = LlamaLayers.layer
+    original = LlamaLayers.original
+
+    def outside(
+        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
+    ) -> list[Part]:
+        """Return readers of the tensors outside the layers, one for each part of the journal."""
+        keep_tied = self.grid(model).stack(plan).head == "tied"
+        return folded_outside(model, NAMES, subspaces, keep_tied=keep_tied, centred=False)
+
+    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+        """Write the file from the journal's parts, and return the parameters that it holds.
+
+        A run that is interrupted here continues from the parts, which stay until the end.
+        """
+        stack = self.grid(model).stack(plan)
+        path = journal.partial / FILE_NAME
+        unfinished = path.with_name(path.name + UNFINISHED)
+        _write(unfinished, model, stack, self._vocabulary(model), journal.stored(), advance)
+        make_durable(unfinished, path)
+        return verify_gguf(path, stack)
+
+    def _vocabulary(self, model: Model) -> Vocabulary:
+        return Vocabulary(model.checkpoint.folder, model.shape.vocab_size)
+
+
+def _is_uniform(stack: StackShape) -> bool:
+    return len(set(stack.layers)) == 1
+
+
+def _architecture(model: Model, stack: StackShape) -> str:
+    return ARCHITECTURES[model.family.model_type] if _is_uniform(stack) else OWN_SIZES
+
+
+def _write(
+    path: Path,
+    model: Model,
+    stack: StackShape,
+    vocabulary: Vocabulary,
+    stored: list[StoredTensor],
+    advance: Callable[[int], None],
+) -> None:
+    """Write a GGUF file; one tensor at a time is in memory."""
+    import gguf
+
+    architecture = _architecture(model, stack)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, len(stack.layers))
+    writer = gguf.GGUFWriter(path, architecture)
+    factors = rotary_factors(complete_config(model.checkpoint.config)["rope_parameters"], model.shape.head_dim)
+    if factors is not None:
+        writer.add_tensor_info(ROTARY_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+    for tensor in stored:
+        name = names.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise OutputError(f"llama.cpp has no place for {tensor.name}; please report this with the config.json.")
+        num_bytes = math.prod(tensor.shape) * _item_bytes(tensor)
+        raw = gguf.GGMLQuantizationType.BF16 if _stays_bfloat16(tensor) else None
+        dtype = np.dtype(np.uint16 if raw is not None else _dtype(tensor))
+        writer.add_tensor_info(name, tensor.shape, dtype, num_bytes, raw)
+    _add_metadata(writer, model, stack, stored)
+    vocabulary.write(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if factors is not None:
+        writer.write_tensor_data(factors)
+    for tensor in stored:
+        writer.write_tensor_data(_values(tensor, stack, interleaved=architecture in INTERLEAVED))
+        advance(tensor.num_bytes)
+    writer.close()
+
+
+def _add_metadata(writer: Any, model: Model, stack: StackShape, stored: list[StoredTensor]) -> None:
+    """Add the sizes, the rotary positions and what the input's card says."""
+    import gguf
+
+    config, shape = complete_config(model.checkpoint.config), model.shape
+    by_layer = {
+        writer.add_feed_forward_length: [layer.intermediate_size for layer in stack.layers],
+        writer.add_head_count: [layer.num_attention_heads for layer in stack.layers],
+        writer.add_head_count_kv: [layer.num_key_value_heads for layer in stack.layers],
+    }
+    for add, sizes in by_layer.items():
+        add(sizes[0] if _is_uniform(stack) else sizes)
+    card = card_metadata(model.checkpoint.folder)
+    licence = card.get("license")
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(model.checkpoint.folder.name)
+    if isinstance(licence, str):
+        writer.add_license(licence)
+    writer.add_size_label(gguf.size_label(stack.stored_parameters(), 0, 0, 0))
+    writer.add_block_count(len(stack.layers))
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(stack.embedding_size)
+    writer.add_vocab_size(stack.vocab_size)
+    writer.add_layer_norm_rms_eps(scaled_epsilon(config["rms_norm_eps"], shape.hidden_size, stack))
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    _add_rotary(writer, config["rope_parameters"])
+    types = {
+        "F16": gguf.LlamaFileType.MOSTLY_F16,
+        "BF16": gguf.LlamaFileType.MOSTLY_BF16,
+    }
+    largest = max(stored, key=lambda tensor: tensor.num_bytes)
+    writer.add_file_type(types.get(largest.dtype, gguf.LlamaFileType.ALL_F32))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _add_rotary(writer: Any, rotary: dict[str, Any]) -> None:
+    """Add how positions turn queries and keys; factors of type llama3 are a tensor."""
+    import gguf
+
+    writer.add_rope_freq_base(rotary["rope_theta"])
+    if rotary["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rotary["factor"])
+    elif rotary["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rotary["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rotary["original_max_position_embeddings"])
+
+
+def rotary_factors(rotary: dict[str, Any], head_dim: int) -> np.ndarray | None:
+    """Return what llama.cpp divides every rotary frequency by for the type llama3; None for other types.
+
+    Frequencies of long waves are divided by `factor`, those of short waves stay, and between them both are mixed.
+    """
+    if rotary["rope_type"] != "llama3":
+        return None
+    frequencies = 1.0 / rotary["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    waves = rotary["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
+    share = np.clip((waves - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1 - share) / rotary["factor"] + share)).astype(np.float32)
+
+
+def _stays_bfloat16(tensor: StoredTensor) -> bool:
+    return tensor.dtype == "BF16" and len(tensor.shape) > 1
+
+
+def _dtype(tensor: StoredTensor) -> type:
+    """Return the dtype in the file: llama.cpp has vectors and norms in float32, and no float64."""
+    return np.float16 if tensor.dtype == "F16" and len(tensor.shape) > 1 else np.float32
+
+
+def _item_bytes(tensor: StoredTensor) -> int:
+    return 2 if _stays_bfloat16(tensor) else np.dtype(_dtype(tensor)).itemsize
+
+
+def _values(tensor: StoredTensor, stack: StackShape, *, interleaved: bool) -> np.ndarray:
+    """Read a tensor in the dtype and the order of the file; bfloat16 as its bits."""
+    dtype = NUMPY_DTYPES[tensor.dtype]
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.start)
+        values = np.fromfile(file, dtype, math.prod(tensor.shape)).reshape(tensor.shape)
+    if tensor.dtype == "BF16" and not _stays_bfloat16(tensor):
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    elif tensor.dtype != "BF16":
+        values = values.astype(_dtype(tensor), copy=False)
+    module = tensor.name.rpartition(".")[0]
+    if interleaved and module.endswith(("q_proj", "k_proj")):
+        layer = stack.layers[int(tensor.name.removeprefix("model.layers.").split(".")[0])]
+        heads = layer.num_attention_heads if module.endswith("q_proj") else layer.num_key_value_heads
+        values = interleave(values, heads)
+    return values
+
+
+def interleave(values: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of every head in another order: the pairs that positions turn together become neighbours."""
+    halves = values.reshape(heads, 2, -1, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+
+def verify_gguf(path: Path, stack: StackShape) -> int:
+    """Check that a file has exactly the tensors of these sizes; return its parameters.
+
+    Raises `OutputError` with the first tensor that does not fit.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    written = {
+        tensor.name: tuple(int(size) for size in reversed(tensor.shape))
+        for tensor in reader.tensors
+        if tensor.name != ROTARY_FACTORS
+    }
+    expected = dict(_expected(stack))
+    for name in sorted(expected.keys() | written.keys()):
+        if expected.get(name) != written.get(name):
+            raise OutputError(
+                f"{name} was written as {written.get(name)} but the plan has {expected.get(name)}; please report this "
+                "with the input's config.json."
+            )
+    return sum(math.prod(shape) for shape in written.values())
+
+
+def _expected(stack: StackShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors of a file and their shapes."""
+    size = stack.embedding_size
+    yield "token_embd.weight", (stack.vocab_size, size)
+    yield "output_norm.weight", (size,)
+    if stack.head == "own":
+        yield "output.weight", (stack.vocab_size, size)
+    for number, layer in enumerate(stack.layers):
+        queries = layer.num_attention_heads * layer.query_key_size
+        keys, width = layer.num_key_value_heads * layer.query_key_size, layer.intermediate_size
+        linears = {
+            "attn_q": (queries, size, layer.attention_bias),
+            "attn_k": (keys, size, layer.attention_bias),
+            "attn_v": (keys, size, layer.attention_bias),
+            "attn_output": (size, queries, layer.output_bias),
+            "ffn_gate": (width, size, layer.mlp_bias),
+            "ffn_up": (width, size, layer.mlp_bias),
+            "ffn_down": (size, width, layer.mlp_bias),
+        }
+        for name, (rows, columns, has_bias) in linears.items():
+            yield f"blk.{number}.{name}.weight", (rows, columns)
+            if has_bias:
+                yield f"blk.{number}.{name}.bias", (rows,)
+        yield f"blk.{number}.attn_norm.weight", (size,)
+        yield f"blk.{number}.ffn_norm.weight", (size,)
+        if layer.query_key_norms:
+            yield f"blk.{number}.attn_q_norm.weight", (layer.query_key_size,)
+            yield f"blk.{number}.attn_k_norm.weight", (layer.query_key_size,)

@@ -1,0 +1,87 @@
+"""What the forms share whose layers have Llama's tensors: their names, the config to begin with, what they refuse."""
+
+from typing import Any
+
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.errors import PlanError
+from oneshot.export.outside import OutsideNames
+from oneshot.families import LLAMA, StackShape
+
+KEPT_KEYS = (
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "hidden_act",
+    "initializer_range",
+    "max_position_embeddings",
+    "pad_token_id",
+    "rms_norm_eps",
+    "rope_parameters",
+    "use_cache",
+)
+NAMES = OutsideNames(LLAMA.stack.embedding, "model.norm.weight", "lm_head.weight")
+
+Tensors = dict[str, torch.Tensor]
+
+
+class LlamaLayers:
+    """Name the tensors of every layer as Llama does."""
+
+    def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
+        """Return a layer's tensors under their stored names, which are Llama's."""
+        prefix = LLAMA.stack.layer_prefix(number)
+        return {prefix + name: tensor for name, tensor in model.family.rename(tensors, LLAMA).items()}
+
+    def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
+        """Return the inverse of `layer`."""
+        prefix = LLAMA.stack.layer_prefix(number)
+        inside = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+        return LLAMA.rename(inside, model.family)
+
+
+def complete_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with the family's defaults and today's spellings, which must not become Llama's defaults."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[config["model_type"]].from_dict(config).to_dict()
+
+
+def sliding_window(config: dict[str, Any]) -> int | None:
+    """Return the tokens that attention sees; None for all."""
+    return config.get("sliding_window") if config.get("use_sliding_window", True) else None
+
+
+def reason_against_llama(model: Model, form: str) -> str | None:
+    """Return a sentence why no Llama holds the model's layers; None if one does. Norms of queries count as held."""
+    shape, config = model.shape, model.checkpoint.config
+    if shape.layer_norms or not shape.gated:
+        return f"--form {form} needs RMSNorms and FFNs with a gate, unlike {model.family.model_type}; use another form."
+    if sliding_window(config):
+        return (
+            f"--form {form} has no sliding attention window, but the model has one of {sliding_window(config)} tokens; "
+            "use --form stock."
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        return (
+            f"--form {form} has FFNs with the activation silu, but the model's is {activation}; use --form per-layer."
+        )
+    return None
+
+
+def scaled_epsilon(epsilon: float, dense_size: int, stack: StackShape) -> float:
+    """Return the epsilon of norms that divide by a smaller hidden size as it was beside the dense one."""
+    return epsilon * (dense_size / stack.embedding_size)
+
+
+def refuse_different_heads(stack: StackShape, form: str) -> None:
+    """Raise `PlanError` if layers have different numbers of query heads."""
+    heads = {layer.num_attention_heads for layer in stack.layers}
+    if len(heads) > 1:
+        raise PlanError(
+            f"--form {form} has the same query heads in every layer, but the plan has from {min(heads)} to "
+            f"{max(heads)}; add --form per-layer."
+        )

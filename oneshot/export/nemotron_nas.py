@@ -1,0 +1,172 @@
+"""Form `nemotron-nas`: layers of different sizes as NVIDIA's Nemotron-NAS models state them, which engines know."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from oneshot.checkpoint import Journal, Model
+from oneshot.compression import StreamSubspaces
+from oneshot.export.companions import verify
+from oneshot.export.llama_layers import (
+    KEPT_KEYS,
+    NAMES,
+    LlamaLayers,
+    Tensors,
+    complete_config,
+    reason_against_llama,
+    refuse_different_heads,
+    scaled_epsilon,
+)
+from oneshot.export.outside import Part, folded_outside
+from oneshot.families import NAS_MODEL_TYPE, LayerShape, ModelShape, StackShape
+from oneshot.planning import Grid, Plan
+
+MODELLING_FILE = Path(__file__).parent / "modeling_nemotron_nas.py"
+NAME = "nemotron-nas"
+WIDTH_STEP = 256  # engines that read `ffn_mult` round widths up to multiples of it
+
+
+class NemotronNasForm:
+    """A checkpoint with `block_configs`: FFN widths by layer, one number of query heads, a whole embedding.
+
+    If all widths are multiples of 256, `ffn_mult` states them, which all engines read. Else `intermediate_size` states
+    them, which vLLM and transformers read.
+    """
+
+    name = NAME
+    title = "A checkpoint in the layout of Nemotron-NAS, whose layers have their own FFN widths"
+    shards = True
+
+    def loading(self, config: dict[str, Any]) -> str:
+        """Return which engines open the result."""
+        opened = (
+            "vLLM opens it with `vllm serve FOLDER --trust-remote-code`, and transformers with "
+            "`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`; both run the modelling file in this "
+            "folder for its config."
+        )
+        obstacle = _obstacle(config)
+        if obstacle is None:
+            return f"{opened} SGLang, TensorRT-LLM and MLX also have this architecture and can read these sizes."
+        return f"{opened} SGLang, TensorRT-LLM and MLX cannot: {obstacle}."
+
+    def grid(self, model: Model) -> Grid:
+        """Return the sizes that block configs can state."""
+        refusal = reason_against_llama(model, NAME)
+        if model.shape.query_key_norms:
+            refusal = (
+                f"--form {NAME} has no norms of queries and keys, which {model.family.model_type} needs; use --form "
+                "stock or per-layer."
+            )
+        return Grid(model.family, model.shape, remedy="--form per-layer", refusal=refusal, layers_differ=True)
+
+    def config(self, model: Model, plan: Plan) -> dict[str, Any]:
+        """Return the config.json of the result. Raises `PlanError` if layers have different query heads."""
+        stack = self.grid(model).stack(plan)
+        refuse_different_heads(stack, NAME)
+        return nemotron_nas_config(model.checkpoint.config, model.shape, stack)
+
+    layer = LlamaLayers.layer
+    original = LlamaLayers.original
+
+    def outside(
+        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
+    ) -> list[Part]:
+        """Return readers of the tensors outside the layers, one for each part of the journal."""
+        keep_tied = self.grid(model).stack(plan).head == "tied"
+        return folded_outside(model, NAMES, subspaces, keep_tied=keep_tied, centred=False)
+
+    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+        """Join the weight files beside the modelling file, and return the parameters that they hold."""
+        journal.join(advance)
+        shutil.copyfile(MODELLING_FILE, journal.partial / MODELLING_FILE.name)
+        return verify(journal.partial).num_parameters
+
+
+def nemotron_nas_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:
+    """Return the config.json of a Nemotron-NAS checkpoint from the dense model's config and the new sizes."""
+    complete, first = complete_config(config), stack.layers[0]
+    kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
+    rotary = complete["rope_parameters"]
+    by_factor = all(layer.intermediate_size % WIDTH_STEP == 0 for layer in stack.layers)
+    # engines that do not know rope_parameters read the older keys
+    kept |= {"rope_theta": rotary["rope_theta"]}
+    if rotary["rope_type"] != "default":
+        kept |= {"rope_scaling": {name: value for name, value in rotary.items() if name != "rope_theta"}}
+    return kept | {
+        "model_type": NAS_MODEL_TYPE,
+        "architectures": ["DeciLMForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{MODELLING_FILE.stem}.DeciLMConfig",
+            "AutoModel": f"{MODELLING_FILE.stem}.DeciLMModel",
+            "AutoModelForCausalLM": f"{MODELLING_FILE.stem}.DeciLMForCausalLM",
+        },
+        "vocab_size": stack.vocab_size,
+        "hidden_size": stack.embedding_size,
+        "rms_norm_eps": scaled_epsilon(complete["rms_norm_eps"], shape.hidden_size, stack),
+        "intermediate_size": max(layer.intermediate_size for layer in stack.layers),
+        "num_hidden_layers": len(stack.layers),
+        "num_attention_heads": first.num_attention_heads,
+        "num_key_value_heads": max(layer.num_key_value_heads for layer in stack.layers),
+        "head_dim": shape.head_dim,
+        "tie_word_embeddings": stack.head == "tied",
+        "attention_bias": first.output_bias,
+        "qkv_bias": first.attention_bias,
+        "mlp_bias": first.mlp_bias,
+        "block_configs": [_block(layer, stack.embedding_size, by_factor) for layer in stack.layers],
+    }
+
+
+def _block(layer: LayerShape, hidden_size: int, by_factor: bool) -> dict[str, Any]:
+    """Return the block config of a layer; MLX allows no further keys beside `ffn_mult`."""
+    width = layer.intermediate_size
+    factor = {"ffn_mult": 3 * width / (2 * hidden_size)}
+    stated = {"intermediate_size": width, "hidden_act": "silu"}
+    return {
+        "attention": {
+            "no_op": False,
+            "replace_with_linear": False,
+            "n_heads_in_group": layer.num_attention_heads // layer.num_key_value_heads,
+        },
+        "ffn": {"no_op": False, "replace_with_linear": False} | (factor if by_factor else stated),
+    }
+
+
+def _obstacle(config: dict[str, Any]) -> str | None:
+    """Return why engines that read `ffn_mult` cannot open the checkpoint; None if nothing stands against it."""
+    if any("ffn_mult" not in block["ffn"] for block in config["block_configs"]):
+        return f"they need FFN widths in multiples of {WIDTH_STEP} (`--round-to {WIDTH_STEP}`)"
+    if config["attention_bias"] or config["qkv_bias"] or config["mlp_bias"]:
+        return "some of them have no biases"
+    if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
+        return "some of them need as many values in all heads as in the hidden state"
+    return None
+
+
+def ffn_width(ffn: dict[str, Any], hidden_size: int) -> int:
+    """Return the FFN width of a block config, as engines read it."""
+    if ffn.get("ffn_mult") is None:
+        return ffn["intermediate_size"]
+    return -(-int(2 * ffn["ffn_mult"] * hidden_size / 3) // WIDTH_STEP) * WIDTH_STEP
+
+
+def nemotron_nas_shape(config: dict[str, Any]) -> StackShape:
+    """Return the sizes that the config.json of a Nemotron-NAS checkpoint of ours states."""
+    heads, size = config["num_attention_heads"], config["hidden_size"]
+    layers = [
+        LayerShape(
+            hidden_size=size,
+            middle_size=size,
+            output_size=size,
+            intermediate_size=ffn_width(block["ffn"], size),
+            num_attention_heads=heads,
+            num_key_value_heads=heads // block["attention"]["n_heads_in_group"],
+            query_key_size=config["head_dim"],
+            value_size=config["head_dim"],
+            attention_bias=config["qkv_bias"],
+            output_bias=config["attention_bias"],
+            mlp_bias=config["mlp_bias"],
+        )
+        for block in config["block_configs"]
+    ]
+    return StackShape(tuple(layers), config["vocab_size"], "tied" if config["tie_word_embeddings"] else "own")

@@ -1,0 +1,149 @@
+"""Real engines: vLLM in an environment of its own, and llama.cpp's programs. `make clients` sets both up."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from engines import CONTEXT, Answer
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = Path(os.environ.get("ONESHOT_CLIENTS", ROOT / ".clients"))
+VLLM_PYTHON, LLAMA_PROGRAMS = CLIENTS / "vllm" / "bin" / "python", CLIENTS / "llama.cpp" / "bin"
+ASK_VLLM = Path(__file__).parent / "ask_vllm.py"
+START_SECONDS = 120
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in this folder."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.clients)
+
+
+def program(path: Path) -> Path:
+    """Return a program of a client; the test fails without it."""
+    if not path.exists():
+        pytest.fail(f"{path} is not there; run make clients, or set ONESHOT_CLIENTS.")
+    return path
+
+
+@pytest.fixture
+def ask_vllm(tmp_path: Path) -> Callable[..., list[Answer]]:
+    """`ask_vllm(folder, prompts, max_tokens, implementation=…)` -> an answer for every prompt."""
+
+    def ask(folder: Path, prompts: list[list[int]], max_tokens: int, *, implementation: str = "auto") -> list[Answer]:
+        request, answer = tmp_path / "request.json", tmp_path / "answer.json"
+        content = {
+            "folder": str(folder),
+            "prompts": prompts,
+            "max_tokens": max_tokens,
+            "implementation": implementation,
+            "max_length": 512,
+        }
+        request.write_text(json.dumps(content))
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [program(VLLM_PYTHON), ASK_VLLM, request, answer],
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        answers: list[Answer] = json.loads(answer.read_text())
+        return answers
+
+    return ask
+
+
+@contextmanager
+def llama_server(path: Path) -> Iterator[Callable[[str, Answer], Answer]]:
+    """Yield a function that posts JSON to a running llama-server and returns its answer."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--port", str(port), "-c", "2048", "-np", "1", "-t", "1", "-fa", "off", "--cache-type-k", "f32"]
+    command = [program(LLAMA_PROGRAMS / "llama-server"), "-m", path, *options, "--cache-type-v", "f32"]
+    address = f"http://127.0.0.1:{port}"
+    with path.with_suffix(".log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        try:
+            for _ in range(START_SECONDS):
+                assert server.poll() is None, path.with_suffix(".log").read_text()[-2000:]
+                try:
+                    urllib.request.urlopen(f"{address}/health", timeout=5)
+                    break
+                except OSError:
+                    time.sleep(1)
+
+            def post(place: str, content: Answer) -> Answer:
+                request = urllib.request.Request(
+                    f"{address}{place}", json.dumps(content).encode(), {"Content-Type": "application/json"}
+                )
+                with urllib.request.urlopen(request, timeout=300) as reply:
+                    answer: Answer = json.loads(reply.read())
+                    return answer
+
+            yield post
+        finally:
+            server.terminate()
+
+
+@pytest.fixture
+def ask_llama() -> Callable[..., list[Answer]]:
+    """`ask_llama(path, prompts, max_tokens)` -> greedy continuations, with the log-probabilities of their tokens."""
+
+    def ask(path: Path, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
+        answers = []
+        with llama_server(path) as post:
+            for prompt in prompts:
+                settings = {"n_predict": max_tokens, "temperature": 0, "n_probs": 1, "return_tokens": True}
+                answer = post("/completion", settings | {"prompt": prompt, "cache_prompt": False})
+                scores = [token["logprob"] for token in answer["completion_probabilities"]]
+                answers.append({"tokens": answer["tokens"], "scores": scores})
+        return answers
+
+    return ask
+
+
+@pytest.fixture
+def llama_perplexity(tmp_path: Path) -> Callable[..., float]:
+    """`llama_perplexity(path, text, chunks)` -> perplexity over the second halves of chunks of `CONTEXT` tokens."""
+
+    def measure(path: Path, text: str, chunks: int) -> float:
+        file = tmp_path / "text.txt"
+        file.write_text(text)
+        options = ["-c", str(CONTEXT), "--chunks", str(chunks), "-t", "1", "-fa", "off"]
+        done = subprocess.run(
+            [program(LLAMA_PROGRAMS / "llama-perplexity"), "-m", path, "-f", file, *options],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        printed = done.stdout + done.stderr
+        estimate = re.search(rf"\[{chunks}\]([\d.]+)", printed)  # the last running mean
+        assert estimate is not None, printed[-2000:]
+        return float(estimate[1])
+
+    return measure
+
+
+@pytest.fixture
+def quantise() -> Callable[..., Path]:
+    """`quantise(path, kind)` -> a GGUF file that llama-quantize wrote beside another."""
+
+    def run(path: Path, kind: str) -> Path:
+        quantised = path.with_name(f"{kind}.gguf")
+        subprocess.run(
+            [program(LLAMA_PROGRAMS / "llama-quantize"), path, quantised, kind], check=True, capture_output=True
+        )
+        return quantised
+
+    return run

@@ -1,0 +1,182 @@
+"""Every form in the engines that open it: the same scores and the same greedy continuations as in transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import Answer, half_chunk_perplexity, run_oneshot
+from factories import MakeCheckpoint, MakeConfig, topics
+
+from oneshot import compress
+from oneshot.evaluation.models import load_model
+from oneshot.text import load_tokenizer
+
+NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 10, 24, 32
+CHUNKS = 8
+BY_LAYER: dict[str, Any] = {"embedding": "none", "sparsity": 0.2, "round_to": 8}
+# vLLM needs heads of at least 32 values
+SIZES: dict[str, Any] = {"hidden": 128, "width": 192, "heads": 4, "groups": 2, "layers": 4}
+RANDOM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "biases": ({"attention_bias": True, "mlp_bias": True}, {}),
+    "untied, large heads": ({"head_dim": 64}, {}),
+    "tied, a layer left out": ({"tied": True}, {"depth": "sensitivity", "sparsity": 0.45}),
+    "qwen2": ({"family": "qwen2"}, {}),
+}
+
+
+class Expected:
+    """What transformers answers to the prompts, by this package's own class."""
+
+    def __init__(self, folder: Path, source: Path) -> None:
+        self.model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+        self.text = topics(20, 40)
+        # transformers gives every Qwen2 its tokenizer, so the input's is asked
+        self.token_ids = load_tokenizer(source)(self.text, verbose=False).input_ids
+        length = len(self.token_ids) // NUM_PROMPTS
+        self.prompts = [self.token_ids[at * length : at * length + PROMPT_TOKENS] for at in range(NUM_PROMPTS)]
+        with torch.inference_mode():
+            self.answers = [self._answer(torch.tensor([prompt])) for prompt in self.prompts]
+
+    def _answer(self, prompt: torch.Tensor) -> Answer:
+        whole, step, cache = prompt, prompt, None
+        for _ in range(NEW_TOKENS):  # `generate` would stop at the end token or never take it
+            output = self.model(step, past_key_values=cache, use_cache=True)
+            step, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+            whole = torch.cat((whole, step), dim=1)
+        scores = self.model(whole).logits.log_softmax(-1)[0, :-1].gather(1, whole[0, 1:, None])[:, 0].tolist()
+        return {"scores": scores, "tokens": whole[0, PROMPT_TOKENS:].tolist()}
+
+    def agrees_with_vllm(self, answers: list[Answer]) -> None:
+        for ours, theirs in zip(self.answers, answers, strict=True):
+            assert theirs["tokens"] == ours["tokens"]
+            assert theirs["scores"] == pytest.approx(ours["scores"][: PROMPT_TOKENS - 1], abs=1e-3)
+
+    def agrees_with_llama(self, answers: list[Answer]) -> int:
+        """Return the number of answers with comparable scores.
+
+        llama-server stops at the end token. It gives no scores of tokens whose bytes are not yet a letter.
+        """
+        end, compared = self.model.config.eos_token_id, 0
+        for ours, theirs in zip(self.answers, answers, strict=True):
+            tokens = [*ours["tokens"], end][: [*ours["tokens"], end].index(end)]
+            assert [token for token in theirs["tokens"] if token != end] == tokens
+            if len(theirs["scores"]) == len(theirs["tokens"]):
+                scores = ours["scores"][PROMPT_TOKENS - 1 :][: len(theirs["scores"])]
+                assert theirs["scores"] == pytest.approx(scores, abs=1e-2)
+                compared += 1
+        return compared
+
+
+class Case:
+    """A random model, and how it is compressed."""
+
+    def __init__(self, source: Path, write: Callable[[str], Path]) -> None:
+        self.source, self.write = source, write
+
+    def expected(self, form: str) -> Expected:
+        return Expected(self.write(form), self.source)
+
+
+@pytest.fixture(params=RANDOM)
+def case(
+    request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> Case:
+    options, settings = RANDOM[request.param]
+    source = make_checkpoint(**SIZES, **options)
+
+    def write(form: str) -> Path:
+        compress(make_config(source, form=form, output=str(tmp_path / form), **BY_LAYER | settings))
+        return tmp_path / form
+
+    return Case(source, write)
+
+
+def test_nemotron_nas_in_vllm(case: Case, ask_vllm: Callable[..., list[Answer]], tmp_path: Path) -> None:
+    expected = case.expected("nemotron-nas")
+    expected.agrees_with_vllm(ask_vllm(tmp_path / "nemotron-nas", expected.prompts, NEW_TOKENS))
+
+
+def test_per_layer_in_vllms_transformers_backend(
+    case: Case, ask_vllm: Callable[..., list[Answer]], tmp_path: Path
+) -> None:
+    expected = case.expected("per-layer")
+    answers = ask_vllm(tmp_path / "per-layer", expected.prompts, NEW_TOKENS, implementation="transformers")
+    expected.agrees_with_vllm(answers)
+
+
+def test_gguf_in_llama_cpp(
+    case: Case, ask_llama: Callable[..., list[Answer]], llama_perplexity: Callable[..., float]
+) -> None:
+    expected = case.expected("per-layer")
+    path = case.write("gguf") / "model.gguf"
+    ours = half_chunk_perplexity(expected.model, expected.token_ids, CHUNKS)
+    assert llama_perplexity(path, expected.text, CHUNKS) == pytest.approx(ours, rel=1e-3)
+    expected.agrees_with_llama(ask_llama(path, expected.prompts, NEW_TOKENS))
+
+
+def test_removed_heads_by_layer(
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    ask_vllm: Callable[..., list[Answer]],
+    ask_llama: Callable[..., list[Answer]],
+) -> None:
+    folder = make_checkpoint(**SIZES | {"heads": 8, "groups": 4, "head_dim": 32})
+    heads: dict[str, Any] = {"heads": "id", "head_unit": "kv-group", "sparsity": 0.4}
+    for form in ("per-layer", "gguf"):
+        compress(make_config(folder, form=form, output=str(tmp_path / form), **BY_LAYER | heads))
+    expected = Expected(tmp_path / "per-layer", folder)
+    assert len({layer["num_attention_heads"] for layer in expected.model.config.layers}) > 1
+    expected.agrees_with_llama(ask_llama(tmp_path / "gguf" / "model.gguf", expected.prompts, NEW_TOKENS))
+    answers = ask_vllm(tmp_path / "per-layer", expected.prompts, NEW_TOKENS, implementation="transformers")
+    expected.agrees_with_vllm(answers)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_equal_layers_of_other_families_in_llama_cpp(
+    family: str,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    ask_llama: Callable[..., list[Answer]],
+) -> None:
+    extra = {"head_dim": 32} if family == "qwen3" else {}
+    folder = make_checkpoint(family=family, tied=True, **SIZES, **extra)
+    for form in ("stock", "gguf"):
+        compress(make_config(folder, form=form, allocation="uniform", embedding="none", output=str(tmp_path / form)))
+    expected = Expected(tmp_path / "stock", folder)
+    expected.agrees_with_llama(ask_llama(tmp_path / "gguf" / "model.gguf", expected.prompts, NEW_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def smollm2_results(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 in every form at 10 % fewer parameters, from little text: numbers of quality mean nothing here."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    text = ["--calibration", "builtin", "--num-sequences", "8", "--sequence-length", "256"]
+    run_oneshot("profile", smollm2, "--output", folder / "profile", *text)
+    for form in ("nemotron-nas", "per-layer", "gguf"):
+        plan = ["--sparsity", "0.1", "--profile", folder / "profile", "--set", "embedding=none"]
+        run_oneshot("compress", smollm2, "--output", folder / form, "--form", form, *plan, *text)
+    return folder
+
+
+def test_smollm2_in_every_engine(
+    smollm2: Path,
+    smollm2_results: Path,
+    ask_vllm: Callable[..., list[Answer]],
+    ask_llama: Callable[..., list[Answer]],
+    llama_perplexity: Callable[..., float],
+    quantise: Callable[..., Path],
+) -> None:
+    expected = Expected(smollm2_results / "nemotron-nas", smollm2)
+    assert len({block["ffn"]["intermediate_size"] for block in expected.model.config.block_configs}) > 1
+    expected.agrees_with_vllm(ask_vllm(smollm2_results / "nemotron-nas", expected.prompts, NEW_TOKENS))
+    answers = ask_vllm(smollm2_results / "per-layer", expected.prompts, NEW_TOKENS, implementation="transformers")
+    expected.agrees_with_vllm(answers)
+    path = smollm2_results / "gguf" / "model.gguf"
+    ours = half_chunk_perplexity(expected.model, expected.token_ids, CHUNKS)
+    assert llama_perplexity(path, expected.text, CHUNKS) == pytest.approx(ours, rel=1e-3)
+    assert expected.agrees_with_llama(ask_llama(path, expected.prompts, NEW_TOKENS))
+    assert llama_perplexity(quantise(path, "Q8_0"), expected.text, CHUNKS) == pytest.approx(ours, rel=0.05)

@@ -1,0 +1,256 @@
+"""The form gguf, against a computation of llama.cpp's graph in this file, and against transformers' tokenizer."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, topics
+
+from oneshot import OneshotError, compress
+from oneshot.errors import PlanError
+from oneshot.evaluation.models import load_model
+from oneshot.export import gguf as form
+from oneshot.export.gguf_vocabulary import CONTRACTIONS, REST, WORDS, Vocabulary, split_rules
+
+CPU = torch.device("cpu")
+TOKEN_IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "untied": ({}, "deci"),
+    "tied": ({"tied": True}, "deci"),
+    "biases": ({"attention_bias": True, "mlp_bias": True}, "deci"),
+    "qwen2": ({"family": "qwen2"}, "deci"),
+    "llama3-positions": ({"rope_parameters": LLAMA3}, "deci"),
+    "uniform": ({}, "llama"),
+    "uniform-qwen2": ({"family": "qwen2"}, "qwen2"),
+    "uniform-qwen3": ({"family": "qwen3", "head_dim": 8, "tied": True}, "qwen3"),
+}
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the metadata and the tensors of a GGUF file."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {}
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        tensors[tensor.name] = torch.from_numpy(np.array(values, dtype=np.float64))
+    return fields, tensors
+
+
+def graph(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits as llama.cpp computes them; the pairs that positions turn are neighbours in llama and deci."""
+    fields, tensors = read(path)
+    arch = fields["general.architecture"]
+    heads, groups = fields[f"{arch}.attention.head_count"], fields[f"{arch}.attention.head_count_kv"]
+    size, epsilon = fields[f"{arch}.attention.key_length"], fields[f"{arch}.attention.layer_norm_rms_epsilon"]
+    count = fields[f"{arch}.block_count"]
+    heads, groups = (one if isinstance(one, list) else [one] * count for one in (heads, groups))
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * tensors[f"{name}.weight"]
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+    frequencies = fields[f"{arch}.rope.freq_base"] ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    if "rope_freqs.weight" in tensors:
+        frequencies = frequencies / tensors["rope_freqs.weight"]
+    angles = torch.arange(ids.shape[1], dtype=torch.float64).unsqueeze(1) * frequencies
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        cos, sin = angles.cos(), angles.sin()
+        if arch in ("llama", "deci"):
+            first, second = x[..., ::2], x[..., 1::2]
+            return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2)
+        first, second = x[..., : size // 2], x[..., size // 2 :]
+        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+    x = tensors["token_embd.weight"][ids]
+    for block in range(count):
+        at = f"blk.{block}"
+        inside = norm(x, f"{at}.attn_norm")
+        q, k, v = (linear(inside, f"{at}.attn_{part}").unflatten(-1, (-1, size)).transpose(1, 2) for part in "qkv")
+        if f"{at}.attn_q_norm.weight" in tensors:
+            q, k = norm(q, f"{at}.attn_q_norm"), norm(k, f"{at}.attn_k_norm")
+        k, v = (one.repeat_interleave(heads[block] // groups[block], dim=1) for one in (turn(k), v))
+        attended = torch.nn.functional.scaled_dot_product_attention(turn(q), k, v, is_causal=True)
+        x = x + linear(attended.transpose(1, 2).flatten(2), f"{at}.attn_output")
+        inside = norm(x, f"{at}.ffn_norm")
+        gated = torch.nn.functional.silu(linear(inside, f"{at}.ffn_gate")) * linear(inside, f"{at}.ffn_up")
+        x = x + linear(gated, f"{at}.ffn_down")
+    head = "output" if "output.weight" in tensors else "token_embd"
+    return linear(norm(x, "output_norm"), head)
+
+
+@pytest.mark.parametrize(("options", "architecture"), MODELS.values(), ids=MODELS)
+def test_llama_cpps_graph_gives_the_logits_of_the_per_layer_form(
+    options: dict[str, Any],
+    architecture: str,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    tmp_path: Path,
+) -> None:
+    folder = make_checkpoint(layers=3, **options)
+    settings: dict[str, Any] = {"embedding": "none"}
+    if architecture == "deci":
+        settings |= {"heads": "id", "head_unit": "kv-group", "sparsity": 0.3}
+    else:
+        settings["allocation"] = "uniform"
+    reports = {
+        name: compress(make_config(folder, form=name, output=str(tmp_path / name), **settings))
+        for name in ("gguf", "per-layer")
+    }
+    assert reports["gguf"].stored_parameters == reports["per-layer"].stored_parameters
+    path = tmp_path / "gguf" / "model.gguf"
+    fields, _ = read(path)
+    assert fields["general.architecture"] == architecture
+    with torch.inference_mode():
+        wanted = load_model(tmp_path / "per-layer", device=CPU, dtype=torch.float32)(TOKEN_IDS).logits.double()
+    torch.testing.assert_close(graph(path, TOKEN_IDS), wanted, rtol=1e-4, atol=2e-5)
+
+
+def test_beside_it_lie_tokenizer_card_and_report(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(layers=3), form="gguf")
+    compress(config)
+    folder = Path(config.output)
+    assert not list(folder.glob("*.safetensors"))
+    assert {"config.json", "tokenizer.json", "README.md", "oneshot_report.json"} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert "llama-server" in (folder / "README.md").read_text()
+    fields, _ = read(folder / "model.gguf")
+    assert len(set(fields["deci.feed_forward_length"])) > 1
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")])
+def test_the_stored_dtype(dtype: str, kind: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    import gguf
+
+    config = make_config(make_checkpoint(layers=3, attention_bias=True), form="gguf", save_dtype=dtype)
+    compress(config)
+    reader = gguf.GGUFReader(Path(config.output) / "model.gguf")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert {own for name, own in kinds.items() if name.endswith(".weight") and "norm" not in name} == {kind}
+    assert {own for name, own in kinds.items() if "norm" in name or name.endswith(".bias")} == {"F32"}
+
+
+def test_an_interrupted_run_continues_from_the_parts(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(layers=3)
+    whole = make_config(folder, form="gguf", output=str(tmp_path / "whole"))
+    compress(whole)
+    config = make_config(folder, form="gguf", output=str(tmp_path / "killed"))
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(form, "make_durable", killed)
+        with pytest.raises(KeyboardInterrupt):
+            compress(config)
+    assert (tmp_path / "killed.incomplete").exists()
+    assert not (tmp_path / "killed").exists()
+    compress(make_config(folder, form="gguf", output=str(tmp_path / "killed"), resume=True))
+    assert (tmp_path / "killed" / "model.gguf").read_bytes() == (tmp_path / "whole" / "model.gguf").read_bytes()
+
+
+def test_the_tokenizer_is_complete(tokenizer_folder: Path, tokenizer: Any) -> None:
+    vocabulary = Vocabulary(tokenizer_folder, 402)
+    tokens, types = vocabulary._tokens()
+    assert (vocabulary.model, vocabulary.rules) == ("gpt2", "gpt-2")
+    assert tokens[:400] == tokenizer.convert_ids_to_tokens(list(range(400)))
+    assert tokens[400:] == ["[PAD400]", "[PAD401]"]
+    assert types[:3] == [3, 3, 1]  # control, control, normal
+    assert types[-1] == 5  # unused
+
+
+def test_scored_pieces_merge_in_the_order_of_the_merges(tmp_path: Path) -> None:
+    """llama.cpp joins the neighbours whose piece has the highest score; so does this loop."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special[:3], show_progress=False, max_token_length=8)
+    words = [word for word in topics(0, 5).split() if word.isascii()]
+    tokenizer.train_from_iterator(words, trainer)
+    content = json.loads(tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = vocabulary | {name: len(vocabulary) + n for n, name in enumerate(special[3:])}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.save_pretrained(tmp_path)
+    size = len(content["model"]["vocab"])
+    written = Vocabulary(tmp_path, size)
+    assert (written.model, written.rules) == ("llama", "default")
+    assert written._begins_with_space()
+    tokens, types = written._tokens()
+    assert types.count(6) == 256
+    assert types[:3] == [2, 3, 3]
+    scores = dict(zip(tokens, written._scores(tokens), strict=True))
+    for word in words[::40]:
+        pieces = list("▁" + word)
+        while True:
+            joined = [(scores.get(a + b, -2e6), -at) for at, (a, b) in enumerate(itertools.pairwise(pieces))]
+            best = max(joined, default=(-2e6, 0))
+            if best[0] <= -1e6:
+                break
+            pieces[-best[1] : 2 - best[1]] = ["".join(pieces[-best[1] : 2 - best[1]])]
+        assert pieces == fast.tokenize(word)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ignores", "name"),
+    [
+        (CONTRACTIONS + WORDS + r"\p{N}{1,3}" + REST, True, "llama-bpe"),
+        (CONTRACTIONS + WORDS + r"\p{N}" + REST, False, "qwen2"),
+    ],
+)
+def test_rules_are_known_by_their_pattern(pattern: str, ignores: bool, name: str) -> None:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    levels = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    assert split_rules({"type": "Sequence", "pretokenizers": [split, levels]}, ignores) == name
+
+
+def test_unknown_rules_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"llama\.cpp's own converter"):
+        split_rules({"type": "Whitespace"}, False)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "sentence"),
+    [
+        ({"family": "opt"}, {}, "RMSNorms"),
+        ({"family": "mistral", "sliding_window": 8}, {}, "no sliding attention window"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "of the type dynamic"),
+        ({}, {"query_key_size": 4}, "add --form per-layer"),
+    ],
+    ids=["layer-norms", "window", "positions", "inside-heads"],
+)
+def test_what_it_cannot_hold_is_refused(
+    model: dict[str, Any],
+    options: dict[str, Any],
+    sentence: str,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+) -> None:
+    with pytest.raises(OneshotError, match=sentence):
+        compress(make_config(make_checkpoint(**model), form="gguf", **options))

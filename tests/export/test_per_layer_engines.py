@@ -1,0 +1,62 @@
+"""What other engines read of the per-layer form: `per_layer_config`, and a forward pass without a dictionary."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig
+
+from oneshot import compress
+from oneshot.evaluation.models import load_model
+
+CPU = torch.device("cpu")
+TOKEN_IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))
+PLANS: dict[str, dict[str, Any]] = {
+    "heads": {"heads": "id", "head_unit": "kv-group", "sparsity": 0.4, "embedding": "none"},
+    "groups": {"recipe": "group-pca", "group_size": 1, "hidden_size": 24},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_call_without_a_dictionary_gives_the_same_states(
+    plan: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    config = make_config(make_checkpoint(layers=3, tied=True), form="per-layer", **plan)
+    compress(config)
+    model = load_model(Path(config.output), device=CPU, dtype=torch.float32).model
+    with torch.inference_mode():
+        states = model(TOKEN_IDS, use_cache=False).last_hidden_state
+        (first, *_) = model(input_ids=TOKEN_IDS, use_cache=False, return_dict=False)
+    torch.testing.assert_close(first, states, rtol=0, atol=0)
+
+
+def test_transformers_knows_the_sizes_of_every_layer(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = make_config(make_checkpoint(layers=4), form="per-layer", **PLANS["heads"])
+    compress(config)
+    read = AutoConfig.from_pretrained(config.output, trust_remote_code=True)
+    assert read.is_heterogeneous
+    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+    stated = [{name: layer[name] for name in names} for layer in read.layers]
+    assert [{name: getattr(layer, name) for name in names} for layer in read.per_layer_config] == stated
+    assert len({layer["num_key_value_heads"] for layer in stated}) > 1
+    model = AutoModelForCausalLM.from_pretrained(config.output, trust_remote_code=True)
+    model.save_pretrained(tmp_path / "again")
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (
+        again["per_layer_config"] == json.loads((Path(config.output) / "config.json").read_text())["per_layer_config"]
+    )
+    with torch.inference_mode():
+        reread = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
+        torch.testing.assert_close(reread(TOKEN_IDS).logits, model(TOKEN_IDS).logits, rtol=0, atol=0)
+
+
+def test_equal_layers_need_no_sizes_of_their_own(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(), form="per-layer", allocation="uniform", embedding="none")
+    compress(config)
+    assert "per_layer_config" not in json.loads((Path(config.output) / "config.json").read_text())
