@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from oneshot.checkpoint import Journal, card_metadata, gguf_header, output_folder, refuse_output, refuse_place
+from oneshot.checkpoint import (
+    Journal,
+    card_metadata,
+    gguf_header,
+    output_folder,
+    refuse_output,
+    refuse_place,
+    remove_leftovers,
+)
 from oneshot.compression import LayerCompressor, StreamSubspaces, expanded, find_subspaces, reduce_embedding
 from oneshot.config import Config
 from oneshot.errors import ConfigError
@@ -135,6 +143,8 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
     fingerprint = run.fingerprint(config, schedule)
     finished = _finished_report(output, fingerprint) if config.resume else None
     if finished is not None:
+        if run.machine.workers.is_main:
+            remove_leftovers(output, fingerprint)
         return finished
     refuse_output(output, overwrite=config.overwrite, resume=config.resume and not output.exists())
     run.machine.workers.wait()  # all must have looked before one of them writes

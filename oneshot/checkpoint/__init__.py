@@ -2,7 +2,7 @@
 
 from oneshot.checkpoint.card import card_metadata
 from oneshot.checkpoint.gguf import GgufHeader, gguf_header
-from oneshot.checkpoint.journal import Journal, peek_saved, refuse_output
+from oneshot.checkpoint.journal import Journal, peek_saved, refuse_output, remove_leftovers
 from oneshot.checkpoint.locate import locate_checkpoint, open_model
 from oneshot.checkpoint.model import Model, identify
 from oneshot.checkpoint.place import output_folder, refuse_place
@@ -22,4 +22,5 @@ __all__ = [
     "peek_saved",
     "refuse_output",
     "refuse_place",
+    "remove_leftovers",
 ]

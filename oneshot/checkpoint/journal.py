@@ -182,9 +182,7 @@ class Journal:
     def _clear(self) -> None:
         """Remove what an earlier run left; the lock stays."""
         self._clear_checkpoint()
-        for path in self._work.iterdir():
-            if path.is_file() and path.name != LOCK:
-                path.unlink()
+        _unlink_files(self._work)
 
     def _clear_checkpoint(self) -> None:
         shutil.rmtree(self.partial)
@@ -260,7 +258,7 @@ class Journal:
     def _leave(self, *, useless: bool = False) -> None:
         """Release the lock, and remove the folder unless it holds something to continue with."""
         if self._work.exists() and (useless or not _holds_something(self._work)):
-            shutil.rmtree(self._work)
+            _remove_folder(self._work)
         self._lock.release()
 
     def add(self, tensors: Tensors, *, record: dict[str, Any] | None = None, scaffold: Tensors | None = None) -> None:
@@ -409,7 +407,7 @@ class Journal:
             shutil.rmtree(replaced)
         else:
             os.rename(self.partial, self.folder)
-        shutil.rmtree(self._work)
+        _remove_folder(self._work)
 
     def _content(self, number: int) -> dict[str, Any]:
         content = read_whole(self._record_path(number))
@@ -428,6 +426,33 @@ class Journal:
 
     def _record_path(self, number: int) -> Path:
         return self._work / f"record-{number + 1:05d}.json"
+
+
+def remove_leftovers(folder: Path, fingerprint: dict[str, Any]) -> None:
+    """Remove what a run of this fingerprint left beside `folder` if it was killed after it had finished."""
+    work = incomplete_folder(folder)
+    if read_whole(work / FINGERPRINT) != fingerprint:
+        return
+    try:
+        with FileLock(work / LOCK, timeout=0):
+            _remove_folder(work)
+    except Timeout:  # another process is making the same result again
+        return
+
+
+def _remove_folder(work: Path) -> None:
+    """Remove a folder of a run. The fingerprint goes last, so that a killed removal is still known as a run's."""
+    if (work / CHECKPOINT).exists():
+        shutil.rmtree(work / CHECKPOINT)
+    _unlink_files(work)
+    shutil.rmtree(work)
+
+
+def _unlink_files(work: Path) -> None:
+    """Remove the files of a run except the lock, and the fingerprint last."""
+    for path in sorted(work.iterdir(), key=lambda path: path.name == FINGERPRINT):
+        if path.is_file() and path.name != LOCK:
+            path.unlink()
 
 
 def _saved_path(folder: Path, name: str) -> Path:
