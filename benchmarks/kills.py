@@ -3,7 +3,7 @@
 The model is tiny and random. Every run is the real command in a process of its own, forked from one that has imported
 the libraries, so that a run takes a second. A signal hits it at a random moment; then the same command with `--resume`
 starts again, and is hit again. Each output that is finished is compared, file by file, with an undisturbed run. One row
-for every kind of run goes to `results/faults.jsonl`.
+for every kind of run goes to `results/kills.jsonl`.
 """
 
 import hashlib
@@ -135,9 +135,9 @@ def main() -> None:
                     raise SystemExit(f"{kind}: a run ended with {code}")
                 finished, good, pending = finished + 1, good + (checksums(output) == expected), False
                 output = folder / f"output-{finished}"
-            row = {"fault": f"kill of a tiny run: {kind}", "injected": injected, "outputs": finished, "equal": good}
+            row = {"kind": kind, "injected": injected, "outputs": finished, "equal": good}
             row |= {"survived": injected if good == finished else 0, "lost": 0 if good == finished else injected}
-            append_row("faults", provenance(model="tiny random Llama", undisturbed_seconds=seconds) | row)
+            append_row("kills", provenance(model="tiny random Llama", undisturbed_seconds=seconds) | row)
             for path in folder.iterdir():
                 if path != model:
                     shutil.rmtree(path)

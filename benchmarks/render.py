@@ -21,6 +21,7 @@ from tables.quality import (
 )
 from tables.runs import (
     faults_table,
+    kills_table,
     llama_cpp_table,
     memory_table,
     overhead_table,
@@ -64,6 +65,7 @@ TABLES = {
     "combined": (combined_table, "quality"),
     "hidden_error": (hidden_error_table, "hidden_size"),
     "faults": (faults_table, "faults"),
+    "kills": (kills_table, "kills"),
     "processes": (processes_table, "processes"),
     "llama_cpp": (llama_cpp_table, "llama_cpp"),
     "sketch_quality": (sketch_table, "sketch_quality"),

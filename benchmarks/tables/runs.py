@@ -81,6 +81,19 @@ def faults_table() -> str:
     )
 
 
+def kills_table() -> str:
+    """Return the kills at random moments of small runs, by the kind of run."""
+    rows = latest(read_rows("kills"), "kind")
+    names = ("injected", "outputs", "equal")
+    lines = [[row["kind"], *(str(row[name]) for name in names)] for row in rows]
+    total = [f"**{sum(row[name] for row in rows)}**" for name in names]
+    return markdown(
+        ["run", "kills", "finished outputs", "equal to an undisturbed run"],
+        [*lines, ["**all**", *total]],
+        f"{rows[0]['model']}; {origin(rows)}.",
+    )
+
+
 def processes_table() -> str:
     """Two processes beside one."""
     row = read_rows("processes")[-1]
