@@ -29,7 +29,8 @@ FFN, HEADS, LAYER = "ffn", "heads", "layer"
 
 
 def grid_of(form: str, shape: ModelShape = TIED) -> Grid:
-    model: Any = SimpleNamespace(family=OPT if shape.layer_norms else LLAMA, shape=shape)
+    checkpoint = SimpleNamespace(config={})
+    model: Any = SimpleNamespace(family=OPT if shape.layer_norms else LLAMA, shape=shape, checkpoint=checkpoint)
     return FORMS[form].grid(model)  # type: ignore[index]
 
 

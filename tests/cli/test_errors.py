@@ -479,7 +479,7 @@ def test_a_good_run_of_the_command_line(make_checkpoint: MakeCheckpoint, output:
     assert "stored parameters" in result.stdout
     assert "layer 2/2" in result.stderr
     lines = [line for line in re.split(r"[\r\n]+", result.stderr) if line.strip()]
-    ours = ("WARNING: ", "profile: ", "layer 1/2: ", "layer 2/2: ", "joining: ")
+    ours = ("WARNING: ", "profile: ", "layer 1/2: ", "layer 2/2: ", "writing: ")
     assert [line for line in lines if not line.startswith(ours)] == [], "other libraries are silent"
     assert {"config.json", "README.md", "oneshot_report.json", SINGLE_NAME, "tokenizer.json"} <= {
         path.name for path in output.iterdir()

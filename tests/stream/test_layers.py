@@ -425,6 +425,8 @@ def test_auto_takes_cuda_if_torch_sees_it(monkeypatch: pytest.MonkeyPatch) -> No
     is_available: Callable[[], bool]
     for is_available, expected in ((lambda: False, "cpu"), (lambda: True, "cuda")):
         monkeypatch.setattr("torch.cuda.is_available", is_available)
+        monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
         assert resolve_device("auto").type == expected
 
 
