@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 HERE = Path(__file__).parent
 ROOT = str(HERE.parents[1]) + os.sep
+PACKAGES = tuple(f"{ROOT}{name}{os.sep}" for name in ("oneshot", "kernels"))
 CUDA = torch.device("cuda", 0)
 
 VIEWS = re.compile(
@@ -89,7 +90,7 @@ def site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(ROOT) and not name.startswith(str(HERE)):
+        if name.startswith(PACKAGES):  # not the environment, which may be in the same folder
             return f"{name[len(ROOT) :]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
