@@ -39,19 +39,12 @@ KINDS: dict[str, list[str]] = {
 
 
 def make_model(folder: Path) -> Path:
-    """Save a random Llama of six layers with a tokenizer of bytes."""
+    """Save a random Llama of six layers with a tokenizer."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from factories import build_model
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from factories import build_model, tiny_tokenizer
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(["<s>", "</s>", *alphabet])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-    fast.save_pretrained(folder)
-    build_model("llama", tied=True, width=128, layers=6, vocabulary=300).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    build_model("llama", tied=True, width=128, layers=6).save_pretrained(folder)
     return folder
 
 

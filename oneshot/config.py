@@ -42,7 +42,7 @@ def _parse(text: str, suffixes: dict[str, int], expected: str) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """How small the result is.
+    """The size of the result.
 
     Attributes:
         sparsity: fraction of the budget to remove, from 0 up to below 1.
@@ -101,7 +101,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """Where a run computes and what it may take.
+    """The device of a run and the bounds of its memory.
 
     Attributes:
         device: `auto`, `cpu`, `cuda` or `cuda:N`. dtype: of the forward passes.

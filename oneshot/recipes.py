@@ -30,7 +30,7 @@ MOMENT_SELECTORS = ("flap", "tcsp-score")  # need means and deviations
 
 @dataclass(frozen=True)
 class Method:
-    """How FFN neurons, heads and the hidden size shrink, and how the linears that read them are corrected.
+    """The choices by which FFN neurons, heads and the hidden size shrink, and by which linears are corrected.
 
     Attributes:
         ffn: selector of neurons: `id` (output-weighted pivots), `obs` (backward elimination), a score, or none.

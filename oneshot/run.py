@@ -91,7 +91,7 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: boo
 
 
 class Run:
-    """What the targets of a run share. Text and profile are read or made at most once, when they are first needed.
+    """The resources that the targets of a run share. Text and profile are made at most once, when first needed.
 
     Args:
         header: the header of a GGUF file that is not converted (a dry run); None to find and open the checkpoint.

@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1" if os.environ.get("ONESHOT_TEST_DEVICE", "c
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model, topics
+from factories import MakeCheckpoint, MakeConfig, build_model, tiny_tokenizer, topics
 from hypothesis import settings
 
 from oneshot.checkpoint import locate_checkpoint
@@ -35,20 +35,7 @@ def _deterministic() -> None:
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE of 400 tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([topics(0, 20)], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    fast = tiny_tokenizer()
     fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     folder = tmp_path_factory.mktemp("tokenizer")
     fast.save_pretrained(folder)

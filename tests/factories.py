@@ -21,6 +21,24 @@ def topics(start: int = 0, stop: int | None = None) -> str:
     return "\n\n".join(texts[name] for name in sorted(texts)[start:stop])
 
 
+def tiny_tokenizer() -> Any:
+    """Return a byte-level BPE of 400 tokens, trained on help topics."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([topics(0, 20)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
 def calibration_tokens(config: Config) -> torch.Tensor:
     """Return the token sequences that a run with this config reads, `(num_sequences, sequence_length)`."""
     return load_text(

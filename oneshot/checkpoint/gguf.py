@@ -5,6 +5,8 @@ import importlib.util
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,9 @@ def convert_gguf(path: Path, scratch: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        with _switchable_bar():
+            model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # readers of GGUF raise many unrelated types; the cause is named and chained
         raise _unreadable(path, error) from error
     # The weights are plain now; transformers would refuse to save a model that it calls quantised.
@@ -92,6 +95,19 @@ def convert_gguf(path: Path, scratch: Path) -> Path:
     if config.pop("_model_name_or_path", None) is not None:  # the folder of the GGUF file, which says nothing to users
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
+
+
+@contextmanager
+def _switchable_bar() -> Iterator[None]:
+    """Let transformers' switch of progress bars also control its bar of dequantisation, which is a plain tqdm."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging
+
+    plain, reader.tqdm = reader.tqdm, logging.tqdm
+    try:
+        yield
+    finally:
+        reader.tqdm = plain
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

@@ -367,15 +367,15 @@ class Journal:
         if not self._workers.is_main:
             return
         done = [read_whole(path) for path in sorted(self._work.glob("joined-*.json"))]
-        parts = {self._part(number): number for number in range(self._num_parts)}
+        parts, stored = {self._part(number): number for number in range(self._num_parts)}, self.stored()
         layout = read_whole(self._work / LAYOUT)
         if layout is None:
-            tensors = [tensor for path in parts if path.exists() for tensor in stored_tensors(path)]
-            groups = group_by_size(tensors, self._max_file_bytes)
-            layout = {"files": [[tensor.name for tensor in group] for group in groups], "bytes": _size(tensors)}
+            groups = group_by_size(stored, self._max_file_bytes)
+            num_bytes = sum(tensor.num_bytes for tensor in stored)
+            layout = {"files": [[tensor.name for tensor in group] for group in groups], "bytes": num_bytes}
             write_whole(self._work / LAYOUT, json.dumps(layout))
         files = file_names(len(layout["files"]))
-        at_hand = {tensor.name: tensor for path in parts if path.exists() for tensor in stored_tensors(path)}
+        at_hand = {tensor.name: tensor for tensor in stored}
         for index, (file, names) in enumerate(zip(files, layout["files"], strict=True)):
             if index < len(done):
                 continue
@@ -457,10 +457,6 @@ def _unlink_files(work: Path) -> None:
 
 def _saved_path(folder: Path, name: str) -> Path:
     return incomplete_folder(folder) / f"saved-{name}.json"
-
-
-def _size(tensors: list[StoredTensor]) -> int:
-    return sum(tensor.num_bytes for tensor in tensors)
 
 
 def _differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:

@@ -169,11 +169,8 @@ def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
 def silence_libraries() -> None:
     """Turn off the progress bars and informational messages of transformers, datasets and the hub."""
     from huggingface_hub.utils import disable_progress_bars
-    from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # its bar of dequantisation is a plain tqdm, which no option of transformers turns off
-    modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
     disable_progress_bars()

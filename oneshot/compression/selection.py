@@ -15,7 +15,7 @@ SELECTION_DAMPING = 1e-2  # of `obs` and `leverage`
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a selector may look at: a sublayer's columns `A`, the linear that reads them, the weights that make them.
+    """The evidence of a selector: a sublayer's columns `A`, the linear that reads them, the weights that make them.
 
     Attributes:
         consumer: `(d, n)` without its bias.

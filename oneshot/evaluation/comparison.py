@@ -29,7 +29,7 @@ LABELS = {  # of rows in the table, if a field's name is not enough
 
 @dataclass(frozen=True)
 class TextRecord:
-    """What was read of a text: windows, their tokens, and the SHA-256 of the int64 tokens."""
+    """The part of a text that was read: windows, their tokens, and the SHA-256 of the int64 tokens."""
 
     windows: int
     tokens: int

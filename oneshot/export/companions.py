@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Checkpoint
+from oneshot.checkpoint import Checkpoint, Journal
 from oneshot.checkpoint.safe_files import companion_files
 from oneshot.errors import OutputError
 from oneshot.families import COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE
@@ -71,3 +72,11 @@ def verify(folder: Path) -> Checkpoint:
                 "please report this with the input's config.json."
             )
     return checkpoint
+
+
+def join_weights(journal: Journal, advance: Callable[[int], None], *beside: Path) -> int:
+    """Join the weight files, copy files `beside` them, check the result, and return the parameters that it holds."""
+    journal.join(advance)
+    for path in beside:
+        shutil.copyfile(path, journal.partial / path.name)
+    return verify(journal.partial).num_parameters

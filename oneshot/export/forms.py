@@ -20,7 +20,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Form(Protocol):
-    """What a result is written as. `title` begins the model card; `shards`: weights may be several files."""
+    """A way to write a result. `title` begins the model card; `shards`: weights may be several files."""
 
     name: str
     title: str

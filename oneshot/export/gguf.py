@@ -40,7 +40,7 @@ NUMPY_DTYPES = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "BF16":
 ROTARY_FACTORS = "rope_freqs.weight"
 
 
-class GgufForm:
+class GgufForm(LlamaLayers):
     """A folder with one `model.gguf`, beside the tokenizer and the report."""
 
     name = NAME
@@ -84,9 +84,6 @@ class GgufForm:
             )
         config = per_layer_config(model.checkpoint.config, model.shape, stack)
         return {name: value for name, value in config.items() if name != "auto_map"}
-
-    layer = LlamaLayers.layer
-    original = LlamaLayers.original
 
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None

@@ -1,13 +1,12 @@
 """Form `nemotron-nas`: layers of different sizes as NVIDIA's Nemotron-NAS models state them, which engines know."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
-from oneshot.export.companions import verify
+from oneshot.export.companions import join_weights
 from oneshot.export.llama_layers import (
     KEPT_KEYS,
     NAMES,
@@ -27,7 +26,7 @@ NAME = "nemotron-nas"
 WIDTH_STEP = 256  # engines that read `ffn_mult` round widths up to multiples of it
 
 
-class NemotronNasForm:
+class NemotronNasForm(LlamaLayers):
     """A checkpoint with `block_configs`: FFN widths by layer, one number of query heads, a whole embedding.
 
     If all widths are multiples of 256, `ffn_mult` states them, which all engines read. Else `intermediate_size` states
@@ -66,9 +65,6 @@ class NemotronNasForm:
         refuse_different_heads(stack, NAME)
         return nemotron_nas_config(model.checkpoint.config, model.shape, stack)
 
-    layer = LlamaLayers.layer
-    original = LlamaLayers.original
-
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
     ) -> list[Part]:
@@ -78,9 +74,7 @@ class NemotronNasForm:
 
     def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
         """Join the weight files beside the modelling file, and return the parameters that they hold."""
-        journal.join(advance)
-        shutil.copyfile(MODELLING_FILE, journal.partial / MODELLING_FILE.name)
-        return verify(journal.partial).num_parameters
+        return join_weights(journal, advance, MODELLING_FILE)
 
 
 def nemotron_nas_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:

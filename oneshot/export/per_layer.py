@@ -1,6 +1,5 @@
 """Form `per-layer`: a checkpoint whose layers have their own sizes, with the modelling file that reads it."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.errors import PlanError
-from oneshot.export.companions import verify
+from oneshot.export.companions import join_weights
 from oneshot.export.llama_layers import KEPT_KEYS, NAMES, LlamaLayers, Tensors, complete_config, sliding_window
 from oneshot.export.outside import Part, folded_outside
 from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
@@ -19,7 +18,7 @@ LAYER_NORM_EPSILON = 1e-5  # PyTorch's default; configs do not state it
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot.py"
 
 
-class PerLayerForm:
+class PerLayerForm(LlamaLayers):
     """A checkpoint of our own class under Llama's names: every layer has its own sizes, and LayerNorms are RMSNorms."""
 
     name = "per-layer"
@@ -51,9 +50,6 @@ class PerLayerForm:
         """Return the config.json of the result. Raises `PlanError` for a model with a sliding attention window."""
         return per_layer_config(model.checkpoint.config, model.shape, self.grid(model).stack(plan))
 
-    layer = LlamaLayers.layer
-    original = LlamaLayers.original
-
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
     ) -> list[Part]:
@@ -70,9 +66,7 @@ class PerLayerForm:
 
     def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
         """Join the weight files beside the modelling file, and return the parameters that they hold."""
-        journal.join(advance)
-        shutil.copyfile(MODELLING_FILE, journal.partial / MODELLING_FILE.name)
-        return verify(journal.partial).num_parameters
+        return join_weights(journal, advance, MODELLING_FILE)
 
 
 def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
-from oneshot.export.companions import verify
+from oneshot.export.companions import join_weights
 from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
 from oneshot.planning import Grid, Plan
 
@@ -64,8 +64,7 @@ class StockForm:
 
     def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
         """Join the weight files, and return the parameters that they hold."""
-        journal.join(advance)
-        return verify(journal.partial).num_parameters
+        return join_weights(journal, advance)
 
 
 def _with_layers(config: dict[str, Any], kept: list[int]) -> dict[str, Any]:

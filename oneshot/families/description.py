@@ -37,7 +37,6 @@ class Attention:
     Attributes:
         module: what is called; it includes the output linear if the name of `out` lies below it.
         q, k, v, out: linears. q_norm, k_norm: norms of single queries and keys; None without them.
-        removable: whether the stock class can have fewer heads of the same size.
     """
 
     module: str = "self_attn"
@@ -47,7 +46,6 @@ class Attention:
     out: str = "self_attn.o_proj"
     q_norm: str | None = None
     k_norm: str | None = None
-    removable: bool = True
 
     @property
     def kind(self) -> SublayerKind:

@@ -13,7 +13,7 @@ from oneshot.families.shapes import ModelShape
 STACK = Stack(
     (
         Sublayer(
-            Attention(out="self_attn.out_proj", removable=False),
+            Attention(out="self_attn.out_proj"),
             Norm("self_attn_layer_norm", "layer"),
             "attention_shortcut",
         ),

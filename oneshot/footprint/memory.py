@@ -36,7 +36,7 @@ TEXT_FACTOR = 180  # bytes for a byte of a text file that is tokenised as one do
 
 @dataclass(frozen=True)
 class Stage:
-    """What is in memory at the peak of a stage. `has_states`: whether hidden states may be stored meanwhile."""
+    """The memory at the peak of a stage. `has_states`: whether hidden states may be stored meanwhile."""
 
     name: str
     terms: tuple[Term, ...]

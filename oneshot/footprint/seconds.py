@@ -36,7 +36,7 @@ Seconds = dict[str, float]  # by phase
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a second.
+    """The rates of a machine.
 
     Attributes:
         stream, sums, energies, double: operations of products: in the forward passes, in Grams, in the energies of the

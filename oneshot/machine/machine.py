@@ -13,7 +13,7 @@ Store = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and in what a run computes.
+    """The machine of a run, as every computation needs it.
 
     Attributes:
         device, dtype: of the forward passes and of the statistics.

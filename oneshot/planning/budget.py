@@ -10,7 +10,7 @@ MAX_ROUND_TO = 64
 
 @dataclass(frozen=True)
 class Budget:
-    """What a plan may take: `measure` of its sizes comes near to `target` or stays below it, in `unit`s."""
+    """The bound of a plan: `measure` of its sizes comes near to `target` or stays below it, in `unit`s."""
 
     target: float
     measure: Callable[[StackShape], float] = StackShape.stored_parameters

@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class ProfileOrigin:
-    """What a profile was made of: the model, the text, and the settings that shape its curves."""
+    """The origin of a profile: the model, the text, and the settings that shape its curves."""
 
     model_hash: str
     token_hash: str

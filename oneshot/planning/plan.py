@@ -79,10 +79,6 @@ class Plan:
         """Return the layers that stay: the compressed model's layer i is the dense one's `kept_layers[i]`."""
         return [layer for layer, kept in enumerate(self.layers) if not kept.is_left_out]
 
-    def is_uniform(self) -> bool:
-        """Return whether all layers have the same sizes."""
-        return len({self.layers[layer] for layer in self.kept_layers}) == 1
-
     def shape_of_layer(self, shape: ModelShape, layer: int) -> ModelShape:
         """Return the shape with a layer's kept FFN width and heads, in the full coordinates."""
         return replace(shape, **asdict(self.layers[layer]))
@@ -94,10 +90,6 @@ class Plan:
     def reduces_sublayers(self, shape: ModelShape) -> bool:
         """Return whether any layer loses neurons or heads, or is left out."""
         return len(self.kept_layers) < shape.num_hidden_layers or self.shrinks_layers(shape)
-
-    def reduces_heads(self, shape: ModelShape) -> bool:
-        """Return whether any layer that stays loses heads."""
-        return any(self.layers[layer].num_attention_heads < shape.num_attention_heads for layer in self.kept_layers)
 
 
 def dense_plan(shape: ModelShape, method: Method) -> Plan:

@@ -8,7 +8,7 @@ from oneshot.machine import Store
 
 @dataclass(frozen=True)
 class SublayerReport:
-    """What happened to one sublayer (`ffn` or `heads`) of one layer.
+    """The report of one sublayer (`ffn` or `heads`) of one layer.
 
     Errors are relative Frobenius norms of the sublayer's output on the calibration text. `predicted_error` comes from
     the statistics (None if `up_proj` was also corrected), `measured_error` from the activations (None without text).

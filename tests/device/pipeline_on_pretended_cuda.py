@@ -21,7 +21,7 @@ os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers' threads would not 
 os.environ.pop("ONESHOT_KERNELS", None)
 
 import torch
-from factories import build_model, topics
+from factories import build_model, tiny_tokenizer, topics
 from pretend_cuda import Log, pretend
 
 import oneshot.footprint.bounds
@@ -140,31 +140,12 @@ def by_stage(counts: Counter[str]) -> dict[str, int]:
     return dict(total)
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Write a byte-level BPE of 400 tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([topics(0, 20)], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-    fast.save_pretrained(folder)
-
-
 def make_models(folder: Path, names: Iterable[str]) -> None:
     """Save the models in bfloat16, and a text."""
     (folder / "text.txt").write_text(topics(0, 30))
     for name in sorted(set(names)):
         build_model(dtype=torch.bfloat16, **MODELS[name]).save_pretrained(folder / name)
-        save_tokenizer(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
 
 
 def config_of(name: str, folder: Path) -> Config:

@@ -14,7 +14,6 @@ STACK = Stack(
                 k="attention.self.key",
                 v="attention.self.value",
                 out="attention.output.dense",
-                removable=False,
             ),
             Norm("attention.output.LayerNorm", "layer", "after"),
             "attention_shortcut",

@@ -15,7 +15,7 @@ WIDTH = 64  # pivots between two updates of the whole Gram
 
 @dataclass(frozen=True)
 class Elimination:
-    """What `eliminate_` leaves, all on the device.
+    """The results of `eliminate_`, all on the device.
 
     order      int64[n]: the columns as LAPACK's `dpstrf` orders them. Those beyond the numerical rank are where its
                exchanges have put them.
