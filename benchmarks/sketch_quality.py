@@ -23,7 +23,7 @@ from oneshot.evaluation import perplexity
 from oneshot.machine import Machine
 from oneshot.recipes import DAMPING
 from oneshot.stream import LayerBuilder
-from oneshot.text import load_text, load_tokenizer
+from oneshot.text import Text, load_text, load_tokenizer
 
 KEPT = 1024  # of 1536: 19.7 % of the stored parameters
 CPU = torch.device("cpu")
@@ -47,7 +47,8 @@ def compress_all(folder: Path, token_ids: torch.Tensor, batch_size: int) -> list
     prefixes = tuple(stack.layer_prefix(layer) for layer in range(shape.num_hidden_layers))
     outside = checkpoint.read(name for name in checkpoint.tensor_names if not name.startswith(prefixes))
     models = [dict(outside) for _ in VARIANTS]
-    hidden = [builder.embed(outside[stack.embedding], batch) for batch in token_ids.split(batch_size)]
+    batches = Text(token_ids, "").batches(batch_size)
+    hidden = [builder.embed(outside[stack.embedding], batch) for batch in batches]
     sizes = sorted({(sketch, rows) for _, sketch, rows, _ in VARIANTS if sketch != "none"})
     for layer, prefix in enumerate(prefixes):
         tensors = checkpoint.read_prefix(prefix)

@@ -14,7 +14,7 @@ from oneshot_kernels.backend import KernelError
 
 from oneshot.checkpoint import Checkpoint, GgufHeader, Model, gguf_header, identify, locate_checkpoint, peek_saved
 from oneshot.config import Config, Target
-from oneshot.errors import DeviceError, OutputError
+from oneshot.errors import CalibrationError, DeviceError, OutputError
 from oneshot.export import FORMS, expected_bytes
 from oneshot.families import StackShape
 from oneshot.footprint import (
@@ -46,6 +46,7 @@ from oneshot.text import (
     SELF,
     Text,
     documents_together,
+    load_examples,
     load_text,
     load_tokenizer,
     mix,
@@ -165,6 +166,19 @@ class Run:
         options = self._config.text
         tokenizer = load_tokenizer(self.model.checkpoint.folder)
         sources = split_sources(options.calibration)
+        reason = self.model.family.reason_against("self text")
+        if SELF in sources and reason is not None:
+            raise CalibrationError(reason)
+        stack, shape = self.model.family.stack, self.model.shape
+        if not stack.causal:
+            return load_examples(
+                sources,
+                tokenizer,
+                num_tokens=options.num_tokens,
+                longest=min(options.sequence_length, shape.num_positions),
+                seed=self._config.seed,
+                with_types=stack.token_types is not None,
+            )
         counts = shares(options.num_sequences, sources)
         parts = [self._load_source(source, count, tokenizer) for source, count in zip(sources, counts, strict=True)]
         return mix(parts, self._config.seed)

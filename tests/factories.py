@@ -71,10 +71,15 @@ def build_model(
     sliding_window: int | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    model_class: str = "AutoModelForCausalLM",
     **extra: Any,
 ) -> Any:
-    """Return a random model of a stock class; every parameter, also of norms and biases, changes its output."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Return a random model of a stock class; every parameter, also of norms and biases, changes its output.
+
+    `model_class`: of transformers, for a BERT or a DistilBERT.
+    """
+    import transformers
+    from transformers import AutoConfig
 
     sizes = dict(
         vocab_size=vocabulary,
@@ -97,12 +102,24 @@ def build_model(
     elif family == "opt":
         sizes |= {"ffn_dim": sizes.pop("intermediate_size"), "dropout": 0.0}
         del sizes["num_key_value_heads"]
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    elif family in ("bert", "distilbert"):
+        del sizes["num_key_value_heads"]
+        sizes |= {"max_position_embeddings": 64}
+    if family == "distilbert":
+        names = {
+            "hidden_size": "dim",
+            "intermediate_size": "hidden_dim",
+            "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+        }
+        sizes = {names.get(name, name): size for name, size in sizes.items()}
+    config, chosen = AutoConfig.for_model(family, **sizes), getattr(transformers, model_class)
+    model: Any = chosen(config) if family in ("bert", "distilbert") else chosen.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith(("norm.weight", "positions.weight")):
+            if name.lower().endswith(("norm.weight", "positions.weight")):
                 parameter.copy_(1 + 0.1 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)

@@ -4,7 +4,7 @@ from oneshot.checkpoint.card import card_metadata
 from oneshot.checkpoint.gguf import GgufHeader, gguf_header
 from oneshot.checkpoint.journal import Journal, peek_saved, refuse_output, remove_leftovers
 from oneshot.checkpoint.locate import locate_checkpoint, open_model
-from oneshot.checkpoint.model import Model, identify
+from oneshot.checkpoint.model import Model, identify, stock_classes, tied_names
 from oneshot.checkpoint.place import output_folder, refuse_place
 from oneshot.checkpoint.reader import Checkpoint
 
@@ -23,4 +23,6 @@ __all__ = [
     "refuse_output",
     "refuse_place",
     "remove_leftovers",
+    "stock_classes",
+    "tied_names",
 ]

@@ -1,12 +1,13 @@
 """An opened checkpoint with a known family: the model that is compressed."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.errors import CheckpointError, PlanError, cause
-from oneshot.families import Description, ModelShape, check_layers, find_family, read_shape
+from oneshot.families import FAMILIES, Description, ModelShape, check_layers, find_family, read_shape, stated_class
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -54,6 +55,16 @@ class Model:
             return None
         return self.checkpoint.read_one(stack.positions)[stack.position_offset :]
 
+    def read_token_types(self) -> torch.Tensor | None:
+        """Return the embedding of the first and the second text of a pair, `(types, D)`; None without one."""
+        name = self.family.stack.token_types
+        return None if name is None else self.checkpoint.read_one(name)
+
+    def read_embedding_norm(self) -> Tensors:
+        """Return the tensors of the norm that follows the embeddings; none without one."""
+        norm = self.family.stack.embedding_norm
+        return {} if norm is None else self.checkpoint.read_prefix(f"{norm.name}.")
+
     def read_final_norm(self) -> Tensors:
         """Return the final norm's own tensors."""
         norm = self.family.stack.final_norm
@@ -61,8 +72,10 @@ class Model:
 
     def read_head(self) -> torch.Tensor:
         """Return the output head `(vocabulary, D)`, which may be the embedding."""
+        if self.shape.tied:
+            return self.read_embedding()
         assert self.family.head is not None
-        return self.read_embedding() if self.shape.tied else self.checkpoint.read_one(self.family.head)
+        return self.checkpoint.read_one(self.family.head)
 
 
 def identify(checkpoint: Checkpoint) -> Model:
@@ -70,12 +83,95 @@ def identify(checkpoint: Checkpoint) -> Model:
 
     Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
     """
-    family = find_family(checkpoint.config)
+    family = find_family(checkpoint.config).stored_as(checkpoint.tensor_names)
+    expected = _expected_outside(checkpoint, family)
+    if family.classes:
+        checkpoint = _without_unused(checkpoint, family, expected)
     _check_dtypes(checkpoint)
     shape = read_shape(family, checkpoint.config, checkpoint.shapes)
     check_layers(family, shape, checkpoint.shapes)
-    _check_outside(checkpoint, family, shape)
+    _check_outside(checkpoint, family, shape, expected)
     return Model(checkpoint, family, shape)
+
+
+def stock_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the config class and the model class of transformers for the config.json of a supported family."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class, family = CONFIG_MAPPING[config["model_type"]], FAMILIES[config["model_type"]]
+    if family.classes:
+        return config_class, getattr(transformers, stated_class(config) or family.classes[0])
+    return config_class, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+
+
+def tied_names(model: Any) -> set[str]:
+    """Return the tensors of a model of transformers that are others under a second name, and need not be stored."""
+    tied = model._tied_weights_keys
+    return set(tied) if tied and model.config.tie_word_embeddings else set()
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """Tensors outside the layers that the stock class has, with their shapes, and those that are others again."""
+
+    shapes: dict[str, tuple[int, ...]]
+    tied: set[str]
+
+
+def _expected_outside(checkpoint: Checkpoint, family: Description) -> _Outside:
+    """Return the tensors outside the layers that the stock class of the config has.
+
+    Raises `CheckpointError` if transformers cannot make that class.
+    """
+    whole = checkpoint.config | {"attn_implementation": "sdpa"}
+    try:
+        config_class, model_class = stock_classes(checkpoint.config)
+        config_class.from_dict(whole)
+        hf_config = config_class.from_dict(one_layer_config(whole, family))
+        with torch.device("meta"):
+            model = model_class._from_config(hf_config, dtype=torch.float32)
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'} does not describe a {family.model_type} model "
+            f"({cause(error)}); give a complete, unmodified checkpoint."
+        ) from error
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if not name.startswith(f"{family.stack.layers}.")
+    }
+    return _Outside(shapes, tied_names(model))
+
+
+def _without_unused(checkpoint: Checkpoint, family: Description, expected: _Outside) -> Checkpoint:
+    """Return the checkpoint without tensors that its class does not use, as transformers loads it.
+
+    Checkpoints of BERT hold parts of other classes, buffers of integers, and norms under TensorFlow's names.
+    """
+    modern = {name.replace("LayerNorm.gamma", "LayerNorm.weight"): name for name in checkpoint.tensor_names}
+    modern = {name.replace("LayerNorm.beta", "LayerNorm.bias"): stored for name, stored in modern.items()}
+    layers, used = f"{family.stack.layers}.", expected.shapes.keys() - expected.tied
+    return checkpoint.renamed(
+        {name: modern[name] for name in sorted(modern) if name.startswith(layers) or name in used}
+    )
+
+
+def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape, expected: _Outside) -> None:
+    """Check the tensors outside the layers against the stock class.
+
+    Raises `CheckpointError` for the first tensor that does not fit.
+    """
+    layers = f"{family.stack.layers}."
+    tied = expected.tied if family.classes or shape.tied else set()
+    names = expected.shapes.keys() | {name for name in checkpoint.shapes if not name.startswith(layers)}
+    for name in sorted(names - tied):
+        stored = checkpoint.shapes.get(name)
+        if not name.endswith("rotary_emb.inv_freq") and stored != expected.shapes.get(name):
+            raise CheckpointError(
+                f"{name} has shape {stored} where config.json of a {family.model_type} model asks for "
+                f"{expected.shapes.get(name)}; give a complete, unmodified checkpoint."
+            )
 
 
 def _check_dtypes(checkpoint: Checkpoint) -> None:
@@ -88,42 +184,7 @@ def _check_dtypes(checkpoint: Checkpoint) -> None:
             )
 
 
-def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
-    """Check the tensors outside the layers against the stock class of the config, made with one layer.
-
-    Raises `CheckpointError` if transformers cannot make that class, and for the first tensor that does not fit.
-    """
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    whole = checkpoint.config | {"attn_implementation": "sdpa"}
-    config_class = CONFIG_MAPPING[family.model_type]
-    try:
-        config_class.from_dict(whole)
-        hf_config = config_class.from_dict(one_layer_config(whole, family))
-        with torch.device("meta"):
-            model = getattr(transformers, family.auto_class).from_config(hf_config, dtype=torch.float32)
-    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
-        raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'} does not describe a {family.model_type} model "
-            f"({cause(error)}); give a complete, unmodified checkpoint."
-        ) from error
-    layers = f"{family.stack.layers}."
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name in sorted(name for name in expected.keys() | checkpoint.shapes.keys() if not name.startswith(layers)):
-        stored = checkpoint.shapes.get(name)
-        if name.endswith("rotary_emb.inv_freq") or (
-            name == family.head and shape.tied and hf_config.tie_word_embeddings
-        ):
-            continue
-        if stored != expected.get(name):
-            raise CheckpointError(
-                f"{name} has shape {stored} where config.json of a {family.model_type} model asks for "
-                f"{expected.get(name)}; give a complete, unmodified checkpoint."
-            )
-
-
-def one_layer_config(config: dict[str, object], family: Description) -> dict[str, object]:
+def one_layer_config(config: dict[str, Any], family: Description) -> dict[str, Any]:
     """Return the config of a model with a single layer; making all layers only to use one would take memory."""
     shared = {name: value for name, value in config.items() if name != "layer_types"}
     return shared | {family.sizes.num_hidden_layers: 1}

@@ -1,10 +1,11 @@
 """A lazy reader of safetensors checkpoints; it holds a few tensors at a time."""
 
+import copy
 import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Checkpoint:
         if (folder / "adapter_config.json").exists():
             raise CheckpointError(f"{folder} holds an adapter; merge it into the model, or remove adapter_config.json.")
         self._shard_of = self._find_shards()
+        self._stored_names: dict[str, str] = {}  # of tensors that are called otherwise, see `renamed`
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         for shard in sorted(set(self._shard_of.values())):
@@ -90,14 +92,23 @@ class Checkpoint:
         """Return the bytes of the weight files."""
         return sum((self.folder / shard).stat().st_size for shard in set(self._shard_of.values()))
 
+    def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
+        """Return a view of the same files with other names, `name -> stored name`; other tensors are not in it."""
+        view = copy.copy(self)
+        view._stored_names = dict(names)
+        view.shapes = {name: self.shapes[stored] for name, stored in names.items()}
+        view.dtypes = {name: self.dtypes[stored] for name, stored in names.items()}
+        return view
+
     def content_hash(self) -> str:
         """Return the SHA-256 of every tensor's name, dtype, shape and first row; it identifies the model cheaply."""
         digest = hashlib.sha256()
         for shard in sorted(set(self._shard_of.values())):
             with _open_shard(self.folder, shard) as handle:
-                for name in sorted(name for name, place in self._shard_of.items() if place == shard):
+                for name in sorted(name for name in self.shapes if self._shard_of[self._stored(name)] == shard):
                     digest.update(repr((name, self.dtypes[name], self.shapes[name])).encode())
-                    first = handle.get_slice(name)[:1] if self.shapes[name] else handle.get_tensor(name)
+                    stored = self._stored(name)
+                    first = handle.get_slice(stored)[:1] if self.shapes[name] else handle.get_tensor(stored)
                     digest.update(first.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
@@ -110,18 +121,22 @@ class Checkpoint:
         with ExitStack() as stack:
             handles: dict[str, Any] = {}
             for name in names:
-                shard = self._shard_of.get(name)
+                stored = self._stored(name)
+                shard = self._shard_of.get(stored)
                 if shard is None:
                     raise CheckpointError(f"{self.folder} lacks the tensor {name}; the checkpoint is incomplete.")
                 if shard not in handles:
                     handles[shard] = stack.enter_context(_open_shard(self.folder, shard))
-                tensor = handles[shard].get_tensor(name).clone()
+                tensor = handles[shard].get_tensor(stored).clone()
                 if tensor.is_floating_point() and not all_finite(tensor):
                     raise CheckpointError(
                         f"{name} in {self.folder / shard} holds NaN or Inf; give an undamaged checkpoint."
                     )
                 tensors[name] = tensor
         return tensors
+
+    def _stored(self, name: str) -> str:
+        return self._stored_names.get(name, name)
 
     def read_one(self, name: str) -> torch.Tensor:
         """Return one tensor, as `read`."""

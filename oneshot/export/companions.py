@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Checkpoint, Journal
+from oneshot.checkpoint import Checkpoint, Journal, stock_classes, tied_names
 from oneshot.checkpoint.safe_files import companion_files
 from oneshot.errors import OutputError
 from oneshot.families import COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE
@@ -41,11 +41,7 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 
         return OneshotConfig, OneshotForCausalLM
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    config_class = CONFIG_MAPPING[config["model_type"]]
-    return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    return stock_classes(config)
 
 
 def verify(folder: Path) -> Checkpoint:
@@ -62,8 +58,7 @@ def verify(folder: Path) -> Checkpoint:
         config = config_class.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
         model = model_class(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    for name in sorted((expected.keys() | written.keys()) - tied):
+    for name in sorted((expected.keys() | written.keys()) - tied_names(model)):
         if name.endswith("rotary_emb.inv_freq"):
             continue
         if expected.get(name) != written.get(name):

@@ -9,6 +9,7 @@ from oneshot.families.reading import (
     check_layers,
     find_family,
     read_shape,
+    stated_class,
 )
 from oneshot.families.shapes import LayerShape, ModelShape, StackShape, TableShape
 
@@ -32,4 +33,5 @@ __all__ = [
     "check_layers",
     "find_family",
     "read_shape",
+    "stated_class",
 ]

@@ -1,11 +1,11 @@
-"""What a model family says about itself: tensor names, sublayers, and what its stock class can hold.
+"""What a model family says about itself: tensor names, sublayers, and what its stock classes can hold.
 
 A family is one small file with a `Description`. Everything else is derived from it: which linears read a norm's output,
 which rows shrink with a set of columns, which linear is corrected, and which tensors a checkpoint must have.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from oneshot.families.shapes import ModelShape
 
 SublayerKind = Literal["heads", "ffn"]
-Feature = Literal["heads", "hidden size", "ffn biases", "up_proj", "queries and keys", "embedding ranks"]
+Feature = Literal["heads", "hidden size", "ffn biases", "up_proj", "queries and keys", "embedding ranks", "self text"]
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,11 @@ class Stack:
         layers: prefix of the layers. sublayers: in the order of the forward pass.
         embedding, positions: tensors; `positions` is None without a learned position embedding. Its first
             `position_offset` rows are not used by any token.
+        token_types: the embedding of the first and the second text of a pair; None without one.
+        embedding_norm: module after the sum of the embeddings; None without one.
         final_norm: module after the last layer; None if the last layer's own norm is the end.
         rotary: whether attention turns queries and keys by rotary positions.
+        causal: whether a token sees only earlier ones. If not, the text is not packed but read example by example.
     """
 
     sublayers: tuple[Sublayer, ...]
@@ -126,8 +129,11 @@ class Stack:
     embedding: str = "model.embed_tokens.weight"
     positions: str | None = None
     position_offset: int = 0
+    token_types: str | None = None
+    embedding_norm: Norm | None = None
     final_norm: Norm | None = Norm("model.norm")
     rotary: bool = True
+    causal: bool = True
 
     def layer_prefix(self, layer: int) -> str:
         """Return `model.layers.3.` for layer 3."""
@@ -158,6 +164,27 @@ class Stack:
         """Return whether the norms are LayerNorms."""
         return self.sublayers[0].norm.centres
 
+    @property
+    def norms_after(self) -> bool:
+        """Return whether norms follow the sums with the residual stream, which they then rewrite."""
+        return self.sublayers[0].norm.place == "after"
+
+    def within(self, prefix: str) -> "Stack":
+        """Return the same stack inside a module of a larger class, such as `bert.`."""
+
+        def inside(name: str | None) -> str | None:
+            return None if name is None else prefix + name
+
+        norm = self.embedding_norm
+        return replace(
+            self,
+            layers=prefix + self.layers,
+            embedding=prefix + self.embedding,
+            positions=inside(self.positions),
+            token_types=inside(self.token_types),
+            embedding_norm=None if norm is None else replace(norm, name=prefix + norm.name),
+        )
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -183,8 +210,9 @@ class Description:
         resize: `(config, shape) -> config`: the stock config of the resized model; raises `PlanError` if no stock
             config can state it.
         check: raises `CheckpointError` for variants of the family that are not supported.
-        head: the output head; None for models without one.
-        auto_class: name of transformers' class for the whole model.
+        head: the output head; None for models that do not predict tokens, or only some of their classes do.
+        classes: transformers' classes that a checkpoint of the family may name; empty for the one with an output head.
+        prefix: module of these classes that holds the stack, if they have more than it; a plain model has none.
         unsupported: features that the family cannot have, each with a sentence that names the reason and the remedy.
     """
 
@@ -193,9 +221,16 @@ class Description:
     resize: Callable[[dict[str, Any], ModelShape], dict[str, Any]]
     check: Callable[[dict[str, Any]], None] = lambda config: None
     head: str | None = "lm_head.weight"
-    auto_class: str = "AutoModelForCausalLM"
+    classes: tuple[str, ...] = ()
+    prefix: str | None = None
     sizes: Sizes = Sizes()
     unsupported: Mapping[Feature, str] = field(default_factory=dict)
+
+    def stored_as(self, names: Iterable[str]) -> "Description":
+        """Return the family as a checkpoint with these tensors names its parts: with the prefix, or without."""
+        if self.prefix is None or not any(name.startswith(f"{self.prefix}.") for name in names):
+            return self
+        return replace(self, stack=self.stack.within(f"{self.prefix}."))
 
     def reason_against(self, feature: Feature) -> str | None:
         """Return a sentence why the family cannot have a feature, with the remedy; None if it can.
@@ -209,6 +244,8 @@ class Description:
             return f"--up-steps needs FFNs with a gate, which {self.model_type} does not have; leave it out."
         if feature == "queries and keys" and stack.attention.q_norm is not None:
             return f"--set query_key_size= is not possible in {self.model_type}, which norms both; leave it out."
+        if feature == "self text" and self.head is None:
+            return f"--calibration self needs a model that writes text, which {self.model_type} does not; give a file."
         if feature == "embedding ranks" and stack.centres:
             return "--set embedding=low-rank needs an output head that is the embedding; leave it out."
         return None

@@ -1,10 +1,13 @@
 """From a config.json and the stored tensors to a family and its sizes."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from oneshot.errors import CheckpointError
+from oneshot.families.bert import BERT
 from oneshot.families.description import Description
+from oneshot.families.distilbert import DISTILBERT
 from oneshot.families.llama import LLAMA
 from oneshot.families.mistral import MISTRAL
 from oneshot.families.opt import OPT
@@ -12,7 +15,7 @@ from oneshot.families.qwen2 import QWEN2
 from oneshot.families.qwen3 import QWEN3
 from oneshot.families.shapes import ModelShape
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OPT)}
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OPT, BERT, DISTILBERT)}
 COMPRESSED_MODEL_TYPE = "oneshot"  # of a checkpoint in the per-layer form
 NAS_MODEL_TYPE = "nemotron-nas"
 LARGEST_SIZE = 2**31 - 1
@@ -43,6 +46,11 @@ def find_family(config: dict[str, Any]) -> Description:
         raise CheckpointError(
             f"Model type {model_type!r} is not supported; the supported families are {', '.join(FAMILIES)}."
         )
+    classes, stated = FAMILIES[model_type].classes, stated_class(config)
+    if classes and stated is not None and stated not in classes:
+        raise CheckpointError(
+            f"config.json states the class {stated[:100]}; the supported ones of {model_type} are {', '.join(classes)}."
+        )
     if config.get("use_sliding_window"):
         raise CheckpointError(
             "Some layers of the model see all tokens and some a window (use_sliding_window), which is not supported; "
@@ -51,6 +59,12 @@ def find_family(config: dict[str, Any]) -> Description:
     family = FAMILIES[model_type]
     family.check(config)
     return family
+
+
+def stated_class(config: dict[str, Any]) -> str | None:
+    """Return the name of the model class that a config.json states first; None if it states none."""
+    architectures = config.get("architectures")
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else None
 
 
 def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> ModelShape:
@@ -98,6 +112,12 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
     if config.get("sliding_window") is not None:
         _size(family, config, "sliding_window")
     first, attention = stack.layer_prefix(0), stack.attention
+    counted, further = {stack.embedding, stack.positions, stack.token_types}, 0
+    if family.head is None:  # a pooler, a classifier, the norm of the embeddings
+        outside = (name for name in stored if name not in counted and not name.startswith(f"{stack.layers}."))
+        further = sum(math.prod(stored[name]) for name in outside)
+    predicts_tokens = family.head is not None or (stated_class(config) or "").endswith("ForMaskedLM")
+    tied = predicts_tokens and (family.head or "") not in stored
     return ModelShape(
         num_hidden_layers=_num_layers(family, config, stored),
         hidden_size=hidden_size,
@@ -112,7 +132,12 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         query_key_norms=attention.q_norm is not None,
         layer_norms=stack.centres,
         gated=stack.ffn.gate is not None,
-        tied=family.head is not None and family.head not in stored,
+        tied=tied,
+        has_head=predicts_tokens,
+        final_norm=stack.final_norm is not None,
+        norms_after=stack.norms_after,
+        num_token_types=stored.get(stack.token_types or "", (0,))[0],
+        further_parameters=further,
         num_positions=num_positions,
         unused_positions=stack.position_offset,
     )

@@ -13,7 +13,7 @@ class LayerShape:
 
     `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and the FFN's. `norm_bias`:
     the norms store a bias. `query_key_norms`: queries and keys are normed, each by one weight for all heads.
-    `gated`: the FFN has a gate beside its up projection.
+    `gated`: the FFN has a gate beside its up projection. `norm_weights`: norms have a weight for every coordinate.
     """
 
     hidden_size: int
@@ -33,6 +33,7 @@ class LayerShape:
     norm_bias: bool = False
     query_key_norms: bool = False
     gated: bool = True
+    norm_weights: bool = True
 
     def linear_parameters(self) -> int:
         """Return the stored parameters of the layer's linears, shortcuts included."""
@@ -48,7 +49,7 @@ class LayerShape:
 
     def parameters(self) -> int:
         """Return the stored parameters, norms included."""
-        norms = (self.hidden_size + self.middle_size) * (1 + self.norm_bias)
+        norms = (self.hidden_size + self.middle_size) * (self.norm_weights + self.norm_bias)
         pairs = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
         return self.linear_parameters() + norms + pairs + 2 * self.query_key_size * self.query_key_norms
 
@@ -73,9 +74,11 @@ class TableShape:
 class StackShape:
     """State the sizes of a whole model, layer by layer.
 
-    `head` says where the output head comes from: `own` weights, the `tied` embedding, or the tied embedding after a
-    matrix from the last subspace to the embedding's (`mapped`). `num_positions`: rows of a learned position embedding.
-    `embedding`: ranges of a tied embedding's vocabulary with their own ranks; empty for a whole table.
+    `head` says where the output head comes from: `own` weights, the `tied` embedding, the tied embedding after a
+    matrix from the last subspace to the embedding's (`mapped`), or `none`. `num_positions`, `num_token_types`: rows of
+    learned embeddings of these. `embedding`: ranges of a tied embedding's vocabulary with their own ranks; empty for a
+    whole table. `final_norm`: a norm follows the last layer. `output_size`: a linear follows it that leads back to so
+    many coordinates; 0 for none. `further_parameters`: of what is kept as it is, such as a pooler or a classifier.
     """
 
     layers: tuple[LayerShape, ...]
@@ -84,6 +87,10 @@ class StackShape:
     head_bias: bool = False
     num_positions: int = 0
     embedding: tuple[TableShape, ...] = ()
+    num_token_types: int = 0
+    final_norm: bool = True
+    output_size: int = 0
+    further_parameters: int = 0
 
     @property
     def embedding_size(self) -> int:
@@ -101,17 +108,22 @@ class StackShape:
 
     def stored_parameters(self) -> int:
         """Return the stored parameters of everything."""
-        embeddings = self._table_parameters() + self.num_positions * self.embedding_size
-        norm = self.final_size * (1 + self.layers[-1].norm_bias)
-        head = {"own": self.vocab_size, "tied": 0, "mapped": self.embedding_size}[self.head] * self.final_size
-        return embeddings + self.all_layer_parameters() + norm + head + self.head_bias * self.vocab_size
+        embeddings = self._table_parameters() + (self.num_positions + self.num_token_types) * self.embedding_size
+        norm = self.final_norm * self.final_size * (1 + self.layers[-1].norm_bias)
+        output = self.output_size * (self.final_size + 1)
+        width = self.output_size or self.final_size
+        head = {"own": self.vocab_size, "tied": 0, "mapped": self.embedding_size, "none": 0}[self.head] * width
+        head += self.head_bias * self.vocab_size
+        return embeddings + self.all_layer_parameters() + norm + output + head + self.further_parameters
 
     def flops_per_token(self) -> int:
         """Return the operations of all linears for one token, with the output head and without attention scores."""
-        linears = sum(layer.linear_parameters() for layer in self.layers)
+        linears = sum(layer.linear_parameters() for layer in self.layers) + self.output_size * self.final_size
         mapped = self.head == "mapped"
         head = self.vocab_size * self.final_size if self.head == "own" else self._table_parameters()
-        return 2 * (linears + head + mapped * self.embedding_size * self.final_size)
+        if self.head == "none":
+            head = 0
+        return 2 * (linears + head + mapped * self.embedding_size * (self.output_size or self.final_size))
 
     def _table_parameters(self) -> int:
         """Return the stored parameters of the token embedding."""
@@ -129,7 +141,9 @@ class ModelShape:
     """State the sizes of a model with equal layers, as its stock config has them; flags as in `LayerShape`.
 
     `layer_norms`: the norms are LayerNorms, which have a bias and subtract the mean. `num_positions`: rows of a learned
-    position embedding that tokens use, `unused_positions`: rows stored before them.
+    position embedding that tokens use, `unused_positions`: rows stored before them. `has_head`: the model predicts
+    tokens; without `tied` by a head of its own. `norms_after`: norms follow the sums with the residual stream.
+    `final_norm`, `num_token_types`, `further_parameters`: as in `StackShape`.
     """
 
     num_hidden_layers: int
@@ -148,6 +162,11 @@ class ModelShape:
     tied: bool = False
     num_positions: int = 0
     unused_positions: int = 0
+    has_head: bool = True
+    final_norm: bool = True
+    norms_after: bool = False
+    num_token_types: int = 0
+    further_parameters: int = 0
 
     @property
     def heads_per_group(self) -> int:
@@ -179,6 +198,13 @@ class ModelShape:
 
     def stack(self) -> StackShape:
         """Return the same sizes, layer by layer."""
-        head = "tied" if self.tied else "own"
-        layers = (self.layer(),) * self.num_hidden_layers
-        return StackShape(layers, self.vocab_size, head, num_positions=self.num_positions + self.unused_positions)
+        head = "tied" if self.tied else "own" if self.has_head else "none"
+        return StackShape(
+            (self.layer(),) * self.num_hidden_layers,
+            self.vocab_size,
+            head,
+            num_positions=self.num_positions + self.unused_positions,
+            num_token_types=self.num_token_types,
+            final_norm=self.final_norm,
+            further_parameters=self.further_parameters,
+        )

@@ -12,6 +12,7 @@ from oneshot.families import TableShape
 from oneshot.machine.transfer import Uploader
 from oneshot.planning import smaller_tables
 from oneshot.stream import OutputHead, States
+from oneshot.text import Text
 
 PROBE_SHARES = (3 / 5, 2 / 5, 1 / 5)  # of its parameters: large steps cost more per parameter than small ones
 EMBEDDING_PROBES = 8  # sequences: few places lose almost everything that is lost
@@ -40,7 +41,7 @@ def no_embedding_profile() -> EmbeddingProfile:
 def profile_embedding(
     model: Model,
     states: States,
-    token_ids: torch.Tensor,
+    text: Text,
     whole: Sequence[int],
     layers: Callable[[], Iterable[Tensors]],
 ) -> EmbeddingProfile:
@@ -49,13 +50,13 @@ def profile_embedding(
     What the output head reads is known only after the last layer, so a few sequences pass all `layers` again.
 
     Args:
-        token_ids: of the states' sequences, of all workers. whole: tokens whose ranges stay whole.
+        text: of the states, of all workers. whole: tokens whose ranges stay whole.
     """
     machine = states.machine
     workers = machine.workers
-    part = workers.part(len(token_ids))
+    part = workers.part(text.num_sequences)
     head = states.builder.output_head()
-    gram, probabilities, last = _read_by_head(model, states, head, len(token_ids))
+    gram, probabilities, last = _read_by_head(model, states, head, text.num_sequences)
     embedding = model.read_embedding()
     errors = workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole))
     tables, lost = embedding_probe(errors, len(embedding))
@@ -64,7 +65,8 @@ def profile_embedding(
         smaller = reduce_embedding(embedding, gram, probabilities, tables)
         reduced = expanded(smaller, embedding.shape[1], machine.device)
         del smaller
-        probes = states.builder.embed(reduced, token_ids[part][: len(last)])
+        [batch] = text.part(part).part(slice(len(last))).batches(len(last))
+        probes = states.builder.embed(reduced, batch)
         upload = Uploader(machine.device)
         for tensors in layers():
             layer = states.builder.layer(upload(tensors))

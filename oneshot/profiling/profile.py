@@ -51,7 +51,7 @@ def make_profile(
     embedding = no_embedding_profile()
     if with_embedding:
         marks = special_tokens(load_tokenizer(model.checkpoint.folder), model.shape.vocab_size)
-        embedding = profile_embedding(model, profiler.states, profiler.token_ids, marks, layers)
+        embedding = profile_embedding(model, profiler.states, profiler.text, marks, layers)
     origin = ProfileOrigin(
         model_hash=model.checkpoint.content_hash(),
         token_hash=text.token_hash,

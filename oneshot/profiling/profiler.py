@@ -7,6 +7,7 @@ sequences. Workers take turns with the sublayers: one computes a sublayer's curv
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -73,12 +74,12 @@ class LayerProfiler:
         self._model, self._machine, self._shape, self._stack = model, machine, model.shape, model.family.stack
         self._head_unit, self._damping, self._probed = head_unit, damping, probed
         self._upload = Uploader(machine.device)
-        tokens = text.token_ids
-        probes = min(PROBE_SEQUENCES, max(1, len(tokens) // 2))
-        counted = tokens[: min(STATISTICS_SEQUENCES, max(1, len(tokens) - probes))]
-        self.states = States(model, machine, replace(text, token_ids=counted), advance=advance)
-        self.token_ids = counted
-        self._dense = self.states.builder.embed(model.read_embedding(), tokens[-probes:])
+        probed_text = text.last(PROBE_SEQUENCES)
+        rest = text.part(slice(max(1, text.num_sequences - probed_text.num_sequences)))
+        self.text = rest.first(STATISTICS_SEQUENCES * text.longest)
+        self.states = States(model, machine, self.text, advance=advance)
+        [batch] = probed_text.batches(probed_text.num_sequences)
+        self._dense = self.states.builder.embed(model.read_embedding(), batch)
         self._ffn_errors: list[torch.Tensor] = []
         self._head_errors: list[torch.Tensor] = []
         self._fluctuation: list[torch.Tensor] = []
@@ -149,13 +150,13 @@ class LayerProfiler:
         )
 
     def _divergences(self) -> list[float]:
-        """Return the mean KL divergence of every probe's output from the dense model's, one sequence at a time."""
-        head = self.states.builder.output_head()
+        """Return the mean divergence of every probe's output from the dense model's, one sequence at a time."""
+        output: Any = self.states.builder.output()
         totals = torch.zeros(len(self._probes), dtype=torch.float64, device=self._machine.device)
         for sequence, dense_state in enumerate(self._dense):
-            dense = head.prediction(dense_state)
+            dense = output.prediction(dense_state)
             for index, probe in enumerate(self._probes):
-                totals[index] += head.divergence(dense, probe.states[sequence]).double().mean()
+                totals[index] += output.divergence(dense, probe.states[sequence]).double().mean()
         return [max(0.0, total / len(self._dense)) for total in totals.tolist()]
 
     def _statistics(self, tensors: Tensors, dense: Layer) -> tuple[Statistics | None, Statistics]:

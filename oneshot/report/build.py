@@ -56,8 +56,8 @@ def build_report(
 def _described(text: Text) -> dict[str, Any]:
     return {
         "source": text.source,
-        "num_sequences": len(text.token_ids),
-        "sequence_length": text.token_ids.shape[1],
+        "num_sequences": text.num_sequences,
+        "sequence_length": text.longest,
         "num_tokens": text.num_tokens,
         "token_hash": text.token_hash,
     }

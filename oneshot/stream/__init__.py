@@ -2,7 +2,7 @@
 
 from oneshot.stream.layers import Layer, LayerBuilder
 from oneshot.stream.output_head import OutputHead, Prediction
-from oneshot.stream.states import States, Step, batches
+from oneshot.stream.states import States, Step
 from oneshot.stream.store import ActivationStore
 
-__all__ = ["ActivationStore", "Layer", "LayerBuilder", "OutputHead", "Prediction", "States", "Step", "batches"]
+__all__ = ["ActivationStore", "Layer", "LayerBuilder", "OutputHead", "Prediction", "States", "Step"]

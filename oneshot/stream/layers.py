@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from oneshot.checkpoint import Model
+from oneshot.checkpoint import Model, stock_classes
 from oneshot.checkpoint.model import one_layer_config
 from oneshot.errors import CalibrationError
 from oneshot.families import Attention, FeedForward, ModelShape, Norm, Stack
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
-from oneshot.stream.output_head import OutputHead
+from oneshot.stream.output_head import LastStates, OutputHead
+from oneshot.text import Batch
 
 Tensors = dict[str, torch.Tensor]
 
@@ -24,7 +25,7 @@ class LayerBuilder:
     """Build layers of a model from their tensors, whatever FFN width and heads these have.
 
     Args:
-        sequence_length: tokens in every sequence that the layers will see.
+        sequence_length: tokens in every sequence that the layers will see; in the longest one if they do not rotate.
     """
 
     def __init__(self, model: Model, machine: Machine, sequence_length: int) -> None:
@@ -41,47 +42,70 @@ class LayerBuilder:
             num_key_value_heads=tensors[f"{stack.attention.k}.weight"].shape[0] // shape.head_dim,
         )
         template = self._template(held)
-        module = copy.deepcopy(template.layer)
-        device, dtype = self._machine.device, self._machine.dtype
-        weights = {name: uploaded(tensor, device).to(dtype) for name, tensor in tensors.items()}
-        module.load_state_dict(weights, assign=True)
-        return Layer(module.requires_grad_(False), stack, template.arguments)
+        return Layer(self._loaded(template.layer, tensors), stack, template.arguments)
 
-    def embed(self, embedding: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return token embeddings plus learned positions, `(sequences, length, D)` on the compute device.
+    def embed(self, embedding: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the states before the first layer, `(sequences, length, D)`, on the compute device.
+
+        Raises as `sum_embeddings`.
+        """
+        total = self.sum_embeddings(embedding, batch)
+        return total if self._embedding_norm is None else self._embedding_norm(total)
+
+    def sum_embeddings(self, embedding: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the sum of the embeddings of tokens, learned positions and token types, `(sequences, length, D)`.
 
         Raises `CalibrationError` for tokens and positions that have no row.
         """
-        machine, positions = self._machine, self._positions
+        machine, positions, token_ids = self._machine, self._positions, batch.token_ids
         if int(token_ids.max()) >= len(embedding):
             raise CalibrationError(
                 f"The tokenizer gives token {int(token_ids.max())} but the embedding has {len(embedding)} rows; "
                 "give the tokenizer that belongs to the model."
             )
-        embedded = uploaded(functional.embedding(token_ids, embedding), machine.device).to(machine.dtype)
-        if positions is None:
-            return embedded
-        if token_ids.shape[1] > len(positions):
-            raise CalibrationError(
-                f"--sequence-length {token_ids.shape[1]} is beyond the model's {len(positions)} positions; "
-                "give a smaller one."
-            )
-        return embedded + uploaded(positions[: token_ids.shape[1]], machine.device).to(machine.dtype)
+        total = uploaded(functional.embedding(token_ids, embedding), machine.device).to(machine.dtype)
+        if positions is not None:
+            if token_ids.shape[1] > len(positions):
+                raise CalibrationError(
+                    f"--sequence-length {token_ids.shape[1]} is beyond the model's {len(positions)} positions; "
+                    "give a smaller one."
+                )
+            total = total + uploaded(positions[: token_ids.shape[1]], machine.device).to(machine.dtype)
+        types = self._token_types
+        if types is not None:
+            chosen = torch.zeros_like(token_ids) if batch.token_types is None else batch.token_types
+            total = total + uploaded(functional.embedding(chosen, types), machine.device).to(machine.dtype)
+        return total
 
     @cached_property
     def _positions(self) -> torch.Tensor | None:
         return self._model.read_positions()
 
+    @cached_property
+    def _token_types(self) -> torch.Tensor | None:
+        return self._model.read_token_types()
+
+    @cached_property
+    def _embedding_norm(self) -> nn.Module | None:
+        template = self._template(self._model.shape).embedding_norm
+        return None if template is None else self._loaded(template, self._model.read_embedding_norm())
+
+    def _loaded(self, template: nn.Module, tensors: Tensors) -> nn.Module:
+        """Return a module with weights, in the compute dtype on the compute device."""
+        module, machine = copy.deepcopy(template), self._machine
+        weights = {name: uploaded(value, machine.device).to(machine.dtype) for name, value in tensors.items()}
+        module.load_state_dict(weights, assign=True)
+        return module.requires_grad_(False)
+
+    def output(self) -> OutputHead | LastStates:
+        """Return what compares the outputs of two models after the last layer."""
+        return LastStates() if self._model.family.head is None else self.output_head()
+
     def output_head(self) -> OutputHead:
         """Return the final norm and the output head, in the compute dtype on the compute device."""
-        machine = self._machine
-        norm = copy.deepcopy(self._template(self._model.shape).final_norm)
-        tensors = self._model.read_final_norm()
-        norm.load_state_dict(
-            {name: uploaded(value, machine.device).to(machine.dtype) for name, value in tensors.items()}, assign=True
-        )
-        head = uploaded(self._model.read_head(), machine.device).to(machine.dtype)
-        return OutputHead(norm.requires_grad_(False), head)
+        norm = self._loaded(self._template(self._model.shape).final_norm, self._model.read_final_norm())
+        head = uploaded(self._model.read_head(), self._machine.device).to(self._machine.dtype)
+        return OutputHead(norm, head)
 
     def load_classes(self) -> None:
         """Import and build what a run will need of transformers, so that its memory is measured beforehand."""
@@ -98,15 +122,16 @@ class _Template:
     """A layer and a final norm without weights, and the arguments that attention is called with."""
 
     def __init__(self, config: dict[str, Any], model: Model, machine: Machine, sequence_length: int) -> None:
-        import transformers
         from transformers.masking_utils import create_sliding_window_causal_mask
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         family, stack = model.family, model.family.stack
-        hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(one_layer_config(config, family))
-        auto_class = getattr(transformers, family.auto_class)
+        config_class, model_class = stock_classes(config)
+        hf_config = config_class.from_dict(one_layer_config(config, family))
         with torch.device("meta"):
-            whole = auto_class.from_config(hf_config, dtype=machine.dtype, attn_implementation="sdpa")
+            whole = model_class._from_config(hf_config, dtype=machine.dtype, attn_implementation="sdpa")
+        self.embedding_norm: nn.Module | None = None
+        if stack.embedding_norm is not None:
+            self.embedding_norm = whole.get_submodule(stack.embedding_norm.name).requires_grad_(False)
         self.layer = whole.get_submodule(stack.layers)[0].eval().requires_grad_(False)
         self.final_norm: nn.Module = nn.Identity()
         if stack.final_norm is not None:
@@ -114,7 +139,7 @@ class _Template:
         positions = torch.arange(sequence_length, device=machine.device).unsqueeze(0)
         example = torch.zeros(1, sequence_length, hf_config.hidden_size, dtype=machine.dtype, device=machine.device)
         window = getattr(hf_config, "sliding_window", None)
-        mask = None  # scaled dot product attention is causal by itself
+        mask = None  # scaled dot product attention is causal by itself where the module says so
         if window is not None and window < sequence_length:
             mask = create_sliding_window_causal_mask(
                 config=whole.config,

@@ -1,4 +1,4 @@
-"""The output head, to compare the predictions of two models."""
+"""The output of a model, to compare those of two: predictions of tokens, or the last hidden states."""
 
 from dataclasses import dataclass
 
@@ -63,6 +63,21 @@ class OutputHead:
             functional.linear(states, panel.float()).logsumexp(-1) for panel in self.weight.split(VOCABULARY_PANEL)
         ]
         return torch.stack(panels).logsumexp(0)
+
+
+class LastStates:
+    """The last hidden states are the output: that of an encoder, whatever is made of them."""
+
+    def prediction(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what `divergence` needs of the last hidden states `(length, D)`."""
+        return x.float()
+
+    def divergence(self, dense: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return half the squared distance from the dense states over their squared norm, float32 `(length,)`.
+
+        For small changes that keep the norm it is one minus the cosine.
+        """
+        return 0.5 * (x.float() - dense).square().sum(-1) / dense.square().sum(-1)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from oneshot.errors import CalibrationError
 from oneshot.machine import Machine
 from oneshot.stream.layers import LayerBuilder
 from oneshot.stream.store import ActivationStore
-from oneshot.text import Text
+from oneshot.text import Batch, Text
 
 Step = Callable[[torch.Tensor, bool], torch.Tensor]  # (a batch of states, whether it is the last) -> the next states
 
@@ -43,27 +43,27 @@ class States:
         compressed_embedding: torch.Tensor | None = None,
         advance: Callable[[float], None] = lambda tokens: None,
     ) -> None:
-        num_sequences, length = text.token_ids.shape
-        if num_sequences < machine.workers.size:
+        if text.num_sequences < machine.workers.size:
             raise CalibrationError(
-                f"{num_sequences} sequences are too few for {machine.workers.size} processes; give more "
+                f"{text.num_sequences} sequences are too few for {machine.workers.size} processes; give more "
                 "--num-sequences."
             )
-        part = machine.workers.part(num_sequences)
+        part = machine.workers.part(text.num_sequences)
+        own = text.part(part)
         self.machine, self.num_tokens = machine, text.num_tokens
-        self.first_row = part.start * length
-        self.builder = LayerBuilder(model, machine, length)
+        self.first_row = text.part(slice(part.start)).num_tokens
+        self.builder = LayerBuilder(model, machine, text.longest)
         self.passes, self.advance = 1.0, advance
         self._steps: list[Step] = []
         self._dense_steps: list[Step] = []
-        token_ids, embedding = text.token_ids[part], model.read_embedding()
+        embedding = model.read_embedding()
         first = embedding if compressed_embedding is None else compressed_embedding
-        self._batches = batches(len(token_ids), machine.batch_size)
+        self._batches = own.batches(machine.batch_size)
         self._stores = []
         for rows in [first, embedding] if two else [first]:
-            store = ActivationStore((len(token_ids), length, rows.shape[1]), machine)
+            store = ActivationStore(own.num_tokens, rows.shape[1], machine)
             for batch in self._batches:
-                store.write(batch, self.builder.embed(rows, token_ids[batch]))
+                store.write(batch.rows, self.builder.embed(rows, batch))
             self._stores.append(store)
 
     @property
@@ -99,8 +99,8 @@ class States:
             pass
 
     def share_read(self, every: int) -> float:
-        """Return the share of this worker's sequences that `read(every)` yields."""
-        sizes = [batch.stop - batch.start for batch in self._batches]
+        """Return the share of this worker's tokens that `read(every)` yields."""
+        sizes = [batch.token_ids.numel() for batch in self._batches]
         return sum(sizes[::every]) / sum(sizes)
 
     def read_last(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -116,15 +116,10 @@ class States:
         for store in self._stores:
             store.close()
 
-    def _moved(self, stream: int, batch: slice, steps: list[Step]) -> torch.Tensor:
-        x = self._stores[stream].read(batch)
+    def _moved(self, stream: int, batch: Batch, steps: list[Step]) -> torch.Tensor:
+        x = self._stores[stream].read(batch.rows).unflatten(0, batch.token_ids.shape)
         for step in steps:
             x = step(x, batch is self._batches[-1])
         if steps:
-            self._stores[stream].write(batch, x)
+            self._stores[stream].write(batch.rows, x)
         return x
-
-
-def batches(num_sequences: int, batch_size: int) -> list[slice]:
-    """Return slices of at most `batch_size` sequences."""
-    return [slice(start, min(start + batch_size, num_sequences)) for start in range(0, num_sequences, batch_size)]

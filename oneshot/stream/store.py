@@ -10,15 +10,15 @@ from oneshot.machine import Machine
 
 
 class ActivationStore:
-    """Hold the hidden states of all sequences, `(num_sequences, length, D)`, where `machine.store` says.
+    """Hold the hidden states of all tokens, `(tokens, D)`, where `machine.store` says.
 
     On disk they are in a file without a name in the scratch folder, which disappears with the process. Batches are
     read to the compute device and written from it. Host memory beside CUDA is pinned.
     """
 
-    def __init__(self, shape: tuple[int, int, int], machine: Machine) -> None:
-        self._shape, self._dtype, self._device = shape, machine.dtype, machine.device
-        self._row_bytes = shape[1] * shape[2] * machine.dtype.itemsize
+    def __init__(self, num_tokens: int, width: int, machine: Machine) -> None:
+        self._width, self._dtype, self._device = width, machine.dtype, machine.device
+        self._row_bytes = width * machine.dtype.itemsize
         self._tensor: torch.Tensor | None = None
         self._folder = machine.scratch
         if machine.store == "disk":
@@ -26,24 +26,24 @@ class ActivationStore:
         else:
             place = self._device if machine.store == "device" else torch.device("cpu")
             pinned = place.type == "cpu" and self._device.type == "cuda"
-            self._tensor = torch.empty(shape, dtype=self._dtype, device=place, pin_memory=pinned)
+            self._tensor = torch.empty((num_tokens, width), dtype=self._dtype, device=place, pin_memory=pinned)
 
-    def read(self, batch: slice) -> torch.Tensor:
-        """Return the sequences of a batch on the compute device; never a view of the store."""
+    def read(self, rows: slice) -> torch.Tensor:
+        """Return some tokens' states, `(tokens, D)`, on the compute device; never a view of the store."""
         if self._tensor is not None:
-            return self._tensor[batch].to(self._device, non_blocking=True, copy=True)
-        count = batch.stop - batch.start
-        self._file.seek(batch.start * self._row_bytes)
+            return self._tensor[rows].to(self._device, non_blocking=True, copy=True)
+        count = rows.stop - rows.start
+        self._file.seek(rows.start * self._row_bytes)
         raw = np.frombuffer(bytearray(self._file.read(count * self._row_bytes)), dtype=np.uint8)
-        return torch.from_numpy(raw).view(self._dtype).view(count, *self._shape[1:]).to(self._device)
+        return torch.from_numpy(raw).view(self._dtype).view(count, self._width).to(self._device)
 
-    def write(self, batch: slice, values: torch.Tensor) -> None:
-        """Store the sequences of a batch."""
+    def write(self, rows: slice, values: torch.Tensor) -> None:
+        """Store some tokens' states, of any shape with the width last."""
         if self._tensor is not None:
-            self._tensor[batch].copy_(values, non_blocking=True)
+            self._tensor[rows].copy_(values.flatten(0, -2), non_blocking=True)
             return
         try:
-            self._file.seek(batch.start * self._row_bytes)
+            self._file.seek(rows.start * self._row_bytes)
             self._file.write(values.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
         except OSError as error:
             raise OutputError(

@@ -1,7 +1,9 @@
 """Calibration text: where documents come from, how they are packed, and text that the model writes itself."""
 
 from oneshot.text.packing import (
+    Batch,
     Text,
+    load_examples,
     load_text,
     load_tokenizer,
     mix,
@@ -16,9 +18,11 @@ from oneshot.text.sources import iter_documents
 
 __all__ = [
     "SELF",
+    "Batch",
     "Text",
     "documents_together",
     "iter_documents",
+    "load_examples",
     "load_text",
     "load_tokenizer",
     "mix",

@@ -2,17 +2,20 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from oneshot.errors import CalibrationError, cause
-from oneshot.text.sources import iter_documents
+from oneshot.text.sources import iter_documents, iter_pairs
 
 logger = logging.getLogger(__name__)
+
+Example = tuple[list[int], list[int]]  # tokens, and which text of a pair each is of
 
 
 def token_hash(token_ids: torch.Tensor) -> str:
@@ -21,20 +24,96 @@ def token_hash(token_ids: torch.Tensor) -> str:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Sequences of one length that pass a layer together.
+
+    Attributes:
+        rows: their tokens among all tokens of a part of the text.
+        token_ids: int64 `(sequences, length)`. token_types: int64 of the same shape; None for single texts.
+    """
+
+    rows: slice
+    token_ids: torch.Tensor
+    token_types: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Text:
-    """Packed token sequences `(num_sequences, sequence_length)`, int64, and the name of their source."""
+    """Token sequences `(num_sequences, longest)`, int64, and the name of their source.
+
+    Packed sequences are all of one length. Examples for an encoder have their own `lengths`, and equally long ones
+    follow each other, so that they can pass a layer together without padding.
+
+    Attributes:
+        lengths: int64 `(num_sequences,)`; None if all tokens count. token_types: which text of a pair a token is of,
+            as `token_ids`; None for single texts.
+    """
 
     token_ids: torch.Tensor
     source: str
+    lengths: torch.Tensor | None = None
+    token_types: torch.Tensor | None = None
 
     @property
     def token_hash(self) -> str:
         """Return the SHA-256 of the tokens' bytes."""
-        return token_hash(self.token_ids)
+        further = [part for part in (self.lengths, self.token_types) if part is not None]
+        return token_hash(torch.cat([part.flatten() for part in (self.token_ids, *further)]))
 
     @property
     def num_tokens(self) -> int:
-        return self.token_ids.numel()
+        return self.token_ids.numel() if self.lengths is None else int(self.lengths.sum())
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence."""
+        return self.token_ids.shape[1]
+
+    def part(self, sequences: slice) -> "Text":
+        """Return some of the sequences."""
+        lengths, types = self.lengths, self.token_types
+        return Text(
+            self.token_ids[sequences],
+            self.source,
+            None if lengths is None else lengths[sequences],
+            None if types is None else types[sequences],
+        )
+
+    def first(self, num_tokens: int) -> "Text":
+        """Return the first sequences that together have at least so many tokens, or all."""
+        if self.lengths is None:
+            return self.part(slice(-(-num_tokens // self.longest)))
+        before = self.lengths.cumsum(0) - self.lengths
+        return self.part(slice(int((before < num_tokens).sum())))
+
+    def last(self, num_sequences: int) -> "Text":
+        """Return the last sequences of one length, at most half of all: so many, or more that are shorter."""
+        count = num_sequences
+        if self.lengths is not None:
+            length = int(self.lengths[-1])
+            alike = int((self.lengths == length).flip(0).long().cumprod(0).sum())
+            count = min(alike, num_sequences * self.longest // length)
+        return self.part(slice(self.num_sequences - max(1, min(count, self.num_sequences // 2)), None))
+
+    def batches(self, size: int) -> list[Batch]:
+        """Return all sequences in batches of at most `size` of the longest ones, or as many tokens of shorter ones."""
+        lengths = [self.longest] * self.num_sequences if self.lengths is None else self.lengths.tolist()
+        listed, start, row = [], 0, 0
+        while start < len(lengths):
+            length = lengths[start]
+            limit = start + max(1, size * self.longest // length)
+            stop = start + 1
+            while stop < min(limit, len(lengths)) and lengths[stop] == length:
+                stop += 1
+            rows = slice(row, row + (stop - start) * length)
+            types = None if self.token_types is None else self.token_types[start:stop, :length]
+            listed.append(Batch(rows, self.token_ids[start:stop, :length], types))
+            start, row = stop, rows.stop
+        return listed
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -77,6 +156,72 @@ def load_text(source: str, tokenizer: Any, *, num_sequences: int, sequence_lengt
     return Text(token_ids, source)
 
 
+def load_examples(
+    sources: Sequence[str], tokenizer: Any, *, num_tokens: int, longest: int, seed: int, with_types: bool
+) -> Text:
+    """Read and tokenise examples for an encoder: single texts, or pairs of `text` and `text_pair`.
+
+    Examples keep the tokenizer's special tokens. What is longer than `longest` tokens becomes several examples; a pair
+    is cut. Equally long examples follow each other; the lengths have a seeded order, that with the most tokens is last.
+
+    Args:
+        sources: each as in `iter_documents`; they give equally many tokens. num_tokens: at most so many; fewer, with a
+            warning, if the text is shorter. with_types: whether the model tells the texts of a pair apart.
+
+    Raises `CalibrationError` if a source cannot be read or holds nothing.
+    """
+    by_length: dict[int, list[Example]] = {}
+    for source, wanted in zip(sources, shares(num_tokens, sources), strict=True):
+        for example in _examples(source, tokenizer, wanted, longest, seed):
+            by_length.setdefault(len(example[0]), []).append(example)
+    most = max(by_length, key=lambda length: (length * len(by_length[length]), length))
+    lengths = sorted(by_length)
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
+    runs = sorted((lengths[place] for place in order), key=lambda length: length == most)
+    ordered = [example for length in runs for example in by_length[length]]
+
+    def padded(rows: list[list[int]]) -> torch.Tensor:
+        return nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
+
+    return Text(
+        padded([ids for ids, _ in ordered]),
+        "+".join(sources),
+        torch.tensor([len(ids) for ids, _ in ordered]),
+        padded([types for _, types in ordered]) if with_types else None,
+    )
+
+
+def _examples(source: str, tokenizer: Any, num_tokens: int, longest: int, seed: int) -> list[Example]:
+    """Return the first examples of a source with at most so many tokens together, but at least one."""
+    examples: list[Example] = []
+    total = 0
+    for text, pair in iter_pairs(source, seed):
+        for example in _encode(tokenizer, text, pair, longest, source):
+            total += len(example[0])
+            if total > num_tokens and examples:
+                return examples
+            examples.append(example)
+    if not examples:
+        raise CalibrationError(f"{source} holds no text; give one record with text per line.")
+    logger.warning("%s holds %d tokens of the %d asked for.", source, total, num_tokens)
+    return examples
+
+
+def _encode(tokenizer: Any, text: str, pair: str | None, longest: int, source: str) -> Iterator[Example]:
+    """Yield the tokens of a text, or of a pair, and which text each is of."""
+    options = {"truncation": True, "max_length": longest, "return_token_type_ids": True, "verbose": False}
+    try:
+        if pair is None:
+            encoded = tokenizer([text], return_overflowing_tokens=True, **options)
+        else:
+            encoded = tokenizer([text], [pair], **options)
+    except Exception as error:  # tokenizers raise many unrelated types; the cause is named and chained
+        raise CalibrationError(
+            f"The tokenizer cannot take the text of {source} ({cause(error)}); copy the model's files again."
+        ) from error
+    yield from zip(encoded["input_ids"], encoded["token_type_ids"], strict=True)
+
+
 def split_sources(calibration: str) -> list[str]:
     """Split `"c4+self"` into `["c4", "self"]`; plus signs in the name of an existing file do not split it."""
     sources, parts = [], calibration.split("+")
@@ -106,6 +251,7 @@ def mix(parts: Sequence[Text], seed: int) -> Text:
     """Return the sequences of several sources in one seeded random order, so that any first part has all kinds."""
     if len(parts) == 1:
         return parts[0]
+    assert all(part.lengths is None for part in parts)
     together = torch.cat([part.token_ids for part in parts])
     token_ids = together[torch.randperm(len(together), generator=torch.Generator().manual_seed(seed))]
     return Text(token_ids, "+".join(part.source for part in parts))

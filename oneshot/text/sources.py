@@ -16,8 +16,11 @@ HUB_ALIASES = {
     "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "text"),
     "c4": ("allenai/c4", "en", "train", "text"),
 }
+PAIR_COLUMN = "text_pair"
 SHUFFLE_BUFFER = 10_000
 LONGEST_DOCUMENT = 4_000_000  # characters of a text file that are tokenised at once
+
+Pair = tuple[Any, Any]  # a text and its second one, not checked yet
 
 
 def iter_documents(source: str, seed: int | None) -> Iterator[str]:
@@ -29,23 +32,36 @@ def iter_documents(source: str, seed: int | None) -> Iterator[str]:
 
     Raises `CalibrationError` if the source cannot be read.
     """
+    return (text for text, _ in iter_pairs(source, seed))
+
+
+def iter_pairs(source: str, seed: int | None) -> Iterator[tuple[str, str | None]]:
+    """Yield the documents of a source as `iter_documents`, each with its second text, or None.
+
+    Second texts are in a column `text_pair` beside `text`, or in the second of two columns that a hub source names,
+    `org/name:config:split:first,second`.
+    """
     if source == "builtin":
-        documents: Iterable[str] = _shuffled(_builtin_documents(), seed)
+        documents: Iterable[Pair] = ((text, None) for text in _shuffled(_builtin_documents(), seed))
     elif Path(source).suffix in (".txt", ".jsonl", ".json", ".parquet"):
         documents = _file_documents(Path(source), seed)
     else:
         documents = _hub_documents(source, seed)
-    return _texts(documents, source)
+    for text, pair in documents:
+        first, second = _checked(text, source), _checked(pair, source)
+        if first is not None:
+            yield first, second
 
 
-def _texts(documents: Iterable[Any], source: str) -> Iterator[str]:
-    for document in documents:
-        if document is not None and not isinstance(document, str):
-            raise CalibrationError(
-                f"{source} holds {reprlib.repr(document)} where text should be; choose the column with the text."
-            )
-        if document is not None and document.strip():
-            yield document.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # JSON may hold half a pair
+def _checked(text: Any, source: str) -> str | None:
+    """Return a text of a source; None if it is missing or blank."""
+    if text is not None and not isinstance(text, str):
+        raise CalibrationError(
+            f"{source} holds {reprlib.repr(text)} where text should be; choose the column with the text."
+        )
+    if text is None or not text.strip():
+        return None
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # JSON may hold half a pair
 
 
 def _builtin_documents() -> list[str]:
@@ -55,7 +71,7 @@ def _builtin_documents() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _file_documents(path: Path, seed: int | None) -> Iterable[Any]:
+def _file_documents(path: Path, seed: int | None) -> Iterable[Pair]:
     try:
         if path.is_dir():
             raise CalibrationError(f"{path} is a folder; give a .txt, .jsonl or .parquet file.")
@@ -64,14 +80,14 @@ def _file_documents(path: Path, seed: int | None) -> Iterable[Any]:
         if path.stat().st_size == 0:
             raise CalibrationError(f"{path} is empty; give a file with text.")
         if path.suffix == ".txt":
-            return _text_pieces(path)
+            return ((piece, None) for piece in _text_pieces(path))
         rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
     if not rows:
         raise CalibrationError(f"{path} holds no rows; give one record with text per line.")
     column = _text_column(rows, str(path))
-    return _shuffled([row.get(column) for row in rows], seed)
+    return _shuffled([(row.get(column), row.get(PAIR_COLUMN)) for row in rows], seed)
 
 
 def _text_pieces(path: Path) -> Iterator[str]:
@@ -126,7 +142,7 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
             ) from error
 
 
-def _hub_documents(source: str, seed: int | None) -> Iterator[Any]:
+def _hub_documents(source: str, seed: int | None) -> Iterator[Pair]:
     from datasets import load_dataset
 
     path, config, split, column = HUB_ALIASES.get(source) or _parse_hub_source(source)
@@ -148,11 +164,12 @@ def _hub_documents(source: str, seed: int | None) -> Iterator[Any]:
     row = guarded(lambda: next(rows, None))
     if row is None:
         raise CalibrationError(f"The split {split} of {path} is empty; choose another.")
-    column = column or _text_column([row], path)
-    if column not in row:
-        raise CalibrationError(f"{path} has no column {column!r}; it has {', '.join(row)}.")
+    columns = (column or _text_column([row], path)).split(",")
+    for name in columns:
+        if name not in row:
+            raise CalibrationError(f"{path} has no column {name!r}; it has {', '.join(row)}.")
     while row is not None:
-        yield row.get(column)
+        yield row.get(columns[0]), row.get(columns[1] if len(columns) > 1 else PAIR_COLUMN)
         row = guarded(lambda: next(rows, None))
 
 

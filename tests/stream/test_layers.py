@@ -18,8 +18,13 @@ from oneshot.compression.fold import fold_sublayer, head_columns
 from oneshot.errors import CalibrationError, DeviceError
 from oneshot.machine import Store, Workers, resolve_device
 from oneshot.machine.prefetch import prefetch
-from oneshot.stream import ActivationStore, Layer, LayerBuilder, OutputHead, States, Step, batches
-from oneshot.text import Text
+from oneshot.stream import ActivationStore, Layer, LayerBuilder, OutputHead, States, Step
+from oneshot.text import Batch, Text
+
+
+def batch_of(token_ids: torch.Tensor) -> Batch:
+    return Text(token_ids, "a test").batches(len(token_ids))[0]
+
 
 TOKEN_IDS = torch.randint(0, 400, (3, 24), generator=torch.Generator().manual_seed(1))
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -57,13 +62,13 @@ def test_a_text_longer_than_the_positions_is_refused(make_checkpoint: MakeCheckp
     model = open_model(str(make_checkpoint(family="opt", groups=4)), tmp_path)
     ids = torch.zeros(1, 600, dtype=torch.int64)
     with pytest.raises(CalibrationError, match="512 positions"):
-        LayerBuilder(model, cpu_machine(tmp_path), 600).embed(model.read_embedding(), ids)
+        LayerBuilder(model, cpu_machine(tmp_path), 600).embed(model.read_embedding(), batch_of(ids))
 
 
 def test_a_token_without_a_row_is_refused(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     model, builder = open_builder(make_checkpoint(), tmp_path)
     with pytest.raises(CalibrationError, match="token 400 but the embedding has 400 rows"):
-        builder.embed(model.read_embedding(), torch.full((1, 24), 400))
+        builder.embed(model.read_embedding(), batch_of(torch.full((1, 24), 400)))
 
 
 def record_inputs(model: Any, names: list[str]) -> dict[str, torch.Tensor]:
@@ -98,7 +103,7 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
     states = stock(TOKEN_IDS, output_hidden_states=True).hidden_states
     # OPT's layers see the tokens as rows
     before = [inputs[name].view_as(states[0]) for name in [*names[::2], stack.final_norm.name]]
-    x = builder.embed(model.read_embedding(), TOKEN_IDS)
+    x = builder.embed(model.read_embedding(), batch_of(TOKEN_IDS))
     for number in layers:
         assert_close(x, states[number])
         prefix, layer = stack.layer_prefix(number), builder.layer(model.read_layer(number))
@@ -216,26 +221,22 @@ def test_stores_return_the_same_bits(store: Store, dtype: torch.dtype, tmp_path:
     values = torch.randn(5, 3, 4).to(dtype)
     values[0, 0] = torch.tensor([torch.inf, -0.0, torch.nan, 1e-38])
     machine = cpu_machine(tmp_path, dtype=dtype, store=store)
-    first, second = (ActivationStore((5, 3, 4), machine) for _ in range(2))
-    order = batches(5, 2)
+    first, second = (ActivationStore(15, 4, machine) for _ in range(2))
+    order = [slice(0, 2), slice(2, 4), slice(4, 5)]
+    rows = {batch.start: slice(3 * batch.start, 3 * batch.stop) for batch in order}
     for batch in reversed(order):
-        first.write(batch, values[batch])
-        second.write(batch, values[batch] + 1)
+        first.write(rows[batch.start], values[batch])
+        second.write(rows[batch.start], values[batch] + 1)
     bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
     for batch in order:
-        read = first.read(batch)
+        read = first.read(rows[batch.start]).view(-1, 3, 4)
         assert read.dtype == dtype
         assert torch.equal(read.view(bits), values[batch].contiguous().view(bits))
         read.zero_()  # a copy, so the store does not change
-    assert torch.equal(first.read(order[0]).view(bits), values[:2].contiguous().view(bits))
+    assert torch.equal(first.read(rows[0]).view(-1, 3, 4).view(bits), values[:2].contiguous().view(bits))
     assert not list(tmp_path.iterdir())  # a file without a name: nothing stays behind, not even after SIGKILL
     first.close()
     second.close()
-
-
-def test_batches_cover_every_sequence_once() -> None:
-    assert batches(7, 3) == [slice(0, 3), slice(3, 6), slice(6, 7)]
-    assert batches(2, 5) == [slice(0, 2)]
 
 
 SEQUENCES = torch.randint(0, 400, (7, 24), generator=torch.Generator().manual_seed(3))

@@ -1,9 +1,14 @@
-"""BERT as a family file: norms after the sums, biases everywhere, an FFN without a gate, and no output head."""
+"""BERT and sentence encoders of its class (MiniLM, BGE, E5): norms after the sums, biases everywhere, no rotation.
+
+Its stock config ties head count and head size to the hidden size, so only the FFN shrinks within it. Heads, sizes
+inside them and the hidden size need the per-layer form.
+"""
 
 from typing import Any
 
 from oneshot.errors import CheckpointError
-from oneshot.families import Attention, Description, FeedForward, ModelShape, Norm, Sizes, Stack, Sublayer
+from oneshot.families.description import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer
+from oneshot.families.shapes import ModelShape
 
 STACK = Stack(
     (
@@ -32,16 +37,31 @@ STACK = Stack(
     layers="encoder.layer",
     embedding="embeddings.word_embeddings.weight",
     positions="embeddings.position_embeddings.weight",
+    token_types="embeddings.token_type_embeddings.weight",
+    embedding_norm=Norm("embeddings.LayerNorm", "layer", "after"),
     final_norm=None,
     rotary=False,
+    causal=False,
 )
 SIZES = Sizes(num_key_value_heads=None, head_dim=None, norm_epsilon="layer_norm_eps")
+CLASSES = (
+    "BertModel",
+    "BertForMaskedLM",
+    "BertForSequenceClassification",
+    "BertForQuestionAnswering",
+    "BertForTokenClassification",
+)
 
 
 def check(config: dict[str, Any]) -> None:
-    """Refuse decoders."""
+    """Refuse decoders, and positions that are not simply added."""
     if config.get("is_decoder") or config.get("add_cross_attention"):
-        raise CheckpointError("This BERT is a decoder, which is not supported.")
+        raise CheckpointError("This BERT is a decoder, which is not supported; give an encoder.")
+    if config.get("position_embedding_type", "absolute") != "absolute":
+        raise CheckpointError(
+            f"This BERT has positions of the type {config['position_embedding_type']}, which is not supported; give "
+            "one with absolute positions."
+        )
 
 
 def resize(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
@@ -55,7 +75,11 @@ BERT = Description(
     resize,
     check,
     head=None,
-    auto_class="AutoModel",
+    classes=CLASSES,
+    prefix="bert",
     sizes=SIZES,
-    unsupported={"heads": "BERT's own layer has heads as wide as its hidden size; use --set heads=none."},
+    unsupported={
+        "heads": "BERT's own layer has heads as wide as its hidden size, so none can be removed in this form; add "
+        "--form per-layer, or --set heads=none."
+    },
 )

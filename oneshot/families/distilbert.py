@@ -1,0 +1,70 @@
+"""DistilBERT: BERT's layer under other names, without token types and without a pooler."""
+
+from typing import Any
+
+from oneshot.families.description import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer
+from oneshot.families.shapes import ModelShape
+
+STACK = Stack(
+    (
+        Sublayer(
+            Attention(
+                module="attention",
+                q="attention.q_lin",
+                k="attention.k_lin",
+                v="attention.v_lin",
+                out="attention.out_lin",
+            ),
+            Norm("sa_layer_norm", "layer", "after"),
+            "attention_shortcut",
+        ),
+        Sublayer(
+            FeedForward(up="ffn.lin1", down="ffn.lin2", gate=None, activation="ffn.activation"),
+            Norm("output_layer_norm", "layer", "after"),
+            "ffn_shortcut",
+        ),
+    ),
+    layers="transformer.layer",
+    embedding="embeddings.word_embeddings.weight",
+    positions="embeddings.position_embeddings.weight",
+    embedding_norm=Norm("embeddings.LayerNorm", "layer", "after"),
+    final_norm=None,
+    rotary=False,
+    causal=False,
+)
+SIZES = Sizes(
+    hidden_size="dim",
+    intermediate_size="hidden_dim",
+    num_attention_heads="n_heads",
+    num_key_value_heads=None,
+    num_hidden_layers="n_layers",
+    head_dim=None,
+    norm_epsilon=None,  # 1e-12 in the code
+)
+CLASSES = (
+    "DistilBertModel",
+    "DistilBertForMaskedLM",
+    "DistilBertForSequenceClassification",
+    "DistilBertForQuestionAnswering",
+    "DistilBertForTokenClassification",
+)
+
+
+def resize(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Return the resized config; DistilBERT's config can only state another FFN width."""
+    return config | {"hidden_dim": shape.intermediate_size}
+
+
+DISTILBERT = Description(
+    "distilbert",
+    STACK,
+    resize,
+    head=None,
+    classes=CLASSES,
+    prefix="distilbert",
+    sizes=SIZES,
+    unsupported={
+        "heads": "DistilBERT's own layer has heads as wide as its hidden size, so none can be removed in this form; "
+        "add --form per-layer, or --set heads=none."
+    },
+)
