@@ -225,7 +225,7 @@ def _measured_plan(
     divergences = None
     if schedule.plans_by_profile:
         measured = run.profile(schedule)
-        damages = profiled_damages(measured, run.method.allocation)
+        damages = profiled_damages(measured, run.method.allocation, run.grid)
         plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, budget))
         grids: dict[str, Grid] = {name: form.grid(run.model) for name, form in FORMS.items()}
         divergences = predicted_divergences(grids, run.method, config.target, plan, measured, budget)

@@ -16,13 +16,14 @@ HeadUnit = Literal["auto", "query-head", "kv-group"]
 Correction = Literal["none", "bias", "same-layer", "two-stream"]
 Pivoting = Literal["cholesky", "qr", "grouped", "tournament"]
 Sketch = Literal["none", "count", "sparse-sign"]
-Allocation = Literal["auto", "uniform", "error", "stat", "block-influence", "flap", "sensitivity"]
+Allocation = Literal["auto", "uniform", "error", "stat", "stat-reversed", "block-influence", "flap", "sensitivity"]
 Depth = Literal["sensitivity", "none"]
 TokenWeighting = Literal["unit", "raw"]
 ResidualTarget = Literal["stream", "sublayer"]
 
 AUTO = "auto"
 DAMPING = 3e-2
+ROUNDING_DAMPING = 1e-6  # a ridge against rounding only, for papers that have none
 TOKENS_PER_NEURON = 4  # with fewer tokens the correction fits the text and not the model
 WEIGHT_SELECTORS = ("magnitude", "random", "none")  # need no activations
 MOMENT_SELECTORS = ("flap", "tcsp-score")  # need means and deviations
@@ -161,7 +162,17 @@ class Method:
 
 RECIPES = {
     "oneshot": Method(ffn="id", heads="none", correction="two-stream", embedding="auto"),
-    "stat": Method(ffn="id", heads="id", correction="two-stream", pivoting="grouped", sketch="count"),
+    "stat": Method(
+        ffn="id",
+        heads="id",
+        correction="two-stream",
+        residual_target="sublayer",
+        residual_weight=1.0,
+        damping=ROUNDING_DAMPING,
+        pivoting="grouped",
+        sketch="count",
+        layer_allocation="stat",
+    ),
     "tcsp": Method(ffn="none", heads="none", correction="none", hidden="pca"),
     "group-pca": Method(ffn="none", heads="none", correction="none", hidden="pca", group_size=8),
     "flap": Method(ffn="flap", heads="none", correction="bias", layer_allocation="flap"),

@@ -109,8 +109,8 @@ def predicted_divergences(
     It is given for the `plan`, and for the best plan of each form (`grids`) for the same target, which shows what a
     form costs. Small numbers are more reliable than large ones, because damages are assumed to add up.
     """
-    damages = profiled_damages(profile, "sensitivity")
-    shape = next(iter(grids.values())).shape
+    any_grid = next(iter(grids.values()))
+    damages, shape = profiled_damages(profile, "sensitivity", any_grid), any_grid.shape
     predicted = {"plan": predicted_damage(plan, shape, damages)}
     for form, grid in grids.items():
         with contextlib.suppress(PlanError):
