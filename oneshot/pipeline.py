@@ -257,6 +257,8 @@ def _find_subspaces(config: Config, run: Run, plan: Plan) -> tuple[Plan, StreamS
             run.machine,
             token_weighting=method.token_weighting,
             shared_weight=method.shared_weight,
+            kind=method.hidden,
+            seed=config.seed,
             advance=progress.advance,
         )
     if config.target.hidden_size is None and plan.hidden.num_groups > 1:

@@ -10,7 +10,7 @@ from oneshot.fields import check_choices, check_minimum, display
 Selector = Literal[
     "id", "obs", "leverage", "activation-norm", "wanda", "flap", "tcsp-score", "magnitude", "random", "none"
 ]
-Hidden = Literal["pca", "none"]
+Hidden = Literal["pca", "coordinates", "random", "none"]
 Embedding = Literal["auto", "low-rank", "none"]
 HeadUnit = Literal["auto", "query-head", "kv-group"]
 Correction = Literal["none", "bias", "same-layer", "two-stream"]
@@ -20,6 +20,10 @@ Allocation = Literal["auto", "uniform", "error", "stat", "stat-reversed", "block
 Depth = Literal["sensitivity", "none"]
 TokenWeighting = Literal["unit", "raw"]
 ResidualTarget = Literal["stream", "sublayer"]
+PivotWeights = Literal["output", "none"]
+HeadsCorrection = Literal["own", "two-stream", "head-level"]
+ValueFeatures = Literal["heads", "values"]
+ValueWeights = Literal["output", "none"]
 
 AUTO = "auto"
 DAMPING = 3e-2
@@ -37,7 +41,8 @@ class Method:
         ffn: selector of neurons: `id` (output-weighted pivots), `obs` (backward elimination), a score, or none.
         heads: selector of heads, the same choices (`id`: STAT section 3.2).
         head_unit: what is removed together: a whole KV group, or a query head of every group.
-        hidden: `pca` projects the residual stream (TCSP section 4; SP3 appendix F.1).
+        hidden: `pca` projects the residual stream (TCSP section 4; SP3 appendix F.1). `coordinates` keeps its
+            coordinates of most energy (SP3 table 3); `random` projects to random directions (TCSP table 5).
         group_size: sublayers that share a projection, 0 for one projection in the whole model.
         shared_weight: weight of all other sublayers' statistics in a group's projection.
         token_weighting: in that projection tokens count equally (`unit`) or by their energy (`raw`).
@@ -46,12 +51,20 @@ class Method:
         residual_target: of a two-stream correction: the dense `stream` after the sublayer, or what the dense
             `sublayer` adds to its own input (STAT section 3.1).
         residual_weight: share of the residual towards that target, beyond the layer's own output.
+        heads_correction: what corrects the output linear of attention: its `own` layer's dense output, or as if heads
+            were neurons, the dense stream (`two-stream`, STAT section 3.2, step 2b); or whole heads by one number for
+            each pair of heads (`head-level`, STAT figure 3b).
         damping: ridge in units of the Gram's mean diagonal, or `auto`: least error on a held-out eighth of the text.
         up_steps: steps of conjugate gradients that also correct `up_proj`.
         pivoting: of `id` for neurons: `cholesky` of the Gram, `qr` of the sketch, `grouped` or `tournament`.
+        pivot_weights: of the columns in `id`: norms of the `output` linear's columns (STAT A.3), or `none`.
         pivot_group_size: columns in a group of `grouped` or `tournament` pivots.
         sketch: what neuron pivots are chosen from instead of the exact Gram.
         sketch_size: rows of the sketch, 0 for twice the FFN width.
+        value_features: the features of smaller values: the outputs of `heads`, which the softmax weighs (DA-WID), or
+            the `values` themselves (SP3, TCSP).
+        value_weights: whether the `output` linear weighs these features (TCSP equation 27; DA-WID equation 9), or not
+            (SP3 equation 10; DA-WID equation 21).
         allocation: how layers share the target: `uniform`, or by a profile (`planning.damages`).
         layer_allocation: what `allocation=auto` means if layers may have different sizes.
         depth: `sensitivity` also leaves out whole layers if a profile says that it costs less.
@@ -68,12 +81,16 @@ class Method:
     embedding: Embedding = "none"
     residual_target: ResidualTarget = "stream"
     residual_weight: float = 0.25
+    heads_correction: HeadsCorrection = "own"
     damping: float | Literal["auto"] = DAMPING
     up_steps: int = 0
     pivoting: Pivoting = "cholesky"
+    pivot_weights: PivotWeights = "output"
     pivot_group_size: int = 512
     sketch: Sketch = "none"
     sketch_size: int = 0
+    value_features: ValueFeatures = "heads"
+    value_weights: ValueWeights = "output"
     allocation: Allocation = "auto"
     layer_allocation: Allocation = "sensitivity"
     depth: Depth = "none"
@@ -100,6 +117,13 @@ class Method:
             )
         if self.up_steps and self.residual_target != "stream":
             raise ConfigError("--up-steps follows the dense stream; set residual_target=stream, or leave it out.")
+        if self.heads_correction == "two-stream" and not self.follows_dense:
+            raise ConfigError("--set heads_correction=two-stream needs correction=two-stream; set it, or leave it out.")
+        if self.heads_correction == "head-level" and (not self.solves or self.hidden != "none" or self.holds_out):
+            raise ConfigError(
+                "--set heads_correction=head-level needs least squares as correction, hidden=none and a number as "
+                "damping; set them, or leave it out."
+            )
         if self.embedding == "low-rank" and (self.hidden != "none" or self.allocation not in ("auto", "sensitivity")):
             raise ConfigError("--set embedding=low-rank needs hidden=none and allocation=sensitivity; set them.")
         if self.allocation == "flap" and self.reduces_heads:

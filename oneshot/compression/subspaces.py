@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint import Model
 from oneshot.compression.statistics import GramAccumulator
-from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.linalg.pca import coordinate_directions, energies_along, principal_directions, random_directions
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned
 from oneshot.planning import HiddenPlan
-from oneshot.recipes import TokenWeighting
+from oneshot.recipes import Hidden, TokenWeighting
 from oneshot.stream import States, Step
 from oneshot.text import Text
 
@@ -95,12 +95,17 @@ def find_subspaces(
     *,
     token_weighting: TokenWeighting = "unit",
     shared_weight: float = 0.0,
+    kind: Hidden = "pca",
+    seed: int = 0,
     advance: Callable[[float], None] = lambda tokens: None,
 ) -> Subspaces:
     """Return the principal directions of what the norms read, group by group.
 
     A group's directions come from its own positions' Grams. With `shared_weight` they also come from the Grams of all
     other positions, because a direction that the group lacks is lost for the later ones.
+
+    `kind` replaces the principal directions by the coordinates of most energy, or by random directions of the `seed`:
+    baselines of SP3 (table 3) and TCSP (table 5).
 
     With `token_weighting = "unit"` rows are divided by their root mean square, as the norms do. Otherwise a few tokens
     with massive activations would be the principal directions. A LayerNorm's rows first lose their mean. `advance`
@@ -130,7 +135,13 @@ def find_subspaces(
     states.advance = lambda tokens: None
     save_file({"gram": gram_of(None).cpu()}, _gram_path(machine.scratch, position))
     states.close()
-    return _decompose(machine.scratch, group_of, shared_weight, machine)
+
+    def directions(group: int, gram: torch.Tensor) -> torch.Tensor:
+        if kind == "random":
+            return random_directions(gram, seed + group)
+        return coordinate_directions(gram) if kind == "coordinates" else principal_directions(gram)
+
+    return _decompose(machine.scratch, group_of, shared_weight, machine, directions)
 
 
 def weighted_rows(x: torch.Tensor, *, centred: bool, weighting: str) -> torch.Tensor:
@@ -143,7 +154,13 @@ def weighted_rows(x: torch.Tensor, *, centred: bool, weighting: str) -> torch.Te
     return rows
 
 
-def _decompose(folder: Path, group_of: tuple[int, ...], shared_weight: float, machine: Machine) -> Subspaces:
+def _decompose(
+    folder: Path,
+    group_of: tuple[int, ...],
+    shared_weight: float,
+    machine: Machine,
+    directions_of: Callable[[int, torch.Tensor], torch.Tensor],
+) -> Subspaces:
     """Return the directions of every group from the Grams on disk, and every position's energies along them."""
     device, workers = machine.device, machine.workers
 
@@ -159,7 +176,7 @@ def _decompose(folder: Path, group_of: tuple[int, ...], shared_weight: float, ma
         members = [position for position, member in enumerate(group_of) if member == group]
         own = total(members)
         counted = own + shared_weight * (everywhere - own) if shared_weight else own
-        directions = workers.share(group, partial(principal_directions, counted))
+        directions = workers.share(group, partial(directions_of, group, counted))
         energies += [energies_along(gram(position), directions).cpu() for position in members]
         save_file({"directions": directions.cpu().contiguous()}, _path(folder, group))
     return Subspaces(folder, group_of, torch.stack(energies))

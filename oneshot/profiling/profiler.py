@@ -134,7 +134,14 @@ class LayerProfiler:
         ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
         ffn_tails, head_tails = torch.stack(self._ffn_tails), torch.stack(self._head_tails)
         fluctuation = torch.stack(self._fluctuation)
-        for values in (ffn_errors, head_errors, ffn_tails, head_tails, fluctuation, *by_kind.values()):  # zeros from all but the owner
+        for values in (
+            ffn_errors,
+            head_errors,
+            ffn_tails,
+            head_tails,
+            fluctuation,
+            *by_kind.values(),
+        ):  # zeros from all but the owner
             total = values.to(self._machine.device)
             self._machine.workers.sum_(total)
             values.copy_(total)
