@@ -113,6 +113,15 @@ class StackShape:
         head = self.vocab_size * self.final_size if self.head == "own" else self._table_parameters()
         return 2 * (linears + head + mapped * self.embedding_size * self.final_size)
 
+    def layer_flops_per_token(self, context: float) -> float:
+        """Return the operations of the layers for one token that attends to `context` tokens, products QKᵀ and AV too.
+
+        It is the count of STAT section 4 and of Kwon et al. (2022): embedding and output head are left out.
+        """
+        linears = sum(layer.linear_parameters() for layer in self.layers)
+        sizes = sum(layer.num_attention_heads * (layer.query_key_size + layer.value_size) for layer in self.layers)
+        return 2 * (linears + sizes * context)
+
     def _table_parameters(self) -> int:
         """Return the stored parameters of the token embedding."""
         if not self.embedding:
