@@ -17,7 +17,7 @@ Correction = Literal["none", "bias", "same-layer", "two-stream"]
 Pivoting = Literal["cholesky", "qr", "grouped", "tournament"]
 Sketch = Literal["none", "count", "sparse-sign"]
 Allocation = Literal["auto", "uniform", "error", "stat", "stat-reversed", "block-influence", "flap", "sensitivity"]
-Depth = Literal["sensitivity", "none"]
+Depth = Literal["sensitivity", "sublayers", "none"]
 TokenWeighting = Literal["unit", "raw"]
 ResidualTarget = Literal["stream", "sublayer"]
 PivotWeights = Literal["output", "none"]
@@ -67,7 +67,8 @@ class Method:
             (SP3 equation 10; DA-WID equation 21).
         allocation: how layers share the target: `uniform`, or by a profile (`planning.damages`).
         layer_allocation: what `allocation=auto` means if layers may have different sizes.
-        depth: `sensitivity` also leaves out whole layers if a profile says that it costs less.
+        depth: `sensitivity` also leaves out whole layers if a profile says that it costs less; `sublayers`: attention
+            or the FFN of a layer by itself (SP3 section 3.2).
     """
 
     ffn: Selector
@@ -153,6 +154,11 @@ class Method:
     def leaves_out_layers(self) -> bool:
         """Return whether whole layers may be removed."""
         return self.depth != "none"
+
+    @property
+    def leaves_out_sublayers(self) -> bool:
+        """Return whether attention or the FFN of a layer may be removed by itself."""
+        return self.depth == "sublayers"
 
     @property
     def solves(self) -> bool:

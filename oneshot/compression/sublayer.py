@@ -104,8 +104,13 @@ class SublayerTask:
 
     @property
     def is_reduced(self) -> bool:
-        """Return whether the sublayer loses heads or neurons."""
-        return self.kept_units < self.dense_units
+        """Return whether the sublayer loses heads or neurons, and others stay."""
+        return 0 < self.kept_units < self.dense_units
+
+    @property
+    def is_left_out(self) -> bool:
+        """Return whether the whole sublayer goes: the stream passes it unchanged."""
+        return self.kept_units == 0
 
     @property
     def smaller_values(self) -> int | None:

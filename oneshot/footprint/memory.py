@@ -21,7 +21,7 @@ from oneshot.footprint.terms import (
 from oneshot.footprint.work import Work
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.latency import WIDTHS
-from oneshot.profiling.profiler import PROBE_SEQUENCES
+from oneshot.profiling.profiler import PROBE_SEQUENCES, probes_per_layer
 from oneshot.text.self_written import DOCUMENT_TOKENS, SELF, document_bytes
 
 SLACK_BYTES = 128 * 2**20
@@ -140,7 +140,9 @@ def _profile(work: Work) -> list[Stage]:
     size, heads = shape.intermediate_size + shape.mlp_bias, shape.num_attention_heads * shape.head_dim
     states = PROBE_SEQUENCES * length * shape.hidden_size * itemsize
     probes = Term(
-        (len(work.schedule.profiled_kinds) * shape.num_hidden_layers + 2) * states, computed=True, knobs=LENGTH
+        (probes_per_layer(work.schedule.profiled_kinds) * shape.num_hidden_layers + 2) * states,
+        computed=True,
+        knobs=LENGTH,
     )
     grams = (terms.gram(work, size, residual=False), terms.gram(work, heads + shape.output_bias, residual=False))
     layer = (*terms.layer(work), terms.layer_copy(work), *grams, probes)

@@ -33,6 +33,8 @@ class Profile:
         ffn_sensitivity, head_sensitivity: `(layers,)`: mean KL divergence (nats per token) of the model's output from
             the dense one's if only this sublayer is reduced, per unit of its relative squared error.
         layer_divergence: `(layers,)`: the same divergence if only this layer is left out.
+        head_divergence, ffn_divergence: `(layers,)`: the same divergence if only the layer's attention, or only its
+            FFN, is left out.
         block_influence: `(layers,)`: one minus the mean cosine of the layer's input and output (ShortGPT equation 1).
         ffn_fluctuation: `(layers, n)`: variance of every neuron's activation, times its squared norm in the output
             linear.
@@ -51,6 +53,8 @@ class Profile:
     ffn_sensitivity: torch.Tensor
     head_sensitivity: torch.Tensor
     layer_divergence: torch.Tensor
+    head_divergence: torch.Tensor
+    ffn_divergence: torch.Tensor
     block_influence: torch.Tensor
     ffn_fluctuation: torch.Tensor
     embedding_gram: torch.Tensor

@@ -36,7 +36,8 @@ def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Da
     `error`: the relative squared error of the sublayer's output. `stat`, `stat-reversed`: see `stat_damages`.
     `block-influence`: the squared error times the layer's block influence (ShortGPT). `sensitivity`: the squared error
     times the measured divergence of the model's output, in nats per token; the embedding counts `EMBEDDING_CAUTION`
-    times. `flap`: the fluctuations of removed neurons, standardised in every layer.
+    times, and a sublayer that is left out its own measured divergence. `flap`: the fluctuations of removed neurons,
+    standardised in every layer.
     """
     unknown = torch.empty(0, 0, dtype=torch.float64)
     if allocation in ("stat", "stat-reversed"):
@@ -52,12 +53,15 @@ def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Da
         "sensitivity": (profile.ffn_sensitivity, profile.head_sensitivity),
     }[allocation]
     embedding = EMBEDDING_CAUTION * profile.embedding_sensitivity * profile.embedding_errors
-    return Damages(
+    damages = Damages(
         ffn.unsqueeze(1) * profile.ffn_errors,
         heads.unsqueeze(1) * profile.head_errors,
         profile.layer_divergence,
         embedding if allocation == "sensitivity" else unknown,
     )
+    if allocation == "sensitivity":
+        damages.ffn[:, 0], damages.heads[:, 0] = profile.ffn_divergence, profile.head_divergence
+    return damages
 
 
 def stat_damages(profile: Profile, grid: Grid, *, is_reversed: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,5 +112,6 @@ def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
             removed = shape.num_key_value_heads - kept.num_key_value_heads
         else:
             removed = (shape.num_attention_heads - kept.num_attention_heads) // shape.num_key_value_heads
-        total += float(damages.ffn[layer, kept.intermediate_size] + damages.heads[layer, -1 - removed])
+        heads = damages.heads[layer, -1 - removed if kept.num_attention_heads else 0]
+        total += float(damages.ffn[layer, kept.intermediate_size] + heads)
     return total

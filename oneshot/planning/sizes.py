@@ -85,8 +85,13 @@ def make_plan(
             round_to=target.round_to,
             damages=damages,
             reduce_embedding=method.embedding != "none",
+            leave_out_sublayers=method.leaves_out_sublayers,
         )
 
+    if method.leaves_out_sublayers and target.budget == "latency":
+        raise ConfigError("--set depth=sublayers has no measured latencies; set depth=sensitivity or another budget.")
+    if method.leaves_out_sublayers and damages is not None:
+        return shrink(plan)
     if not method.leaves_out_layers:
         return shrink(plan)
     return with_fewer_layers(grid, plan, budget, damages, shrink if sublayers_shrink else None)

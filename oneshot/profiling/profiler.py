@@ -30,7 +30,8 @@ from oneshot.text import Text
 
 STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections
 PROBE_SEQUENCES = 2
-PROBED_KINDS = ("ffn", "heads", "layer")
+PROBED_KINDS = ("ffn", "heads", "layer", "sublayer")
+LEFT_OUT_SUBLAYERS = ("no heads", "no ffn")  # the probes of `sublayer`
 PROBE_SHARE = 3 / 4  # of a sublayer's neurons or heads stays in its probe; less if the error is too small
 MIN_PROBE_ERROR = 1e-4  # relative and squared: below this the divergence is rounding noise
 
@@ -117,10 +118,14 @@ class LayerProfiler:
         if workers.owns(self._stack.position(layer, attention)):
             if "layer" in self._probed:
                 self._probes.append(_Probe("layer", layer, 1.0, self._dense.clone()))
+            if "sublayer" in self._probed:
+                self._probes.append(_Probe("no heads", layer, 1.0, dense.run(ffn, self._dense)))
             if heads is not None:
                 self._profile_heads(layer, tensors, dense, heads)
         if workers.owns(self._stack.position(layer, ffn)):
             release_heap()
+            if "sublayer" in self._probed:
+                self._probes.append(_Probe("no ffn", layer, 1.0, attended.clone()))
             self._profile_ffn(layer, tensors, neurons, attended)
         self._dense = dense.run(ffn, attended)
 
@@ -128,7 +133,8 @@ class LayerProfiler:
         """Return the profile; the probes pass the final norm and the output head."""
         divergences = self._divergences()
         self.states.close()
-        by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in PROBED_KINDS}
+        kinds = (*PROBED_KINDS, *LEFT_OUT_SUBLAYERS)
+        by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in kinds}
         for probe, divergence in zip(self._probes, divergences, strict=True):
             by_kind[probe.kind][probe.layer] = divergence / max(probe.error, MIN_PROBE_ERROR)
         ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
@@ -153,6 +159,8 @@ class LayerProfiler:
             ffn_sensitivity=by_kind["ffn"],
             head_sensitivity=by_kind["heads"],
             layer_divergence=by_kind["layer"],
+            head_divergence=by_kind["no heads"],
+            ffn_divergence=by_kind["no ffn"],
             block_influence=torch.tensor(self._influence, dtype=torch.float64),
             ffn_fluctuation=fluctuation,
             embedding_gram=embedding.gram,
@@ -276,6 +284,11 @@ def head_tail(evidence: Evidence, columns: torch.Tensor) -> float:
     order = torch.cat((columns, others.nonzero().squeeze(1)))
     norms = evidence.consumer.double().norm(dim=0)
     return float(trailing_norms(ordered_factor(evidence.gram, order), norms[order])[len(columns)])
+
+
+def probes_per_layer(kinds: Sequence[str]) -> int:
+    """Return how many probes every layer adds for these kinds of `PROBED_KINDS`."""
+    return len(kinds) + ("sublayer" in kinds)
 
 
 def squared_error(factors: Factors) -> float:
