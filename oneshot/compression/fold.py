@@ -59,6 +59,30 @@ def fold_sublayer(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, facto
     return folded
 
 
+def silence_columns(tensors: Tensors, sublayer: Sublayer, factors: Factors) -> Tensors:
+    """Return the layer with all columns of a sublayer, where the corrected writer ignores those that go.
+
+    Its output is that of the folded sublayer. It is for classes that cannot have fewer heads.
+    """
+    silent, writer = dict(tensors), sublayer.writer
+    weight = tensors[f"{writer}.weight"]
+    columns = factors.kept_columns[factors.kept_columns < weight.shape[1]]
+    corrected = as_like(factors.weight[:, : len(columns)], weight)
+    silent[f"{writer}.weight"] = torch.zeros_like(weight).index_copy(1, columns.to(weight.device), corrected)
+    if f"{writer}.bias" in tensors:
+        silent[f"{writer}.bias"] = as_like(factors.weight[:, len(columns)], tensors[f"{writer}.bias"])
+    return silent
+
+
+def drop_silent(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, columns: torch.Tensor) -> Tensors:
+    """Return the layer without the columns that `silence_columns` left, and without the rows that make them."""
+    weight = augmented_weight(tensors, sublayer.writer)
+    kept = columns.to(weight.device)
+    if weight.shape[1] > tensors[f"{sublayer.writer}.weight"].shape[1]:
+        kept = torch.cat((kept, kept.new_tensor([weight.shape[1] - 1])))
+    return fold_sublayer(tensors, sublayer, shape, Factors(kept, weight[:, kept]))
+
+
 def without_sublayer(tensors: Tensors, sublayer: Sublayer) -> Tensors:
     """Return the layer without a sublayer's linears and norms."""
     mixer = sublayer.mixer

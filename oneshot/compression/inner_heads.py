@@ -27,12 +27,14 @@ class InnerMaps:
             pairs are kept.
         values: `(G, h, v)` with orthonormal columns: `v' = v Q`.
         rotary_pairs: int64 `(G, k / 2)`: the pairs that each KV group keeps.
+        heads: int64, those that stay, if the layer still has all of them because its class cannot have fewer.
     """
 
     queries: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
     rotary_pairs: torch.Tensor | None = None
+    heads: torch.Tensor | None = None
 
 
 def keep_heads(maps: InnerMaps, heads: torch.Tensor, heads_per_group: int) -> InnerMaps:

@@ -1,12 +1,20 @@
 """One layer through its sublayers: measured, solved and folded, while the streams move on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors
-from oneshot.compression.fold import confine, fold_hidden, to_rms_norms, without_sublayer
+from oneshot.compression.fold import (
+    confine,
+    drop_silent,
+    fold_hidden,
+    head_columns,
+    silence_columns,
+    to_rms_norms,
+    without_sublayer,
+)
 from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, reduce_queries_keys
 from oneshot.compression.sublayer import DensePass, SublayerTask, relative_error
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
@@ -118,13 +126,15 @@ class LayerCompressor:
 
     def _by_weights(self, layer: int, working: Tensors, tasks: list[SublayerTask]) -> Solved:
         """Compress a layer whose neurons are chosen by weights alone."""
-        reports = self._input_reports(layer, None)
+        reports, maps = self._input_reports(layer, None), InnerMaps()
         for task in tasks:
             if task.is_reduced:
-                _, factors, _ = task.solve(working, None)
-                working = task.fold(working, factors)
+                units, factors, _ = task.solve(working, None)
+                working = self._reduced(task, working, factors)
+                if task.is_attention:
+                    maps = self._with_heads(maps, units)
                 reports.append(_report(task, factors, None))
-        return working, InnerMaps(), reports + _left_out(tasks)
+        return working, maps, reports + _left_out(tasks)
 
     def _by_text(
         self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
@@ -152,10 +162,11 @@ class LayerCompressor:
                 del dense, reference, dense_pass  # the factorisation needs their memory
             release_heap()
             units, factors, values = task.solve(working, statistics)
-            working = task.fold(working, factors)
+            working = self._reduced(task, working, factors)
             if task.is_attention:
                 maps = keep_heads(maps, units, self._model.shape.heads_per_group)
-                maps = maps if values is None else InnerMaps(maps.queries, maps.keys, values, maps.rotary_pairs)
+                maps = maps if values is None else replace(maps, values=values)
+                maps = self._with_heads(maps, units)
             del statistics
             if task.corrects_up:
                 working, factors = correct_up(task, tensors, working, states)
@@ -166,6 +177,21 @@ class LayerCompressor:
         states.settle()
         reports = [_report(task, factors, passed.error) for task, factors, passed in solved]
         return working, maps, inputs + reports + _left_out(tasks)
+
+    @property
+    def _has_fewer_heads(self) -> bool:
+        """Return whether the family's own class can have fewer heads."""
+        return self._model.family.reason_against("heads") is None
+
+    def _reduced(self, task: SublayerTask, working: Tensors, factors: Factors) -> Tensors:
+        """Return the layer that the compressed stream passes, with the sublayer's kept columns."""
+        if task.is_attention and not self._has_fewer_heads:
+            return silence_columns(working, task.sublayer, factors)
+        return task.fold(working, factors)
+
+    def _with_heads(self, maps: InnerMaps, heads: torch.Tensor) -> InnerMaps:
+        """Return the maps with the heads that still have to be folded away."""
+        return maps if self._has_fewer_heads else replace(maps, heads=heads)
 
     def _tasks(self, layer: int) -> list[SublayerTask]:
         return [
@@ -223,7 +249,11 @@ class LayerCompressor:
         Tensors that did not change since they were uploaded are the input's.
         """
         attention = self._stack.attention
-        folded = fold_inner(working, attention, maps)
+        folded = working
+        if maps.heads is not None:
+            shape, sublayer = self._model.shape, self._stack.sublayers[self._stack.index_of("heads")]
+            folded = drop_silent(folded, sublayer, shape, head_columns(maps.heads, shape.head_dim))
+        folded = fold_inner(folded, attention, maps)
         if self._grid.folds_layer_norms:
             folded = to_rms_norms(folded, self._stack)
         if self._subspaces is not None:

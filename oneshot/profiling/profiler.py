@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors, correct
-from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
+from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns, silence_columns
 from oneshot.compression.selection import Evidence, column_scores, select_heads
 from oneshot.compression.statistics import GramAccumulator, MomentAccumulator, Statistics, with_constant_column
 from oneshot.families import Sublayer
@@ -90,9 +90,7 @@ class LayerProfiler:
 
     @property
     def head_units(self) -> int:
-        """Return the removable units of a layer: KV groups or heads of a group; 1 if no head can be removed."""
-        if self._model.family.reason_against("heads") is not None:
-            return 1
+        """Return the removable units of a layer: KV groups or heads of a group."""
         return self._shape.num_key_value_heads if self._head_unit == "kv-group" else self._shape.heads_per_group
 
     @property
@@ -244,7 +242,11 @@ class LayerProfiler:
         if units == 1:
             return
         probed = probe_size(errors)
-        folded = fold_sublayer(tensors, sublayer, shape, reduce(select(probed)))
+        factors = reduce(select(probed))
+        if self._model.family.reason_against("heads") is None:
+            folded = fold_sublayer(tensors, sublayer, shape, factors)
+        else:
+            folded = silence_columns(tensors, sublayer, factors)
         states = self.states.builder.layer(folded).run(self._stack.index_of("heads"), self._dense)
         states = dense.run(self._stack.index_of("ffn"), states)
         self._probes.append(_Probe("heads", layer, float(errors[probed]), states))
