@@ -12,6 +12,7 @@ from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, r
 from oneshot.compression.sublayer import DensePass, SublayerTask, relative_error
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.compression.up_proj import correct_up, up_passes
+from oneshot.families import Attention
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader, to_host
@@ -119,13 +120,14 @@ class LayerCompressor:
 
     def _by_weights(self, layer: int, working: Tensors, tasks: list[SublayerTask]) -> Solved:
         """Compress a layer whose neurons are chosen by weights alone."""
-        reports = self._input_reports(layer, None)
+        reports, maps = self._input_reports(layer, None), InnerMaps()
         for task in tasks:
             if task.is_reduced:
-                _, factors, _ = task.solve(working, None)
+                units, factors, _ = task.solve(working, None)
                 working = task.fold(working, factors)
+                maps = self._with_heads(task, maps, units)
                 reports.append(_report(task, factors, None))
-        return working, InnerMaps(), reports + _left_out(tasks)
+        return working, maps, reports + _left_out(tasks)
 
     def _by_text(
         self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
@@ -159,8 +161,7 @@ class LayerCompressor:
             if task.is_attention:
                 maps = keep_heads(maps, units, self._model.shape.heads_per_group)
                 maps = maps if values is None else replace(maps, values=values)
-                if self._stack.attention.fixed_heads and task.is_reduced:
-                    maps = replace(maps, heads=units)
+                maps = self._with_heads(task, maps, units)
             del statistics
             if task.corrects_up:
                 working, factors = correct_up(task, tensors, working, states)
@@ -171,6 +172,13 @@ class LayerCompressor:
         states.settle()
         reports = [_report(task, factors, passed.error) for task, factors, passed in solved]
         return working, maps, inputs + reports + _left_out(tasks)
+
+    @staticmethod
+    def _with_heads(task: SublayerTask, maps: InnerMaps, heads: torch.Tensor) -> InnerMaps:
+        """Return the maps with the heads that are cut at the end, if the layer has fixed heads until then."""
+        mixer = task.sublayer.mixer
+        cuts = isinstance(mixer, Attention) and mixer.fixed_heads and task.is_reduced
+        return replace(maps, heads=heads) if cuts else maps
 
     @property
     def _norms_inside(self) -> bool:

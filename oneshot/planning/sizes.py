@@ -90,6 +90,11 @@ def make_plan(
 
     if method.leaves_out_sublayers and target.budget == "latency":
         raise ConfigError("--set depth=sublayers has no measured latencies; set depth=sensitivity or another budget.")
+    if method.reduces_heads and target.budget == "latency" and grid.family.reason_against("heads") is not None:
+        raise PlanError(
+            "--set budget=latency measures layers of the family's own class, which cannot have fewer heads; choose "
+            "another budget, or set heads=none."
+        )
     if method.leaves_out_sublayers and damages is not None:
         return shrink(plan)
     if not method.leaves_out_layers:

@@ -13,7 +13,7 @@ from strategies import TOLERANCES
 from oneshot import compress
 from oneshot.checkpoint import Checkpoint, open_model
 from oneshot.compression.correction import Factors
-from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns, row_energy, to_rms_norms
+from oneshot.compression.fold import augmented_weight, cut_heads, fold_sublayer, head_columns, row_energy, to_rms_norms
 from oneshot.families import FAMILIES, LLAMA, Description, ModelShape
 
 SaveModel = Callable[..., Path]
