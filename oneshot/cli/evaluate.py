@@ -26,7 +26,10 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
         "org/name:config:split; may be repeated",
     )
     parser.add_argument(
-        "--kind", choices=get_args(Kind), help="what the model is asked (default: what the class in config.json is for)"
+        "--kind",
+        choices=get_args(Kind),
+        metavar="KIND",
+        help=f"what the model is asked: {', '.join(get_args(Kind))} (default: what the class in config.json is for)",
     )
     parser.add_argument("--batch-size", type=int, default=8, help="examples at a time (default: %(default)s)")
     parser.add_argument(
