@@ -44,6 +44,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"recipe": "group-pca", "correction": "two-stream"},
     {"recipe": "stat", "form": "per-layer", "allocation": "stat"},
     {"depth": "sensitivity", "sparsity": 0.3},
+    {"depth": "sublayers", "sparsity": 0.3, "form": "per-layer", "heads": "id"},
     {"up_steps": 2, "heads": "id"},
     {"value_size": 4, "query_key_size": 4, "form": "per-layer", "correction": "same-layer"},
 ]

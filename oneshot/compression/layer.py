@@ -6,7 +6,7 @@ import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors
-from oneshot.compression.fold import confine, cut_heads, fold_hidden, to_rms_norms
+from oneshot.compression.fold import confine, cut_heads, fold_hidden, to_rms_norms, without_sublayer
 from oneshot.compression.fold_post_norm import fold_post_norm
 from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, reduce_queries_keys
 from oneshot.compression.sublayer import DensePass, SublayerTask, relative_error
@@ -31,7 +31,8 @@ INPUT_KINDS = {"heads": "attention input", "ffn": "ffn input"}
 class CompressedLayer:
     """A finished layer: what the checkpoint stores, what the compressed stream passed, and what was lost.
 
-    `folded` and `working` are the same tensors unless smaller coordinates or smaller heads were folded.
+    `folded` and `working` are the same tensors unless smaller coordinates or smaller heads were folded, or a sublayer
+    was left out, which `working` still has.
     """
 
     folded: Tensors
@@ -93,7 +94,7 @@ class LayerCompressor:
         current = self._current(layer, self._upload(working), states) if working else None
         for task in self._tasks(layer):
             states.defer_dense(DensePass(task.index, dense))
-            if current is not None:
+            if current is not None and not task.is_left_out:
                 states.defer(_Pass(task, current))
         states.settle()
 
@@ -106,8 +107,7 @@ class LayerCompressor:
         tasks = self._tasks(layer)
         if self._plan.layers[layer].is_left_out:
             self.replay_layer(layer, tensors, {})
-            gone = [SublayerReport(task.sublayer.kind, task.dense_units, 0) for task in tasks]
-            return CompressedLayer({}, {}, gone)
+            return CompressedLayer({}, {}, _left_out(tasks))
         uploaded = self._upload(tensors)
         working = self._confined(layer, uploaded)
         if self._states is None:
@@ -125,7 +125,7 @@ class LayerCompressor:
                 _, factors, _ = task.solve(working, None)
                 working = task.fold(working, factors)
                 reports.append(_report(task, factors, None))
-        return working, InnerMaps(), reports
+        return working, InnerMaps(), reports + _left_out(tasks)
 
     def _by_text(
         self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
@@ -141,6 +141,8 @@ class LayerCompressor:
         for task in tasks:
             dense_pass = DensePass(task.index, dense)
             states.defer_dense(dense_pass)
+            if task.is_left_out:
+                continue
             if task.is_attention and self._plan.query_key_size is not None:
                 working, maps = self._reduce_queries_keys(task, working, states, current)
                 current = self._current(layer, working, states)
@@ -168,7 +170,7 @@ class LayerCompressor:
             states.defer(solved[-1][2])
         states.settle()
         reports = [_report(task, factors, passed.error) for task, factors, passed in solved]
-        return working, maps, inputs + reports
+        return working, maps, inputs + reports + _left_out(tasks)
 
     @property
     def _norms_inside(self) -> bool:
@@ -201,6 +203,7 @@ class LayerCompressor:
 
     def _passes(self, tasks: list[SublayerTask], states: States) -> float:
         """Return how many passes over the text the layer takes."""
+        tasks = [task for task in tasks if not task.is_left_out]
         extra = self._plan.query_key_size is not None
         return 1 + extra + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
 
@@ -251,6 +254,9 @@ class LayerCompressor:
                 folded = fold_post_norm(folded, self._stack, self._model.read_norm_before(layer), bases)
             else:
                 folded = fold_hidden(folded, self._stack, bases)
+        for task in self._tasks(layer):
+            if task.is_left_out:
+                folded = without_sublayer(folded, task.sublayer)
         like = tensors[f"{attention.out}.weight"]
         folded = {
             name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor
@@ -284,6 +290,10 @@ class LayerCompressor:
             kind = INPUT_KINDS[sublayer.kind]
             reports.append(SublayerReport(kind, self._model.shape.hidden_size, size, predicted, measured))
         return reports
+
+
+def _left_out(tasks: list[SublayerTask]) -> list[SublayerReport]:
+    return [SublayerReport(task.sublayer.kind, task.dense_units, 0) for task in tasks if task.is_left_out]
 
 
 def _report(task: SublayerTask, factors: Factors, measured: float | None) -> SublayerReport:
