@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from oneshot.checkpoint import (
 from oneshot.compression import LayerCompressor, StreamSubspaces, expanded, find_subspaces, reduce_embedding
 from oneshot.config import Config
 from oneshot.errors import ConfigError
-from oneshot.export import FORMS, cast, expected_bytes, write_companions, write_layers
+from oneshot.export import FORMS, cast, expected_bytes, form_of, write_companions, write_layers
 from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
 from oneshot.machine.memory import reset_peak
 from oneshot.planning import (
@@ -36,7 +37,7 @@ from oneshot.planning import (
 )
 from oneshot.profiling import refuse_existing, save_profile
 from oneshot.report.build import build_report
-from oneshot.report.card import REPORT_NAME, write_report
+from oneshot.report.card import REPORT_NAME, task_of, write_report
 from oneshot.report.progress import ProgressBar, Stopwatch
 from oneshot.report.records import Footprint, LayerReport, Report
 from oneshot.run import SAVED_TEXT, Run, open_run
@@ -189,7 +190,8 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
                 warnings=warnings + run.warnings.take(),
             )
             form, inherited = run.form, card_metadata(source.folder)
-            write_report(report, folder, inherited, title=form.title, loading=form.loading(written))
+            loading, task = form.loading(written), task_of(written)
+            write_report(report, folder, inherited, title=form.title, loading=loading, task=task)
         journal.commit()
         report = run.machine.workers.share(0, lambda: report)
     assert report is not None
@@ -227,7 +229,7 @@ def _measured_plan(
         measured = run.profile(schedule)
         damages = profiled_damages(measured, run.method.allocation)
         plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, budget))
-        grids: dict[str, Grid] = {name: form.grid(run.model) for name, form in FORMS.items()}
+        grids: dict[str, Grid] = {name: form_of(name, run.model.family).grid(run.model) for name in FORMS}
         divergences = predicted_divergences(grids, run.method, config.target, plan, measured, budget)
         if plan.embedding and run.machine.workers.is_main:
             device = run.machine.device
@@ -281,8 +283,18 @@ def _compress_layers(
     model, machine, states = run.model, run.machine, None
     if schedule.streams and journal.num_finished < model.shape.num_hidden_layers:
         first = None if embedding is None else expanded(embedding, model.shape.hidden_size, machine.device)
-        states = States(model, machine, run.text, two=schedule.two_streams, compressed_embedding=first)
-        if subspaces is not None:
+        norms_after, norm = model.family.stack.norms_after, None
+        if subspaces is not None and norms_after:
+            norm = partial(subspaces.norm, position=0)
+        states = States(
+            model,
+            machine,
+            run.text,
+            two=schedule.two_streams,
+            compressed_embedding=first,
+            compressed_norm=norm,
+        )
+        if subspaces is not None and not norms_after:
             states.defer(lambda x, _: subspaces.inside(x, 0))
             states.settle()
     compressor = LayerCompressor(

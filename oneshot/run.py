@@ -14,8 +14,8 @@ from oneshot_kernels.backend import KernelError
 
 from oneshot.checkpoint import Checkpoint, GgufHeader, Model, gguf_header, identify, locate_checkpoint, peek_saved
 from oneshot.config import Config, Target
-from oneshot.errors import CalibrationError, DeviceError, OutputError
-from oneshot.export import FORMS, expected_bytes
+from oneshot.errors import CalibrationError, DeviceError, OutputError, PlanError
+from oneshot.export import expected_bytes, form_of
 from oneshot.families import StackShape
 from oneshot.footprint import (
     current_bounds,
@@ -122,8 +122,8 @@ class Run:
         dtype = resolve_dtype(config.machine.dtype, device)
         self.machine = Machine(device, dtype, scratch, workers, batch_size=config.machine.batch_size)
         self.show_progress = show_progress and workers.is_main
-        self.form = FORMS[config.form]
         self.model = self._open() if header is None else identify(header)
+        self.form = form_of(config.form, self.model.family)
         self.dense = self.model.shape.stack()  # without biases that only the result has
         if config.method.correction == "bias" and config.target.sparsity != 0:
             self.model = self.model.with_ffn_biases()
@@ -263,6 +263,11 @@ class Run:
         if target.budget == "flops":
             return Budget(kept * dense.flops_per_token(), StackShape.flops_per_token, "FLOPs per token")
         if target.budget == "latency":
+            if self.method.reduces_heads and self.model.family.stack.attention.fixed_heads:
+                raise PlanError(
+                    f"Layers of {self.model.family.model_type} cannot be timed with fewer heads; add "
+                    "--set budget=flops or heads=none."
+                )
             return Budget(kept * self._seconds(dense), self._seconds, "seconds")
         return parameter_budget(target, dense)
 

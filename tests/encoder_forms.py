@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from oneshot.compression.fold_post_norm import fold_embeddings, fold_output, fold_post_norm, fold_tied_head
+from oneshot.compression.fold_post_norm import fold_output, fold_post_norm, fold_table, fold_tied_head
 from oneshot.export import modeling_oneshot_encoder as modelling
 from oneshot.families import FAMILIES, LayerShape, Stack
 
@@ -137,10 +137,11 @@ def fold_into_subspaces(stock: Any, bases: list[torch.Tensor]) -> tuple[Tensors,
     words = outside[f"{prefix}embeddings.word_embeddings.weight"]
     tables = {name: tensor for name, tensor in outside.items() if "_embeddings.weight" in name}
     outside = {name: tensor for name, tensor in outside.items() if "embeddings.LayerNorm" not in name}
-    outside |= fold_embeddings(tables, bases[0])
-    outside |= {f"{prefix}{name}": tensor for name, tensor in fold_output(norms[-1], bases[-1]).items()}
-    if type(stock).__name__.endswith("ForMaskedLM") and stock.config.tie_word_embeddings:
-        outside |= fold_tied_head(words, bases[0])
+    outside |= {name: fold_table(table, bases[0]) for name, table in tables.items()}
+    outside |= {f"{prefix}output_map.{part}": tensor for part, tensor in fold_output(norms[-1], bases[-1]).items()}
+    if head_of(stock) == "tied":
+        head = fold_tied_head(words, bases[0])
+        outside |= {"head_map.weight": head["head_map"], "row_means": head["row_means"]}
     shapes = [
         shape_of(
             stock,
@@ -155,11 +156,17 @@ def fold_into_subspaces(stock: Any, bases: list[torch.Tensor]) -> tuple[Tensors,
     return as_stored(stock, layers, outside), shapes
 
 
+def head_of(stock: Any) -> str:
+    """Return whether a stock model predicts tokens with its embedding."""
+    predicts = type(stock).__name__.endswith("ForMaskedLM")
+    return "tied" if predicts and stock.config.tie_word_embeddings else "none"
+
+
 def form_config(stock: Any, shapes: list[LayerShape], *, subspaces: bool) -> dict[str, Any]:
     """Return the config.json of an encoder form."""
     dense, file = stock.config, "modeling_oneshot_encoder"
     task = next(task for task in TASKS if type(stock).__name__.endswith(task))
-    bert = dense.model_type == "bert"
+    bert, tied = dense.model_type == "bert", head_of(stock) == "tied"
     autos = {"AutoModel" + task.removeprefix("Model"): f"{file}.OneshotEncoder{task}" for task in TASKS}
     return {
         "model_type": "oneshot-encoder",
@@ -180,7 +187,8 @@ def form_config(stock: Any, shapes: list[LayerShape], *, subspaces: bool) -> dic
         "label2id": dense.label2id,
         "head_dim": dense.hidden_size // dense.num_attention_heads,
         "dense_type": dense.model_type,
-        "has_pooler": getattr(stock, "pooler", None) is not None,
+        "has_pooler": getattr(base_of(stock), "pooler", None) is not None,
+        "head": "mapped" if tied and subspaces else head_of(stock),
         "subspaces": subspaces,
         "layers": [asdict(shape) for shape in shapes],
     }

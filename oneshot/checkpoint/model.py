@@ -65,6 +65,13 @@ class Model:
         norm = self.family.stack.embedding_norm
         return {} if norm is None else self.checkpoint.read_prefix(f"{norm.name}.")
 
+    def read_norm_before(self, layer: int) -> Tensors:
+        """Return the tensors of the norm after the layer before, or after the embeddings."""
+        stack = self.family.stack
+        if layer == 0:
+            return self.read_embedding_norm()
+        return self.checkpoint.read_prefix(f"{stack.layer_prefix(layer - 1)}{stack.sublayers[-1].norm.name}.")
+
     def read_final_norm(self) -> Tensors:
         """Return the final norm's own tensors."""
         norm = self.family.stack.final_norm
@@ -84,13 +91,13 @@ def identify(checkpoint: Checkpoint) -> Model:
     Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
     """
     family = find_family(checkpoint.config).stored_as(checkpoint.tensor_names)
-    expected = _expected_outside(checkpoint, family)
     if family.classes:
-        checkpoint = _without_unused(checkpoint, family, expected)
+        read_shape(family, checkpoint.config, checkpoint.shapes)  # no class is made of senseless sizes
+        checkpoint = _without_unused(checkpoint, family, _expected_outside(checkpoint, family))
     _check_dtypes(checkpoint)
     shape = read_shape(family, checkpoint.config, checkpoint.shapes)
     check_layers(family, shape, checkpoint.shapes)
-    _check_outside(checkpoint, family, shape, expected)
+    _check_outside(checkpoint, family, shape)
     return Model(checkpoint, family, shape)
 
 
@@ -157,12 +164,12 @@ def _without_unused(checkpoint: Checkpoint, family: Description, expected: _Outs
     )
 
 
-def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape, expected: _Outside) -> None:
+def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
     """Check the tensors outside the layers against the stock class.
 
-    Raises `CheckpointError` for the first tensor that does not fit.
+    Raises `CheckpointError` if transformers cannot make that class, and for the first tensor that does not fit.
     """
-    layers = f"{family.stack.layers}."
+    layers, expected = f"{family.stack.layers}.", _expected_outside(checkpoint, family)
     tied = expected.tied if family.classes or shape.tied else set()
     names = expected.shapes.keys() | {name for name in checkpoint.shapes if not name.startswith(layers)}
     for name in sorted(names - tied):

@@ -22,7 +22,13 @@ COMPANION_FILES = (
     "special_tokens_map.json",
     "merges.txt",
     "vocab.json",
+    "vocab.txt",
     "tokenizer*",
+    # how sentence-transformers makes an embedding of the hidden states
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "[0-9]*_*/config.json",
     "LICENSE*",
     "USE_POLICY*",
 )
@@ -70,7 +76,7 @@ def check_readable(folder: Path) -> None:
 
 
 def companion_files(folder: Path) -> list[Path]:
-    """Return the tokenizer, chat template, generation config and licence files. Raises as `stored_file`."""
+    """Return the tokenizer, chat template, generation config, pooling and licence files. Raises as `stored_file`."""
     return _existing(folder, COMPANION_FILES)
 
 

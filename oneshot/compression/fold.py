@@ -44,19 +44,42 @@ def rows_of_columns(sublayer: Sublayer, shape: ModelShape, columns: torch.Tensor
 
 
 def fold_sublayer(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, factors: Factors) -> Tensors:
-    """Return the layer with the kept columns of a sublayer; the correction goes into its writer (STAT section 3.1)."""
-    folded, writer = dict(tensors), sublayer.writer
+    """Return the layer with the kept columns of a sublayer; the correction goes into its writer (STAT section 3.1).
+
+    A layer with fixed heads keeps all of them: the writer ignores the others, which `cut_heads` removes at the end.
+    """
+    folded, writer, mixer = dict(tensors), sublayer.writer, sublayer.mixer
     weight = tensors[f"{writer}.weight"]
     columns = factors.kept_columns[factors.kept_columns < weight.shape[1]]  # without the constant column
-    for linear, rows in rows_of_columns(sublayer, shape, columns).items():
-        for name in (f"{linear}.weight", f"{linear}.bias"):
-            if name in folded:
-                folded[name] = folded[name][rows.to(folded[name].device)]
-    folded[f"{writer}.weight"] = as_like(factors.weight[:, : len(columns)], weight)
+    corrected = as_like(factors.weight[:, : len(columns)], weight)
+    if isinstance(mixer, Attention) and mixer.fixed_heads:
+        silent = corrected.new_zeros(weight.shape)
+        silent[:, columns.to(silent.device)] = corrected
+        folded[f"{writer}.weight"] = silent
+    else:
+        folded = _with_rows(folded, rows_of_columns(sublayer, shape, columns))
+        folded[f"{writer}.weight"] = corrected
     if f"{writer}.bias" in tensors:
         bias = tensors[f"{writer}.bias"]
         folded[f"{writer}.bias"] = as_like(factors.weight[:, len(columns)], bias)
     return folded
+
+
+def cut_heads(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, heads: torch.Tensor) -> Tensors:
+    """Return the layer with only the query heads `heads` (ascending) and their KV groups; the others do nothing."""
+    columns, name = head_columns(heads, shape.head_dim), f"{sublayer.writer}.weight"
+    cut = _with_rows(tensors, rows_of_columns(sublayer, shape, columns))
+    return cut | {name: tensors[name][:, columns.to(tensors[name].device)]}
+
+
+def _with_rows(tensors: Tensors, rows_of: dict[str, torch.Tensor]) -> Tensors:
+    """Return the layer with only some rows of some linears, and of their biases."""
+    cut = dict(tensors)
+    for linear, rows in rows_of.items():
+        for name in (f"{linear}.weight", f"{linear}.bias"):
+            if name in cut:
+                cut[name] = cut[name][rows.to(cut[name].device)]
+    return cut
 
 
 def confine(tensors: Tensors, linear: str, basis: torch.Tensor) -> Tensors:

@@ -13,7 +13,6 @@ stream carries `P n`.
 
 import torch
 
-from oneshot.compression.fold_post_norm import read_through, write_into
 from oneshot.families import Stack
 from oneshot.machine.transfer import as_like
 
@@ -42,8 +41,12 @@ def fold_diagonal(
         if norm is not None:
             state, shift = _as_read(norm, basis)
             for linear in sublayer.readers:
-                read_through(folded, linear, state, shift)
-        write_into(folded, sublayer.writer, basis)
+                weight, bias = (as_like(tensors[f"{linear}.{part}"], basis) for part in ("weight", "bias"))
+                folded[f"{linear}.weight"] = (weight @ state).float()
+                folded[f"{linear}.bias"] = (bias + weight @ shift).float()
+        for part in ("weight", "bias"):
+            writer = f"{sublayer.writer}.{part}"
+            folded[writer] = (basis.T @ as_like(tensors[writer], basis)).float()
         name = sublayer.norm.name
         norm = {part: tensors[f"{name}.{part}"] for part in ("weight", "bias")}
         scale = (basis.shape[0] / basis.shape[1]) ** 0.5 if rescaled else 1.0
@@ -57,10 +60,10 @@ def fold_diagonal(
 def fold_diagonal_output(norm: Tensors, basis: torch.Tensor) -> Tensors:
     """Return the map from the last states to the dense model's hidden states (TCSP equation 50), float32.
 
-    It is `output_map.weight = γ P γ_n⁻¹ (D, k)` and `output_map.bias = β − γ P γ_n⁻¹ Pᵀ β (D,)`.
+    Its `weight` is `γ P γ_n⁻¹ (D, k)`, its `bias` is `β − γ P γ_n⁻¹ Pᵀ β (D,)`.
     """
     state, shift = _as_read(norm, basis)
-    return {"output_map.weight": state.float(), "output_map.bias": shift.float()}
+    return {"weight": state.float(), "bias": shift.float()}
 
 
 def _diagonal(norm: Tensors, basis: torch.Tensor) -> torch.Tensor:

@@ -27,12 +27,14 @@ class InnerMaps:
             pairs are kept.
         values: `(G, h, v)` with orthonormal columns: `v' = v Q`.
         rotary_pairs: int64 `(G, k / 2)`: the pairs that each KV group keeps.
+        heads: the query heads that these maps are of, in a layer that still has all; None if it has only these.
     """
 
     queries: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
     rotary_pairs: torch.Tensor | None = None
+    heads: torch.Tensor | None = None
 
 
 def keep_heads(maps: InnerMaps, heads: torch.Tensor, heads_per_group: int) -> InnerMaps:

@@ -1,12 +1,13 @@
 """One layer through its sublayers: measured, solved and folded, while the streams move on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors
-from oneshot.compression.fold import confine, fold_hidden, to_rms_norms
+from oneshot.compression.fold import confine, cut_heads, fold_hidden, to_rms_norms
+from oneshot.compression.fold_post_norm import fold_post_norm
 from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, reduce_queries_keys
 from oneshot.compression.sublayer import DensePass, SublayerTask, relative_error
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
@@ -89,7 +90,7 @@ class LayerCompressor:
             return
         states.passes = 1
         dense = states.builder.layer(self._upload(tensors))
-        current = states.builder.layer(self._upload(working)) if working else None
+        current = self._current(layer, self._upload(working), states) if working else None
         for task in self._tasks(layer):
             states.defer_dense(DensePass(task.index, dense))
             if current is not None:
@@ -133,6 +134,8 @@ class LayerCompressor:
         states.passes = self._passes(tasks, states)
         dense = states.builder.layer(tensors)
         current = reference = dense if working is tensors else states.builder.layer(working)
+        if self._norms_inside:
+            current = self._current(layer, working, states)
         inputs = self._input_reports(layer, dense)
         maps, solved = InnerMaps(), []
         for task in tasks:
@@ -140,7 +143,7 @@ class LayerCompressor:
             states.defer_dense(dense_pass)
             if task.is_attention and self._plan.query_key_size is not None:
                 working, maps = self._reduce_queries_keys(task, working, states, current)
-                current = states.builder.layer(working)
+                current = self._current(layer, working, states)
             if not task.is_solved:
                 states.defer(_Pass(task, current))
                 continue
@@ -153,17 +156,32 @@ class LayerCompressor:
             working = task.fold(working, factors)
             if task.is_attention:
                 maps = keep_heads(maps, units, self._model.shape.heads_per_group)
-                maps = maps if values is None else InnerMaps(maps.queries, maps.keys, values, maps.rotary_pairs)
+                maps = maps if values is None else replace(maps, values=values)
+                if self._stack.attention.fixed_heads and task.is_reduced:
+                    maps = replace(maps, heads=units)
             del statistics
             if task.corrects_up:
                 working, factors = correct_up(task, tensors, working, states)
             release_heap()
-            current = states.builder.layer(working)
+            current = self._current(layer, working, states)
             solved.append((task, factors, _Pass(task, current, target)))
             states.defer(solved[-1][2])
         states.settle()
         reports = [_report(task, factors, passed.error) for task, factors, passed in solved]
         return working, maps, inputs + reports
+
+    @property
+    def _norms_inside(self) -> bool:
+        """Return whether norms after the sublayers keep the stream inside its subspaces."""
+        return self._subspaces is not None and self._stack.norms_after
+
+    def _current(self, layer: int, working: Tensors, states: States) -> Layer:
+        """Return the layer that the compressed stream passes."""
+        current, subspaces = states.builder.layer(working), self._subspaces
+        if subspaces is not None and self._norms_inside:
+            first = self._stack.position(layer) + 1
+            current.replace_norms(lambda index, norm: subspaces.norm(norm, first + index))
+        return current
 
     def _tasks(self, layer: int) -> list[SublayerTask]:
         return [
@@ -204,7 +222,7 @@ class LayerCompressor:
 
     def _confined(self, layer: int, tensors: Tensors) -> Tensors:
         """Return the layer with outputs inside the subspaces that read them."""
-        if self._subspaces is None:
+        if self._subspaces is None or self._norms_inside:
             return tensors
         confined = tensors
         for index, sublayer in enumerate(self._stack.sublayers):
@@ -219,14 +237,20 @@ class LayerCompressor:
 
         Tensors that did not change since they were uploaded are the input's.
         """
-        attention = self._stack.attention
-        folded = fold_inner(working, attention, maps)
+        attention, folded = self._stack.attention, working
+        if maps.heads is not None:
+            sublayer = self._stack.sublayers[self._stack.index_of("heads")]
+            folded = cut_heads(folded, sublayer, self._model.shape, maps.heads)
+        folded = fold_inner(folded, attention, maps)
         if self._grid.folds_layer_norms:
             folded = to_rms_norms(folded, self._stack)
         if self._subspaces is not None:
             positions = range(len(self._stack.sublayers) + 1)
             bases = [self._subspaces.basis(self._stack.position(layer, index)) for index in positions]
-            folded = fold_hidden(folded, self._stack, bases)
+            if self._norms_inside:
+                folded = fold_post_norm(folded, self._stack, self._model.read_norm_before(layer), bases)
+            else:
+                folded = fold_hidden(folded, self._stack, bases)
         like = tensors[f"{attention.out}.weight"]
         folded = {
             name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor
@@ -253,7 +277,7 @@ class LayerCompressor:
             position = self._stack.position(layer, index)
             size, predicted = self._subspaces.size(position), self._subspaces.relative_error(position)
             measured = None
-            if x is not None and dense is not None:
+            if x is not None and dense is not None and not self._norms_inside:
                 rows = weighted_rows(x, centred=self._model.shape.layer_norms, weighting=self._method.token_weighting)
                 measured = relative_error(rows, self._subspaces.inside(rows, position))
                 x = dense.run(index, x)

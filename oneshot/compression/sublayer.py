@@ -209,7 +209,9 @@ class SublayerTask:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return the compressed stream after the sublayer, in the subspace of the next position."""
-        return x if self.subspaces is None else self.subspaces.enter(x, self.position + 1)
+        if self.subspaces is None or self.stack.norms_after:  # such norms project the stream themselves
+            return x
+        return self.subspaces.enter(x, self.position + 1)
 
     def residual_weight(self, num_columns: int, num_tokens: int | None) -> float:
         """Return the share of the dense stream's residual in the target; less of it if tokens are few.
@@ -243,7 +245,7 @@ class SublayerTask:
 
     def _reachable(self, statistics: Statistics) -> Statistics:
         """Return the residual within the subspace that the sublayer writes to; its energy also counts the rest."""
-        if self.subspaces is None or statistics.residual is None:
+        if self.subspaces is None or self.stack.norms_after or statistics.residual is None:
             return statistics
         inside = self.subspaces.inside(statistics.residual, self.position + 1)
         held_out = None if statistics.held_out is None else self._reachable(statistics.held_out)

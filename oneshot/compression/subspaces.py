@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint import Model
+from oneshot.compression.fold_post_norm import SubspaceNorm
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.machine import Machine
@@ -20,7 +22,7 @@ from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned
 from oneshot.planning import HiddenPlan
 from oneshot.recipes import TokenWeighting
-from oneshot.stream import States, Step
+from oneshot.stream import Layer, States, Step
 from oneshot.text import Text
 
 
@@ -77,6 +79,10 @@ class StreamSubspaces:
             self._bases[group] = self._subspaces.basis(position, self.size(position)).to(self._device)
         return self._bases[group]
 
+    def norm(self, norm: Any, position: int) -> SubspaceNorm:
+        """Return what a LayerNorm after the sum at a position becomes in the model's own coordinates."""
+        return SubspaceNorm(norm, self.basis(position))
+
     def inside(self, x: torch.Tensor, position: int) -> torch.Tensor:
         """Return the residual stream `(…, D)` within the subspace of a position, `x P Pᵀ`."""
         basis = self.basis(position).to(x)
@@ -102,9 +108,10 @@ def find_subspaces(
     A group's directions come from its own positions' Grams. With `shared_weight` they also come from the Grams of all
     other positions, because a direction that the group lacks is lost for the later ones.
 
-    With `token_weighting = "unit"` rows are divided by their root mean square, as the norms do. Otherwise a few tokens
-    with massive activations would be the principal directions. A LayerNorm's rows first lose their mean. `advance`
-    receives the number of tokens done, layer after layer.
+    Norms that follow their sublayers read the sums (SP3 equations 5 to 8); position 0 is then the sum of the
+    embeddings. With `token_weighting = "unit"` rows are divided by their root mean square, as the norms do. Otherwise a
+    few tokens with massive activations would be the principal directions. A LayerNorm's rows first lose their mean.
+    `advance` receives the number of tokens done, layer after layer.
     """
     shape, stack = model.shape, model.family.stack
     states = States(model, machine, text, advance=advance)
@@ -119,6 +126,8 @@ def find_subspaces(
 
     states.passes = len(stack.sublayers)
     position = 0
+    if stack.norms_after:
+        return _of_sums(model, states, group_of, machine, shared_weight, token_weighting)
     upload = Uploader(machine.device)
     for tensors in prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers):
         layer = states.builder.layer(upload(tensors))
@@ -129,6 +138,52 @@ def find_subspaces(
         del tensors, layer
     states.advance = lambda tokens: None
     save_file({"gram": gram_of(None).cpu()}, _gram_path(machine.scratch, position))
+    states.close()
+    return _decompose(machine.scratch, group_of, shared_weight, machine)
+
+
+def _of_sums(
+    model: Model,
+    states: States,
+    group_of: tuple[int, ...],
+    machine: Machine,
+    shared_weight: float,
+    token_weighting: TokenWeighting,
+) -> Subspaces:
+    """Return the principal directions of the sums that norms after them read: of the embeddings, and of sublayers."""
+    shape, stack, upload = model.shape, model.family.stack, Uploader(machine.device)
+
+    def accumulator() -> GramAccumulator:
+        return GramAccumulator(shape.hidden_size, output_size=None, device=machine.device)
+
+    def rows(total: torch.Tensor) -> torch.Tensor:
+        return weighted_rows(total, centred=shape.layer_norms, weighting=token_weighting)
+
+    def save(gram: GramAccumulator, position: int) -> None:
+        summed = gram.finish(workers=machine.workers).gram
+        save_file({"gram": summed.cpu()}, _gram_path(machine.scratch, position))
+
+    first = accumulator()
+    for total in states.sums_of_embeddings(model.read_embedding()):
+        first.update_(rows(total))
+    save(first, 0)
+    read = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers)
+    for number, tensors in enumerate(read):
+        layer = states.builder.layer(upload(tensors))
+        for index in range(len(stack.sublayers)):
+            gram = accumulator()
+
+            def step(
+                x: torch.Tensor, _: bool, layer: Layer = layer, index: int = index, gram: GramAccumulator = gram
+            ) -> torch.Tensor:
+                total = layer.sum(index, x)
+                gram.update_(rows(total))
+                return layer.leave(index, total)
+
+            states.defer(step)
+            states.settle()
+            save(gram, stack.position(number, index) + 1)
+        del tensors, layer
     states.close()
     return _decompose(machine.scratch, group_of, shared_weight, machine)
 

@@ -1,7 +1,7 @@
 """Writing the result: its forms, the layers on their way into the journal, and what lies beside the weights."""
 
 from oneshot.export.companions import model_classes, verify, write_companions
-from oneshot.export.forms import FORMS, Form, stated_shape
+from oneshot.export.forms import FORMS, Form, form_of, stated_shape
 from oneshot.export.layers import write_layers
 from oneshot.export.saving import cast, expected_bytes
 
@@ -10,6 +10,7 @@ __all__ = [
     "Form",
     "cast",
     "expected_bytes",
+    "form_of",
     "model_classes",
     "stated_shape",
     "verify",

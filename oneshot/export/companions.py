@@ -11,7 +11,7 @@ import torch
 from oneshot.checkpoint import Checkpoint, Journal, stock_classes, tied_names
 from oneshot.checkpoint.safe_files import companion_files
 from oneshot.errors import OutputError
-from oneshot.families import COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE
+from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE
 
 
 def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtype: str | None) -> None:
@@ -25,7 +25,9 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
         config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in companion_files(source):
-        shutil.copyfile(path, folder / path.name)
+        place = folder / path.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, place)
 
 
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -33,6 +35,10 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
 
     Forms with a modelling file have classes of this package, so no file of a checkpoint is run.
     """
+    if config.get("model_type") == ENCODER_MODEL_TYPE:
+        import oneshot.export.modeling_oneshot_encoder as encoder
+
+        return encoder.OneshotEncoderConfig, getattr(encoder, config["architectures"][0])
     if config.get("model_type") == NAS_MODEL_TYPE:
         from oneshot.export.modeling_nemotron_nas import DeciLMConfig, DeciLMForCausalLM
 

@@ -8,12 +8,13 @@ import torch
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.config import FormName
+from oneshot.export.encoder import EncoderForm, encoder_shape
 from oneshot.export.gguf import GgufForm
 from oneshot.export.nemotron_nas import NemotronNasForm, nemotron_nas_shape
 from oneshot.export.outside import Part
 from oneshot.export.per_layer import PerLayerForm, per_layer_shape
 from oneshot.export.stock import StockForm
-from oneshot.families import COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE, StackShape
+from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE, Description, StackShape
 from oneshot.planning import Grid, Plan
 
 Tensors = dict[str, torch.Tensor]
@@ -61,9 +62,16 @@ FORMS: dict[FormName, Form] = {
 }
 
 
+def form_of(name: FormName, family: Description) -> Form:
+    """Return the form of this name for a family; encoders have a per-layer form of their own."""
+    return EncoderForm() if name == EncoderForm.name and family.stack.norms_after else FORMS[name]
+
+
 def stated_shape(config: dict[str, Any]) -> StackShape | None:
     """Return the sizes that the config.json of a form with layers of different sizes states; None for stock configs."""
     model_type = config.get("model_type")
     if model_type == COMPRESSED_MODEL_TYPE:
         return per_layer_shape(config)
+    if model_type == ENCODER_MODEL_TYPE:
+        return encoder_shape(config)
     return nemotron_nas_shape(config) if model_type == NAS_MODEL_TYPE else None

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Journal, Model
+from oneshot.checkpoint import Journal, Model, stock_classes
 from oneshot.compression import StreamSubspaces
 from oneshot.export.companions import join_weights
 from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
+from oneshot.families import FAMILIES
 from oneshot.planning import Grid, Plan
 
 Tensors = dict[str, torch.Tensor]
@@ -24,7 +25,9 @@ class StockForm:
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
-        return "It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`."
+        _, model_class = stock_classes(config)
+        auto_class = "AutoModelForCausalLM" if FAMILIES[config["model_type"]].head else model_class.__name__
+        return f"It loads like the original: `{auto_class}.from_pretrained(...)`."
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's stock config can state."""

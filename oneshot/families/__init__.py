@@ -1,9 +1,11 @@
 """Model families, one file each. To add one: a `Description` in a new file, and its name in `reading.FAMILIES`."""
 
+from oneshot.families.bert import BERT
 from oneshot.families.description import Attention, Description, Feature, FeedForward, Norm, Sizes, Stack, Sublayer
 from oneshot.families.llama import LLAMA
 from oneshot.families.reading import (
     COMPRESSED_MODEL_TYPE,
+    ENCODER_MODEL_TYPE,
     FAMILIES,
     NAS_MODEL_TYPE,
     check_layers,
@@ -14,7 +16,9 @@ from oneshot.families.reading import (
 from oneshot.families.shapes import LayerShape, ModelShape, StackShape, TableShape
 
 __all__ = [
+    "BERT",
     "COMPRESSED_MODEL_TYPE",
+    "ENCODER_MODEL_TYPE",
     "FAMILIES",
     "LLAMA",
     "NAS_MODEL_TYPE",

@@ -37,6 +37,7 @@ class Attention:
     Attributes:
         module: what is called; it includes the output linear if the name of `out` lies below it.
         q, k, v, out: linears. q_norm, k_norm: norms of single queries and keys; None without them.
+        fixed_heads: whether the stock class has heads as wide as its hidden size, so that its layers keep all heads.
     """
 
     module: str = "self_attn"
@@ -46,6 +47,7 @@ class Attention:
     out: str = "self_attn.o_proj"
     q_norm: str | None = None
     k_norm: str | None = None
+    fixed_heads: bool = False
 
     @property
     def kind(self) -> SublayerKind:
@@ -211,6 +213,7 @@ class Description:
             config can state it.
         check: raises `CheckpointError` for variants of the family that are not supported.
         head: the output head; None for models that do not predict tokens, or only some of their classes do.
+        decoder: the output head of the class for masked tokens, which may be the embedding; None without such a class.
         classes: transformers' classes that a checkpoint of the family may name; empty for the one with an output head.
         prefix: module of these classes that holds the stack, if they have more than it; a plain model has none.
         unsupported: features that the family cannot have, each with a sentence that names the reason and the remedy.
@@ -221,6 +224,7 @@ class Description:
     resize: Callable[[dict[str, Any], ModelShape], dict[str, Any]]
     check: Callable[[dict[str, Any]], None] = lambda config: None
     head: str | None = "lm_head.weight"
+    decoder: str | None = None
     classes: tuple[str, ...] = ()
     prefix: str | None = None
     sizes: Sizes = Sizes()

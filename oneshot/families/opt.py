@@ -13,7 +13,7 @@ from oneshot.families.shapes import ModelShape
 STACK = Stack(
     (
         Sublayer(
-            Attention(out="self_attn.out_proj"),
+            Attention(out="self_attn.out_proj", fixed_heads=True),
             Norm("self_attn_layer_norm", "layer"),
             "attention_shortcut",
         ),
@@ -55,6 +55,7 @@ OPT = Description(
     check,
     sizes=SIZES,
     unsupported={
-        "heads": "OPT's own layer has heads as wide as its hidden size, so none can be removed; use --set heads=none."
+        "heads": "OPT's own layer has heads as wide as its hidden size, so none can be removed in this form; add "
+        "--form per-layer, or --set heads=none."
     },
 )

@@ -17,6 +17,7 @@ from oneshot.families.shapes import ModelShape
 
 FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OPT, BERT, DISTILBERT)}
 COMPRESSED_MODEL_TYPE = "oneshot"  # of a checkpoint in the per-layer form
+ENCODER_MODEL_TYPE = "oneshot-encoder"  # of an encoder in the per-layer form
 NAS_MODEL_TYPE = "nemotron-nas"
 LARGEST_SIZE = 2**31 - 1
 
@@ -36,7 +37,7 @@ def find_family(config: dict[str, Any]) -> Description:
         raise CheckpointError(
             f"The model ({model_type}) is a mixture of experts, which is not supported; give a dense one."
         )
-    if model_type == COMPRESSED_MODEL_TYPE:
+    if model_type in (COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE):
         raise CheckpointError("The checkpoint is a compressed one in the per-layer form; give the model it came from.")
     if model_type == NAS_MODEL_TYPE:
         raise CheckpointError(
@@ -116,8 +117,9 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
     if family.head is None:  # a pooler, a classifier, the norm of the embeddings
         outside = (name for name in stored if name not in counted and not name.startswith(f"{stack.layers}."))
         further = sum(math.prod(stored[name]) for name in outside)
-    predicts_tokens = family.head is not None or (stated_class(config) or "").endswith("ForMaskedLM")
-    tied = predicts_tokens and (family.head or "") not in stored
+    tied = family.head is not None and family.head not in stored
+    if (stated_class(config) or "").endswith("ForMaskedLM"):
+        tied = family.decoder not in stored  # one of its own is kept as it is
     return ModelShape(
         num_hidden_layers=_num_layers(family, config, stored),
         hidden_size=hidden_size,
@@ -133,9 +135,10 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         layer_norms=stack.centres,
         gated=stack.ffn.gate is not None,
         tied=tied,
-        has_head=predicts_tokens,
+        has_head=family.head is not None or tied,
         final_norm=stack.final_norm is not None,
         norms_after=stack.norms_after,
+        causal=stack.causal,
         num_token_types=stored.get(stack.token_types or "", (0,))[0],
         further_parameters=further,
         num_positions=num_positions,

@@ -79,6 +79,7 @@ class StackShape:
     learned embeddings of these. `embedding`: ranges of a tied embedding's vocabulary with their own ranks; empty for a
     whole table. `final_norm`: a norm follows the last layer. `output_size`: a linear follows it that leads back to so
     many coordinates; 0 for none. `further_parameters`: of what is kept as it is, such as a pooler or a classifier.
+    `causal`: the model keeps the keys and values of earlier tokens.
     """
 
     layers: tuple[LayerShape, ...]
@@ -91,6 +92,7 @@ class StackShape:
     final_norm: bool = True
     output_size: int = 0
     further_parameters: int = 0
+    causal: bool = True
 
     @property
     def embedding_size(self) -> int:
@@ -132,8 +134,8 @@ class StackShape:
         return sum(table.parameters(self.embedding_size) for table in self.embedding)
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Return the bytes that one token takes in the KV cache (by default of 16-bit values)."""
-        return sum(layer.key_value_size() for layer in self.layers) * bytes_per_value
+        """Return the bytes that one token takes in the KV cache (by default of 16-bit values); 0 without a cache."""
+        return self.causal * sum(layer.key_value_size() for layer in self.layers) * bytes_per_value
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class ModelShape:
     `layer_norms`: the norms are LayerNorms, which have a bias and subtract the mean. `num_positions`: rows of a learned
     position embedding that tokens use, `unused_positions`: rows stored before them. `has_head`: the model predicts
     tokens; without `tied` by a head of its own. `norms_after`: norms follow the sums with the residual stream.
-    `final_norm`, `num_token_types`, `further_parameters`: as in `StackShape`.
+    `final_norm`, `num_token_types`, `further_parameters`, `causal`: as in `StackShape`.
     """
 
     num_hidden_layers: int
@@ -167,6 +169,7 @@ class ModelShape:
     norms_after: bool = False
     num_token_types: int = 0
     further_parameters: int = 0
+    causal: bool = True
 
     @property
     def heads_per_group(self) -> int:
@@ -207,4 +210,5 @@ class ModelShape:
             num_token_types=self.num_token_types,
             final_norm=self.final_norm,
             further_parameters=self.further_parameters,
+            causal=self.causal,
         )

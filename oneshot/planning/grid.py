@@ -42,12 +42,19 @@ class Grid:
     @property
     def folds_layer_norms(self) -> bool:
         """Return whether this model's LayerNorms become RMSNorms."""
-        return self.replaces_layer_norms and self.shape.layer_norms
+        return self.replaces_layer_norms and self.shape.layer_norms and not self.shape.norms_after
 
     @property
     def ranks_embedding(self) -> bool:
         """Return whether this model's embedding can have ranks: the output head must be the embedding."""
         return self.embedding_ranks and self.shape.tied and not self.shape.layer_norms
+
+    def reason_against_heads(self) -> str | None:
+        """Return a sentence why no head can be removed, with the remedy; None if heads can.
+
+        A form whose layers state their own heads does not depend on what the family's stock class can hold.
+        """
+        return None if self.heads_differ else self.family.reason_against("heads")
 
     def stack(self, plan: Plan) -> StackShape:
         """Return the shape of the compressed model, layer by layer."""
@@ -73,13 +80,19 @@ class Grid:
                     hidden_size=hidden.sizes[first],
                     middle_size=hidden.sizes[first + 1],
                     output_size=hidden.sizes[first + 2],
-                    attention_shortcut=hidden.changes_at(first + 1),
-                    ffn_shortcut=hidden.changes_at(first + 2),
+                    attention_shortcut=shape.norms_after or hidden.changes_at(first + 1),
+                    ffn_shortcut=shape.norms_after or hidden.changes_at(first + 2),
+                    norm_weights=not shape.norms_after,
+                    norm_bias=layer.norm_bias and not shape.norms_after,
                 )
                 for first, layer in zip(positions, layers, strict=True)
             ]
             if stack.head == "tied":
                 stack = replace(stack, head="mapped" if self.maps_tied_head else "own")
+            if shape.norms_after:  # the norm of the embeddings is folded, and a linear leads back to full width
+                further = shape.further_parameters - 2 * shape.hidden_size
+                further += shape.tied * shape.vocab_size  # the means of the embedding's rows
+                stack = replace(stack, further_parameters=further, output_size=shape.hidden_size)
         return replace(stack, layers=tuple(layers), embedding=plan.embedding)
 
     def refuse(self, plan: Plan) -> None:
@@ -96,7 +109,8 @@ class Grid:
                 f"{plan.hidden.num_groups} groups with their own subspaces need shortcut matrices, which this form "
                 f"does not hold{advice}, or --set group_size=0."
             )
-        if plan.hidden is not None and self.shape.layer_norms and not self.replaces_layer_norms:
+        projects = self.replaces_layer_norms or (self.shape.norms_after and self.subspaces_differ)
+        if plan.hidden is not None and self.shape.layer_norms and not projects:
             raise PlanError(
                 f"Hidden size {plan.hidden.sizes[0]} turns LayerNorms into RMSNorms, which this form does not "
                 f"hold{advice}."

@@ -47,7 +47,7 @@ def meet_budget(
     step = round_to or default_round_to(shape.intermediate_size)
     if reduce_ffn and step > shape.intermediate_size:
         raise PlanError(f"--round-to {step} is above the FFN width of {shape.intermediate_size}; give a smaller one.")
-    if reduce_heads and (reason := grid.family.reason_against("heads")) is not None:
+    if reduce_heads and (reason := grid.reason_against_heads()) is not None:
         raise PlanError(reason)
     if damages is not None and grid.layers_differ:
         ranges = []

@@ -88,9 +88,7 @@ class LayerProfiler:
 
     @property
     def head_units(self) -> int:
-        """Return the removable units of a layer: KV groups or heads of a group; 1 if no head can be removed."""
-        if self._model.family.reason_against("heads") is not None:
-            return 1
+        """Return the removable units of a layer: KV groups or heads of a group."""
         return self._shape.num_key_value_heads if self._head_unit == "kv-group" else self._shape.heads_per_group
 
     @property

@@ -8,34 +8,51 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from oneshot.errors import printable
+from oneshot.families import stated_class
 from oneshot.report.records import Report
 from oneshot.report.terminal import size_rows
 
 REPORT_NAME = "oneshot_report.json"
 CARD_NAME = "README.md"
+TASKS = {  # names on the hub, by the ending of a class's name
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForTokenClassification": "token-classification",
+    "ForConditionalGeneration": "text2text-generation",
+    "Model": "feature-extraction",
+}
 HUB_TEXTS = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext"}
 
 
-def write_report(report: Report, folder: Path, inherited: dict[str, Any], *, title: str, loading: str) -> None:
+def task_of(config: dict[str, Any]) -> str:
+    """Return the hub's name for what the class of a config.json does."""
+    stated = stated_class(config) or "ForCausalLM"
+    return next((task for ending, task in TASKS.items() if stated.endswith(ending)), "text-generation")
+
+
+def write_report(
+    report: Report, folder: Path, inherited: dict[str, Any], *, title: str, loading: str, task: str
+) -> None:
     """Write `oneshot_report.json`, `report.html` and the model card.
 
     Args:
         inherited: metadata of the input's card (`checkpoint.card_metadata`).
-        title, loading: sentences about the result's form.
+        title, loading: sentences about the result's form. task: `task_of` its config.json.
     """
     from oneshot.report.page import report_page  # matplotlib: only a finished run draws
 
     (folder / REPORT_NAME).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     (folder / "report.html").write_text(report_page(report), encoding="utf-8", errors="backslashreplace")
-    card = model_card(report, inherited, title=title, loading=loading)
+    card = model_card(report, inherited, title=title, loading=loading, task=task)
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
 
 
-def metadata_of(report: Report, inherited: dict[str, Any]) -> dict[str, Any]:
+def metadata_of(report: Report, inherited: dict[str, Any], task: str) -> dict[str, Any]:
     """Return the card's metadata: what the hub shows and searches."""
     metadata: dict[str, Any] = {
         "library_name": "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": task,
         "tags": ["oneshot", "compressed", "structured-pruning"],
     }
     checkpoint = str(report.config["checkpoint"])
@@ -52,7 +69,7 @@ def metadata_of(report: Report, inherited: dict[str, Any]) -> dict[str, Any]:
     return metadata
 
 
-def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading: str) -> str:
+def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading: str, task: str) -> str:
     """Return the README.md of the compressed checkpoint; `inherited` as in `write_report`."""
     rows = "\n".join(
         f"| {name} | {values['dense']:,} | {values['compressed']:,} |" for name, values in size_rows(report)
@@ -64,7 +81,7 @@ def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading
         if calibration
         else "none: this recipe only reads weights"
     )
-    metadata = ModelCardData(**metadata_of(report, inherited)).to_yaml()
+    metadata = ModelCardData(**metadata_of(report, inherited, task)).to_yaml()
     return f"""---
 {metadata}
 ---

@@ -1,6 +1,7 @@
 """Tables on the terminal, at most 80 columns wide."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +45,7 @@ def print_report(report: Report) -> None:
         console.print(f"embedding: ranks {ranks} of {report.dense_shape['hidden_size']} by ranges of the vocabulary")
     if report.predicted_divergence is not None:
         shown = ", ".join(f"{name} {value:.3f}" for name, value in report.predicted_divergence.items())
-        console.print(f"predicted KL divergence of the output, nats per token: {shown}")
+        console.print(f"{divergence_name(report.dense_shape)}: {shown}")
     asked, reached = report.sparsity["asked"], report.sparsity["reached"]
     console.print(
         f"sparsity asked {show(asked, '.4f')}, reached {show(reached, '.4f')} of the stored parameters; "
@@ -110,12 +111,21 @@ def gibibytes(size: float) -> str:
 
 def size_rows(report: Report) -> list[tuple[str, dict[str, int]]]:
     """Return the sizes before and after, with their names."""
-    return [
+    rows = [
         ("stored parameters", report.stored_parameters),
         ("parameters in the layers", report.layer_parameters),
         ("FLOPs per token (linears)", report.flops_per_token),
-        ("KV cache bytes per token (16 bit)", report.kv_bytes_per_token),
     ]
+    if report.kv_bytes_per_token["dense"]:
+        rows.append(("KV cache bytes per token (16 bit)", report.kv_bytes_per_token))
+    return rows
+
+
+def divergence_name(dense_shape: dict[str, Any]) -> str:
+    """Return what a report's predicted divergences are (`stream.output_head`)."""
+    if dense_shape["causal"]:
+        return "predicted KL divergence of the output, nats per token"
+    return "predicted change of the last hidden states, half its squared norm over theirs"
 
 
 def show(value: float | None, spec: str) -> str:

@@ -1,6 +1,7 @@
 """Single layers of the model: transformers' own layer class with real weights, without the rest of the model."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -50,7 +51,7 @@ class LayerBuilder:
         Raises as `sum_embeddings`.
         """
         total = self.sum_embeddings(embedding, batch)
-        return total if self._embedding_norm is None else self._embedding_norm(total)
+        return total if self.embedding_norm is None else self.embedding_norm(total)
 
     def sum_embeddings(self, embedding: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the sum of the embeddings of tokens, learned positions and token types, `(sequences, length, D)`.
@@ -86,7 +87,8 @@ class LayerBuilder:
         return self._model.read_token_types()
 
     @cached_property
-    def _embedding_norm(self) -> nn.Module | None:
+    def embedding_norm(self) -> nn.Module | None:
+        """Return the norm that follows the embeddings, in the compute dtype on the compute device; None without one."""
         template = self._template(self._model.shape).embedding_norm
         return None if template is None else self._loaded(template, self._model.read_embedding_norm())
 
@@ -221,6 +223,12 @@ class Layer:
         assert mixer.gate is not None
         normed = self.normed(index, x).flatten(0, -2)
         return normed, self._part(mixer.activation)(self._part(mixer.gate)(normed))
+
+    def replace_norms(self, replacement: Callable[[int, Any], nn.Module]) -> None:
+        """Replace the norm of every sublayer by `replacement(index, norm)`."""
+        for index in range(len(self._stack.sublayers)):
+            name = self._norm(index).name
+            self._module.set_submodule(name, replacement(index, self._part(name)))
 
     def normed(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Return what the sublayer's linears read."""

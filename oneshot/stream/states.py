@@ -6,6 +6,7 @@ read the states anyway also moves them through the sublayers that are waiting.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ class States:
     Args:
         two: whether the dense stream exists.
         compressed_embedding: the embedding `(N, D)` of the compressed stream; None for the dense model's.
+        compressed_norm: makes the compressed stream's norm of the embeddings from the dense one; None for the same.
 
     Attributes:
         num_tokens: tokens of all workers. first_row: index of this worker's first token in the whole text.
@@ -41,6 +43,7 @@ class States:
         *,
         two: bool = False,
         compressed_embedding: torch.Tensor | None = None,
+        compressed_norm: Callable[[Any], Any] | None = None,
         advance: Callable[[float], None] = lambda tokens: None,
     ) -> None:
         if text.num_sequences < machine.workers.size:
@@ -60,10 +63,13 @@ class States:
         first = embedding if compressed_embedding is None else compressed_embedding
         self._batches = own.batches(machine.batch_size)
         self._stores = []
-        for rows in [first, embedding] if two else [first]:
+        norm = self.builder.embedding_norm
+        own_norm = norm if compressed_norm is None else compressed_norm(norm)
+        for rows, follows in [(first, own_norm), (embedding, norm)] if two else [(first, own_norm)]:
             store = ActivationStore(own.num_tokens, rows.shape[1], machine)
             for batch in self._batches:
-                store.write(batch.rows, self.builder.embed(rows, batch))
+                total = self.builder.sum_embeddings(rows, batch)
+                store.write(batch.rows, total if follows is None else follows(total))
             self._stores.append(store)
 
     @property
@@ -110,6 +116,11 @@ class States:
         return self._moved(0, self._batches[-1], []), (
             self._moved(1, self._batches[-1], []) if self.has_dense else None
         )
+
+    def sums_of_embeddings(self, embedding: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the sums of the embeddings, `(sequences, length, D)`, before any norm, batch by batch."""
+        for batch in self._batches:
+            yield self.builder.sum_embeddings(embedding, batch)
 
     def close(self) -> None:
         """Release the activations."""

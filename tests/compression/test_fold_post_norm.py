@@ -26,7 +26,7 @@ from encoder_forms import (
 from factories import build_model
 
 from oneshot.compression.fold_diagonal import fold_diagonal, fold_diagonal_output
-from oneshot.compression.fold_post_norm import SubspaceNorm, fold_embeddings, fold_post_norm, fold_tied_head
+from oneshot.compression.fold_post_norm import SubspaceNorm, fold_post_norm, fold_table, fold_tied_head
 
 HIDDEN = 32
 ALL = [(family, task) for family in STOCK for task in TASKS]
@@ -75,7 +75,7 @@ def put_inside(stock: Any, bases: list[torch.Tensor]) -> None:
     """Replace the LayerNorms of a stock model."""
     for (module, name), basis in zip(norms_of(stock), bases, strict=True):
         norm = getattr(module, name)
-        setattr(module, name, SubspaceNorm(norm.weight, norm.bias, norm.eps, basis))
+        setattr(module, name, SubspaceNorm(norm, basis))
 
 
 def embed_inside_decoder(stock: Any, basis: torch.Tensor) -> None:
@@ -141,9 +141,9 @@ def assert_tensors_equal(found: Tensors, expected: dict[str, Any]) -> None:
 def test_embeddings_and_the_tied_head_lose_nothing_at_full_width() -> None:
     table = torch.randn(50, HIDDEN, dtype=torch.float64) + 3
     [basis], states = random_bases([HIDDEN - 1], HIDDEN, centred=True), torch.randn(7, HIDDEN, dtype=torch.float64)
-    stored = fold_embeddings({"words": table}, basis)["words"]
+    stored = fold_table(table, basis)
     head = fold_tied_head(table, basis)
-    logits = states @ head["head_map.weight"].double().T @ stored.T + states.sum(1, keepdim=True) * head["row_means"]
+    logits = states @ head["head_map"].double().T @ stored.T + states.sum(1, keepdim=True) * head["row_means"]
     np.testing.assert_allclose(logits, states @ table.T, rtol=1e-5, atol=1e-5)
 
 
@@ -153,11 +153,14 @@ def test_subspace_norms_equal_layer_norms_at_full_width_and_keep_half_precision(
     torch.nn.init.normal_(norm.bias)
     [basis] = random_bases([HIDDEN], HIDDEN)
     total = 5 * torch.randn(4, 6, HIDDEN) + 7
-    found = SubspaceNorm(norm.weight, norm.bias, norm.eps, basis)(total)
+    found = SubspaceNorm(norm, basis)(total)
     torch.testing.assert_close(found, norm(total), rtol=1e-5, atol=2e-5)
-    half = SubspaceNorm(norm.weight.bfloat16(), norm.bias.bfloat16(), norm.eps, basis)(total.bfloat16())
+    half = SubspaceNorm(norm.bfloat16(), basis)(total.bfloat16())
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), found, rtol=5e-2, atol=5e-2)
+    large = 300 * torch.randn(4, HIDDEN)  # squares are above float16's largest number
+    normed = SubspaceNorm(norm.half(), basis)(large.half())
+    torch.testing.assert_close(normed.float(), norm.float()(large), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("rescaled", [False, True])
@@ -218,6 +221,6 @@ def test_the_diagonal_form_is_exact_where_nothing_is_approximated() -> None:
     for name, tensor in dense.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
     output = fold_diagonal_output(norms[-1], identity)
-    torch.testing.assert_close(output["output_map.weight"], identity.float())
-    torch.testing.assert_close(output["output_map.bias"], torch.zeros(HIDDEN), rtol=0, atol=1e-6)
+    torch.testing.assert_close(output["weight"], identity.float())
+    torch.testing.assert_close(output["bias"], torch.zeros(HIDDEN), rtol=0, atol=1e-6)
     assert base_of(stock) is stock

@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch
 from factories import MakeCheckpoint, MakeConfig, build_model
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from oneshot import OneshotError, compress
+from oneshot.checkpoint import Checkpoint
+from oneshot.compression.fold import head_columns
 from oneshot.compression.inner_heads import query_key_subspaces, value_subspaces
 from oneshot.errors import PlanError
 from oneshot.evaluation import evaluate, load_model
@@ -32,6 +36,9 @@ PARTS: dict[str, dict[str, Any]] = {
         "query_key_size": 6, "value_size": 4, "sparsity": 0.4,
     },
 }  # fmt: skip
+
+
+SaveModel = Callable[..., Path]
 
 
 def logits(folder: Path, ids: torch.Tensor = TOKEN_IDS) -> torch.Tensor:
@@ -80,19 +87,47 @@ def test_a_layer_norm_model_without_cuts_keeps_its_logits(
     torch.testing.assert_close(logits(Path(config.output)), wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("form", ["stock", "per-layer"])
-def test_removing_heads_of_a_family_with_fixed_heads_is_refused_with_a_sentence(
-    form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+def test_removing_heads_of_a_family_with_fixed_heads_is_refused_in_its_stock_form(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
     """Ask for fewer heads of OPT, alone and beside the FFN, by one width and by a profile."""
     folder = make_checkpoint(family="opt", groups=4)
     for options in ({}, {"ffn": "none"}, {"allocation": "uniform"}):
-        config = make_config(folder, form=form, heads="id", sparsity=0.1, **options)
-        with pytest.raises(
-            PlanError, match=r"^OPT's own layer has heads .* so none can be removed; use --set heads=none\.$"
-        ):
+        config = make_config(folder, heads="id", sparsity=0.1, **options)
+        with pytest.raises(PlanError, match=r"^OPT's own layer has heads .* add --form per-layer, or --set heads=none"):
             compress(config)
         assert not Path(config.output).exists()
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "sensitivity"])
+@pytest.mark.parametrize("correction", ["none", "same-layer", "two-stream"])
+def test_silent_heads_of_opt_fold_without_loss(
+    correction: str, allocation: str, save_model: SaveModel, make_config: MakeConfig
+) -> None:
+    """Heads that write nothing are chosen and removed: the logits stay, from fewer rows and columns."""
+    model, silent = build_model("opt", groups=4), torch.tensor([0, 2])
+    with torch.no_grad():
+        for layer in model.model.decoder.layers:
+            layer.self_attn.out_proj.weight[:, head_columns(silent, 8)] = 0
+    folder = save_model(model)
+    removed = 2 * 2 * 8 * (3 * 33 + 32)  # layers × heads × rows with biases and columns
+    config = make_config(
+        folder,
+        form="per-layer",
+        heads="id",
+        ffn="none",
+        allocation=allocation,
+        correction=correction,
+        damping=1e-7,
+        parameters=Checkpoint(folder).num_parameters - removed + 400 - 5 * 32 - 64,  # a head's bias, no norm's, no row
+        num_sequences=64,
+    )
+    compress(config)
+    tensors = load_file(Path(config.output) / "model.safetensors")
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].shape == (16, 32)
+    assert tensors["model.layers.1.self_attn.o_proj.weight"].shape == (32, 16)
+    wanted = logits(folder)
+    torch.testing.assert_close(logits(Path(config.output)), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
 @pytest.fixture(params=PARTS)

@@ -129,6 +129,7 @@ def test_families_refuse_features_with_a_remedy() -> None:
     reasons = {
         (name, feature): family.reason_against(feature) for name, family in FAMILIES.items() for feature in features
     }
+    of_encoders = ("heads", "up_proj", "embedding ranks", "self text")
     refused = {key: reason for key, reason in reasons.items() if reason is not None}
     assert refused.keys() == {
         ("mistral", "ffn biases"),
@@ -138,5 +139,6 @@ def test_families_refuse_features_with_a_remedy() -> None:
         ("opt", "heads"),
         ("opt", "up_proj"),
         ("opt", "embedding ranks"),
+        *((name, feature) for name in ("bert", "distilbert") for feature in of_encoders),
     }
     assert all("--" in reason for reason in refused.values())

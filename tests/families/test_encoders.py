@@ -267,7 +267,7 @@ def test_the_stream_equals_the_stored_model(
         first = f"{stack.layer_prefix(number)}{ffn.mixer.up}"
         handles = [
             result.get_submodule(part).register_forward_pre_hook(
-                lambda _, args, part=part: inputs.update({part: args[0].clone()})
+                lambda _, args, part=part, inputs=inputs: inputs.update({part: args[0].clone()})
             )
             for part in (name, first)
         ]

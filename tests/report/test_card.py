@@ -54,7 +54,7 @@ def metadata_for(report: Report, checkpoint: str, source: str | None, inherited:
     """Return the card's metadata for this name of the input and this source of the text."""
     calibration = None if source is None else {"source": source, "num_tokens": 512, "token_hash": "c5a8"}
     changed = replace(report, config=report.config | {"checkpoint": checkpoint}, calibration=calibration)
-    return front_matter(model_card(changed, inherited, title="A title", loading="It loads."))
+    return front_matter(model_card(changed, inherited, title="A title", loading="It loads.", task="text-generation"))
 
 
 def test_a_result_inherits_licence_languages_and_data_sets(
@@ -201,7 +201,13 @@ def test_names_stay_text_in_the_card(report: Report) -> None:
     hostile = "/models/a`b*c|d[e](f)<g>\n# Injected"
     config = report.config | {"checkpoint": hostile}
     calibration = {"source": "text``.txt\n# Injected", "num_tokens": 512, "token_hash": "c5a8"}
-    card = model_card(replace(report, config=config, calibration=calibration), {}, title="A title", loading="It loads.")
+    card = model_card(
+        replace(report, config=config, calibration=calibration),
+        {},
+        title="A title",
+        loading="It loads.",
+        task="text-generation",
+    )
     headings = [line for line in card.splitlines() if line.startswith("#")]
     assert headings == [r"# Compressed from a\`b\*c\|d\[e\](f)\<g\>\\n# Injected"]
     assert "tokens of ``` text``.txt\\n# Injected ``` (SHA-256 `c5a8`)" in card

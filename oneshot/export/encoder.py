@@ -1,0 +1,182 @@
+"""Form `per-layer` of encoders: a checkpoint of our own class under BERT's names, whose layers have their own sizes."""
+
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.checkpoint import Journal, Model
+from oneshot.compression import StreamSubspaces
+from oneshot.compression.fold_post_norm import fold_output, fold_table, fold_tied_head
+from oneshot.export.companions import join_weights
+from oneshot.export.llama_layers import complete_config
+from oneshot.export.outside import Part, unchanged_outside
+from oneshot.families import BERT, ENCODER_MODEL_TYPE, Description, LayerShape, ModelShape, StackShape, stated_class
+from oneshot.planning import Grid, Plan
+
+Tensors = dict[str, torch.Tensor]
+
+MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_encoder.py"
+DISTILBERT_EPSILON = 1e-12  # in its code; its config does not state it
+AUTO_CLASSES = {
+    "Model": "AutoModel",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+}
+KEPT_KEYS = (
+    "dtype",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "max_position_embeddings",
+    "pad_token_id",
+    "problem_type",
+    "tie_word_embeddings",
+)
+
+
+class EncoderForm:
+    """A checkpoint of an encoder whose layers have their own widths and heads, and its states their own subspaces."""
+
+    name = "per-layer"
+    title = "A checkpoint whose layers have their own sizes"
+    shards = True
+
+    def loading(self, config: dict[str, Any]) -> str:
+        """Return how the result is opened."""
+        auto_class = [name for name in config["auto_map"] if name not in ("AutoConfig", "AutoModel")] or ["AutoModel"]
+        return (
+            f"It loads with `{auto_class[0]}.from_pretrained(..., trust_remote_code=True)`, which runs the modelling "
+            "file in this folder."
+        )
+
+    def grid(self, model: Model) -> Grid:
+        """Return the sizes that our own class can have."""
+        return Grid(
+            model.family,
+            model.shape,
+            layers_differ=True,
+            heads_differ=True,
+            inner_sizes=True,
+            subspaces_differ=True,
+            maps_tied_head=True,
+        )
+
+    def config(self, model: Model, plan: Plan) -> dict[str, Any]:
+        """Return the config.json of the result."""
+        has_pooler = any(name.endswith("pooler.dense.weight") for name in model.checkpoint.tensor_names)
+        stack = self.grid(model).stack(plan)
+        return encoder_config(model.checkpoint.config, model.shape, stack, has_pooler=has_pooler)
+
+    def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
+        """Return a layer's tensors under their stored names, which are BERT's."""
+        bert = _bert_of(model)
+        prefix = bert.stack.layer_prefix(number)
+        return {prefix + name: tensor for name, tensor in model.family.rename(tensors, bert).items()}
+
+    def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
+        """Return the inverse of `layer`."""
+        bert = _bert_of(model)
+        prefix = bert.stack.layer_prefix(number)
+        return bert.rename({name.removeprefix(prefix): tensor for name, tensor in stored.items()}, model.family)
+
+    def outside(
+        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
+    ) -> list[Part]:
+        """Return readers of the tensors outside the layers, one for each part of the journal."""
+
+        def renamed(read: Part) -> Tensors:
+            return {_as_bert(model.family, name): tensor for name, tensor in read().items()}
+
+        def folded() -> Tensors:
+            assert subspaces is not None
+            return _fold_outside(model, subspaces)
+
+        parts = [folded] if plan.hidden is not None else unchanged_outside(model)
+        return [partial(renamed, part) for part in parts]
+
+    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+        """Join the weight files beside the modelling file, and return the parameters that they hold."""
+        return join_weights(journal, advance, MODELLING_FILE)
+
+
+def _bert_of(model: Model) -> Description:
+    """Return BERT with the prefix that the result's class has: none for a plain model."""
+    return BERT.stored_as({_as_bert(model.family, model.family.stack.embedding)})
+
+
+def _as_bert(family: Description, name: str) -> str:
+    """Return the name under which a tensor outside the layers is stored."""
+    return name.replace(f"{family.prefix}.", "bert.", 1) if name.startswith(f"{family.prefix}.") else name
+
+
+def _fold_outside(model: Model, subspaces: StreamSubspaces) -> Tensors:
+    """Return the tensors outside the layers for states inside subspaces; heads stay as they are."""
+    stack = model.family.stack
+    assert stack.embedding_norm is not None
+    [read, *rest] = unchanged_outside(model)
+    assert not rest
+    tensors, first = read(), subspaces.basis(0)
+    prefix = stack.embedding.removesuffix("embeddings.word_embeddings.weight")
+    if model.shape.tied:
+        head = fold_tied_head(tensors[stack.embedding], first)
+        tensors |= {f"{name}.weight" if name == "head_map" else name: tensor for name, tensor in head.items()}
+    for name in (stack.embedding, stack.positions, stack.token_types):
+        if name is not None:
+            tensors[name] = fold_table(tensors[name], first)
+    for part in model.read_embedding_norm():
+        del tensors[f"{stack.embedding_norm.name}.{part}"]
+    last = subspaces.basis(stack.position(model.shape.num_hidden_layers))
+    output = fold_output(model.read_norm_before(model.shape.num_hidden_layers), last)
+    return tensors | {f"{prefix}output_map.{part}": tensor for part, tensor in output.items()}
+
+
+def encoder_config(config: dict[str, Any], shape: ModelShape, stack: StackShape, *, has_pooler: bool) -> dict[str, Any]:
+    """Return the config.json of a per-layer encoder from the dense model's config and the new sizes."""
+    complete = complete_config(config)
+    kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
+    head = next(name for name in AUTO_CLASSES if (stated_class(config) or "Model").endswith(name))
+    auto_map = {"AutoConfig": f"{MODELLING_FILE.stem}.OneshotEncoderConfig"}
+    auto_map |= {AUTO_CLASSES[name]: f"{MODELLING_FILE.stem}.OneshotEncoder{name}" for name in {"Model", head}}
+    is_bert = complete["model_type"] == BERT.model_type
+    return kept | {
+        "model_type": ENCODER_MODEL_TYPE,
+        "architectures": [f"OneshotEncoder{head}"],
+        "auto_map": dict(sorted(auto_map.items())),
+        "dense_type": complete["model_type"],
+        "vocab_size": stack.vocab_size,
+        "type_vocab_size": stack.num_token_types,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": len(stack.layers),
+        "num_attention_heads": shape.num_attention_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": complete["hidden_act" if is_bert else "activation"],
+        "layer_norm_eps": complete["layer_norm_eps"] if is_bert else DISTILBERT_EPSILON,
+        "has_pooler": has_pooler,
+        "subspaces": stack.output_size > 0,
+        "layers": [asdict(layer) for layer in stack.layers],
+        "head": stack.head,
+        "further_parameters": stack.further_parameters,
+    }
+
+
+def encoder_shape(config: dict[str, Any]) -> StackShape:
+    """Return the sizes that the config.json of a per-layer encoder states."""
+    names = {field.name for field in fields(LayerShape)}
+    return StackShape(
+        tuple(LayerShape(**{name: layer[name] for name in names}) for layer in config["layers"]),
+        config["vocab_size"],
+        config["head"],
+        num_positions=config["max_position_embeddings"],
+        num_token_types=config["type_vocab_size"],
+        final_norm=False,
+        output_size=config["hidden_size"] if config["subspaces"] else 0,
+        further_parameters=config["further_parameters"],
+        causal=False,
+    )
