@@ -16,9 +16,12 @@ import numpy as np
 import torch
 
 from oneshot import Report
+from oneshot.checkpoint import Checkpoint, identify
 from oneshot.config import FormName
 from oneshot.evaluation import load_model, load_windows, perplexity, relative_score
 from oneshot.evaluation.comparison import text_record
+from oneshot.evaluation.scoring import score_windows
+from oneshot.export import stated_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -171,8 +174,8 @@ def score(perplexities: Mapping[str, float], dense: Mapping[str, float]) -> Row:
 def quality_rows() -> list[Row]:
     """The rows of `quality.jsonl` with all five kinds of text, those on the windows of the dense row that has the most.
 
-    The dense row comes first; then the newest row for every model, size, form and setting, in the order of first
-    appearance. Empty where there is no dense row.
+    The dense row comes first; then the newest row of the first seed for every model, size, form and setting, in the
+    order of first appearance, with the `scores` of all seeds if there are several. Empty where there is no dense row.
     """
     rows = [row for row in read_rows("quality") if set(row["perplexity"]) == set(KINDS)]
     denses = [row for row in rows if row["recipe"] == "dense"]
@@ -180,7 +183,19 @@ def quality_rows() -> list[Row]:
         return []
     dense = max(denses, key=lambda row: (row["max_windows"], row["date"]))
     same = [row for row in rows if row["recipe"] != "dense" and row["texts"] == dense["texts"]]
-    return [dense, *latest(same, "model", "recipe", "asked", "form", "settings", "calibration", "calibration_tokens")]
+    return [
+        dense,
+        *with_seeds(same, "model", "recipe", "asked", "form", "settings", "calibration", "calibration_tokens"),
+    ]
+
+
+def with_seeds(rows: list[Row], *keys: str) -> list[Row]:
+    """The newest row of the first seed for every combination of the keys, with `scores` if there are several seeds."""
+    seeds: dict[tuple[str, ...], list[Row]] = {}
+    for row in latest(rows, *keys, "seed"):
+        seeds.setdefault(tuple(str(row.get(key)) for key in keys), []).append(row)
+    joined = [sorted(same, key=lambda row: row.get("seed", 0)) for same in seeds.values()]
+    return [same[0] | ({"scores": [row["score"] for row in same]} if len(same) > 1 else {}) for same in joined]
 
 
 def varies_a_part(row: Row) -> bool:
@@ -197,13 +212,35 @@ def latest(rows: list[Row], *keys: str) -> list[Row]:
     return list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
 
 
-def judge(report: Report, windows: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What a row says of a compressed model: its size, its calibration and its perplexities."""
+def judge(report: Report, windows: dict[str, torch.Tensor], dense: Path) -> dict[str, Any]:
+    """What a row says of a compressed model: its size, its calibration, its perplexities, and how like the dense it is.
+
+    `top1_agreement` and `kl_divergence` (nats per token) are of the next token, on every text. `flops_ratio` is of the
+    layers, with attention's products, for the mean token of a window (STAT section 4).
+    """
+    output = Path(report.config["output"])
     sizes = {
         "stored_parameters": report.stored_parameters["compressed"],
         "layer_parameters": report.layer_parameters["compressed"],
+        "flops_ratio": flops_ratio(output, dense, next(iter(windows.values())).shape[1]),
     }
-    return sizes | calibration_record(report) | {"perplexity": perplexities(Path(report.config["output"]), windows)}
+    device, dtype = torch.device("cpu"), torch.float32
+    model, baseline = (load_model(folder, device=device, dtype=dtype) for folder in (output, dense))
+    scores = {name: score_windows([model], ids, baseline=baseline)[0] for name, ids in windows.items()}
+    measures = ("perplexity", "top1_agreement", "kl_divergence")
+    likeness = {measure: {name: getattr(one, measure) for name, one in scores.items()} for measure in measures}
+    return sizes | calibration_record(report) | likeness
+
+
+def flops_ratio(folder: Path, dense: Path, length: int) -> float:
+    """Operations of a model's layers ÷ the dense model's, for the mean token of a causal window of `length` tokens."""
+
+    def operations(place: Path) -> float:
+        checkpoint = Checkpoint(place)
+        shape = stated_shape(checkpoint.config) or identify(checkpoint).shape.stack()
+        return shape.layer_flops_per_token((length + 1) / 2)
+
+    return operations(folder) / operations(dense)
 
 
 def calibration_record(report: Report) -> dict[str, Any]:

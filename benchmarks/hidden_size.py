@@ -74,7 +74,7 @@ def main() -> None:
                     "predicted_error": [one.predicted_error for one in inputs],
                     "measured_error": [one.measured_error for one in inputs],
                 }
-                append_row("hidden_size", shared | row | judge(report, windows))
+                append_row("hidden_size", shared | row | judge(report, windows, dense))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ recipe, size and form goes to `results/quality.jsonl`; `render.py` makes the REA
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 from importlib.metadata import version
@@ -33,8 +34,9 @@ from harness import (
     text_records,
 )
 
-from oneshot import Config, compress_sizes
+from oneshot import Config, compress, compress_sizes
 from oneshot.checkpoint import Checkpoint, locate_checkpoint
+from oneshot.config import tcsp_options
 from oneshot.evaluation import run_tasks
 from oneshot.text import load_tokenizer
 
@@ -71,6 +73,15 @@ def dense_perplexities(texts: dict[str, Any]) -> dict[str, float]:
     raise SystemExit(f"{RESULTS / 'quality.jsonl'} has no dense row on these windows; run without --no-dense.")
 
 
+def stated(arguments: argparse.Namespace, recipe: str) -> dict[str, Any]:
+    """The recipe and its first size, or those of TCSP's rates."""
+    if arguments.tcsp is None:
+        return {"recipe": recipe, "sparsity": arguments.sparsity[0]}
+    options = tcsp_options(*arguments.tcsp)
+    options.pop("form", None)  # `--forms` says it
+    return options
+
+
 def main() -> None:
     options = parser(__doc__)
     add_compression_options(options, num_sequences=128)
@@ -80,12 +91,18 @@ def main() -> None:
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options.add_argument("--recipes", nargs="+", default=list(RECIPES))
     options.add_argument("--forms", nargs="+", choices=OPENED_FORMS, default=["stock"])
+    options.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the text's order and of random choices")
+    options.add_argument(
+        "--tcsp", type=float, nargs=2, metavar=("A", "B"), help="rates in place of recipe and sparsity"
+    )
     options.add_argument("--profile", help="of the model and the calibration text; made anew in every run without it")
     options.add_argument("--tasks", nargs="+", choices=sorted(path.stem for path in TASKS.glob("*.yaml")), default=[])
     options.add_argument("--task-limit", type=int, help="at most this many documents of each task")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     settings = parse_settings(arguments.set)
+    if arguments.tcsp is not None:
+        arguments.recipes = ["tcsp"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         dense = locate_checkpoint(str(smollm2_gguf()), folder)
@@ -104,39 +121,40 @@ def main() -> None:
             row = {"recipe": "dense", "sparsity": 0.0, "stored_parameters": Checkpoint(dense).num_parameters}
             row |= {"perplexity": dense_perplexity} | judge_tasks(dense, arguments, include_path)
             append_row("quality", shared | row)
-        for recipe in arguments.recipes:
-            for form in arguments.forms:
-                config = Config.of(
-                    checkpoint=str(dense),
-                    output=str(folder / "compressed"),
-                    sparsity=arguments.sparsity[0],
-                    recipe=recipe,
-                    form=form,
-                    calibration=str(arguments.data_dir / arguments.calibration),
-                    num_sequences=arguments.num_sequences,
-                    sequence_length=arguments.sequence_length,
-                    overwrite=True,
-                    profile=arguments.profile,
-                    **settings,
-                )
-                for report in compress_sizes(config, arguments.sparsity):
-                    row = {
-                        "recipe": recipe,
-                        "form": form,
-                        "settings": settings,
-                        "sparsity": report.sparsity["reached"],
-                        "asked": report.sparsity["asked"],
-                        "seed": config.seed,
-                        "layers": report.plan["layers"],
-                        "errors": [
-                            {sublayer.kind: sublayer.measured_error for sublayer in layer.sublayers}
-                            for layer in report.layers
-                        ],
-                    }
-                    measured = judge(report, windows)
-                    measured |= score(measured["perplexity"], dense_perplexity)
-                    measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
-                    append_row("quality", shared | row | measured)
+        for recipe, form, seed in itertools.product(arguments.recipes, arguments.forms, arguments.seeds):
+            config = Config.of(
+                checkpoint=str(dense),
+                output=str(folder / "compressed"),
+                form=form,
+                calibration=str(arguments.data_dir / arguments.calibration),
+                num_sequences=arguments.num_sequences,
+                sequence_length=arguments.sequence_length,
+                seed=seed,
+                overwrite=True,
+                profile=arguments.profile,
+                **stated(arguments, recipe) | settings,
+            )
+            by_sizes = arguments.tcsp is not None
+            reports = [compress(config)] if by_sizes else compress_sizes(config, arguments.sparsity)
+            for report in reports:
+                reached, asked = report.sparsity["reached"], report.sparsity["asked"]
+                row = {
+                    "recipe": recipe,
+                    "form": form,
+                    "settings": settings if arguments.tcsp is None else settings | {"tcsp": arguments.tcsp},
+                    "sparsity": reached,
+                    "asked": reached if asked is None else asked,
+                    "seed": config.seed,
+                    "layers": report.plan["layers"],
+                    "errors": [
+                        {sublayer.kind: sublayer.measured_error for sublayer in layer.sublayers}
+                        for layer in report.layers
+                    ],
+                }
+                measured = judge(report, windows, dense)
+                measured |= score(measured["perplexity"], dense_perplexity)
+                measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
+                append_row("quality", shared | row | measured)
 
 
 if __name__ == "__main__":

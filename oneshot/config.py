@@ -48,8 +48,10 @@ class Target:
         sparsity: fraction of the budget to remove, from 0 up to below 1.
         parameters: stored parameters to keep, instead of `sparsity`.
         budget: what `sparsity` is a fraction of; latency is measured on this machine, for one sequence.
-        hidden_size, value_size, query_key_size: kept sizes (the last two per head); None: what the target asks for,
-            and all.
+        hidden_size, intermediate_size, value_size, query_key_size: kept sizes (the last two per head); None: what the
+            target asks for, and all.
+        hidden_rate, inner_rate: fractions to remove instead of these sizes: of the hidden size, and of the FFN width
+            and of the sizes inside heads (a and b of TCSP{a %, b %}, section 5.2).
         round_to: sizes are multiples of this; None: 64, less for small models.
     """
 
@@ -57,14 +59,19 @@ class Target:
     parameters: int | None = None
     budget: BudgetUnit = "parameters"
     hidden_size: int | None = None
+    intermediate_size: int | None = None
     value_size: int | None = None
     query_key_size: int | None = None
+    hidden_rate: float | None = None
+    inner_rate: float | None = None
     round_to: int | None = None
 
     def __post_init__(self) -> None:
         check_choices(self)
         given = (self.sparsity is not None) + (self.parameters is not None)
-        sizes_given = any((self.hidden_size, self.value_size, self.query_key_size))
+        rates = self.hidden_rate, self.inner_rate
+        sizes = self.hidden_size, self.intermediate_size, self.value_size, self.query_key_size
+        sizes_given = any(size is not None for size in (*sizes, *rates))
         if given > 1 or (given == 0 and not sizes_given):
             raise ConfigError("Give exactly one target: --sparsity (such as 0.2) or --params (such as 900M).")
         if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
@@ -73,7 +80,22 @@ class Target:
             raise ConfigError(f"--params counts parameters; give --sparsity beside --set budget={self.budget}.")
         if self.parameters is not None and self.parameters <= 0:
             raise ConfigError(f"--params {self.parameters} is out of range: give a positive number of parameters.")
-        check_minimum(self, round_to=1, hidden_size=1, value_size=1, query_key_size=1)
+        check_minimum(self, round_to=1, hidden_size=1, intermediate_size=1, value_size=1, query_key_size=1)
+        for name in ("hidden_rate", "inner_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not (math.isfinite(rate) and 0 <= rate < 1):
+                raise ConfigError(f"{display(name, rate)} is out of range: give a fraction from 0 up to below 1.")
+        if given and (self.intermediate_size or any(rate is not None for rate in rates)):
+            raise ConfigError("Give either a target (--sparsity, --params), or an FFN width or rates, which state it.")
+        if self.hidden_rate is not None and self.hidden_size is not None:
+            raise ConfigError("Give either --set hidden_rate= or --set hidden_size=.")
+        if self.inner_rate is not None and any(sizes[1:]):
+            raise ConfigError("Give either --set inner_rate= or the sizes that it stands for.")
+
+    @property
+    def states_hidden_size(self) -> bool:
+        """Return whether the hidden size is given, as a size or as a rate."""
+        return self.hidden_size is not None or bool(self.hidden_rate)
 
     def wanted_parameters(self, dense_parameters: int) -> int:
         """Return the stored parameters that are asked for; the dense model's if only sizes are given."""
@@ -189,6 +211,19 @@ class Config:
         options = {name: value for name, value in self.to_dict().items() if name not in NOT_IN_FINGERPRINT}
         del options["text"]["calibration"]
         return options
+
+
+def tcsp_options(hidden_percent: float, inner_percent: float) -> dict[str, Any]:
+    """Return the options of `Config.of` for the paper's TCSP{a %, b %} (sections 4, 5.2; algorithms 2 to 5).
+
+    One projection for the whole model, filters by a score of forward passes, smaller heads by the values themselves,
+    and no correction. Only the per-layer form holds smaller heads.
+    """
+    options: dict[str, Any] = {"recipe": "tcsp", "hidden_rate": hidden_percent / 100}
+    if inner_percent:
+        options |= {"inner_rate": inner_percent / 100, "ffn": "tcsp-score", "value_features": "values"}
+        options |= {"form": "per-layer"}
+    return options
 
 
 PARTS: dict[str, type] = {

@@ -227,7 +227,7 @@ def _measured_plan(
     divergences = None
     if schedule.plans_by_profile:
         measured = run.profile(schedule)
-        damages = profiled_damages(measured, run.method.allocation)
+        damages = profiled_damages(measured, run.method.allocation, run.grid)
         plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, budget))
         grids: dict[str, Grid] = {name: form_of(name, run.model.family).grid(run.model) for name in FORMS}
         divergences = predicted_divergences(grids, run.method, config.target, plan, measured, budget)
@@ -259,9 +259,11 @@ def _find_subspaces(config: Config, run: Run, plan: Plan) -> tuple[Plan, StreamS
             run.machine,
             token_weighting=method.token_weighting,
             shared_weight=method.shared_weight,
+            kind=method.hidden,
+            seed=config.seed,
             advance=progress.advance,
         )
-    if config.target.hidden_size is None and plan.hidden.num_groups > 1:
+    if not config.target.states_hidden_size and plan.hidden.num_groups > 1:
         wanted = config.target.wanted_parameters(run.dense.stored_parameters())
         plan = spread_hidden_sizes(
             run.grid, plan, subspaces.energies, target_parameters=wanted, round_to=config.target.round_to

@@ -10,19 +10,24 @@ from oneshot.fields import check_choices, check_minimum, display
 Selector = Literal[
     "id", "obs", "leverage", "activation-norm", "wanda", "flap", "tcsp-score", "magnitude", "random", "none"
 ]
-Hidden = Literal["pca", "none"]
+Hidden = Literal["pca", "coordinates", "random", "none"]
 Embedding = Literal["auto", "low-rank", "none"]
 HeadUnit = Literal["auto", "query-head", "kv-group"]
 Correction = Literal["none", "bias", "same-layer", "two-stream"]
 Pivoting = Literal["cholesky", "qr", "grouped", "tournament"]
 Sketch = Literal["none", "count", "sparse-sign"]
-Allocation = Literal["auto", "uniform", "error", "stat", "block-influence", "flap", "sensitivity"]
-Depth = Literal["sensitivity", "none"]
+Allocation = Literal["auto", "uniform", "error", "stat", "stat-reversed", "block-influence", "flap", "sensitivity"]
+Depth = Literal["sensitivity", "sublayers", "none"]
 TokenWeighting = Literal["unit", "raw"]
 ResidualTarget = Literal["stream", "sublayer"]
+PivotWeights = Literal["output", "none"]
+HeadsCorrection = Literal["own", "two-stream", "head-level"]
+ValueFeatures = Literal["heads", "values"]
+ValueWeights = Literal["output", "none"]
 
 AUTO = "auto"
 DAMPING = 3e-2
+ROUNDING_DAMPING = 1e-6  # a ridge against rounding only, for papers that have none
 TOKENS_PER_NEURON = 4  # with fewer tokens the correction fits the text and not the model
 WEIGHT_SELECTORS = ("magnitude", "random", "none")  # need no activations
 MOMENT_SELECTORS = ("flap", "tcsp-score")  # need means and deviations
@@ -36,7 +41,8 @@ class Method:
         ffn: selector of neurons: `id` (output-weighted pivots), `obs` (backward elimination), a score, or none.
         heads: selector of heads, the same choices (`id`: STAT section 3.2).
         head_unit: what is removed together: a whole KV group, or a query head of every group.
-        hidden: `pca` projects the residual stream (TCSP section 4; SP3 appendix F.1).
+        hidden: `pca` projects the residual stream (TCSP section 4; SP3 appendix F.1). `coordinates` keeps its
+            coordinates of most energy (SP3 table 3); `random` projects to random directions (TCSP table 5).
         group_size: sublayers that share a projection, 0 for one projection in the whole model.
         shared_weight: weight of all other sublayers' statistics in a group's projection.
         token_weighting: in that projection tokens count equally (`unit`) or by their energy (`raw`).
@@ -45,15 +51,24 @@ class Method:
         residual_target: of a two-stream correction: the dense `stream` after the sublayer, or what the dense
             `sublayer` adds to its own input (STAT section 3.1).
         residual_weight: share of the residual towards that target, beyond the layer's own output.
+        heads_correction: what corrects the output linear of attention: its `own` layer's dense output, or as if heads
+            were neurons, the dense stream (`two-stream`, STAT section 3.2, step 2b); or whole heads by one number for
+            each pair of heads (`head-level`, STAT figure 3b).
         damping: ridge in units of the Gram's mean diagonal, or `auto`: least error on a held-out eighth of the text.
         up_steps: steps of conjugate gradients that also correct `up_proj`.
         pivoting: of `id` for neurons: `cholesky` of the Gram, `qr` of the sketch, `grouped` or `tournament`.
+        pivot_weights: of the columns in `id`: norms of the `output` linear's columns (STAT A.3), or `none`.
         pivot_group_size: columns in a group of `grouped` or `tournament` pivots.
         sketch: what neuron pivots are chosen from instead of the exact Gram.
         sketch_size: rows of the sketch, 0 for twice the FFN width.
+        value_features: the features of smaller values: the outputs of `heads`, which the softmax weighs (DA-WID), or
+            the `values` themselves (SP3, TCSP).
+        value_weights: whether the `output` linear weighs these features (TCSP equation 27; DA-WID equation 9), or not
+            (SP3 equation 10; DA-WID equation 21).
         allocation: how layers share the target: `uniform`, or by a profile (`planning.damages`).
         layer_allocation: what `allocation=auto` means if layers may have different sizes.
-        depth: `sensitivity` also leaves out whole layers if a profile says that it costs less.
+        depth: `sensitivity` also leaves out whole layers if a profile says that it costs less; `sublayers`: attention
+            or the FFN of a layer by itself (SP3 section 3.2).
     """
 
     ffn: Selector
@@ -67,12 +82,16 @@ class Method:
     embedding: Embedding = "none"
     residual_target: ResidualTarget = "stream"
     residual_weight: float = 0.25
+    heads_correction: HeadsCorrection = "own"
     damping: float | Literal["auto"] = DAMPING
     up_steps: int = 0
     pivoting: Pivoting = "cholesky"
+    pivot_weights: PivotWeights = "output"
     pivot_group_size: int = 512
     sketch: Sketch = "none"
     sketch_size: int = 0
+    value_features: ValueFeatures = "heads"
+    value_weights: ValueWeights = "output"
     allocation: Allocation = "auto"
     layer_allocation: Allocation = "sensitivity"
     depth: Depth = "none"
@@ -99,6 +118,13 @@ class Method:
             )
         if self.up_steps and self.residual_target != "stream":
             raise ConfigError("--up-steps follows the dense stream; set residual_target=stream, or leave it out.")
+        if self.heads_correction == "two-stream" and not self.follows_dense:
+            raise ConfigError("--set heads_correction=two-stream needs correction=two-stream; set it, or leave it out.")
+        if self.heads_correction == "head-level" and (not self.solves or self.hidden != "none" or self.holds_out):
+            raise ConfigError(
+                "--set heads_correction=head-level needs least squares as correction, hidden=none and a number as "
+                "damping; set them, or leave it out."
+            )
         if self.embedding == "low-rank" and (self.hidden != "none" or self.allocation not in ("auto", "sensitivity")):
             raise ConfigError("--set embedding=low-rank needs hidden=none and allocation=sensitivity; set them.")
         if self.allocation == "flap" and self.reduces_heads:
@@ -128,6 +154,11 @@ class Method:
     def leaves_out_layers(self) -> bool:
         """Return whether whole layers may be removed."""
         return self.depth != "none"
+
+    @property
+    def leaves_out_sublayers(self) -> bool:
+        """Return whether attention or the FFN of a layer may be removed by itself."""
+        return self.depth == "sublayers"
 
     @property
     def solves(self) -> bool:
@@ -161,7 +192,17 @@ class Method:
 
 RECIPES = {
     "oneshot": Method(ffn="id", heads="none", correction="two-stream", embedding="auto"),
-    "stat": Method(ffn="id", heads="id", correction="two-stream", pivoting="grouped", sketch="count"),
+    "stat": Method(
+        ffn="id",
+        heads="id",
+        correction="two-stream",
+        residual_target="sublayer",
+        residual_weight=1.0,
+        damping=ROUNDING_DAMPING,
+        pivoting="grouped",
+        sketch="count",
+        layer_allocation="stat",
+    ),
     "tcsp": Method(ffn="none", heads="none", correction="none", hidden="pca"),
     "group-pca": Method(ffn="none", heads="none", correction="none", hidden="pca", group_size=8),
     "flap": Method(ffn="flap", heads="none", correction="bias", layer_allocation="flap"),

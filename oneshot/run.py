@@ -14,7 +14,7 @@ from oneshot_kernels.backend import KernelError
 
 from oneshot.checkpoint import Checkpoint, GgufHeader, Model, gguf_header, identify, locate_checkpoint, peek_saved
 from oneshot.config import Config, Target
-from oneshot.errors import CalibrationError, DeviceError, OutputError, PlanError
+from oneshot.errors import CalibrationError, DeviceError, OutputError
 from oneshot.export import expected_bytes, form_of
 from oneshot.families import StackShape
 from oneshot.footprint import (
@@ -263,11 +263,6 @@ class Run:
         if target.budget == "flops":
             return Budget(kept * dense.flops_per_token(), StackShape.flops_per_token, "FLOPs per token")
         if target.budget == "latency":
-            if self.method.reduces_heads and self.model.family.stack.attention.fixed_heads:
-                raise PlanError(
-                    f"Layers of {self.model.family.model_type} cannot be timed with fewer heads; add "
-                    "--set budget=flops or heads=none."
-                )
             return Budget(kept * self._seconds(dense), self._seconds, "seconds")
         return parameter_budget(target, dense)
 

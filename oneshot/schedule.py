@@ -68,7 +68,12 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, has_profile: bool) 
     sliced_correction = slices and method.follows_dense
     shrinks = plan.shrinks_layers(shape) or (by_profile and method.reduces_sublayers)
     reads = inner or sliced_correction or (shrinks and needs_statistics(method))
-    chosen = {"ffn": method.reduces_ffn, "heads": method.reduces_heads, "layer": method.leaves_out_layers}
+    chosen = {
+        "ffn": method.reduces_ffn,
+        "heads": method.reduces_heads,
+        "layer": method.leaves_out_layers,
+        "sublayer": method.leaves_out_sublayers,
+    }
     kinds = tuple(kind for kind in PROBED_KINDS if chosen[kind]) if by_profile and not has_profile else ()
     return Schedule(
         plans_by_profile=by_profile,

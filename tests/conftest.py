@@ -115,7 +115,8 @@ def make_config(tmp_path: Path, text_file: Path) -> MakeConfig:
             "device": "cpu",
             "dtype": "float32",
         }
-        if not changes.keys() & {"parameters", "hidden_size", "value_size", "query_key_size"}:
+        stated = {"parameters", "hidden_size", "value_size", "query_key_size", "hidden_rate", "inner_rate"}
+        if not changes.keys() & stated:
             options["sparsity"] = 0.2
         output = str(changes.pop("output", tmp_path / "out"))
         return Config.of(str(checkpoint), output, **options | changes)

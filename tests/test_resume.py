@@ -44,6 +44,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"recipe": "group-pca", "correction": "two-stream"},
     {"recipe": "stat", "form": "per-layer", "allocation": "stat"},
     {"depth": "sensitivity", "sparsity": 0.3},
+    {"depth": "sublayers", "sparsity": 0.3, "form": "per-layer", "heads": "id"},
     {"up_steps": 2, "heads": "id"},
     {"value_size": 4, "query_key_size": 4, "form": "per-layer", "correction": "same-layer"},
 ]
@@ -95,10 +96,12 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     assert all(layer.sublayers for layer in report.layers)
 
 
-@pytest.mark.parametrize("form", ["stock", "per-layer"])
-def test_other_families_and_dtypes(form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+@pytest.mark.parametrize(("form", "heads"), [("stock", "none"), ("per-layer", "none"), ("per-layer", "id")])
+def test_other_families_and_dtypes(
+    form: str, heads: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
     folder = make_checkpoint(family="opt", groups=4, layers=3, dtype=torch.float16)
-    config = make_config(folder, form=form, allocation="uniform", sparsity=0.1)
+    config = make_config(folder, form=form, heads=heads, allocation="uniform", sparsity=0.1)
     interrupted_report(config, 2)
     assert contents(Path(config.output)) == undisturbed(config)
 

@@ -24,7 +24,7 @@ UNTIED = ModelShape(4, 64, 256, 8, 4, 8, vocab_size=100)
 OPT_SHAPE = ModelShape(
     4, 64, 256, 8, 8, 8, True, True, True, vocab_size=100, tied=True, layer_norms=True, gated=False, num_positions=50
 )
-FFN, HEADS, LAYER = "ffn", "heads", "layer"
+FFN, HEADS, LAYER, SUBLAYER = "ffn", "heads", "layer", "sublayer"
 
 
 def grid_of(form: str, shape: ModelShape = TIED) -> Grid:
@@ -129,6 +129,12 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("stock", "oneshot", {"depth": "sensitivity", "sparsity": 0.0}, {}),
     (
+        "per-layer",
+        "oneshot",
+        {"depth": "sublayers", "ffn": "none", "embedding": "none"},
+        {"plans_by_profile": True, "profiled_kinds": (LAYER, SUBLAYER)},
+    ),
+    (
         "stock",
         "oneshot",
         {"depth": "sensitivity", "ffn": "none"},
@@ -191,7 +197,7 @@ def test_combinations_of_selectors_and_corrections() -> None:
         assert plan.shrinks_layers(TIED)
         assert schedule.streams == (0 if by_weights else 2 if correction == "two-stream" else 1)
         assert schedule.plans_by_profile == (form == "per-layer")
-        probed = {FFN: ffn != "none", HEADS: heads != "none", LAYER: False}
+        probed = {FFN: ffn != "none", HEADS: heads != "none", LAYER: False, SUBLAYER: False}
         kinds = tuple(kind for kind in PROBED_KINDS if probed[kind])
         assert schedule.profiled_kinds == (kinds if form == "per-layer" else ())
         assert schedule.solves_heads == (heads != "none")

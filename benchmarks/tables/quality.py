@@ -1,7 +1,7 @@
 """Tables of how good the compressed models are."""
 
 import math
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean, stdev
 
 from harness import KINDS, Row, latest, quality_rows, read_rows, varies_a_part
 
@@ -27,7 +27,7 @@ def quality_table() -> str:
                 f"**{row['recipe']}**" if row["recipe"] == "oneshot" else row["recipe"],
                 row["form"],
                 _calibrated(row, compressed),
-                rounded(row["score"]),
+                _score(row),
                 KINDS[row["worst"]],
                 *(rounded(ratio) for ratio in ratios.values()),
                 _accuracy(row, dense),
@@ -172,6 +172,12 @@ def sketch_table() -> str:
         f"{rows[0]['model']} at FFN width 1024 (−19.7 %), {rows[0]['calibration_tokens']:,} dense-stream tokens, "
         f"first {rows[0]['max_windows']} windows; {origin(rows)}.",
     )
+
+
+def _score(row: Row) -> str:
+    """Score of a row; mean and standard deviation if there are several seeds."""
+    found = row.get("scores")
+    return rounded(row["score"]) if found is None else f"{rounded(fmean(found))} ± {stdev(found):.3f}"
 
 
 def _is_narrow(row: Row) -> bool:

@@ -15,6 +15,7 @@ from oneshot.cli.options import (
     parse_config,
     run_command,
 )
+from oneshot.config import tcsp_options
 from oneshot.errors import ConfigError
 from oneshot.machine import launched_rank
 from oneshot.pipeline import compress, compress_sizes, predict
@@ -35,6 +36,12 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
         "--sparsity",
         nargs="+",
         help="fraction of the stored parameters to remove, such as 0.2; several write OUT/sparsity-0.10 and so on",
+    )
+    target.add_argument(
+        "--tcsp",
+        nargs=2,
+        metavar=("A", "B"),
+        help=argparse.SUPPRESS,  # a preset for experiments: docs/recipes/tcsp.md
     )
     target.add_argument("--params", help="stored parameters to keep, such as 900M or 5.5B")
     method = parser.add_argument_group("method")
@@ -61,12 +68,27 @@ def _parse_fraction(text: str) -> float:
         raise ConfigError(f"--sparsity {text!r} is not a number; give a fraction such as 0.2.") from error
 
 
+def _apply_tcsp(arguments: argparse.Namespace) -> None:
+    """Set the options that `--tcsp` stands for; a form and settings that are given stay."""
+    try:
+        hidden, inner = (float(text) for text in arguments.tcsp)
+    except ValueError as error:
+        raise ConfigError(f"--tcsp {' '.join(arguments.tcsp)} is not two numbers; give per cents, as 25 25.") from error
+    if arguments.recipe not in ("oneshot", "tcsp"):
+        raise ConfigError(f"--tcsp is a preset of its own; leave out --recipe {arguments.recipe}.")
+    for name, value in tcsp_options(hidden, inner).items():
+        if name != "form" or arguments.form is None:
+            setattr(arguments, name, value)
+
+
 def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> int:
     """Run and return the exit code, as `options.run_command`."""
     arguments = build_parser(prog).parse_args(argv)
 
     def run() -> None:
         sparsities = [_parse_fraction(text) for text in arguments.sparsity or []]
+        if arguments.tcsp is not None:
+            _apply_tcsp(arguments)
         config = parse_config(arguments, sparsity=sparsities[0] if sparsities else None)
         if arguments.dry_run:
             targets = [replace(config.target, sparsity=sparsity) for sparsity in sparsities] or [config.target]

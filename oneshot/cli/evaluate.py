@@ -8,7 +8,7 @@ from typing import get_args
 from oneshot.cli.options import run_command
 from oneshot.config import Dtype
 from oneshot.errors import CalibrationError, ConfigError, OutputError
-from oneshot.evaluation import evaluate, print_evaluations, write_json
+from oneshot.evaluation import Kind, evaluate, print_evaluations, write_json
 
 
 def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
@@ -19,13 +19,26 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", help="a folder of safetensors, a .gguf file, or a hub name")
     parser.add_argument("--baseline", help="the checkpoint to compare it with, usually the dense one")
     parser.add_argument(
-        "--text", action="append", default=[], help="text for perplexity, as for --calibration; may be repeated"
+        "--text",
+        action="append",
+        default=[],
+        help="text for perplexity, as for --calibration; for other kinds examples: a .jsonl or .parquet file, or "
+        "org/name:config:split; may be repeated",
     )
-    parser.add_argument("--sequence-length", type=int, default=1024, help="tokens in a window (default: %(default)s)")
+    parser.add_argument(
+        "--kind",
+        choices=get_args(Kind),
+        metavar="KIND",
+        help=f"what the model is asked: {', '.join(get_args(Kind))} (default: what the class in config.json is for)",
+    )
+    parser.add_argument("--batch-size", type=int, default=8, help="examples at a time (default: %(default)s)")
+    parser.add_argument(
+        "--sequence-length", type=int, default=1024, help="tokens in a window or of an example (default: %(default)s)"
+    )
     parser.add_argument(
         "--max-windows",
         type=int,
-        help="at most this many windows of each text (default: all of it; c4 has hundreds of millions)",
+        help="at most this many windows or examples of each text (default: all; c4 has hundreds of millions)",
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="lm-eval tasks")
     parser.add_argument("--limit", type=int, help="at most this many documents of each task")
@@ -50,6 +63,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
             raise CalibrationError(f"--sequence-length {arguments.sequence_length} is too small; give at least 2.")
         if arguments.max_windows is not None and arguments.max_windows < 1:
             raise ConfigError(f"--max-windows {arguments.max_windows} is too small; give at least 1.")
+        if arguments.batch_size < 1:
+            raise ConfigError(f"--batch-size {arguments.batch_size} is too small; give at least 1.")
         if arguments.output and not Path(arguments.output).absolute().parent.is_dir():
             raise OutputError(f"{arguments.output} cannot be written: its folder does not exist; create it first.")
         evaluations = evaluate(
@@ -65,6 +80,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
             tasks=arguments.tasks,
             limit=arguments.limit,
             include_path=arguments.include_path,
+            kind=arguments.kind,
+            batch_size=arguments.batch_size,
         )
         print_evaluations(evaluations)
         if arguments.output:

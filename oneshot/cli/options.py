@@ -24,7 +24,7 @@ from oneshot.machine import launched_rank
 from oneshot.recipes import RECIPES, Method
 
 TEXT, MACHINE = TextOptions(), MachineOptions()
-NOT_OF_THE_CONFIG = ("quiet", "debug", "dry_run", "help_methods", "set")
+NOT_OF_THE_CONFIG = ("quiet", "debug", "dry_run", "help_methods", "set", "tcsp")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:

@@ -82,6 +82,15 @@ def _with_rows(tensors: Tensors, rows_of: dict[str, torch.Tensor]) -> Tensors:
     return cut
 
 
+def without_sublayer(tensors: Tensors, sublayer: Sublayer) -> Tensors:
+    """Return the layer without a sublayer's linears and norms."""
+    mixer = sublayer.mixer
+    gone = {*sublayer.readers, sublayer.writer, sublayer.norm.name}
+    if isinstance(mixer, Attention):
+        gone |= {name for name in (mixer.q_norm, mixer.k_norm) if name is not None}
+    return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in gone}
+
+
 def confine(tensors: Tensors, linear: str, basis: torch.Tensor) -> Tensors:
     """Return the layer with `P Pᵀ W` for a writer, float32, so that its output stays in the subspace."""
     confined = dict(tensors)

@@ -122,14 +122,19 @@ def value_subspaces(
     size: int,
     correct: bool,
     damping: float,
+    value_grams: torch.Tensor | None = None,
+    weighted: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a subspace of `size` value coordinates for every KV group, and the writer restricted to it.
 
-    A group's subspace is the best one for its pooled heads (`linalg.low_rank.value_subspace`). Then least squares over
-    all heads at once solve `min ‖Z Wᵀ − Z Q W'ᵀ‖² + λ‖W' − W Eᵀ‖²`, with λ as in `correction.correct`.
+    A group's subspace is the best one for its pooled heads (`linalg.low_rank.value_subspace`): by default of their
+    outputs as the writer sees them (DA-WID equation 9). `value_grams` replaces the outputs by the values (TCSP equation
+    27), and without `weighted` the writer does not count (DA-WID equation 21; with both SP3 equation 10). Then least
+    squares over all heads at once solve `min ‖Z Wᵀ − Z Q W'ᵀ‖² + λ‖W' − W Eᵀ‖²`, with λ as in `correction.correct`.
 
     Args:
         weight: of the writer, `(D, H·h)`. gram: `ZᵀZ (H·h, H·h)` of what it reads. correct: solve, or keep `W Eᵀ`.
+        value_grams: `VᵀV (G, h, h)` of the values of every group; None for the heads' outputs.
 
     Returns:
         `Q (G, h, size)` float64 with orthonormal columns, and `W' Qᵀ (D, H·h)` float64.
@@ -145,6 +150,10 @@ def value_subspaces(
         ]
         pooled = torch.stack([full[part, part] for part in columns]).sum(0)
         output = torch.stack([dense[:, part].T @ dense[:, part] for part in columns]).sum(0)
+        if value_grams is not None:
+            pooled = value_grams[group].double()
+        if not weighted:
+            output = torch.eye(head_dim).to(output)
         basis, embedding = value_subspace(pooled, output, size)
         bases.append(basis)
         embeddings.append(embedding)

@@ -6,12 +6,13 @@ import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors
-from oneshot.compression.fold import confine, cut_heads, fold_hidden, to_rms_norms
+from oneshot.compression.fold import confine, cut_heads, fold_hidden, to_rms_norms, without_sublayer
 from oneshot.compression.fold_post_norm import fold_post_norm
 from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, reduce_queries_keys
 from oneshot.compression.sublayer import DensePass, SublayerTask, relative_error
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.compression.up_proj import correct_up, up_passes
+from oneshot.families import Attention
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader, to_host
@@ -31,7 +32,8 @@ INPUT_KINDS = {"heads": "attention input", "ffn": "ffn input"}
 class CompressedLayer:
     """A finished layer: what the checkpoint stores, what the compressed stream passed, and what was lost.
 
-    `folded` and `working` are the same tensors unless smaller coordinates or smaller heads were folded.
+    `folded` and `working` are the same tensors unless smaller coordinates or smaller heads were folded, or a sublayer
+    was left out, which `working` still has.
     """
 
     folded: Tensors
@@ -93,7 +95,7 @@ class LayerCompressor:
         current = self._current(layer, self._upload(working), states) if working else None
         for task in self._tasks(layer):
             states.defer_dense(DensePass(task.index, dense))
-            if current is not None:
+            if current is not None and not task.is_left_out:
                 states.defer(_Pass(task, current))
         states.settle()
 
@@ -106,8 +108,7 @@ class LayerCompressor:
         tasks = self._tasks(layer)
         if self._plan.layers[layer].is_left_out:
             self.replay_layer(layer, tensors, {})
-            gone = [SublayerReport(task.sublayer.kind, task.dense_units, 0) for task in tasks]
-            return CompressedLayer({}, {}, gone)
+            return CompressedLayer({}, {}, _left_out(tasks))
         uploaded = self._upload(tensors)
         working = self._confined(layer, uploaded)
         if self._states is None:
@@ -119,13 +120,14 @@ class LayerCompressor:
 
     def _by_weights(self, layer: int, working: Tensors, tasks: list[SublayerTask]) -> Solved:
         """Compress a layer whose neurons are chosen by weights alone."""
-        reports = self._input_reports(layer, None)
+        reports, maps = self._input_reports(layer, None), InnerMaps()
         for task in tasks:
             if task.is_reduced:
-                _, factors, _ = task.solve(working, None)
+                units, factors, _ = task.solve(working, None)
                 working = task.fold(working, factors)
+                maps = self._with_heads(task, maps, units)
                 reports.append(_report(task, factors, None))
-        return working, InnerMaps(), reports
+        return working, maps, reports + _left_out(tasks)
 
     def _by_text(
         self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
@@ -141,6 +143,8 @@ class LayerCompressor:
         for task in tasks:
             dense_pass = DensePass(task.index, dense)
             states.defer_dense(dense_pass)
+            if task.is_left_out:
+                continue
             if task.is_attention and self._plan.query_key_size is not None:
                 working, maps = self._reduce_queries_keys(task, working, states, current)
                 current = self._current(layer, working, states)
@@ -157,8 +161,7 @@ class LayerCompressor:
             if task.is_attention:
                 maps = keep_heads(maps, units, self._model.shape.heads_per_group)
                 maps = maps if values is None else replace(maps, values=values)
-                if self._stack.attention.fixed_heads and task.is_reduced:
-                    maps = replace(maps, heads=units)
+                maps = self._with_heads(task, maps, units)
             del statistics
             if task.corrects_up:
                 working, factors = correct_up(task, tensors, working, states)
@@ -168,7 +171,14 @@ class LayerCompressor:
             states.defer(solved[-1][2])
         states.settle()
         reports = [_report(task, factors, passed.error) for task, factors, passed in solved]
-        return working, maps, inputs + reports
+        return working, maps, inputs + reports + _left_out(tasks)
+
+    @staticmethod
+    def _with_heads(task: SublayerTask, maps: InnerMaps, heads: torch.Tensor) -> InnerMaps:
+        """Return the maps with the heads that are cut at the end, if the layer has fixed heads until then."""
+        mixer = task.sublayer.mixer
+        cuts = isinstance(mixer, Attention) and mixer.fixed_heads and task.is_reduced
+        return replace(maps, heads=heads) if cuts else maps
 
     @property
     def _norms_inside(self) -> bool:
@@ -201,6 +211,7 @@ class LayerCompressor:
 
     def _passes(self, tasks: list[SublayerTask], states: States) -> float:
         """Return how many passes over the text the layer takes."""
+        tasks = [task for task in tasks if not task.is_left_out]
         extra = self._plan.query_key_size is not None
         return 1 + extra + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
 
@@ -251,6 +262,9 @@ class LayerCompressor:
                 folded = fold_post_norm(folded, self._stack, self._model.read_norm_before(layer), bases)
             else:
                 folded = fold_hidden(folded, self._stack, bases)
+        for task in self._tasks(layer):
+            if task.is_left_out:
+                folded = without_sublayer(folded, task.sublayer)
         like = tensors[f"{attention.out}.weight"]
         folded = {
             name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor
@@ -284,6 +298,10 @@ class LayerCompressor:
             kind = INPUT_KINDS[sublayer.kind]
             reports.append(SublayerReport(kind, self._model.shape.hidden_size, size, predicted, measured))
         return reports
+
+
+def _left_out(tasks: list[SublayerTask]) -> list[SublayerReport]:
+    return [SublayerReport(task.sublayer.kind, task.dense_units, 0) for task in tasks if task.is_left_out]
 
 
 def _report(task: SublayerTask, factors: Factors, measured: float | None) -> SublayerReport:

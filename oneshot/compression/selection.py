@@ -8,7 +8,7 @@ from oneshot.compression.statistics import Moments
 from oneshot.linalg.elimination import eliminate
 from oneshot.linalg.pivoted_qr import GROUP_SIZE, pivots_with_quota, weighted_pivots
 from oneshot.linalg.psd import RidgeFactor
-from oneshot.recipes import Pivoting, Selector
+from oneshot.recipes import Pivoting, PivotWeights, Selector
 
 SELECTION_DAMPING = 1e-2  # of `obs` and `leverage`
 
@@ -24,6 +24,7 @@ class Evidence:
         gram: `AᵀA (n, n)`; None for selectors that only look at weights.
         moments: of the columns, for `tcsp-score` and `flap`.
         sketch: `S A (s, n)` to choose pivots from instead of the Gram; or None.
+        pivot_weights: of the columns in `id`, see `column_weights`.
         pivoting, group_size: of `id` for neurons, as in `linalg.pivoted_qr.weighted_pivots`.
         generator: of `random`.
     """
@@ -36,6 +37,15 @@ class Evidence:
     sketch: torch.Tensor | None = None
     pivoting: Pivoting = "cholesky"
     group_size: int = GROUP_SIZE
+    pivot_weights: PivotWeights = "output"
+
+    def column_weights(self) -> torch.Tensor:
+        """Return the weights of the columns in `id`, float64 `(n,)`.
+
+        `output`: the norms of the consumer's columns (STAT A.3). `none`: ones, so that pivots see activations alone.
+        """
+        norms = self.consumer.double().norm(dim=0)
+        return norms if self.pivot_weights == "output" else torch.ones_like(norms)
 
 
 def column_scores(selector: Selector, evidence: Evidence) -> torch.Tensor:
@@ -43,8 +53,8 @@ def column_scores(selector: Selector, evidence: Evidence) -> torch.Tensor:
 
     `activation-norm`: `‖a_j‖² ‖w_j‖²`. `wanda`: `‖a_j‖ Σ_i |w_ij|` (Wanda-sp, An et al. 2023). `flap`:
     `var(a_j) ‖w_j‖²` (FLAP, An et al. 2023, eq. 5). `leverage`: the ridge leverage score `[G (G + λI)⁻¹]_jj` (MoDeGPT,
-    Lin et al. 2024). `tcsp-score`: `‖w_j‖ (E|a_j| + std a_j)` (TCSP eq. 25). `magnitude`: the squared norm of the
-    column's own weights, on both sides. `random`: a draw.
+    Lin et al. 2024). `tcsp-score`: `‖w_j‖ (E a_j + std a_j)`, the mean with its sign (TCSP eq. 25, algorithm 4).
+    `magnitude`: the squared norm of the column's own weights, on both sides. `random`: a draw.
     """
     weight, gram, moments = evidence.consumer.double(), evidence.gram, evidence.moments
     energy = weight.square().sum(0)
@@ -57,7 +67,7 @@ def column_scores(selector: Selector, evidence: Evidence) -> torch.Tensor:
         assert moments is not None
         if selector == "flap":
             return moments.deviation.square() * energy
-        return energy.sqrt() * (moments.absolute_mean + moments.deviation)
+        return energy.sqrt() * (moments.mean + moments.deviation)
     assert gram is not None
     if selector == "leverage":
         return RidgeFactor(gram, SELECTION_DAMPING).solve(gram).diagonal()
@@ -68,15 +78,15 @@ def column_scores(selector: Selector, evidence: Evidence) -> torch.Tensor:
 def select_neurons(selector: Selector, kept_size: int, evidence: Evidence) -> torch.Tensor:
     """Return the FFN neurons to keep, ascending int64 `(kept_size,)`.
 
-    `id`: pivots of the activations, columns weighted by the norms of the consumer's columns (STAT A.3). `obs`: backward
-    elimination (`linalg.elimination`). Others: the largest `column_scores`.
+    `id`: pivots of the weighted activations (STAT sections 2 and 3.1). `obs`: backward elimination
+    (`linalg.elimination`). Others: the largest `column_scores`.
     """
     if selector == "id":
         assert evidence.gram is not None
         return (
             weighted_pivots(
                 evidence.gram,
-                evidence.consumer.double().norm(dim=0),
+                evidence.column_weights(),
                 rank=kept_size,
                 sketch=evidence.sketch,
                 pivoting=evidence.pivoting,
@@ -127,8 +137,8 @@ def select_heads(
         )
     elif selector == "id":
         assert evidence.gram is not None
-        norms = evidence.consumer.double().norm(dim=0)
-        weighted = evidence.gram.double() * norms * norms.unsqueeze(1)
+        weights = evidence.column_weights()
+        weighted = evidence.gram.double() * weights * weights.unsqueeze(1)
         unit_gram = torch.einsum("idjd->ij", weighted.view(num_heads, head_dim, num_heads, head_dim))
         if by_group:
             unit_gram = torch.einsum(

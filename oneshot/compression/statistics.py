@@ -16,10 +16,9 @@ HELD_OUT_EVERY = 8  # batches
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of activations, float64 `(n,)`: `E a`, `E|a|` and `E a²`."""
+    """Moments of activations, float64 `(n,)`: `E a` and `E a²`."""
 
     mean: torch.Tensor
-    absolute_mean: torch.Tensor
     square_mean: torch.Tensor
 
     @property
@@ -39,6 +38,7 @@ class Statistics:
         num_rows: tokens seen.
         sketch: `S A (s, n)` float32, only for pivots; or None.
         moments: of the activations; or None.
+        value_grams: `VᵀV (G, h, h)` float32 of the values of every KV group, before the softmax weighs them; or None.
         held_out: the part of these sums from a held-out slice of the text; or None.
     """
 
@@ -48,6 +48,7 @@ class Statistics:
     num_rows: int
     sketch: torch.Tensor | None = None
     moments: Moments | None = None
+    value_grams: torch.Tensor | None = None
     held_out: "Statistics | None" = None
 
 
@@ -161,16 +162,16 @@ class SketchAccumulator:
 
 
 class MomentAccumulator:
-    """Average `a`, `|a|` and `a²` over rows, with sums in float64."""
+    """Average `a` and `a²` over rows, with sums in float64."""
 
     def __init__(self, size: int, *, device: torch.device) -> None:
-        self._sums = torch.zeros(3, size, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(2, size, dtype=torch.float64, device=device)
         self._num_rows = 0
 
     def update_(self, activations: torch.Tensor) -> None:
         """Add rows `(m, n)`."""
         rows = activations.float()
-        self._sums += torch.stack((rows.sum(0), rows.abs().sum(0), rows.square().sum(0)))
+        self._sums += torch.stack((rows.sum(0), rows.square().sum(0)))
         self._num_rows += len(rows)
 
     def merge_(self, other: "MomentAccumulator") -> None:
@@ -186,7 +187,7 @@ class MomentAccumulator:
 
 
 class HeadGramAccumulator:
-    """Sum `xᵀx (heads, h, h)` of every head's part of the rows, float32; for queries and keys."""
+    """Sum `xᵀx (heads, h, h)` of every head's part of the rows, float32; for queries, keys and values."""
 
     def __init__(self, num_heads: int, head_dim: int, *, device: torch.device) -> None:
         self._grams = torch.zeros(num_heads, head_dim, head_dim, device=device)

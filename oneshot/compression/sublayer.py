@@ -11,12 +11,13 @@ from typing import TypeVar
 
 import torch
 
-from oneshot.compression.correction import Factors, best_damping, correct, predicted_error
+from oneshot.compression.correction import Factors, best_damping, correct, correct_heads, predicted_error
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns, row_energy
 from oneshot.compression.inner_heads import value_subspaces
 from oneshot.compression.selection import Evidence, select_heads, select_neurons
 from oneshot.compression.statistics import (
     GramAccumulator,
+    HeadGramAccumulator,
     MomentAccumulator,
     SketchAccumulator,
     SplitAccumulator,
@@ -103,8 +104,13 @@ class SublayerTask:
 
     @property
     def is_reduced(self) -> bool:
-        """Return whether the sublayer loses heads or neurons."""
-        return self.kept_units < self.dense_units
+        """Return whether the sublayer loses heads or neurons, and others stay."""
+        return 0 < self.kept_units < self.dense_units
+
+    @property
+    def is_left_out(self) -> bool:
+        """Return whether the whole sublayer goes: the stream passes it unchanged."""
+        return self.kept_units == 0
 
     @property
     def smaller_values(self) -> int | None:
@@ -125,9 +131,12 @@ class SublayerTask:
     def follows_dense(self) -> bool:
         """Return whether the target comes from the dense stream.
 
-        Attention follows it only for a smaller hidden size: fewer heads that follow it diverge (docs/experiments.md).
+        By default attention follows it only for a smaller hidden size: fewer heads that follow it diverge
+        (docs/experiments.md).
         """
-        return self.corrects_slices if self.is_attention else self.method.follows_dense
+        if self.is_attention and self.method.heads_correction != "two-stream":
+            return self.corrects_slices
+        return self.method.follows_dense
 
     @property
     def corrects_up(self) -> bool:
@@ -161,6 +170,7 @@ class SublayerTask:
         sketch, moments = self._sketch(states), None
         if self.selector in MOMENT_SELECTORS:
             moments = MomentAccumulator(self.num_columns, device=self.machine.device)
+        values = self._value_accumulator()
         for x, _ in states.read():
             inner, target = current.inner(self.index, x), None
             if self.follows_dense:
@@ -170,12 +180,15 @@ class SublayerTask:
                 sketch.update_(inner)
             if moments is not None:
                 moments.update_(inner)
+            if values is not None:
+                values.update_(current.values(self.index, x))
         last = self._target(x, dense) if self.follows_dense else reference.sum(self.index, x) - x
         workers = self.machine.workers
         statistics = replace(
             self._reachable(accumulator.finish(weight, workers)),
             sketch=None if sketch is None else sketch.finish(workers),
             moments=None if moments is None else moments.finish(workers),
+            value_grams=None if values is None else values.finish(workers),
         )
         self._warn_if_dead(statistics.gram)
         return statistics, last
@@ -195,7 +208,7 @@ class SublayerTask:
             if self.smaller_values is None:
                 return units, factors, None
             assert statistics is not None
-            return units, *self._reduce_values(weight, columns, factors, statistics, self.smaller_values)
+            return units, *self._reduce_values(weight, units, columns, factors, statistics, self.smaller_values)
 
         return self.shared(solve)
 
@@ -243,6 +256,12 @@ class SublayerTask:
             row_offset=states.first_row,
         )
 
+    def _value_accumulator(self) -> HeadGramAccumulator | None:
+        """Return the sums of the values themselves, if their subspaces come from them."""
+        if self.smaller_values is None or self.method.value_features == "heads":
+            return None
+        return HeadGramAccumulator(self.shape.num_key_value_heads, self.shape.head_dim, device=self.machine.device)
+
     def _reachable(self, statistics: Statistics) -> Statistics:
         """Return the residual within the subspace that the sublayer writes to; its energy also counts the rest."""
         if self.subspaces is None or self.stack.norms_after or statistics.residual is None:
@@ -267,6 +286,7 @@ class SublayerTask:
                 sketch=None if statistics is None else statistics.sketch,
                 pivoting=self.method.pivoting,
                 group_size=self.method.pivot_group_size,
+                pivot_weights=self.method.pivot_weights,
             )
             if self.is_attention:
                 units = select_heads(
@@ -295,6 +315,11 @@ class SublayerTask:
         has_bias = weight.shape[1] > self.num_columns
         if has_bias:
             columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
+        if self.is_attention and self.is_reduced and self.method.heads_correction == "head-level":
+            assert statistics is not None
+            return correct_heads(
+                weight, columns, statistics, head_dim=self.shape.head_dim, damping=self.method.fixed_damping
+            )
         correction = self.method.correction
         if correction == "two-stream" and not self.follows_dense:
             correction = "same-layer"
@@ -307,15 +332,26 @@ class SublayerTask:
         return correct(weight, columns, statistics, correction=correction, damping=damping, residual_weight=share)
 
     def _reduce_values(
-        self, weight: torch.Tensor, columns: torch.Tensor, factors: Factors, statistics: Statistics, size: int
+        self,
+        weight: torch.Tensor,
+        heads: torch.Tensor,
+        columns: torch.Tensor,
+        factors: Factors,
+        statistics: Statistics,
+        size: int,
     ) -> tuple[Factors, torch.Tensor]:
         """Return the factors of a writer that reads values in subspaces of `size` coordinates, and the subspaces."""
+        grams = statistics.value_grams
+        if grams is not None:
+            grams = grams[(heads // self.shape.heads_per_group).unique()]
         values, restricted = value_subspaces(
             factors.weight[:, : len(columns)],
             statistics.gram[columns.unsqueeze(1), columns],
             num_groups=self.kept.num_key_value_heads,
             head_dim=self.shape.head_dim,
             size=size,
+            value_grams=grams,
+            weighted=self.method.value_weights == "output",
             correct=self.method.solves,
             damping=self.method.fixed_damping,
         )

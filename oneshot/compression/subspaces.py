@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from oneshot.checkpoint import Model
 from oneshot.compression.fold_post_norm import SubspaceNorm
 from oneshot.compression.statistics import GramAccumulator
-from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.linalg.pca import coordinate_directions, energies_along, principal_directions, random_directions
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned
 from oneshot.planning import HiddenPlan
-from oneshot.recipes import TokenWeighting
+from oneshot.recipes import Hidden, TokenWeighting
 from oneshot.stream import Layer, States, Step
 from oneshot.text import Text
 
@@ -101,12 +101,17 @@ def find_subspaces(
     *,
     token_weighting: TokenWeighting = "unit",
     shared_weight: float = 0.0,
+    kind: Hidden = "pca",
+    seed: int = 0,
     advance: Callable[[float], None] = lambda tokens: None,
 ) -> Subspaces:
     """Return the principal directions of what the norms read, group by group.
 
     A group's directions come from its own positions' Grams. With `shared_weight` they also come from the Grams of all
     other positions, because a direction that the group lacks is lost for the later ones.
+
+    `kind` replaces the principal directions by the coordinates of most energy, or by random directions of the `seed`:
+    baselines of SP3 (table 3) and TCSP (table 5).
 
     Norms that follow their sublayers read the sums (SP3 equations 5 to 8); position 0 is then the sum of the
     embeddings. With `token_weighting = "unit"` rows are divided by their root mean square, as the norms do. Otherwise a
@@ -126,8 +131,15 @@ def find_subspaces(
 
     states.passes = len(stack.sublayers)
     position = 0
+
+    def directions(group: int, gram: torch.Tensor) -> torch.Tensor:
+        if kind == "random":
+            return random_directions(gram, seed + group)
+        return coordinate_directions(gram) if kind == "coordinates" else principal_directions(gram)
+
     if stack.norms_after:
-        return _of_sums(model, states, group_of, machine, shared_weight, token_weighting)
+        _save_grams_of_sums(model, states, machine, token_weighting)
+        return _decompose(machine.scratch, group_of, shared_weight, machine, directions)
     upload = Uploader(machine.device)
     for tensors in prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers):
         layer = states.builder.layer(upload(tensors))
@@ -139,18 +151,11 @@ def find_subspaces(
     states.advance = lambda tokens: None
     save_file({"gram": gram_of(None).cpu()}, _gram_path(machine.scratch, position))
     states.close()
-    return _decompose(machine.scratch, group_of, shared_weight, machine)
+    return _decompose(machine.scratch, group_of, shared_weight, machine, directions)
 
 
-def _of_sums(
-    model: Model,
-    states: States,
-    group_of: tuple[int, ...],
-    machine: Machine,
-    shared_weight: float,
-    token_weighting: TokenWeighting,
-) -> Subspaces:
-    """Return the principal directions of the sums that norms after them read: of the embeddings, and of sublayers."""
+def _save_grams_of_sums(model: Model, states: States, machine: Machine, token_weighting: TokenWeighting) -> None:
+    """Save a Gram of every sum that a norm after it reads: of the embeddings, and of every sublayer."""
     shape, stack, upload = model.shape, model.family.stack, Uploader(machine.device)
 
     def accumulator() -> GramAccumulator:
@@ -185,7 +190,6 @@ def _of_sums(
             save(gram, stack.position(number, index) + 1)
         del tensors, layer
     states.close()
-    return _decompose(machine.scratch, group_of, shared_weight, machine)
 
 
 def weighted_rows(x: torch.Tensor, *, centred: bool, weighting: str) -> torch.Tensor:
@@ -198,7 +202,13 @@ def weighted_rows(x: torch.Tensor, *, centred: bool, weighting: str) -> torch.Te
     return rows
 
 
-def _decompose(folder: Path, group_of: tuple[int, ...], shared_weight: float, machine: Machine) -> Subspaces:
+def _decompose(
+    folder: Path,
+    group_of: tuple[int, ...],
+    shared_weight: float,
+    machine: Machine,
+    directions_of: Callable[[int, torch.Tensor], torch.Tensor],
+) -> Subspaces:
     """Return the directions of every group from the Grams on disk, and every position's energies along them."""
     device, workers = machine.device, machine.workers
 
@@ -214,7 +224,7 @@ def _decompose(folder: Path, group_of: tuple[int, ...], shared_weight: float, ma
         members = [position for position, member in enumerate(group_of) if member == group]
         own = total(members)
         counted = own + shared_weight * (everywhere - own) if shared_weight else own
-        directions = workers.share(group, partial(principal_directions, counted))
+        directions = workers.share(group, partial(directions_of, group, counted))
         energies += [energies_along(gram(position), directions).cpu() for position in members]
         save_file({"directions": directions.cpu().contiguous()}, _path(folder, group))
     return Subspaces(folder, group_of, torch.stack(energies))

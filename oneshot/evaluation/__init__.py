@@ -1,15 +1,19 @@
-"""Quality of models beside a baseline: perplexity, agreement, tasks, sizes and latency."""
+"""Quality of models beside a baseline: perplexity, agreement, examples, tasks, sizes and latency."""
 
 from oneshot.evaluation.comparison import Evaluation, print_evaluations, write_json
 from oneshot.evaluation.evaluate import evaluate, load_windows
+from oneshot.evaluation.kinds import Kind, kind_of, load_as
 from oneshot.evaluation.models import load_model, measure_latency
 from oneshot.evaluation.scoring import TextScore, perplexity, relative_score, score_windows
 from oneshot.evaluation.tasks import run_tasks, task_manager
 
 __all__ = [
     "Evaluation",
+    "Kind",
     "TextScore",
     "evaluate",
+    "kind_of",
+    "load_as",
     "load_model",
     "load_windows",
     "measure_latency",

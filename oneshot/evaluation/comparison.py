@@ -40,6 +40,8 @@ class TextRecord:
 class Evaluation:
     """One model's numbers. Dictionaries are by text; latencies in seconds, medians over rounds.
 
+    Of encoders and encoder–decoders, `measures` has the numbers of every source of examples, and perplexities and the
+    KV cache are left out. Sizes of layers are None if the family is not known.
     Beside a baseline, `top1_agreement` and `kl_divergence` (nats per token) are as in `TextScore`, `score` is the
     geometric mean over the texts of perplexity ÷ the baseline's, `worst_ratio` the largest of these ratios.
     `prefill_seconds` is one forward pass over `prefill_tokens` tokens; `decode_seconds` is per generated token.
@@ -47,10 +49,10 @@ class Evaluation:
 
     checkpoint: str
     stored_parameters: int
-    layer_parameters: int
+    layer_parameters: int | None
     file_bytes: int
-    flops_per_token: int
-    kv_bytes_per_token: int
+    flops_per_token: int | None
+    kv_bytes_per_token: int | None
     perplexity: dict[str, float]
     tokens_scored: dict[str, int]
     top1_agreement: dict[str, float] | None = None
@@ -60,6 +62,7 @@ class Evaluation:
     prefill_seconds: float | None = None
     decode_seconds: float | None = None
     tasks: dict[str, dict[str, float]] | None = None
+    measures: dict[str, dict[str, float]] | None = None
     texts: dict[str, TextRecord] = field(default_factory=dict)
 
 
@@ -97,6 +100,9 @@ def _flatten(evaluation: Evaluation) -> dict[str, Any]:
         label = LABELS.get(name, name.replace("_", " "))
         if name == "tasks":
             rows |= {f"{task} {metric}": score for task, metrics in value.items() for metric, score in metrics.items()}
+        elif name == "measures":
+            for source, numbers in value.items():
+                rows |= {f"{number} {Path(source).name}": score for number, score in numbers.items()}
         elif isinstance(value, dict):
             for text, number in value.items():
                 rows[label.format(text=Path(text).name, tokens=evaluation.tokens_scored[text])] = number

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint import Checkpoint, identify, locate_checkpoint
-from oneshot.errors import CalibrationError
+from oneshot.errors import CalibrationError, ConfigError
+from oneshot.evaluation.by_example import evaluate_examples
 from oneshot.evaluation.comparison import Evaluation, text_record
+from oneshot.evaluation.kinds import Kind, kind_of
 from oneshot.evaluation.models import load_model, measure_latency
 from oneshot.evaluation.scoring import relative_score, score_windows
 from oneshot.evaluation.tasks import run_tasks, task_manager
@@ -45,18 +47,41 @@ def evaluate(
     tasks: Sequence[str] = (),
     limit: int | None = None,
     include_path: str | None = None,
+    kind: Kind | None = None,
+    batch_size: int = 8,
 ) -> list[Evaluation]:
     """Evaluate checkpoints on the same windows: in order, then the baseline. All are in memory at once.
 
-    `decode_tokens=0` leaves the latency out. Raises a subclass of `OneshotError` for everything that a user can mend.
+    `decode_tokens=0` leaves the latency out. Encoders and encoder–decoders are evaluated on examples, `batch_size` at a
+    time, and one model is in memory at a time: see `evaluate_examples`. They have neither tasks nor latency.
+    `kind=None`: the kind that the first checkpoint's class has.
+
+    Raises a subclass of `OneshotError` for everything that a user can mend.
     """
     where = resolve_device(device)
     compute = resolve_dtype(dtype, where)
     manager = task_manager(tasks, include_path) if tasks else None  # a wrong name is refused before hours of scoring
     names = [*checkpoints, baseline] if baseline is not None else [*checkpoints]
     with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
-        opened = [_open(name, Path(scratch)) for name in names]
-        folders = [checkpoint.folder for checkpoint, _ in opened]
+        located = [Checkpoint(locate_checkpoint(name, Path(scratch))) for name in names]
+        kind = kind_of(located[0].config) if kind is None else kind
+        if kind != "causal":
+            if tasks:
+                raise ConfigError(f"--tasks are for models that write text, not for {kind}; leave them out.")
+            return evaluate_examples(
+                names,
+                located,
+                texts,
+                kind,
+                with_baseline=baseline is not None,
+                longest=sequence_length,
+                limit=max_windows,
+                batch_size=batch_size,
+                device=where,
+                dtype=compute,
+            )
+        opened = [(checkpoint, _shape(checkpoint)) for checkpoint in located]
+        folders = [checkpoint.folder for checkpoint in located]
         tokenizer = load_tokenizer(folders[0])
         windows = {
             text: load_windows(text, tokenizer, sequence_length=sequence_length, max_windows=max_windows)
@@ -128,7 +153,6 @@ def _beside(result: Evaluation, baseline: Evaluation) -> Evaluation:
     return replace(result, score=score, worst_ratio=worst_ratio)
 
 
-def _open(name: str, scratch: Path) -> tuple[Checkpoint, StackShape]:
-    """Open a checkpoint and read its sizes; one with layers of different sizes states them itself."""
-    checkpoint = Checkpoint(locate_checkpoint(name, scratch))
-    return checkpoint, stated_shape(checkpoint.config) or identify(checkpoint).shape.stack()
+def _shape(checkpoint: Checkpoint) -> StackShape:
+    """Return the sizes of a checkpoint; one with layers of different sizes states them itself."""
+    return stated_shape(checkpoint.config) or identify(checkpoint).shape.stack()

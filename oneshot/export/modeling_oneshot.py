@@ -127,7 +127,11 @@ class OneshotMLP(nn.Module):
 
 
 class OneshotDecoderLayer(nn.Module):
-    """`W x + attn(norm(x))`, then `V h + ffn(norm(h))`; W and V only where the stream enters another subspace."""
+    """`W x + attn(norm(x))`, then `V h + ffn(norm(h))`; W and V only where the stream enters another subspace.
+
+    Attention without heads and an FFN without neurons are absent, also their norms. Caches count only the layers that
+    have attention.
+    """
 
     def __init__(self, config: OneshotConfig, layer_idx: int) -> None:
         super().__init__()
@@ -135,19 +139,28 @@ class OneshotDecoderLayer(nn.Module):
         sizes = config.layers[layer_idx]
         hidden, middle, output = sizes["hidden_size"], sizes["middle_size"], sizes["output_size"]
         self.hidden_size = hidden
-        self.self_attn = OneshotAttention(config, sizes, layer_idx)
-        self.mlp = OneshotMLP(config, sizes)
-        self.input_layernorm = norm_of(config, hidden)
-        self.post_attention_layernorm = norm_of(config, middle)
+        self.self_attn, self.input_layernorm = None, None
+        if sizes["num_attention_heads"]:
+            in_cache = sum(before["num_attention_heads"] > 0 for before in config.layers[:layer_idx])
+            self.self_attn = OneshotAttention(config, sizes, in_cache)
+            self.input_layernorm = norm_of(config, hidden)
+        self.mlp, self.post_attention_layernorm = None, None
+        if sizes["intermediate_size"]:
+            self.mlp = OneshotMLP(config, sizes)
+            self.post_attention_layernorm = norm_of(config, middle)
         self.attention_shortcut = (
             nn.Linear(hidden, middle, bias=False) if sizes["attention_shortcut"] else nn.Identity()
         )
         self.ffn_shortcut = nn.Linear(middle, output, bias=False) if sizes["ffn_shortcut"] else nn.Identity()
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = self.attention_shortcut(hidden_states) + attended
-        return self.ffn_shortcut(hidden_states) + self.mlp(self.post_attention_layernorm(hidden_states))
+        carried = self.attention_shortcut(hidden_states)
+        if self.self_attn is not None and self.input_layernorm is not None:
+            carried = carried + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+        output = self.ffn_shortcut(carried)
+        if self.mlp is not None and self.post_attention_layernorm is not None:
+            output = output + self.mlp(self.post_attention_layernorm(carried))
+        return output
 
 
 def norm_of(config: OneshotConfig, width: int) -> LlamaRMSNorm:

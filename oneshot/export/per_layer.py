@@ -39,6 +39,7 @@ class PerLayerForm(LlamaLayers):
             model.shape,
             layers_differ=True,
             heads_differ=True,
+            sublayers_optional=True,
             inner_sizes=True,
             subspaces_differ=True,
             embedding_ranks=True,
@@ -81,6 +82,7 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
         )
     complete = complete_config(config)
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
+    attending = next(layer for layer in stack.layers if layer.num_attention_heads)
     if shape.layer_norms:
         kept |= {"hidden_act": complete["activation_function"], "rms_norm_eps": LAYER_NORM_EPSILON}
     return (
@@ -97,8 +99,8 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
             "hidden_size": stack.embedding_size,
             "intermediate_size": stack.layers[0].intermediate_size,
             "num_hidden_layers": len(stack.layers),
-            "num_attention_heads": stack.layers[0].num_attention_heads,
-            "num_key_value_heads": stack.layers[0].num_key_value_heads,
+            "num_attention_heads": attending.num_attention_heads,
+            "num_key_value_heads": attending.num_key_value_heads,
             "head_dim": shape.head_dim,
             "tie_word_embeddings": stack.head != "own" and not stack.embedding,
             "embedding": [asdict(table) for table in stack.embedding] or None,

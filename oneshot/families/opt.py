@@ -1,7 +1,8 @@
 """OPT: LayerNorm, learned positions, biases everywhere, an FFN without a gate.
 
-Its stock config ties head count and head size to the hidden size, so only the FFN shrinks within it. The hidden size
-and the sizes inside heads need the per-layer form, whose RMSNorms replace the LayerNorms (`fold.to_rms_norms`).
+Its stock config ties head count and head size to the hidden size, so only the FFN shrinks within it. Fewer heads, the
+hidden size and the sizes inside heads need the per-layer form, whose RMSNorms replace the LayerNorms
+(`fold.to_rms_norms`).
 """
 
 from typing import Any

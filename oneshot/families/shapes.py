@@ -14,6 +14,8 @@ class LayerShape:
     `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and the FFN's. `norm_bias`:
     the norms store a bias. `query_key_norms`: queries and keys are normed, each by one weight for all heads.
     `gated`: the FFN has a gate beside its up projection. `norm_weights`: norms have a weight for every coordinate.
+
+    A layer without heads has no attention, and one of FFN width zero no FFN: also no norm before it and no biases.
     """
 
     hidden_size: int
@@ -40,18 +42,19 @@ class LayerShape:
         heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
         projected = (heads + groups) * self.query_key_size + groups * self.value_size
         attention = projected * (self.hidden_size + self.attention_bias)
-        attention += self.middle_size * (heads * self.value_size + self.output_bias)
-        inputs = 1 + self.gated
-        mlp = inputs * width * (self.middle_size + self.mlp_bias) + self.output_size * (width + self.mlp_bias)
+        attention += self.middle_size * (heads * self.value_size + self.output_bias * (heads > 0))
+        inputs, bias = 1 + self.gated, self.mlp_bias * (width > 0)
+        mlp = inputs * width * (self.middle_size + bias) + self.output_size * (width + bias)
         shortcuts = self.attention_shortcut * self.hidden_size * self.middle_size
         shortcuts += self.ffn_shortcut * self.middle_size * self.output_size
         return attention + mlp + shortcuts
 
     def parameters(self) -> int:
         """Return the stored parameters, norms included."""
-        norms = (self.hidden_size + self.middle_size) * (self.norm_weights + self.norm_bias)
+        attends, has_ffn = self.num_attention_heads > 0, self.intermediate_size > 0
+        norms = (self.hidden_size * attends + self.middle_size * has_ffn) * (self.norm_weights + self.norm_bias)
         pairs = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
-        return self.linear_parameters() + norms + pairs + 2 * self.query_key_size * self.query_key_norms
+        return self.linear_parameters() + norms + pairs + 2 * self.query_key_size * self.query_key_norms * attends
 
     def key_value_size(self) -> int:
         """Return the values that one token takes in the layer's KV cache."""
@@ -126,6 +129,15 @@ class StackShape:
         if self.head == "none":
             head = 0
         return 2 * (linears + head + mapped * self.embedding_size * (self.output_size or self.final_size))
+
+    def layer_flops_per_token(self, context: float) -> float:
+        """Return the operations of the layers for one token that attends to `context` tokens, products QKᵀ and AV too.
+
+        It is the count of STAT section 4 and of Kwon et al. (2022): embedding and output head are left out.
+        """
+        linears = sum(layer.linear_parameters() for layer in self.layers)
+        sizes = sum(layer.num_attention_heads * (layer.query_key_size + layer.value_size) for layer in self.layers)
+        return 2 * (linears + sizes * context)
 
     def _table_parameters(self) -> int:
         """Return the stored parameters of the token embedding."""

@@ -21,7 +21,7 @@ from oneshot.footprint.terms import (
 from oneshot.footprint.work import Work
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.latency import WIDTHS
-from oneshot.profiling.profiler import PROBE_SEQUENCES
+from oneshot.profiling.profiler import PROBE_SEQUENCES, probes_per_layer
 from oneshot.text.self_written import DOCUMENT_TOKENS, SELF, document_bytes
 
 SLACK_BYTES = 128 * 2**20
@@ -140,7 +140,9 @@ def _profile(work: Work) -> list[Stage]:
     size, heads = shape.intermediate_size + shape.mlp_bias, shape.num_attention_heads * shape.head_dim
     states = PROBE_SEQUENCES * length * shape.hidden_size * itemsize
     probes = Term(
-        (len(work.schedule.profiled_kinds) * shape.num_hidden_layers + 2) * states, computed=True, knobs=LENGTH
+        (probes_per_layer(work.schedule.profiled_kinds) * shape.num_hidden_layers + 2) * states,
+        computed=True,
+        knobs=LENGTH,
     )
     grams = (terms.gram(work, size, residual=False), terms.gram(work, heads + shape.output_bias, residual=False))
     layer = (*terms.layer(work), terms.layer_copy(work), *grams, probes)
@@ -223,6 +225,7 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
     heads = shape.num_attention_heads * shape.head_dim + shape.output_bias
     reshapes = work.method.reduces_heads or plan.value_size is not None or plan.query_key_size is not None
     corrects_slices = work.schedule.finds_subspaces and work.schedule.two_streams
+    follows = corrects_slices or (work.method.heads_correction == "two-stream" and work.schedule.two_streams)
     base = (*terms.layer(work), terms.bases(work))
     if work.schedule.finds_subspaces:
         base = (*base, Term(2 * FLOAT * hidden * (heads + size), computed=True))
@@ -236,12 +239,12 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
     target = Term(2 * work.batch_tokens * hidden * work.dtype.itemsize, computed=True, knobs=BATCH)
     listed = []
     if work.schedule.streams and work.schedule.solves_heads:
-        gram = terms.gram(work, heads, residual=corrects_slices)
+        gram = terms.gram(work, heads, residual=follows)
         chosen = terms.pivoting(work, heads, heads, work.method.heads)
-        half = terms.correction(work, heads, heads // 2, residual=corrects_slices)
+        half = terms.correction(work, heads, heads // 2, residual=follows)
         weighted = Term(4 * DOUBLE * heads * heads, computed=True) if work.method.heads == "id" else Term(0)
         solved = max(chosen, half, weighted, key=terms.size_of)
-        slices = terms.held_out(work, heads, residual=corrects_slices)
+        slices = terms.held_out(work, heads, residual=follows)
         listed.append(Stage("the factorisation of the heads", (*base, *copies, gram, *slices, batch, solved)))
     if work.schedule.streams:
         gram = terms.gram(work, size, residual=work.schedule.two_streams)

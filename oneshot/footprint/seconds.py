@@ -17,7 +17,7 @@ from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
 from oneshot.profiling.embedding import EMBEDDING_PROBES
-from oneshot.profiling.profiler import PROBE_SEQUENCES, STATISTICS_SEQUENCES
+from oneshot.profiling.profiler import PROBE_SEQUENCES, STATISTICS_SEQUENCES, probes_per_layer
 from oneshot.recipes import WEIGHT_SELECTORS
 from oneshot.text import SELF
 from oneshot.text.self_written import DOCUMENT_TOKENS
@@ -167,7 +167,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     shape, kinds = work.shape, work.schedule.profiled_kinds
     layers, size, length = shape.num_hidden_layers, shape.intermediate_size, work.text.sequence_length
     read = min(STATISTICS_SEQUENCES, work.text.num_sequences) * length
-    probes = PROBE_SEQUENCES * length * len(kinds) * layers / 2
+    probes = PROBE_SEQUENCES * length * probes_per_layer(kinds) * layers / 2
     grams = _gram(size, read) + ("heads" in kinds) * _gram(_heads(work), read)
     logits = 2 * length * shape.vocab_size * shape.hidden_size / rates.energies
     seconds = {
@@ -176,7 +176,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
         "pivots": layers * rates.pivots(size, size),
         "solve": layers * (size**3 / 3 + 4 * size**2 * shape.hidden_size) / rates.double,
         "energies": layers * 4 * size**2 * shape.hidden_size / rates.energies,
-        "output head": PROBE_SEQUENCES * (len(kinds) * layers + 3) * logits,
+        "output head": PROBE_SEQUENCES * (probes_per_layer(kinds) * layers + 3) * logits,
     }
     if rates.on_device:
         seconds["condition"] = layers * _condition(3 / 4 * size)

@@ -6,6 +6,7 @@ import torch
 
 from oneshot.linalg.psd import RidgeFactor
 
+PANEL_ROWS = 1024
 SMALLEST_RIDGE, LARGEST_RIDGE = 1e-7, 1.0  # of the mean diagonal; the first is what float32 sums know
 
 
@@ -45,15 +46,14 @@ def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float) -> I
     return Interpolation(skeleton, rest, factor.solve(gram[rows, rest]), factor)
 
 
-def nested_errors(gram: torch.Tensor, weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return `min_W' ‖A Wᵀ − A[:, order[:k]] W'ᵀ‖² / ‖A Wᵀ‖²` for every k in 0 … n; float64 `(n + 1,)` on the host.
+def ordered_factor(gram: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return the upper triangular `R (n, n)` float64 of `A[:, order] = Q R`, without A and without pivoting.
 
-    With `A[:, order] = Q R`, the first k columns span the first k of Q; so of `A Wᵀ = Q (R W[:, order]ᵀ)` they miss the
-    rows of the bracket from k on. R is the Cholesky factor of the permuted Gram, with the smallest ridge (of powers of
-    ten times its mean diagonal) that makes it positive definite.
+    R is the Cholesky factor of the permuted Gram, with the smallest ridge (of powers of ten times its mean diagonal)
+    that makes it positive definite.
 
     Args:
-        gram: `AᵀA (n, n)`. weight: `(d, n)`. order: int64 `(n,)`, all columns, the first to keep first.
+        gram: `AᵀA (n, n)`. order: int64 `(n,)`, all columns.
     """
     mean = gram.diagonal()[order].double().mean().clamp_min(torch.finfo(torch.float64).tiny)
     ridge, failed, failed_at = SMALLEST_RIDGE, True, torch.empty((), dtype=torch.int32, device=gram.device)
@@ -63,8 +63,34 @@ def nested_errors(gram: torch.Tensor, weight: torch.Tensor, order: torch.Tensor)
         factor = square.mT  # in LAPACK's order of columns, so that it is factorised where it lies
         torch.linalg.cholesky_ex(factor, out=(factor, failed_at))
         ridge, failed = ridge * 10, bool(failed_at)
+    return factor.T
+
+
+def nested_errors(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `min_W' ‖A Wᵀ − A[:, :k] W'ᵀ‖² / ‖A Wᵀ‖²` for every k in 0 … n; float64 `(n + 1,)` on the host.
+
+    With `A = Q R`, the first k columns span the first k of Q; so of `A Wᵀ = Q (R Wᵀ)` they miss the rows of the bracket
+    from k on.
+
+    Args:
+        factor: `R (n, n)` of `ordered_factor`. weight: `(d, n)`, its columns in the order of the factor.
+    """
     # summed on the host, because a sum of one row on CUDA is not deterministic
-    energies = (factor.T @ weight.double()[:, order].T).square().sum(1).cpu()
+    energies = (factor @ weight.double().T).square().sum(1).cpu()
     missed = energies.flip(0).cumsum(0).flip(0)
     total = missed[0].clamp_min(torch.finfo(missed.dtype).tiny)
     return torch.cat((missed / total, missed.new_zeros(1)))
+
+
+def trailing_norms(factor: torch.Tensor, column_weights: torch.Tensor) -> torch.Tensor:
+    """Return `‖R22‖_F` of `A diag(c) = Q [R11 R12; 0 R22]` for every size k of R11 in 0 … n (STAT section 2, A.3).
+
+    Args:
+        factor: `R (n, n)` of `ordered_factor`. column_weights: `c (n,)`, in the order of the factor.
+
+    Returns:
+        float64 `(n + 1,)` on the host; the first is `‖A diag(c)‖_F`, the last zero.
+    """
+    weights = column_weights.double()
+    energies = torch.cat([(rows * weights).square().sum(1).cpu() for rows in factor.split(PANEL_ROWS)])
+    return torch.cat((energies.flip(0).cumsum(0).flip(0).sqrt(), energies.new_zeros(1)))

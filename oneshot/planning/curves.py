@@ -26,9 +26,15 @@ class Profile:
             correction, for every k.
         head_errors: `(layers, units + 1)`: the same of attention, for every number of kept head units; zeros if heads
             were not profiled.
+        ffn_tails: `(layers, n + 1)`: `‖R22‖_F` of the pivoted QR of the neurons' activations, weighted by the norms of
+            the columns that read them, for every number k of kept neurons (STAT section 3.3, A.3).
+        head_tails: `(layers, units + 1)`: the same of the columns of all heads, those of the kept heads first (STAT
+            section 3.2, step 2); zeros if heads were not profiled.
         ffn_sensitivity, head_sensitivity: `(layers,)`: mean KL divergence (nats per token) of the model's output from
             the dense one's if only this sublayer is reduced, per unit of its relative squared error.
         layer_divergence: `(layers,)`: the same divergence if only this layer is left out.
+        head_divergence, ffn_divergence: `(layers,)`: the same divergence if only the layer's attention, or only its
+            FFN, is left out.
         block_influence: `(layers,)`: one minus the mean cosine of the layer's input and output (ShortGPT equation 1).
         ffn_fluctuation: `(layers, n)`: variance of every neuron's activation, times its squared norm in the output
             linear.
@@ -42,9 +48,13 @@ class Profile:
 
     ffn_errors: torch.Tensor
     head_errors: torch.Tensor
+    ffn_tails: torch.Tensor
+    head_tails: torch.Tensor
     ffn_sensitivity: torch.Tensor
     head_sensitivity: torch.Tensor
     layer_divergence: torch.Tensor
+    head_divergence: torch.Tensor
+    ffn_divergence: torch.Tensor
     block_influence: torch.Tensor
     ffn_fluctuation: torch.Tensor
     embedding_gram: torch.Tensor

@@ -1,11 +1,12 @@
 """The predicted cost of sizes, from a profile."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from oneshot.families import ModelShape
 from oneshot.planning.curves import Profile
+from oneshot.planning.grid import Grid
 from oneshot.planning.plan import Plan
 from oneshot.recipes import Allocation
 
@@ -29,36 +30,60 @@ class Damages:
     embedding: torch.Tensor
 
 
-def profiled_damages(profile: Profile, allocation: Allocation) -> Damages:
+def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Damages:
     """Return the predicted cost of every size of every sublayer.
 
-    `error`: the relative squared error of the sublayer's output. `stat`: its root times `l + 50` (STAT A.4).
+    `error`: the relative squared error of the sublayer's output. `stat`, `stat-reversed`: see `stat_damages`.
     `block-influence`: the squared error times the layer's block influence (ShortGPT). `sensitivity`: the squared error
     times the measured divergence of the model's output, in nats per token; the embedding counts `EMBEDDING_CAUTION`
-    times. `flap`: the fluctuations of removed neurons, standardised in every layer.
+    times, and a sublayer that is left out its own measured divergence. `flap`: the fluctuations of removed neurons,
+    standardised in every layer.
     """
-    depth = torch.arange(len(profile.block_influence), dtype=torch.float64).unsqueeze(1)
     unknown = torch.empty(0, 0, dtype=torch.float64)
-    if allocation == "stat":
-        weights = depth + 50
-        ffn, heads = weights * profile.ffn_errors.sqrt(), weights * profile.head_errors.sqrt()
+    if allocation in ("stat", "stat-reversed"):
+        ffn, heads = stat_damages(profile, grid, is_reversed=allocation == "stat-reversed")
         return Damages(ffn, heads, profile.layer_divergence, unknown)
     if allocation == "flap":
         ffn = removed_fluctuation(profile.ffn_fluctuation)
         return Damages(ffn, torch.zeros_like(profile.head_errors), profile.layer_divergence, unknown)
-    ones = torch.ones(len(depth), dtype=torch.float64)
+    ones = torch.ones(len(profile.block_influence), dtype=torch.float64)
     ffn, heads = {
         "error": (ones, ones),
         "block-influence": (profile.block_influence, profile.block_influence),
         "sensitivity": (profile.ffn_sensitivity, profile.head_sensitivity),
     }[allocation]
     embedding = EMBEDDING_CAUTION * profile.embedding_sensitivity * profile.embedding_errors
-    return Damages(
+    damages = Damages(
         ffn.unsqueeze(1) * profile.ffn_errors,
         heads.unsqueeze(1) * profile.head_errors,
         profile.layer_divergence,
         embedding if allocation == "sensitivity" else unknown,
     )
+    if allocation == "sensitivity":
+        damages.ffn[:, 0], damages.heads[:, 0] = profile.ffn_divergence, profile.head_divergence
+    return damages
+
+
+def stat_damages(profile: Profile, grid: Grid, *, is_reversed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return STAT's expected errors `F · w(l) · e` of every size of every FFN and of every attention.
+
+    F is the kind's share of a layer's operations (STAT section 3.3). `e` is `‖R22‖_F` of the weighted activations, and
+    `w` a weight of the layer, `l = 1 … N` (STAT A.4): `l + 50` for models with norms before their sublayers, where `e`
+    is relative to `‖R‖_F`, and `√(l + 1) + 1` for models with norms after them. `is_reversed`: `1 / w` instead of `w`.
+    """
+    number = torch.arange(1, len(profile.ffn_tails) + 1, dtype=torch.float64).unsqueeze(1)
+    absolute = grid.family.stack.sublayers[0].norm.place == "after"
+    weights = (number + 1).sqrt() + 1 if absolute else number + 50
+    if is_reversed:
+        weights = 1 / weights
+    layer = grid.shape.layer()
+    attention_share = replace(layer, intermediate_size=0).linear_parameters() / layer.linear_parameters()
+
+    def expected(tails: torch.Tensor, share: float) -> torch.Tensor:
+        errors = tails if absolute else tails / tails[:, :1].clamp_min(TINY)
+        return share * weights * errors
+
+    return expected(profile.ffn_tails, 1 - attention_share), expected(profile.head_tails, attention_share)
 
 
 def removed_fluctuation(fluctuation: torch.Tensor) -> torch.Tensor:
@@ -87,5 +112,6 @@ def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
             removed = shape.num_key_value_heads - kept.num_key_value_heads
         else:
             removed = (shape.num_attention_heads - kept.num_attention_heads) // shape.num_key_value_heads
-        total += float(damages.ffn[layer, kept.intermediate_size] + damages.heads[layer, -1 - removed])
+        heads = damages.heads[layer, -1 - removed if kept.num_attention_heads else 0]
+        total += float(damages.ffn[layer, kept.intermediate_size] + heads)
     return total

@@ -18,6 +18,7 @@ class Grid:
         refusal: a sentence why the form cannot hold this model at all; None if it can.
         layers_differ: whether every layer can have its own FFN width.
         heads_differ: whether every layer can also have its own heads.
+        sublayers_optional: whether a layer can be without attention, or without an FFN.
         inner_sizes: whether heads can have other sizes for queries, keys and values.
         subspaces_differ: whether the residual stream can change its subspace between sublayers.
         embedding_ranks: whether ranges of the vocabulary can have their own ranks.
@@ -32,6 +33,7 @@ class Grid:
     refusal: str | None = None
     layers_differ: bool = False
     heads_differ: bool = False
+    sublayers_optional: bool = False
     inner_sizes: bool = False
     subspaces_differ: bool = False
     embedding_ranks: bool = False
@@ -125,6 +127,8 @@ class Grid:
             raise PlanError(self.refusal)
         if method.up_steps and (reason := self.family.reason_against("up_proj")) is not None:
             raise PlanError(reason)
+        if method.leaves_out_sublayers and not self.sublayers_optional:
+            raise ConfigError(f"--set depth=sublayers needs {self.remedy}; add it, or set depth=sensitivity.")
         if method.embedding not in (AUTO, "none"):
             if not self.embedding_ranks:
                 raise ConfigError(f"--set embedding={method.embedding} needs {self.remedy}; add it.")

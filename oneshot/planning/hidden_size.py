@@ -29,9 +29,9 @@ def plan_hidden(
         return replace(plan, hidden=HiddenPlan(group_of, (size,) * len(group_of)))
 
     if target.hidden_size is not None:
-        if target.hidden_size >= shape.hidden_size:
+        if target.hidden_size > shape.hidden_size:
             raise PlanError(
-                f"--set hidden_size={target.hidden_size} is not below the model's {shape.hidden_size}; give less."
+                f"--set hidden_size={target.hidden_size} is above the model's {shape.hidden_size}; give at most that."
             )
         return with_width(target.hidden_size)
     step = target.round_to or default_round_to(shape.hidden_size)

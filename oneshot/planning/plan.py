@@ -29,7 +29,7 @@ class HiddenPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The kept FFN width and heads of one layer; all zero if the whole layer is left out."""
+    """The kept FFN width and heads of one layer; zero if the FFN, attention or both are left out."""
 
     intermediate_size: int
     num_attention_heads: int

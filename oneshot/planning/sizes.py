@@ -3,10 +3,11 @@
 import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
-from oneshot.families import StackShape
+from oneshot.families import ModelShape, StackShape
 from oneshot.planning.budget import Budget
 from oneshot.planning.curves import Profile
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
@@ -48,8 +49,11 @@ def make_plan(
     sublayers_shrink = method.reduces_sublayers and budget.target != dense
     if method.slices and target.budget != "parameters":
         raise ConfigError(f"--set budget={target.budget} is for FFN neurons and heads; set hidden=none.")
+    target = with_sizes(target, grid)
     _check_inner_sizes(grid, target)
     plan = replace(dense_plan(shape, method), query_key_size=target.query_key_size, value_size=target.value_size)
+    if target.intermediate_size is not None:
+        plan = _with_ffn_width(plan, shape, method, target.intermediate_size)
     if not method.slices and target.hidden_size is not None:
         raise ConfigError("--set hidden_size= needs a method for the hidden size; add --set hidden=pca.")
     if method.slices and (budget.target < dense or target.hidden_size is not None):
@@ -81,11 +85,45 @@ def make_plan(
             round_to=target.round_to,
             damages=damages,
             reduce_embedding=method.embedding != "none",
+            leave_out_sublayers=method.leaves_out_sublayers,
         )
 
+    if method.leaves_out_sublayers and target.budget == "latency":
+        raise ConfigError("--set depth=sublayers has no measured latencies; set depth=sensitivity or another budget.")
+    if method.reduces_heads and target.budget == "latency" and grid.family.reason_against("heads") is not None:
+        raise PlanError(
+            "--set budget=latency measures layers of the family's own class, which cannot have fewer heads; choose "
+            "another budget, or set heads=none."
+        )
+    if method.leaves_out_sublayers and damages is not None:
+        return shrink(plan)
     if not method.leaves_out_layers:
         return shrink(plan)
     return with_fewer_layers(grid, plan, budget, damages, shrink if sublayers_shrink else None)
+
+
+def with_sizes(target: Target, grid: Grid) -> Target:
+    """Return the target with the sizes that its rates stand for, rounded to the nearest; rotary pairs stay whole."""
+    shape = grid.shape
+    sizes: dict[str, Any] = {}
+    if target.hidden_rate:
+        sizes["hidden_size"] = max(1, round(shape.hidden_size * (1 - target.hidden_rate)))
+    if target.inner_rate:
+        kept, pair = 1 - target.inner_rate, 2 if grid.family.stack.rotary else 1
+        sizes["intermediate_size"] = max(1, round(shape.intermediate_size * kept))
+        sizes["value_size"] = max(1, round(shape.head_dim * kept))
+        sizes["query_key_size"] = max(1, round(shape.head_dim * kept / pair)) * pair
+    return replace(target, **sizes, hidden_rate=None, inner_rate=None)
+
+
+def _with_ffn_width(plan: Plan, shape: ModelShape, method: Method, width: int) -> Plan:
+    if not method.reduces_ffn:
+        raise ConfigError(f"--set intermediate_size={width} needs a selector of neurons; add --set ffn=id.")
+    if width > shape.intermediate_size:
+        raise PlanError(
+            f"--set intermediate_size={width} is above the model's {shape.intermediate_size}; give at most that."
+        )
+    return replace(plan, layers=tuple(replace(kept, intermediate_size=width) for kept in plan.layers))
 
 
 def _check_inner_sizes(grid: Grid, target: Target) -> None:
@@ -109,8 +147,8 @@ def predicted_divergences(
     It is given for the `plan`, and for the best plan of each form (`grids`) for the same target, which shows what a
     form costs. Small numbers are more reliable than large ones, because damages are assumed to add up.
     """
-    damages = profiled_damages(profile, "sensitivity")
-    shape = next(iter(grids.values())).shape
+    any_grid = next(iter(grids.values()))
+    damages, shape = profiled_damages(profile, "sensitivity", any_grid), any_grid.shape
     predicted = {"plan": predicted_damage(plan, shape, damages)}
     for form, grid in grids.items():
         with contextlib.suppress(PlanError):

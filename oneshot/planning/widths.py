@@ -14,6 +14,8 @@ from oneshot.planning.grid import Grid
 from oneshot.planning.plan import LayerPlan, Plan
 from oneshot.planning.vocabulary import table_options
 
+NO_HEADS = {"num_attention_heads": 0, "num_key_value_heads": 0}
+
 
 def meet_budget(
     grid: Grid,
@@ -25,13 +27,15 @@ def meet_budget(
     round_to: int | None,
     damages: Damages | None = None,
     reduce_embedding: bool = False,
+    leave_out_sublayers: bool = False,
 ) -> Plan:
     """Return the plan with fewer neurons and heads that meets the budget; FFN widths are multiples of `round_to`.
 
     Without `damages` all layers are equal and come as near to the budget as possible. If both kinds are reduced, heads
     take the fraction nearest to the one that all sublayers must lose, and the FFN takes what is left. With `damages`
     the plan of least damage within the budget is chosen, among equal layers unless the form lets layers differ.
-    `reduce_embedding`: ranks of the vocabulary's ranges are chosen together with these sizes.
+    `reduce_embedding`: ranks of the vocabulary's ranges are chosen together with these sizes. `leave_out_sublayers`:
+    with damages, the sizes zero of an FFN and of attention also count.
 
     Args:
         plan: what is decided already, with all neurons and heads.
@@ -42,7 +46,8 @@ def meet_budget(
     surplus = budget.measure(grid.stack(plan)) - budget.target
     if surplus == 0:
         return plan
-    if not reduce_ffn and not reduce_heads:
+    leaves_out = leave_out_sublayers and damages is not None
+    if not (reduce_ffn or reduce_heads or leaves_out):
         raise PlanError("Nothing may be reduced (ffn=none, heads=none); allow one with --set, or ask for --sparsity 0.")
     step = round_to or default_round_to(shape.intermediate_size)
     if reduce_ffn and step > shape.intermediate_size:
@@ -56,7 +61,9 @@ def meet_budget(
         widths_step = step if reduce_ffn else None
         if reduce_heads and not grid.heads_differ:
             return _spread_with_equal_heads(grid, plan, budget, damages, widths_step)
-        return _spread(grid, plan, budget, damages, widths_step, ranges, reduce_heads=reduce_heads)
+        return _spread(
+            grid, plan, budget, damages, widths_step, ranges, reduce_heads=reduce_heads, leaves_out=leaves_out
+        )
     if not reduce_heads:
         return _with_width(grid, plan, budget, step)
     options = _head_options(shape, plan)
@@ -164,6 +171,7 @@ def _spread(
     ranges: list[list[TableShape]],
     *,
     reduce_heads: bool,
+    leaves_out: bool = False,
 ) -> Plan:
     """Return each layer's own sizes with the least sum of damages within the budget (`linalg.allocation`)."""
     shape = grid.shape
@@ -172,14 +180,16 @@ def _spread(
         widths = [*range(step, shape.intermediate_size, step), shape.intermediate_size]
     units = _head_sizes(shape, plan.head_unit)
     heads = [kept for kept in units if reduce_heads or kept == _heads_of(plan.layers[plan.kept_layers[0]])]
-    from_end = len(units) - units.index(heads[0])
+    columns = [units.index(kept) - len(units) for kept in heads]  # from the end, where all units stay
+    if leaves_out:
+        widths, heads, columns = [0, *widths], [NO_HEADS, *heads], [0, *columns]
     kinds = [{"intermediate_size": width} for width in widths], heads
     total = budget.measure(grid.stack(plan))
     tables: list[np.ndarray] = []
     costs: list[np.ndarray] = []
     for layer in plan.kept_layers:
         kept = plan.layers[layer]
-        tables += [damages.ffn[layer, widths].numpy(), damages.heads[layer, -from_end:][: len(heads)].numpy()]
+        tables += [damages.ffn[layer, widths].numpy(), damages.heads[layer, columns].numpy()]
         if not costs or plan.hidden is not None:  # layers are equal unless the hidden size differs
             before, after = plan.layers[:layer], plan.layers[layer + 1 :]
             prices = []
@@ -202,5 +212,7 @@ def _spread(
     layers, blocks = list(plan.layers), chosen[: 2 * len(plan.kept_layers)]
     for layer, width, unit in zip(plan.kept_layers, blocks[::2], blocks[1::2], strict=True):
         layers[layer] = LayerPlan(widths[width], **heads[unit])
+    if not any(layer.num_attention_heads for layer in layers):
+        raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
     embedding = tuple(ranks[chosen_rank] for ranks, chosen_rank in zip(ranges, chosen[len(blocks) :], strict=True))
     return replace(plan, layers=tuple(layers), embedding=() if embedding == whole else embedding)

@@ -18,7 +18,7 @@ from oneshot.compression.fold import augmented_weight, fold_sublayer, head_colum
 from oneshot.compression.selection import Evidence, column_scores, select_heads
 from oneshot.compression.statistics import GramAccumulator, MomentAccumulator, Statistics, with_constant_column
 from oneshot.families import Sublayer
-from oneshot.linalg.interpolative import nested_errors
+from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing_norms
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
@@ -31,7 +31,8 @@ from oneshot.text import Text
 
 STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections
 PROBE_SEQUENCES = 2
-PROBED_KINDS = ("ffn", "heads", "layer")
+PROBED_KINDS = ("ffn", "heads", "layer", "sublayer")
+LEFT_OUT_SUBLAYERS = ("no heads", "no ffn")  # the probes of `sublayer`
 PROBE_SHARE = 3 / 4  # of a sublayer's neurons or heads stays in its probe; less if the error is too small
 MIN_PROBE_ERROR = 1e-4  # relative and squared: below this the divergence is rounding noise
 
@@ -82,6 +83,8 @@ class LayerProfiler:
         self._dense = self.states.builder.embed(model.read_embedding(), batch)
         self._ffn_errors: list[torch.Tensor] = []
         self._head_errors: list[torch.Tensor] = []
+        self._ffn_tails: list[torch.Tensor] = []
+        self._head_tails: list[torch.Tensor] = []
         self._fluctuation: list[torch.Tensor] = []
         self._influence: list[float] = []
         self._probes: list[_Probe] = []
@@ -106,16 +109,22 @@ class LayerProfiler:
         heads, neurons = self._statistics(tensors, dense)
         attention, ffn = (self._stack.index_of(kind) for kind in ("heads", "ffn"))
         attended = dense.run(attention, self._dense)
-        self._head_errors.append(torch.zeros(self.head_units + 1, dtype=torch.float64))
-        self._ffn_errors.append(torch.zeros(self._shape.intermediate_size + 1, dtype=torch.float64))
+        for curves in (self._head_errors, self._head_tails):
+            curves.append(torch.zeros(self.head_units + 1, dtype=torch.float64))
+        for curves in (self._ffn_errors, self._ffn_tails):
+            curves.append(torch.zeros(self._shape.intermediate_size + 1, dtype=torch.float64))
         self._fluctuation.append(torch.zeros(self._shape.intermediate_size, dtype=torch.float64))
         if workers.owns(self._stack.position(layer, attention)):
             if "layer" in self._probed:
                 self._probes.append(_Probe("layer", layer, 1.0, self._dense.clone()))
+            if "sublayer" in self._probed:
+                self._probes.append(_Probe("no heads", layer, 1.0, dense.run(ffn, self._dense)))
             if heads is not None:
                 self._profile_heads(layer, tensors, dense, heads)
         if workers.owns(self._stack.position(layer, ffn)):
             release_heap()
+            if "sublayer" in self._probed:
+                self._probes.append(_Probe("no ffn", layer, 1.0, attended.clone()))
             self._profile_ffn(layer, tensors, neurons, attended)
         self._dense = dense.run(ffn, attended)
 
@@ -123,21 +132,34 @@ class LayerProfiler:
         """Return the profile; the probes pass the final norm and the output head."""
         divergences = self._divergences()
         self.states.close()
-        by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in PROBED_KINDS}
+        kinds = (*PROBED_KINDS, *LEFT_OUT_SUBLAYERS)
+        by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in kinds}
         for probe, divergence in zip(self._probes, divergences, strict=True):
             by_kind[probe.kind][probe.layer] = divergence / max(probe.error, MIN_PROBE_ERROR)
         ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
+        ffn_tails, head_tails = torch.stack(self._ffn_tails), torch.stack(self._head_tails)
         fluctuation = torch.stack(self._fluctuation)
-        for values in (ffn_errors, head_errors, fluctuation, *by_kind.values()):  # zeros from all but the owner
+        for values in (
+            ffn_errors,
+            head_errors,
+            ffn_tails,
+            head_tails,
+            fluctuation,
+            *by_kind.values(),
+        ):  # zeros from all but the owner
             total = values.to(self._machine.device)
             self._machine.workers.sum_(total)
             values.copy_(total)
         return Profile(
             ffn_errors=ffn_errors,
             head_errors=head_errors,
+            ffn_tails=ffn_tails,
+            head_tails=head_tails,
             ffn_sensitivity=by_kind["ffn"],
             head_sensitivity=by_kind["heads"],
             layer_divergence=by_kind["layer"],
+            head_divergence=by_kind["no heads"],
+            ffn_divergence=by_kind["no ffn"],
             block_influence=torch.tensor(self._influence, dtype=torch.float64),
             ffn_fluctuation=fluctuation,
             embedding_gram=embedding.gram,
@@ -198,9 +220,9 @@ class LayerProfiler:
         weight = augmented_weight(tensors, sublayer.writer).to(self._machine.device)
         width = shape.num_attention_heads * shape.head_dim
         evidence = Evidence(weight[:, :width], None, statistics.gram[:width, :width], torch.Generator())
-        errors = self._head_errors[layer]
+        errors, tails = self._head_errors[layer], self._head_tails[layer]
 
-        def reduce(kept_units: int) -> Factors:
+        def select(kept_units: int) -> torch.Tensor:
             heads = select_heads(
                 "id",
                 evidence,
@@ -209,15 +231,19 @@ class LayerProfiler:
                 kept_groups=kept_units if by_group else shape.num_key_value_heads,
                 kept_heads_per_group=shape.heads_per_group if by_group else kept_units,
             )
-            return self._correct(weight, head_columns(heads, shape.head_dim), statistics, shape.output_bias)
+            return head_columns(heads, shape.head_dim)
 
-        errors[0] = 1.0
+        def reduce(columns: torch.Tensor) -> Factors:
+            return self._correct(weight, columns, statistics, shape.output_bias)
+
+        errors[0], tails[0] = 1.0, head_tail(evidence, select(units)[:0])
         for kept_units in range(1, units):
-            errors[kept_units] = squared_error(reduce(kept_units))
+            columns = select(kept_units)
+            errors[kept_units], tails[kept_units] = squared_error(reduce(columns)), head_tail(evidence, columns)
         if units == 1:
             return
         probed = probe_size(errors)
-        folded = fold_sublayer(tensors, sublayer, shape, reduce(probed))
+        folded = fold_sublayer(tensors, sublayer, shape, reduce(select(probed)))
         states = self.states.builder.layer(folded).run(self._stack.index_of("heads"), self._dense)
         states = dense.run(self._stack.index_of("ffn"), states)
         self._probes.append(_Probe("heads", layer, float(errors[probed]), states))
@@ -228,8 +254,12 @@ class LayerProfiler:
         weight = augmented_weight(tensors, sublayer.writer).to(self._machine.device)
         down = weight[:, : shape.intermediate_size]
         gram = statistics.gram[: shape.intermediate_size, : shape.intermediate_size]
-        order = weighted_pivots(gram, down.double().norm(dim=0), rank=len(gram))
-        self._ffn_errors[layer] = nested_errors(gram, down, order).cpu()
+        norms = down.double().norm(dim=0)
+        order = weighted_pivots(gram, norms, rank=len(gram))
+        factor = ordered_factor(gram, order)
+        self._ffn_errors[layer] = nested_errors(factor, down[:, order])
+        self._ffn_tails[layer] = trailing_norms(factor, norms[order])
+        del factor  # as large as the Gram in float64
         evidence = Evidence(down, None, gram, torch.Generator(), moments=statistics.moments)
         self._fluctuation[layer] = column_scores("flap", evidence).cpu()
         if "ffn" not in self._probed:
@@ -243,6 +273,21 @@ class LayerProfiler:
         if has_bias:
             columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
         return correct(weight, columns, statistics, correction="same-layer", damping=self._damping)
+
+
+def head_tail(evidence: Evidence, columns: torch.Tensor) -> float:
+    """Return `‖R22‖_F` of the unpivoted QR of all heads' weighted columns, the kept `columns` first (STAT 3.2)."""
+    assert evidence.gram is not None
+    others = torch.ones(len(evidence.gram), dtype=torch.bool, device=columns.device)
+    others[columns] = False
+    order = torch.cat((columns, others.nonzero().squeeze(1)))
+    norms = evidence.consumer.double().norm(dim=0)
+    return float(trailing_norms(ordered_factor(evidence.gram, order), norms[order])[len(columns)])
+
+
+def probes_per_layer(kinds: Sequence[str]) -> int:
+    """Return how many probes every layer adds for these kinds of `PROBED_KINDS`."""
+    return len(kinds) + ("sublayer" in kinds)
 
 
 def squared_error(factors: Factors) -> float:

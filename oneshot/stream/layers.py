@@ -216,6 +216,12 @@ class Layer:
         normed = self.normed(index, x).flatten(0, -2)
         return self._part(mixer.q)(normed), self._part(mixer.k)(normed)
 
+    def values(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return values `(tokens, G·h)` before the softmax weighs them."""
+        mixer = self._stack.sublayers[index].mixer
+        assert isinstance(mixer, Attention)
+        return self._part(mixer.v)(self.normed(index, x).flatten(0, -2))
+
     def gates(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what an FFN with a gate reads, `(tokens, D)`, and the gate's activations, `(tokens, n)`."""
         mixer = self._stack.sublayers[index].mixer

@@ -3,6 +3,7 @@
 from oneshot.text.packing import (
     Batch,
     Text,
+    encode,
     load_examples,
     load_text,
     load_tokenizer,
@@ -14,19 +15,22 @@ from oneshot.text.packing import (
     token_hash,
 )
 from oneshot.text.self_written import SELF, documents_together, write_text
-from oneshot.text.sources import iter_documents
+from oneshot.text.sources import iter_documents, iter_pairs, read_rows
 
 __all__ = [
     "SELF",
     "Batch",
     "Text",
     "documents_together",
+    "encode",
     "iter_documents",
+    "iter_pairs",
     "load_examples",
     "load_text",
     "load_tokenizer",
     "mix",
     "pack",
+    "read_rows",
     "shares",
     "special_tokens",
     "split_sources",

@@ -196,7 +196,7 @@ def _examples(source: str, tokenizer: Any, num_tokens: int, longest: int, seed: 
     examples: list[Example] = []
     total = 0
     for text, pair in iter_pairs(source, seed):
-        for example in _encode(tokenizer, text, pair, longest, source):
+        for example in encode(tokenizer, text, pair, longest, source):
             total += len(example[0])
             if total > num_tokens and examples:
                 return examples
@@ -207,8 +207,11 @@ def _examples(source: str, tokenizer: Any, num_tokens: int, longest: int, seed: 
     return examples
 
 
-def _encode(tokenizer: Any, text: str, pair: str | None, longest: int, source: str) -> Iterator[Example]:
-    """Yield the tokens of a text, or of a pair, and which text each is of."""
+def encode(tokenizer: Any, text: str, pair: str | None, longest: int, source: str) -> Iterator[Example]:
+    """Yield the tokens of a text, or of a pair, and which text each is of.
+
+    A text longer than `longest` tokens gives several examples; a pair is cut. Raises `CalibrationError`.
+    """
     options = {"truncation": True, "max_length": longest, "return_token_type_ids": True, "verbose": False}
     try:
         if pair is None:

@@ -1,5 +1,6 @@
 """Documents of a text source: a data set, a file, or the text that comes with Python."""
 
+import itertools
 import json
 import reprlib
 import tempfile
@@ -53,6 +54,26 @@ def iter_pairs(source: str, seed: int | None) -> Iterator[tuple[str, str | None]
             yield first, second
 
 
+def read_rows(source: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """Return the first rows of a source, in their stored order and with all columns: examples to evaluate models on.
+
+    Args:
+        source: a `.jsonl` or `.parquet` file, or a hub data set as `org/name[:config[:split]]`; the split is
+            `validation` if it is not stated.
+        limit: at most so many rows; None for all.
+
+    Raises `CalibrationError` if the source cannot be read or holds no rows.
+    """
+    if Path(source).suffix in (".jsonl", ".json", ".parquet"):
+        return _file_rows(Path(source))[:limit]
+    if Path(source).suffix == ".txt" or source == "builtin":
+        raise CalibrationError(f"{source} holds no columns; give a .jsonl or .parquet file with one example per row.")
+    path, config, split, column = _parse_hub_source(source, "validation")
+    if column is not None:
+        raise CalibrationError(f"{source} names columns, but examples have fixed ones; leave out :{column}.")
+    return list(itertools.islice(_hub_rows(path, config, split, None), limit))
+
+
 def _checked(text: Any, source: str) -> str | None:
     """Return a text of a source; None if it is missing or blank."""
     if text is not None and not isinstance(text, str):
@@ -72,6 +93,28 @@ def _builtin_documents() -> list[str]:
 
 
 def _file_documents(path: Path, seed: int | None) -> Iterable[Pair]:
+    if path.suffix == ".txt":
+        _check_file(path)
+        return ((piece, None) for piece in _text_pieces(path))
+    rows = _file_rows(path)
+    column = _text_column(rows, str(path))
+    return _shuffled([(row.get(column), row.get(PAIR_COLUMN)) for row in rows], seed)
+
+
+def _file_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines or Parquet; at least one."""
+    _check_file(path)
+    try:
+        rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
+    if not rows:
+        raise CalibrationError(f"{path} holds no rows; give one record with text per line.")
+    return rows
+
+
+def _check_file(path: Path) -> None:
+    """Raise `CalibrationError` for a file that is missing or empty."""
     try:
         if path.is_dir():
             raise CalibrationError(f"{path} is a folder; give a .txt, .jsonl or .parquet file.")
@@ -79,15 +122,8 @@ def _file_documents(path: Path, seed: int | None) -> Iterable[Pair]:
             raise CalibrationError(f"{path} does not exist; give a .txt, .jsonl or .parquet file.")
         if path.stat().st_size == 0:
             raise CalibrationError(f"{path} is empty; give a file with text.")
-        if path.suffix == ".txt":
-            return ((piece, None) for piece in _text_pieces(path))
-        rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
-    if not rows:
-        raise CalibrationError(f"{path} holds no rows; give one record with text per line.")
-    column = _text_column(rows, str(path))
-    return _shuffled([(row.get(column), row.get(PAIR_COLUMN)) for row in rows], seed)
 
 
 def _text_pieces(path: Path) -> Iterator[str]:
@@ -143,9 +179,20 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _hub_documents(source: str, seed: int | None) -> Iterator[Pair]:
-    from datasets import load_dataset
-
     path, config, split, column = HUB_ALIASES.get(source) or _parse_hub_source(source)
+    rows = _hub_rows(path, config, split, seed)
+    first = next(rows)
+    columns = (column or _text_column([first], path)).split(",")
+    for name in columns:
+        if name not in first:
+            raise CalibrationError(f"{path} has no column {name!r}; it has {', '.join(first)}.")
+    for row in itertools.chain([first], rows):
+        yield row.get(columns[0]), row.get(columns[1] if len(columns) > 1 else PAIR_COLUMN)
+
+
+def _hub_rows(path: str, config: str | None, split: str, seed: int | None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a hub data set; at least one."""
+    from datasets import load_dataset
 
     def guarded(read: Callable[[], Any]) -> Any:
         try:
@@ -164,21 +211,17 @@ def _hub_documents(source: str, seed: int | None) -> Iterator[Pair]:
     row = guarded(lambda: next(rows, None))
     if row is None:
         raise CalibrationError(f"The split {split} of {path} is empty; choose another.")
-    columns = (column or _text_column([row], path)).split(",")
-    for name in columns:
-        if name not in row:
-            raise CalibrationError(f"{path} has no column {name!r}; it has {', '.join(row)}.")
     while row is not None:
-        yield row.get(columns[0]), row.get(columns[1] if len(columns) > 1 else PAIR_COLUMN)
+        yield row
         row = guarded(lambda: next(rows, None))
 
 
-def _parse_hub_source(source: str) -> tuple[str, str | None, str, str | None]:
+def _parse_hub_source(source: str, default_split: str = "train") -> tuple[str, str | None, str, str | None]:
     parts = source.split(":")
     if len(parts) > 4 or not parts[0]:
         raise CalibrationError(f"--calibration {source} is not understood; write org/name:config:split:column.")
     path, config, split, column = parts + [""] * (4 - len(parts))
-    return path, config or None, split or "train", column or None
+    return path, config or None, split or default_split, column or None
 
 
 def _text_column(rows: Sequence[dict[str, Any]], source: str) -> str:

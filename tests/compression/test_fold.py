@@ -13,7 +13,7 @@ from strategies import TOLERANCES
 from oneshot import compress
 from oneshot.checkpoint import Checkpoint, open_model
 from oneshot.compression.correction import Factors
-from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns, row_energy, to_rms_norms
+from oneshot.compression.fold import augmented_weight, cut_heads, fold_sublayer, head_columns, row_energy, to_rms_norms
 from oneshot.families import FAMILIES, LLAMA, Description, ModelShape
 
 SaveModel = Callable[..., Path]
@@ -226,6 +226,12 @@ def test_folded_heads_keep_the_groups_that_they_use(
     kept_columns = torch.cat((columns, torch.tensor([12]))) if biases else columns  # column 12 is the bias
     factors = Factors(kept_columns, weight[:, kept_columns].double())
     folded = fold_sublayer(tensors, family.stack.sublayers[index], shape, factors)
+    if attention.fixed_heads:
+        silent = folded[f"{attention.out}.weight"].clone()
+        assert torch.equal(folded[f"{attention.q}.weight"], tensors[f"{attention.q}.weight"])
+        silent[:, columns] = 0
+        assert not silent.any()
+        folded = cut_heads(folded, family.stack.sublayers[index], shape, torch.tensor(heads))
     assert_only_changed(folded, tensors, {*attention.readers, attention.out})
     rows_of_groups = [row for group in groups for row in (2 * group, 2 * group + 1)]
     for linear, rows in ((attention.q, columns), (attention.k, rows_of_groups), (attention.v, rows_of_groups)):

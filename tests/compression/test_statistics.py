@@ -169,7 +169,6 @@ def test_moments_equal_numpys(matrix: Matrix, cut: int) -> None:
     scale = max(float(np.abs(single).max()), 1e-30)
     for got, expected in (
         (moments.mean, single.mean(0)),
-        (moments.absolute_mean, np.abs(single).mean(0)),
         (moments.deviation, single.std(0)),
     ):
         assert np.abs(got.numpy() - expected).max() <= 1e-3 * scale

@@ -343,7 +343,7 @@ def test_hidden_size_and_ffn_together(make_checkpoint: MakeCheckpoint, make_conf
         ({}, {"hidden_size": 28, "sparsity": 0.1}, "--set hidden=pca"),
         ({}, {"hidden": "pca", "sparsity": 0.1}, "Give --set hidden_size="),
         ({}, {"recipe": "tcsp", "hidden_size": 28, "sparsity": 0.1}, "Give either --set hidden_size="),
-        ({}, {"hidden": "pca", "hidden_size": 32, "sparsity": 0.1}, "not below"),
+        ({}, {"hidden": "pca", "hidden_size": 33, "sparsity": 0.1}, "is above"),
         ({}, {"hidden": "pca", "hidden_size": 8, "sparsity": 0.1}, "give larger ones"),
         ({"tied": True}, {"recipe": "tcsp", "sparsity": 0.95}, "hidden size alone"),
         ({}, {"recipe": "tcsp", "sparsity": 0.1, "round_to": 64}, "--round-to"),

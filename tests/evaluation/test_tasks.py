@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint
+from factories import MakeCheckpoint, MakeConfig
 
+from oneshot import compress
 from oneshot.errors import ConfigError
 from oneshot.evaluation import load_model, run_tasks, task_manager
 from oneshot.text import load_tokenizer
@@ -305,3 +306,37 @@ def test_table_and_plot_show_only_comparable_rows(harness: ModuleType, monkeypat
     }
     monkeypatch.setattr(harness, "read_rows", lambda name: rows[:1])
     assert harness.quality_rows() == []
+
+
+def test_rows_of_several_seeds_have_a_mean_and_a_deviation(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"recipe": "stat", "seed": seed, "score": score} for seed, score in ((0, 9.0), (1, 3.0), (0, 1.0), (2, 2.0))
+    ]
+    rows.append({"recipe": "flap", "score": 5.0})
+    assert harness.with_seeds(rows, "recipe") == [rows[2] | {"scores": [1.0, 3.0, 2.0]}, rows[-1]]
+    assert importlib.import_module("tables.quality")._score({"score": 1.0, "scores": [1.0, 3.0, 2.0]}) == "2.00 ± 1.000"
+
+
+def test_a_row_says_how_like_the_dense_model_a_result_is(
+    harness: ModuleType, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Agreement and divergence against the logits of both models; operations as the layers' matrices have them."""
+    dense = make_checkpoint()
+    report = compress(make_config(dense, sparsity=0.2))
+    windows = {"text": torch.randint(0, 400, (3, 16), generator=torch.Generator().manual_seed(0))}
+    row = harness.judge(report, windows, dense)
+    models = [
+        load_model(Path(folder), device=torch.device("cpu"), dtype=torch.float32)
+        for folder in (dense, report.config["output"])
+    ]
+    with torch.inference_mode():
+        logs = [model(windows["text"]).logits[:, :-1].double().log_softmax(-1).flatten(0, 1) for model in models]
+    agreed = (logs[0].argmax(-1) == logs[1].argmax(-1)).double().mean()
+    assert row["top1_agreement"]["text"] == pytest.approx(float(agreed))
+    divergence = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean()
+    assert row["kl_divergence"]["text"] == pytest.approx(float(divergence), rel=1e-4)
+    kept = report.plan["layers"][0]["intermediate_size"]
+    operations = [2 * 32 * (4 + 2) * 8 + 3 * 32 * width + 4 * 16 * (16 + 1) / 2 for width in (kept, 64)]
+    assert row["flops_ratio"] == pytest.approx(operations[0] / operations[1])

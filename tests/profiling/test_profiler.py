@@ -23,7 +23,7 @@ from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
 from oneshot.export.per_layer import PerLayerForm
 from oneshot.families import LLAMA, ModelShape, TableShape
 from oneshot.linalg.allocation import least_damage
-from oneshot.linalg.interpolative import nested_errors
+from oneshot.linalg.interpolative import nested_errors, ordered_factor
 from oneshot.pipeline import compress_sizes, profile
 from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, Profile, predicted_damage
 from oneshot.planning.damages import removed_fluctuation
@@ -38,9 +38,8 @@ def test_nested_errors_are_those_of_least_squares(rows: int, size: int, outputs:
     generator = np.random.default_rng(seed)
     activations, weight = generator.standard_normal((rows, size)), generator.standard_normal((outputs, size))
     order = generator.permutation(size)
-    errors = nested_errors(
-        torch.from_numpy(activations.T @ activations), torch.from_numpy(weight), torch.from_numpy(order)
-    )
+    factor = ordered_factor(torch.from_numpy(activations.T @ activations), torch.from_numpy(order))
+    errors = nested_errors(factor, torch.from_numpy(weight[:, order]))
     target = activations @ weight.T
     for kept in range(size + 1):
         columns = activations[:, order[:kept]]

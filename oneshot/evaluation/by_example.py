@@ -1,0 +1,114 @@
+"""Evaluation on examples, of encoders and encoder–decoders; one model is in memory at a time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from oneshot.checkpoint import Checkpoint, identify
+from oneshot.errors import CalibrationError
+from oneshot.evaluation.comparison import Evaluation, TextRecord
+from oneshot.evaluation.examples import Reading, examples_record
+from oneshot.evaluation.kinds import Examples, Kind, load_as, read_examples
+from oneshot.export import stated_shape
+from oneshot.families import FAMILIES, StackShape
+from oneshot.text import load_tokenizer
+
+
+def evaluate_examples(
+    names: Sequence[str],
+    checkpoints: Sequence[Checkpoint],
+    sources: Sequence[str],
+    kind: Kind,
+    *,
+    with_baseline: bool,
+    longest: int,
+    limit: int | None,
+    batch_size: int,
+    device: torch.device,
+    dtype: torch.dtype | str,
+) -> list[Evaluation]:
+    """Evaluate checkpoints on the same examples, in order; with a baseline, it is the last one.
+
+    The baseline runs first. Its predictions are kept, and the model is freed before the next is loaded.
+
+    Args:
+        names: what the checkpoints are called. sources: of examples, as in `read_rows`.
+        longest: tokens of an example, if the models and their tokenizer can take so many. limit: examples of a source.
+
+    Raises `CheckpointError` and `CalibrationError`.
+    """
+    tokenizer = load_tokenizer(checkpoints[0].folder)
+    reading = Reading(tokenizer, _longest(checkpoints, tokenizer, longest), limit, checkpoints[0].config)
+    examples = {source: read_examples(kind, source, reading) for source in sources}
+    records = {source: examples_record(read.count, read.tokens) for source, read in examples.items()}
+    measures: dict[int, dict[str, dict[str, float]]] = {}
+    dense: dict[str, Any] = dict.fromkeys(sources)
+    last = len(checkpoints) - 1
+    for place in [last, *range(last)] if with_baseline else range(len(checkpoints)):
+        predictions = _predictions(checkpoints[place], examples, kind, batch_size, device, dtype)
+        beside = dict.fromkeys(sources) if place == last and with_baseline else dense
+        measures[place] = {
+            source: read.numbers(predictions[source], beside[source]) for source, read in examples.items()
+        }
+        if place == last and with_baseline:
+            dense = predictions
+    return [
+        _evaluation(name, checkpoint, measures[place], records)
+        for place, (name, checkpoint) in enumerate(zip(names, checkpoints, strict=True))
+    ]
+
+
+@torch.inference_mode()
+def _predictions(
+    checkpoint: Checkpoint,
+    examples: dict[str, Examples],
+    kind: Kind,
+    batch_size: int,
+    device: torch.device,
+    dtype: torch.dtype | str,
+) -> dict[str, Any]:
+    """Return what a model predicts for every source; the model is freed."""
+    if not examples:
+        return {}
+    model = load_as(kind, checkpoint.folder, checkpoint.config, device, dtype)
+    rows = model.get_input_embeddings().num_embeddings
+    for source, read in examples.items():
+        if max(read.tokens) >= rows:
+            raise CalibrationError(
+                f"The tokenizer gives tokens of {source} that {checkpoint.folder} has no embedding for; give models "
+                "with one tokenizer, the one that belongs to them."
+            )
+    return {source: read.predict(model, batch_size) for source, read in examples.items()}
+
+
+def _longest(checkpoints: Sequence[Checkpoint], tokenizer: Any, longest: int) -> int:
+    """Return the tokens that an example may have: what is asked for, the tokenizer's limit, or the positions."""
+    positions = [checkpoint.config.get("max_position_embeddings") for checkpoint in checkpoints]
+    return min(longest, tokenizer.model_max_length, *(limit for limit in positions if isinstance(limit, int)))
+
+
+def _evaluation(
+    name: str, checkpoint: Checkpoint, measures: dict[str, dict[str, float]], records: dict[str, TextRecord]
+) -> Evaluation:
+    """Return the record of a checkpoint; sizes of layers only if its family is known."""
+    shape = _shape(checkpoint)
+    return Evaluation(
+        checkpoint=name,
+        stored_parameters=checkpoint.num_parameters,
+        layer_parameters=None if shape is None else shape.all_layer_parameters(),
+        file_bytes=checkpoint.num_bytes,
+        flops_per_token=None if shape is None else shape.flops_per_token(),
+        kv_bytes_per_token=None,
+        perplexity={},
+        tokens_scored={},
+        measures=measures or None,
+        texts=records,
+    )
+
+
+def _shape(checkpoint: Checkpoint) -> StackShape | None:
+    stated = stated_shape(checkpoint.config)
+    if stated is None and checkpoint.config.get("model_type") in FAMILIES:
+        stated = identify(checkpoint).shape.stack()
+    return stated

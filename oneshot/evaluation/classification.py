@@ -1,0 +1,89 @@
+"""Classification of texts or pairs: accuracy, and agreement with the baseline."""
+
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oneshot.errors import CalibrationError
+from oneshot.evaluation.examples import Inputs, Reading, text_of
+
+PAIRS = (
+    ("text", "text_pair"),
+    ("sentence1", "sentence2"),
+    ("question1", "question2"),
+    ("premise", "hypothesis"),
+    ("question", "sentence"),
+)  # columns of JSON lines here, and of GLUE's data sets
+COLUMNS = (
+    *({"text": first, "text_pair": second, "label": "label"} for first, second in PAIRS),
+    {"text": "sentence", "label": "label"},
+    {"text": "text", "label": "label"},
+)
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Examples `text[, text_pair], label`; a label is a class's number, or its name in the model's config."""
+
+    inputs: Inputs
+    labels: torch.Tensor
+
+    @classmethod
+    def read(cls, source: str, reading: Reading) -> "Classification":
+        """Read the examples of a source. Raises `CalibrationError`."""
+        classes = {str(name): int(number) for number, name in reading.config.get("id2label", {}).items()}
+        count = len(classes) or 2
+        encoded, labels = [], []
+        for row in reading.rows(source, *COLUMNS):
+            pair = None if row.get("text_pair") is None else text_of(row, "text_pair", source)
+            encoded.append(reading.encode(text_of(row, "text", source), pair, source))
+            labels.append(_label(row["label"], classes, count, source))
+        return cls(Inputs.of(encoded), torch.tensor(labels))
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.inputs.tokens()
+
+    @property
+    def count(self) -> int:
+        return len(self.inputs)
+
+    def predict(self, model: Any, batch_size: int) -> torch.Tensor:
+        """Return the log-probabilities of the classes, float64 `(examples, classes)`."""
+        rows: dict[int, torch.Tensor] = {}
+        for places, arguments in self.inputs.batches(model, batch_size):
+            log_p = model(**arguments).logits.double().log_softmax(-1).cpu()
+            rows |= dict(zip(places, log_p, strict=True))
+        return torch.stack([rows[place] for place in range(self.count)])
+
+    def numbers(self, log_p: torch.Tensor, dense: torch.Tensor | None) -> dict[str, float]:
+        """Return accuracy and, beside a baseline, agreement and mean KL(baseline ‖ model) in nats.
+
+        Agreement is the share of examples that both give the same class: "model correlation", STAT A.7.
+        """
+        numbers = {"accuracy": _share(log_p.argmax(-1) == self.labels)}
+        if dense is not None:
+            if dense.shape != log_p.shape:
+                raise CalibrationError(
+                    f"The baseline has {dense.shape[1]} classes and the model {log_p.shape[1]}; give two of one task."
+                )
+            numbers["agreement"] = _share(log_p.argmax(-1) == dense.argmax(-1))
+            numbers["KL divergence"] = float((dense.exp() * (dense - log_p)).sum(-1).mean())
+        return numbers
+
+
+def _share(hits: torch.Tensor) -> float:
+    return float(hits.double().mean())
+
+
+def _label(value: Any, classes: dict[str, int], count: int, source: str) -> int:
+    """Return the number of a label's class. Raises `CalibrationError` if the model has no such class."""
+    number = classes.get(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+        raise CalibrationError(
+            f"{source} holds the label {reprlib.repr(value)}, but the model has the classes 0 to {count - 1}; give a "
+            "split with labels, of the task that the model is for."
+        )
+    return number

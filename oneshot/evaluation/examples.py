@@ -1,0 +1,123 @@
+"""Examples that models are evaluated on: their columns, their tokens, and batches with padding."""
+
+import inspect
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from oneshot.errors import CalibrationError
+from oneshot.evaluation.comparison import TextRecord
+from oneshot.text import encode, read_rows, token_hash
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How examples are read.
+
+    Attributes:
+        tokenizer: of the models. longest: tokens that an example may have; the rest is cut.
+        limit: at most so many rows of each source; None for all. config: the config.json of the first model.
+    """
+
+    tokenizer: Any
+    longest: int
+    limit: int | None
+    config: Mapping[str, Any]
+
+    def encode(self, text: str, pair: str | None, source: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of a text or a pair, cut to `longest`, and which text each is of.
+
+        Raises `CalibrationError`.
+        """
+        return next(encode(self.tokenizer, text, pair, self.longest, source))
+
+    def rows(self, source: str, *choices: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return the first rows of a source under our names of columns.
+
+        Args:
+            choices: our names and those of a data set; the first choice that the source has every column of is taken.
+
+        Raises `CalibrationError` if the source fits none.
+        """
+        rows = read_rows(source, self.limit)
+        present = dict.fromkeys(name for row in rows for name in row)
+        for columns in choices:
+            if all(name in present for name in columns.values()):
+                return [{ours: row.get(name) for ours, name in columns.items()} for row in rows]
+        raise CalibrationError(
+            f"{source} has the columns {reprlib.repr(', '.join(present))} but needs "
+            f"{' and '.join(choices[-1].values())}; rename its columns, or choose another --kind."
+        )
+
+
+def text_of(row: Mapping[str, Any], column: str, source: str) -> str:
+    """Return a text of a row. Raises `CalibrationError` if it is missing or not a text."""
+    value = row.get(column)
+    if not isinstance(value, str) or not value.strip():
+        raise CalibrationError(
+            f"{source} holds {reprlib.repr(value)} where text should be in the column {column}; mend that row."
+        )
+    return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tokens of examples, and which text of a pair each token is of: lists of their own lengths."""
+
+    token_ids: list[list[int]]
+    token_types: list[list[int]]
+
+    @classmethod
+    def of(cls, encoded: Sequence[tuple[list[int], list[int]]]) -> "Inputs":
+        """Return the inputs of examples as `Reading.encode` gives them."""
+        return cls([ids for ids, _ in encoded], [types for _, types in encoded])
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def tokens(self) -> list[int]:
+        """Return the tokens of all examples, one after the other."""
+        return [token for ids in self.token_ids for token in ids]
+
+    def batches(self, model: Any, batch_size: int) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
+        """Yield the places of examples and a model's arguments for them: equally long ones together, padded.
+
+        The arguments are int64 `(examples, longest)` on the model's device: `input_ids`, `attention_mask`, and
+        `token_type_ids` if the model tells the texts of a pair apart.
+        """
+        device = next(model.parameters()).device
+        padding = getattr(model.config, "pad_token_id", None) or 0
+        with_types = takes_token_types(model)
+        order = sorted(range(len(self)), key=lambda place: (len(self.token_ids[place]), place))
+        chunks = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+        for places in tqdm(chunks, desc="evaluating", unit="batch", leave=False):
+            ids = [self.token_ids[place] for place in places]
+            arguments = {
+                "input_ids": padded(ids, padding),
+                "attention_mask": padded([[1] * len(row) for row in ids], 0),
+            }
+            if with_types:
+                arguments["token_type_ids"] = padded([self.token_types[place] for place in places], 0)
+            yield places, {name: tensor.to(device) for name, tensor in arguments.items()}
+
+
+def takes_token_types(model: Any) -> bool:
+    """Return whether a model tells the texts of a pair apart."""
+    accepts = "token_type_ids" in inspect.signature(model.forward).parameters
+    return accepts and getattr(model.config, "type_vocab_size", 2) > 1
+
+
+def padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
+    """Return rows of different lengths as int64 `(rows, longest)`, filled up at the end."""
+    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def examples_record(count: int, tokens: Sequence[int]) -> TextRecord:
+    """Return the record of so many examples with these tokens."""
+    return TextRecord(count, len(tokens), token_hash(torch.tensor(tokens, dtype=torch.int64)))

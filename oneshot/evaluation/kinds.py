@@ -1,0 +1,119 @@
+"""Kinds of models: what each is asked, and how it is loaded."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+
+from oneshot.errors import CheckpointError, cause
+from oneshot.evaluation.answers import Answers
+from oneshot.evaluation.classification import Classification
+from oneshot.evaluation.examples import Reading
+from oneshot.evaluation.generation import Generation
+from oneshot.evaluation.masked_tokens import MaskedTokens
+from oneshot.evaluation.retrieval import Retrieval
+from oneshot.export import model_classes
+from oneshot.families import COMPRESSED_MODEL_TYPE, FAMILIES, NAS_MODEL_TYPE, stated_class
+
+Kind = Literal["causal", "classification", "masked-lm", "embedding", "text-to-text", "question-answering"]
+
+# The ends of the names of transformers' classes, in the order in which they are tried.
+ENDINGS: dict[str, Kind] = {
+    "ForSequenceClassification": "classification",
+    "ForMaskedLM": "masked-lm",
+    "ForQuestionAnswering": "question-answering",
+    "ForConditionalGeneration": "text-to-text",
+    "ForCausalLM": "causal",
+    "Model": "embedding",
+}
+AUTO_CLASSES: dict[Kind, str] = {
+    "classification": "AutoModelForSequenceClassification",
+    "masked-lm": "AutoModelForMaskedLM",
+    "embedding": "AutoModel",
+    "text-to-text": "AutoModelForSeq2SeqLM",
+    "question-answering": "AutoModelForQuestionAnswering",
+}
+UNUSED = {"embedding": "pooler"}  # a part of the class that a kind does not use, so it may be missing
+
+
+class Examples(Protocol):
+    """Examples of one source: models of a kind predict something for each, and numbers tell how well."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of examples."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return all tokens that models read or are asked for."""
+
+    def predict(self, model: Any, batch_size: int) -> Any:
+        """Return what a model predicts; it is small beside the model."""
+
+    def numbers(self, prediction: Any, dense: Any) -> dict[str, float]:
+        """Return the numbers of a prediction; `dense`: the baseline's prediction, or None."""
+
+
+EXAMPLES: dict[Kind, Any] = {
+    "classification": Classification,
+    "masked-lm": MaskedTokens,
+    "embedding": Retrieval,
+    "text-to-text": Generation,
+    "question-answering": Answers,
+}
+
+
+def kind_of(config: Mapping[str, Any]) -> Kind:
+    """Return the kind of the model that a config.json describes.
+
+    Raises `CheckpointError` for a class that is not known.
+    """
+    model_type = config.get("model_type")
+    family = FAMILIES.get(str(model_type))
+    if model_type in (COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE) or (family is not None and not family.classes):
+        return "causal"
+    stated = stated_class(dict(config)) or "(none)"
+    for ending, kind in ENDINGS.items():
+        if stated.endswith(ending):
+            return kind
+    raise CheckpointError(
+        f"config.json states the class {stated[:100]}, whose kind is not known; give --kind, one of "
+        f"{', '.join(get_args(Kind))}."
+    )
+
+
+def read_examples(kind: Kind, source: str, reading: Reading) -> Examples:
+    """Read the examples of a source for a kind of models. Raises `CalibrationError`."""
+    examples: Examples = EXAMPLES[kind].read(source, reading)
+    return examples
+
+
+def load_as(kind: Kind, folder: Path, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype | str) -> Any:
+    """Load the model of a local checkpoint for inference as one of a kind.
+
+    transformers' own class is taken, or this package's for its own forms. No file of the checkpoint is run.
+
+    Raises `CheckpointError` if the model cannot be loaded, or lacks weights that the kind needs.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        if config.get("model_type") in CONFIG_MAPPING:
+            model_class: Any = getattr(transformers, AUTO_CLASSES[kind])
+        else:
+            _, model_class = model_classes(dict(config))
+        model, loading = model_class.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise CheckpointError(
+            f"{folder} cannot be loaded for {kind} ({cause(error)}); choose another --kind, or give a complete "
+            "checkpoint."
+        ) from error
+    unused = UNUSED.get(kind)
+    missing = sorted(name for name in loading["missing_keys"] if unused is None or unused not in name)
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing[0]}, which {kind} needs; choose another --kind.")
+    return model.to(device).eval()

@@ -1,0 +1,87 @@
+"""Sentence encoders: cosine to the baseline's embeddings, and retrieval of passages by questions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from oneshot.errors import CalibrationError
+from oneshot.evaluation.examples import Inputs, Reading, text_of
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Examples `question, passage`: the passages of all examples are searched for that of each question.
+
+    Attributes:
+        questions, passages: passages are distinct. own: the place of each question's passage, int64 `(questions,)`.
+    """
+
+    questions: Inputs
+    passages: Inputs
+    own: torch.Tensor
+
+    @classmethod
+    def read(cls, source: str, reading: Reading) -> "Retrieval":
+        """Read the examples of a source. Raises `CalibrationError`."""
+        rows = reading.rows(source, {"question": "question", "passage": "passage"})
+        questions = [text_of(row, "question", source) for row in rows]
+        passages = [text_of(row, "passage", source) for row in rows]
+        distinct = list(dict.fromkeys(passages))
+        place_of = {passage: place for place, passage in enumerate(distinct)}
+
+        def encoded(texts: Sequence[str]) -> Inputs:
+            return Inputs.of([reading.encode(text, None, source) for text in texts])
+
+        return cls(encoded(questions), encoded(distinct), torch.tensor([place_of[passage] for passage in passages]))
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.questions.tokens() + self.passages.tokens()
+
+    @property
+    def count(self) -> int:
+        return len(self.questions)
+
+    def predict(self, model: Any, batch_size: int) -> torch.Tensor:
+        """Return embeddings of length 1, of the questions and then of the passages: `(questions + passages, D)`."""
+        return torch.cat([embed(model, inputs, batch_size) for inputs in (self.questions, self.passages)])
+
+    def numbers(self, embeddings: torch.Tensor, dense: torch.Tensor | None) -> dict[str, float]:
+        """Return retrieval and, beside a baseline, agreement and mean cosine.
+
+        `retrieval` is the share of questions whose own passage has the largest cosine, `agreement` the share with the
+        same passage as for the baseline, `cosine` that of an embedding to the baseline's, over questions and passages.
+        """
+        found = self._found(embeddings)
+        numbers = {"retrieval": float((found == self.own).double().mean())}
+        if dense is not None:
+            if dense.shape != embeddings.shape:
+                raise CalibrationError(
+                    f"The baseline's embeddings have {dense.shape[1]} coordinates and the model's "
+                    f"{embeddings.shape[1]}, so they have no cosine; give models with embeddings of one size."
+                )
+            numbers["agreement"] = float((found == self._found(dense)).double().mean())
+            numbers["cosine"] = float((embeddings * dense).sum(-1).mean())
+        return numbers
+
+    def _found(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return the passage with the largest cosine to each question, int64 `(questions,)`."""
+        questions, passages = embeddings[: self.count], embeddings[self.count :]
+        return (questions @ passages.T).argmax(-1)
+
+
+def embed(model: Any, inputs: Inputs, batch_size: int) -> torch.Tensor:
+    """Return the mean of an encoder's last hidden states over the tokens of each example, scaled to length 1.
+
+    float64 `(examples, D)`, on the CPU.
+    """
+    rows: dict[int, torch.Tensor] = {}
+    for places, arguments in inputs.batches(model, batch_size):
+        states = model(**arguments).last_hidden_state.double()
+        weights = arguments["attention_mask"].unsqueeze(-1).double()
+        means = (states * weights).sum(1) / weights.sum(1)
+        rows |= dict(zip(places, nn.functional.normalize(means, dim=-1).cpu(), strict=True))
+    return torch.stack([rows[place] for place in range(len(inputs))])

@@ -1,0 +1,188 @@
+"""Attention or the FFN of a layer left out by itself: sizes, plans, checkpoints, caches, and their profile."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from oneshot import compress
+from oneshot.checkpoint import open_model
+from oneshot.errors import ConfigError, PlanError
+from oneshot.evaluation import load_model
+from oneshot.export.modeling_oneshot import OneshotConfig, OneshotDecoderLayer
+from oneshot.export.per_layer import PerLayerForm
+from oneshot.families import LLAMA, ModelShape
+from oneshot.pipeline import predict, profile
+from oneshot.planning import Budget, Damages, LayerPlan, Plan, dense_plan
+from oneshot.planning.widths import meet_budget
+from oneshot.recipes import find_recipe
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 51).view(2, 24)
+NO_HEADS, NO_FFN = {"num_attention_heads": 0, "num_key_value_heads": 0}, {"intermediate_size": 0}
+
+
+@pytest.mark.parametrize("gone", [NO_HEADS, NO_FFN, NO_HEADS | NO_FFN, {}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"attention_bias": True, "output_bias": True, "mlp_bias": True}, {"query_key_norms": True}, {"gated": False}],
+    ids=str,
+)
+def test_parameters_are_those_of_the_class(gone: dict[str, int], flags: dict[str, bool]) -> None:
+    layer = replace(ModelShape(1, 32, 48, 4, 2, 8, **flags).layer(), **gone)
+    config = OneshotConfig(layers=[asdict(layer)], norm_width=32, head_dim=8, hidden_size=32, num_hidden_layers=1)
+    module = OneshotDecoderLayer(config, 0)
+    assert layer.parameters() == sum(parameter.numel() for parameter in module.parameters())
+    matrices = sum(value.numel() for name, value in module.named_parameters() if name.endswith("proj.weight"))
+    biases = sum(value.numel() for name, value in module.named_parameters() if name.endswith("bias"))
+    assert layer.linear_parameters() == matrices + biases
+
+
+@given(seed=st.integers(0, 10**6), share=st.floats(0.1, 0.9), reduce_heads=st.booleans())
+def test_plans_are_the_best_of_all(seed: int, share: float, reduce_heads: bool) -> None:
+    """Compare with every combination of widths and heads, zero also, on curves that fall with the size."""
+    shape = ModelShape(2, 8, 12, 4, 2, 4, vocab_size=80, tied=True)
+    generator = np.random.default_rng(seed)
+
+    def curves(size: int) -> torch.Tensor:
+        return torch.from_numpy(np.sort(generator.random((2, size)), axis=1)[:, ::-1].copy())
+
+    damages = Damages(curves(13), curves(3), torch.ones(2), torch.empty(0))
+    model: Any = SimpleNamespace(family=LLAMA, shape=shape)
+    grid, whole = PerLayerForm().grid(model), Plan((LayerPlan(12, 4, 2),) * 2, "query-head")
+    target = shape.stack().stored_parameters() - share * shape.stack().all_layer_parameters()
+    heads = [(0, 0), (2, 2), (4, 2)] if reduce_heads else [(0, 0), (4, 2)]
+    best = float("inf")
+    for widths in itertools.product((0, 4, 8, 12), repeat=2):
+        for kept in itertools.product(heads, repeat=2):
+            plan = Plan(
+                tuple(LayerPlan(width, *sizes) for width, sizes in zip(widths, kept, strict=True)), "query-head"
+            )
+            if not any(width + sum(sizes) for width, sizes in zip(widths, kept, strict=True)):
+                continue
+            parts = [(layer.intermediate_size, layer.num_attention_heads // 2) for layer in plan.layers]
+            damage = sum(float(damages.ffn[i, width] + damages.heads[i, unit]) for i, (width, unit) in enumerate(parts))
+            if grid.stack(plan).stored_parameters() <= target:
+                best = min(best, damage)
+    assume(best < float("inf"))
+    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": reduce_heads, "round_to": 4, "damages": damages}
+    try:
+        found = meet_budget(grid, whole, Budget(target), **options, leave_out_sublayers=True)
+    except PlanError:  # the best plan has no attention at all
+        assume(False)
+    parts = [(layer.intermediate_size, layer.num_attention_heads // 2) for layer in found.layers]
+    damage = sum(float(damages.ffn[i, width] + damages.heads[i, unit]) for i, (width, unit) in enumerate(parts))
+    assert damage == pytest.approx(best, abs=1e-5)
+    assert grid.stack(found).stored_parameters() <= target
+
+
+@pytest.fixture
+def idle(save_model: Callable[..., Path]) -> Callable[..., Path]:
+    """Save a model of three layers whose first attention and last FFN add nothing to the residual stream."""
+
+    def save(family: str, **options: Any) -> Path:
+        model = build_model(family, layers=3, groups=4 if family == "opt" else 2, **options)
+        decoder = getattr(model.model, "decoder", model.model)
+        first, last = decoder.layers[0].self_attn, decoder.layers[2]
+        for linear in (
+            getattr(first, "o_proj", None) or first.out_proj,
+            last.fc2 if family == "opt" else last.mlp.down_proj,
+        ):
+            torch.nn.init.zeros_(linear.weight)
+            if linear.bias is not None:
+                torch.nn.init.zeros_(linear.bias)
+        return save_model(model)
+
+    return save
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_idle_sublayers_go_and_nothing_else_changes(
+    family: str, idle: Callable[..., Path], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = idle(family)
+    model = open_model(str(folder), tmp_path)
+    grid, method = PerLayerForm().grid(model), find_recipe("oneshot")
+    plan = dense_plan(model.shape, method)
+    first, middle, last = plan.layers
+    wanted = replace(plan, layers=(replace(first, **NO_HEADS), middle, replace(last, **NO_FFN)))
+    options: dict[str, Any] = {"depth": "sublayers", "ffn": "none", "form": "per-layer", "correction": "none"}
+    target = grid.stack(wanted).stored_parameters()
+    report = compress(make_config(folder, parameters=target, **options))
+    assert list(report.plan["layers"]) == [asdict(layer) for layer in wanted.layers]
+    assert report.stored_parameters["compressed"] == target
+    assert [[one.kept_size for one in layer.sublayers if one.kept_size == 0] for layer in report.layers] == [
+        [0],
+        [],
+        [0],
+    ]
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    result = load_model(Path(report.config["output"]), device=CPU, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(result(IDS).logits, dense(IDS).logits, rtol=1e-4, atol=1e-4)
+        written = [
+            result.generate(IDS, max_new_tokens=8, do_sample=False, use_cache=cached) for cached in (True, False)
+        ]
+    assert torch.equal(*written)
+
+
+@pytest.mark.parametrize("heads", ["none", "id"])
+def test_the_rest_is_narrowed_and_corrected(heads: str, idle: Callable[..., Path], make_config: MakeConfig) -> None:
+    folder = idle("llama", tied=True)
+    config = make_config(folder, depth="sublayers", form="per-layer", heads=heads, sparsity=0.35, round_to=4)
+    assert predict(config).stored_parameters["compressed"] > 0
+    report = compress(config)
+    layers = report.plan["layers"]
+    assert layers[0]["num_attention_heads"] == 0
+    assert layers[2]["intermediate_size"] == 0
+    assert report.sparsity["reached"] == pytest.approx(0.35, abs=0.02)
+    assert report.predicted_divergence is not None
+    with torch.no_grad():
+        assert torch.isfinite(load_model(Path(config.output), device=CPU, dtype=torch.float32)(IDS).logits).all()
+
+
+def test_divergences_are_those_of_the_stock_model(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    """Compare with transformers' model whose sublayer returns zeros, on the probe sequences."""
+    config = make_config(make_checkpoint(tied=True))
+    found = profile(config)
+    text = calibration_tokens(config)
+    probes = text[-found.origin.probe_tokens // config.text.sequence_length :]
+    model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
+    with torch.no_grad():
+        dense = model(probes, use_cache=False).logits.double().log_softmax(-1)
+        for layer, parts in enumerate(model.model.layers):
+            for linear, measured in (
+                (parts.self_attn.o_proj, found.head_divergence),
+                (parts.mlp.down_proj, found.ffn_divergence),
+            ):
+                handle = linear.register_forward_hook(lambda _, inputs, output: torch.zeros_like(output))
+                reduced = model(probes, use_cache=False).logits.double().log_softmax(-1)
+                handle.remove()
+                expected = (dense.exp() * (dense - reduced)).sum() / probes.numel()
+                assert float(measured[layer]) == pytest.approx(float(expected), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"form": "stock"}, "needs --form per-layer"),
+        ({"form": "per-layer", "budget": "latency"}, "no measured latencies"),
+        ({"form": "per-layer", "allocation": "uniform"}, "needs allocation=sensitivity"),
+    ],
+    ids=str,
+)
+def test_what_is_not_possible_is_refused(
+    options: dict[str, Any], sentence: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        compress(make_config(make_checkpoint(), depth="sublayers", **options))
