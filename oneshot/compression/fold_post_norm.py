@@ -27,12 +27,15 @@ class SubspaceNorm(nn.Module):
     def __init__(self, norm: Any, basis: torch.Tensor) -> None:
         super().__init__()
         self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
-        self.basis = basis.to(norm.weight)
+        self.basis = basis.to(norm.weight.device, torch.promote_types(norm.weight.dtype, torch.float32))
 
     def forward(self, total: torch.Tensor) -> torch.Tensor:
-        inside = (total - total.mean(-1, keepdim=True)) @ self.basis
+        """Norm sums `(…, D)`; computed in float32 at least, as LayerNorms do."""
+        rows = total.to(self.basis.dtype)
+        inside = (rows - rows.mean(-1, keepdim=True)) @ self.basis
         mean_square = inside.square().sum(-1, keepdim=True) / len(self.basis)
-        return self.weight * ((inside * (mean_square + self.eps).rsqrt()) @ self.basis.T) + self.bias
+        normed = self.weight * ((inside * (mean_square + self.eps).rsqrt()) @ self.basis.T) + self.bias
+        return normed.to(total.dtype)
 
 
 def fold_post_norm(tensors: Tensors, stack: Stack, before: Tensors, bases: list[torch.Tensor]) -> Tensors:
@@ -40,22 +43,24 @@ def fold_post_norm(tensors: Tensors, stack: Stack, before: Tensors, bases: list[
 
     Sublayer s reads coordinates in `bases[s] (D, d)` and writes coordinates in `bases[s + 1]`. With γ and β of the norm
     before it, readers become `W diag(γ) U` with bias `b + W β`. Writers become `U'ᵀ R W`. Their bias also takes what
-    the stream brings along, `U'ᵀ R (b + β)`. The shortcut is `U'ᵀ R diag(γ) U`. Products are float64, results float32.
+    the stream brings along, `U'ᵀ R (b + β)`. The shortcut is `U'ᵀ R diag(γ) U`. Of a sublayer without heads or neurons,
+    whose tensors are empty, only the writer's bias stays. Products are float64, results float32.
 
     Args:
         before: weight and bias of the norm that the layer reads from, after the layer before or the embeddings.
     """
-    folded, norm = dict(tensors), before
+    folded, norm = {name: tensor for name, tensor in tensors.items() if tensor.numel()}, before
     for index, sublayer in enumerate(stack.sublayers):
         basis, after = bases[index], bases[index + 1]
         gamma, beta = (as_like(norm[part], basis) for part in ("weight", "bias"))
-        for linear in sublayer.readers:
+        for linear in (reader for reader in sublayer.readers if f"{reader}.weight" in folded):
             weight = as_like(tensors[f"{linear}.weight"], basis)
             folded[f"{linear}.weight"] = (weight @ (gamma.unsqueeze(1) * basis)).float()
             folded[f"{linear}.bias"] = (as_like(tensors[f"{linear}.bias"], basis) + weight @ beta).float()
         writer, name = sublayer.writer, sublayer.norm.name
         centred = after - after.mean(0)  # Uᵀ R = (R U)ᵀ
-        folded[f"{writer}.weight"] = (centred.T @ as_like(tensors[f"{writer}.weight"], basis)).float()
+        if f"{writer}.weight" in folded:
+            folded[f"{writer}.weight"] = (centred.T @ as_like(tensors[f"{writer}.weight"], basis)).float()
         folded[f"{writer}.bias"] = (centred.T @ (as_like(tensors[f"{writer}.bias"], basis) + beta)).float()
         folded[f"{sublayer.shortcut}.weight"] = (centred.T @ (gamma.unsqueeze(1) * basis)).float()
         norm = {part: folded.pop(f"{name}.{part}") for part in ("weight", "bias")}
