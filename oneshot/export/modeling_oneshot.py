@@ -30,7 +30,8 @@ class OneshotConfig(LlamaConfig):
     hidden size that norms divide by, which is the dense model's. `head_dim` is that of its queries and
     keys. `head_map`: the tied output head reads the last hidden state through a matrix. `num_positions`: rows of a
     learned position embedding, 0 for rotary positions. `embedding`: the rows and the rank of every range of the
-    vocabulary, None for one table of full width.
+    vocabulary, None for one table of full width. `centred_embedding`: embedded tokens lose their mean, as the family's
+    LayerNorms would take it from them; it stays in the tied output head.
     """
 
     model_type = "oneshot"
@@ -41,6 +42,7 @@ class OneshotConfig(LlamaConfig):
     head_bias: bool = False
     num_positions: int = 0
     embedding: list[dict] | None = None
+    centred_embedding: bool = False
 
     def validate_architecture(self) -> None:
         """Heads need not divide the hidden size here."""
@@ -253,6 +255,8 @@ class OneshotModel(LlamaModel):
                 past = past_key_values.get_seq_length() if past_key_values is not None else 0
                 position_ids = past + torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
             inputs_embeds = inputs_embeds + self.embed_positions(position_ids)
+        if self.config.centred_embedding:
+            inputs_embeds = inputs_embeds - inputs_embeds.float().mean(-1, keepdim=True).to(inputs_embeds.dtype)
         output = super().forward(
             attention_mask=attention_mask,
             position_ids=position_ids,

@@ -56,12 +56,13 @@ class PerLayerForm(LlamaLayers):
     ) -> list[Part]:
         """Return readers of the tensors outside the layers, one for each part of the journal."""
         grid = self.grid(model)
+        head = grid.stack(plan).head
         return folded_outside(
             model,
             NAMES,
             subspaces,
-            keep_tied=grid.stack(plan).head != "own",
-            centred=grid.folds_layer_norms,
+            keep_tied=head != "own",
+            centred=grid.folds_layer_norms and head == "own",
             embedding=embedding,
         )
 
@@ -110,6 +111,7 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
             "norm_width": shape.hidden_size,
             "layers": [asdict(layer) for layer in stack.layers],
         }
+        | ({"centred_embedding": True} if shape.layer_norms and stack.head == "tied" else {})
         | different_sizes(stack)
     )
 

@@ -62,7 +62,9 @@ class Grid:
         """Return the shape of the compressed model, layer by layer."""
         shape, stack = self.shape, self.shape.stack()
         if self.folds_layer_norms:
-            stack = replace(stack, head="own", head_bias=True, num_positions=shape.num_positions)
+            # a tied embedding cannot lose its mean and its map in the head at once
+            head = stack.head if plan.hidden is None else "own"
+            stack = replace(stack, head=head, head_bias=True, num_positions=shape.num_positions)
         layers = [
             replace(
                 plan.shape_of_layer(shape, layer).layer(),

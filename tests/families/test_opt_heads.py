@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, build_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from oneshot import compress
@@ -130,3 +131,36 @@ def test_what_cannot_be_is_refused(make_checkpoint: MakeCheckpoint, make_config:
         compress(make_config(folder, heads="id"))
     with pytest.raises(PlanError, match="cannot have fewer heads"):
         compress(make_config(folder, heads="id", form="per-layer", budget="latency"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_embedding_stays_tied(tied: bool, save_model: Callable[..., Path], make_config: MakeConfig) -> None:
+    """Remove neurons that are zero: the logits are the dense model's although no table has lost its rows' means."""
+    model = build_model("opt", layers=2, tied=tied)
+    with torch.no_grad():
+        model.model.decoder.embed_tokens.weight += 0.3
+        for layer in model.model.decoder.layers:
+            for dead in (layer.fc1.weight[32:], layer.fc1.bias[32:], layer.fc2.weight[:, 32:]):
+                dead.zero_()
+    folder = save_model(model)
+    config = make_config(folder, form="per-layer", sparsity=None, intermediate_size=32, embedding="none")
+    report = compress(config)
+    tensors = load_file(Path(config.output) / "model.safetensors")
+    tables = [name for name, tensor in tensors.items() if tensor.shape == (400, 32)]
+    assert sorted(tables) == (
+        ["model.embed_tokens.weight"] if tied else ["lm_head.weight", "model.embed_tokens.weight"]
+    )
+    dense, result = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), load(config.output)
+    stored = sum(tensor.numel() for tensor in tensors.values())
+    assert report.stored_parameters["compressed"] == stored == sum(one.numel() for one in result.parameters())
+    if tied:
+        assert torch.equal(tensors["model.embed_tokens.weight"], dense.model.decoder.embed_tokens.weight)
+        assert result.lm_head.weight is result.model.embed_tokens.weight
+    with torch.no_grad():
+        logits = [one(IDS).logits for one in (dense, result)]
+        cached, anew = (
+            result.generate(IDS, max_new_tokens=6, do_sample=False, use_cache=use_cache, pad_token_id=1)
+            for use_cache in (True, False)
+        )
+    assert float((logits[0] - logits[1]).abs().max() / logits[0].abs().max()) < 2e-4
+    assert torch.equal(cached, anew)
