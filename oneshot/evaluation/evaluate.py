@@ -60,7 +60,6 @@ def evaluate(
     """
     where = resolve_device(device)
     compute = resolve_dtype(dtype, where)
-    manager = task_manager(tasks, include_path) if tasks else None  # a wrong name is refused before hours of scoring
     names = [*checkpoints, baseline] if baseline is not None else [*checkpoints]
     with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
         located = [Checkpoint(locate_checkpoint(name, Path(scratch))) for name in names]
@@ -80,6 +79,9 @@ def evaluate(
                 device=where,
                 dtype=compute,
             )
+        manager = (
+            task_manager(tasks, include_path) if tasks else None
+        )  # a wrong name is refused before hours of scoring
         opened = [(checkpoint, _shape(checkpoint)) for checkpoint in located]
         folders = [checkpoint.folder for checkpoint in located]
         tokenizer = load_tokenizer(folders[0])
