@@ -92,5 +92,5 @@ def trailing_norms(factor: torch.Tensor, column_weights: torch.Tensor) -> torch.
         float64 `(n + 1,)` on the host; the first is `‖A diag(c)‖_F`, the last zero.
     """
     weights = column_weights.double()
-    energies = torch.cat([(rows * weights).square().sum(1).cpu() for rows in factor.split(PANEL_ROWS)])
+    energies = torch.cat([(rows * weights).square().sum(1) for rows in factor.split(PANEL_ROWS)]).cpu()
     return torch.cat((energies.flip(0).cumsum(0).flip(0).sqrt(), energies.new_zeros(1)))

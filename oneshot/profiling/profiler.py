@@ -139,14 +139,8 @@ class LayerProfiler:
         ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
         ffn_tails, head_tails = torch.stack(self._ffn_tails), torch.stack(self._head_tails)
         fluctuation = torch.stack(self._fluctuation)
-        for values in (
-            ffn_errors,
-            head_errors,
-            ffn_tails,
-            head_tails,
-            fluctuation,
-            *by_kind.values(),
-        ):  # zeros from all but the owner
+        measured = (ffn_errors, head_errors, ffn_tails, head_tails, fluctuation, *by_kind.values())
+        for values in measured:  # zeros from all but the owner
             total = values.to(self._machine.device)
             self._machine.workers.sum_(total)
             values.copy_(total)
@@ -236,14 +230,14 @@ class LayerProfiler:
         def reduce(columns: torch.Tensor) -> Factors:
             return self._correct(weight, columns, statistics, shape.output_bias)
 
-        errors[0], tails[0] = 1.0, head_tail(evidence, select(units)[:0])
-        for kept_units in range(1, units):
-            columns = select(kept_units)
+        errors[0], tails[0] = 1.0, weighted_norm(evidence)
+        choices = [select(kept_units) for kept_units in range(1, units)]
+        for kept_units, columns in enumerate(choices, start=1):
             errors[kept_units], tails[kept_units] = squared_error(reduce(columns)), head_tail(evidence, columns)
         if units == 1:
             return
         probed = probe_size(errors)
-        folded = fold_sublayer(tensors, sublayer, shape, reduce(select(probed)))
+        folded = fold_sublayer(tensors, sublayer, shape, reduce(choices[probed - 1]))
         states = self.states.builder.layer(folded).run(self._stack.index_of("heads"), self._dense)
         states = dense.run(self._stack.index_of("ffn"), states)
         self._probes.append(_Probe("heads", layer, float(errors[probed]), states))
@@ -275,12 +269,19 @@ class LayerProfiler:
         return correct(weight, columns, statistics, correction="same-layer", damping=self._damping)
 
 
+def weighted_norm(evidence: Evidence) -> float:
+    """Return `‖R‖_F`, the norm of the weighted columns."""
+    assert evidence.gram is not None
+    energies = evidence.gram.diagonal().double() * evidence.consumer.double().square().sum(0)
+    return float(energies.cpu().sum().sqrt())
+
+
 def head_tail(evidence: Evidence, columns: torch.Tensor) -> float:
     """Return `‖R22‖_F` of the unpivoted QR of all heads' weighted columns, the kept `columns` first (STAT 3.2)."""
     assert evidence.gram is not None
-    others = torch.ones(len(evidence.gram), dtype=torch.bool, device=columns.device)
-    others[columns] = False
-    order = torch.cat((columns, others.nonzero().squeeze(1)))
+    goes = torch.ones(len(evidence.gram), dtype=torch.uint8, device=columns.device)
+    goes.index_fill_(0, columns, 0)
+    order = goes.argsort(stable=True)
     norms = evidence.consumer.double().norm(dim=0)
     return float(trailing_norms(ordered_factor(evidence.gram, order), norms[order])[len(columns)])
 

@@ -21,7 +21,7 @@ WAITS_A_LAYER = {
     "fold": 1,  # columns without the bias's
     "profile": 2,  # influence of the layer, size of its probe
 }
-WAITS_OF_A_PROFILE = {"sums": 4, "selection": 1, "correction": 9, "fold": 1, "profile": 2}
+WAITS_OF_A_PROFILE = {"sums": 4, "selection": 1, "correction": 10, "fold": 1, "profile": 2}
 LOOPS = ("batches", "neurons", "tokens")
 # Runs with activations on disk, that choose by loops on the host, or that decompose every range of a vocabulary.
 WAITING = (
@@ -86,7 +86,7 @@ def test_most_runs_wait_rarely() -> None:
     """Of two layers; what is once a run is less than forty."""
     for name, row in measured().items():
         if name not in WAITING:
-            assert sum(row["waits"].values()) < 40 + 60 * row["layers"], name
+            assert sum(row["waits"].values()) < 40 + 65 * row["layers"], name
 
 
 def _sum(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
