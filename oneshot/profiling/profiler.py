@@ -177,7 +177,7 @@ class LayerProfiler:
                 of_heads.update_(with_constant_column(heads) if shape.output_bias else heads)
             of_neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
             moments.update_(neurons)
-            cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).double().sum())
+            cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
             rows += len(heads)
             return moved
 

@@ -22,12 +22,17 @@ Step = Callable[[torch.Tensor, bool], torch.Tensor]  # (a batch of states, wheth
 class States:
     """Both streams of this worker's part of the text, batch by batch.
 
+    The text is cut into batches before workers share it, so that batches are the same for any number of workers. Only
+    if there are fewer batches than workers, batches are smaller.
+
     Args:
         two: whether the dense stream exists.
         compressed_embedding: the embedding `(N, D)` of the compressed stream; None for the dense model's.
 
     Attributes:
-        num_tokens: tokens of all workers. first_row: index of this worker's first token in the whole text.
+        num_tokens: tokens of all workers.
+        part: this worker's sequences of the whole text. first_batch, first_row: indices in it of the first batch and of
+            the first token of the part.
         passes: how many passes over the text make a layer; `advance` receives tokens divided by it.
 
     Raises `CalibrationError` if there are fewer sequences than workers.
@@ -49,16 +54,21 @@ class States:
                 f"{num_sequences} sequences are too few for {machine.workers.size} processes; give more "
                 "--num-sequences."
             )
-        part = machine.workers.part(num_sequences)
+        everywhere = batches(num_sequences, machine.batch_size)
+        if len(everywhere) < machine.workers.size:
+            everywhere = batches(num_sequences, num_sequences // machine.workers.size)
+        share = machine.workers.part(len(everywhere))
+        own = everywhere[share]
+        self.part = slice(own[0].start, own[-1].stop)
         self.machine, self.num_tokens = machine, text.num_tokens
-        self.first_row = part.start * length
+        self.first_batch, self.first_row = share.start, self.part.start * length
         self.builder = LayerBuilder(model, machine, length)
         self.passes, self.advance = 1.0, advance
         self._steps: list[Step] = []
         self._dense_steps: list[Step] = []
-        token_ids, embedding = text.token_ids[part], model.read_embedding()
+        token_ids, embedding = text.token_ids[self.part], model.read_embedding()
         first = embedding if compressed_embedding is None else compressed_embedding
-        self._batches = batches(len(token_ids), machine.batch_size)
+        self._batches = [slice(batch.start - self.part.start, batch.stop - self.part.start) for batch in own]
         self._stores = []
         for rows in [first, embedding] if two else [first]:
             store = ActivationStore((len(token_ids), length, rows.shape[1]), machine)
@@ -83,12 +93,12 @@ class States:
     def read(self, every: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Yield batches `(sequences, length, D)` of the compressed and the dense stream, after the deferred steps.
 
-        `every`: yield only the first of so many batches; nothing may be deferred then.
+        `every`: yield only the first of so many batches of the whole text; nothing may be deferred then.
         """
         assert every == 1 or not (self._steps or self._dense_steps)
         steps, self._steps = self._steps, []
         dense_steps, self._dense_steps = self._dense_steps, []
-        for batch in self._batches[::every]:
+        for batch in self._every(every):
             x = self._moved(0, batch, steps)
             yield x, self._moved(1, batch, dense_steps) if self.has_dense else None
             self.advance(x.shape[0] * x.shape[1] / self.passes)
@@ -100,8 +110,8 @@ class States:
 
     def share_read(self, every: int) -> float:
         """Return the share of this worker's sequences that `read(every)` yields."""
-        sizes = [batch.stop - batch.start for batch in self._batches]
-        return sum(sizes[::every]) / sum(sizes)
+        read = sum(batch.stop - batch.start for batch in self._every(every))
+        return read / (self.part.stop - self.part.start)
 
     def read_last(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the last batch of both streams; nothing may be deferred."""
@@ -115,6 +125,10 @@ class States:
         """Release the activations."""
         for store in self._stores:
             store.close()
+
+    def _every(self, every: int) -> list[slice]:
+        """Return this worker's batches among each `every`-th of the whole text."""
+        return self._batches[-self.first_batch % every :: every]
 
     def _moved(self, stream: int, batch: slice, steps: list[Step]) -> torch.Tensor:
         x = self._stores[stream].read(batch)
