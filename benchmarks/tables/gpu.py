@@ -85,4 +85,4 @@ def sums_table() -> str:
         for row in rows
     ]
     head = ["n", "float32", "float64", "ratio, median of turns", "peak, float32", "peak, float64"]
-    return markdown(head, lines, f"One batch of {rows[0]['rows']:,} rows on a CPU; {origin(rows)}.")
+    return markdown(head, lines, f"CPU seconds of one batch of {rows[0]['rows']:,} rows; {origin(rows)}.")
