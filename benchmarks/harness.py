@@ -63,7 +63,7 @@ def provenance(**more: Any) -> dict[str, Any]:
         "dirty": bool(
             _git("status", "--porcelain", "--untracked-files=no", "--", "oneshot", "kernels", "benchmarks/*.py")
         ),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "device": _cpu_name(),  # gpu.py has rows of its own
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("torch", "transformers", "scipy", "numpy")},
     } | more

@@ -95,19 +95,23 @@ def kills_table() -> str:
 
 
 def processes_table() -> str:
-    """Two processes beside one."""
-    row = read_rows("processes")[-1]
-    return markdown(
-        ["one process", "two processes", "same plan", "largest difference of a tensor ÷ its norm"],
+    """Several processes beside one, for each text."""
+    rows = latest([row for row in read_rows("processes") if "same_bytes" in row], "text", "processes")
+    lines = [
         [
-            [
-                f"{row['one_seconds']:.0f} s",
-                f"{row['two_seconds']:.0f} s",
-                "yes" if row["same_plan"] else "no",
-                f"{row['largest_difference']:.1e}",
-            ]
-        ],
-        f"{row['model']}, {row['num_tokens']:,} tokens, from start to end of the command; {origin([row])}.",
+            row["text"],
+            f"{row['num_tokens']:,}",
+            str(row["processes"]),
+            "yes" if row["same_bytes"] else "no",
+            f"{row['one_seconds']:.0f} s",
+            f"{row['seconds']:.0f} s",
+        ]
+        for row in rows
+    ]
+    return markdown(
+        ["text", "tokens", "processes", "same bytes as one", "one process", "so many processes"],
+        lines,
+        f"{rows[0]['model']}, from start to end of the command; {origin(rows)}.",
     )
 
 

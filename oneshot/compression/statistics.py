@@ -7,10 +7,9 @@ all workers together.
 from dataclasses import dataclass, replace
 
 import torch
-from oneshot_kernels import mirror_
 
 from oneshot.errors import CheckpointError
-from oneshot.linalg.sums import add_gram_, add_product_, add_sketch_, as_float32
+from oneshot.linalg.sums import add_gram_, add_product_, add_sketch_, as_float32, finished_gram
 from oneshot.machine import ALONE, Workers
 
 HELD_OUT_EVERY = 8  # batches
@@ -101,7 +100,7 @@ class GramAccumulator:
         """
         num_rows = torch.tensor(self._num_rows, device=self._gram.device)
         workers.sum_(self._gram, self._target_energy, num_rows, *([] if self._cross is None else [self._cross]))
-        gram = mirror_(as_float32(self._gram))  # once: only one triangle is summed
+        gram = finished_gram(self._gram)
         del self._gram
         if not torch.isfinite(torch.stack(gram.aminmax())).all():
             raise CheckpointError(

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-from oneshot_kernels import mirror_
 
 from oneshot.compression.correction import Factors, correct
 from oneshot.compression.fold import augmented_weight
@@ -11,7 +10,7 @@ from oneshot.compression.statistics import GramAccumulator, with_constant_column
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.linalg.conjugate_gradients import conjugate_gradients
 from oneshot.linalg.psd import RidgeFactor
-from oneshot.linalg.sums import add_gram_, add_product_, as_float32
+from oneshot.linalg.sums import add_gram_, add_product_, as_float32, finished_gram
 from oneshot.recipes import TOKENS_PER_NEURON
 from oneshot.stream import Layer, States
 
@@ -122,7 +121,7 @@ def up_proj_step(
         add_gram_(gates_sum, gates)
         add_gram_(inputs_sum, inputs)
     workers.sum_(gradient, gates_sum, inputs_sum)
-    gates_gram, inputs_gram = mirror_(as_float32(gates_sum)), mirror_(as_float32(inputs_sum))
+    gates_gram, inputs_gram = finished_gram(gates_sum), finished_gram(inputs_sum)
     del gates_sum, inputs_sum
     gates_factor = RidgeFactor(gates_gram.mul_(down_proj.float().T @ down_proj.float()), damping)
     inputs_factor = RidgeFactor(inputs_gram, damping)

@@ -25,6 +25,7 @@ from oneshot.text.self_written import DOCUMENT_TOKENS
 MATRIX = 1024  # columns of the matrices that are timed on a CPU; a device gets four times as many
 PIVOTED = 768
 PANEL = 64  # pivots between two updates of a whole Gram on a device
+SUMMED_BYTES = 32  # moved for a number of a batch: zero, sum and read in float32, then added in float64
 MOVED_BYTES = 256 * 2**20
 WARM_SECONDS = 0.05  # a device at rest has a low clock
 START_SECONDS = 3.0  # tokenizer, headers, report
@@ -170,9 +171,11 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     probes = PROBE_SEQUENCES * length * probes_per_layer(kinds) * layers / 2
     grams = _gram(size, read) + ("heads" in kinds) * _gram(_heads(work), read)
     logits = 2 * length * shape.vocab_size * shape.hidden_size / rates.energies
+    numbers = (size**2 + ("heads" in kinds) * _heads(work) ** 2) / 2
+    added = math.ceil(read / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
     seconds = {
         "forward": layers * (read + probes) * forward / rates.stream,
-        "sums": layers * grams / rates.sums,
+        "sums": layers * (grams / rates.sums + added),
         "pivots": layers * rates.pivots(size, size),
         "solve": layers * (size**3 / 3 + 4 * size**2 * shape.hidden_size) / rates.double,
         "energies": layers * 4 * size**2 * shape.hidden_size / rates.energies,
@@ -195,6 +198,8 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         moves = 1 + (kept / size) + schedule.two_streams + method.reduces_heads / 2
         seconds["forward"] += moves * tokens * forward / rates.stream
         seconds["sums"] += (_gram(size, tokens) + tokens * 2 * size * hidden * schedule.two_streams) / rates.sums
+        numbers = size**2 / 2 + size * hidden * schedule.two_streams
+        seconds["sums"] += math.ceil(tokens / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
     if method.reduces_ffn and method.ffn not in WEIGHT_SELECTORS:
         if method.sketch == "none":
             seconds["pivots"] += rates.pivots(size, kept)

@@ -16,7 +16,7 @@ DEVICE_PANEL_WIDTH = 1024  # enough tiles for every multiprocessor
 def add_gram_(total: torch.Tensor, rows: torch.Tensor) -> None:
     """Add a batch's `rowsᵀ rows` to what is on and above the diagonal of `total (n, n)` float64.
 
-    What is below the diagonal is undefined until `mirror_` has completed the sum.
+    What is below the diagonal is undefined; `finished_gram` completes the sum.
 
     Args:
         rows: `(m, n)`, any float dtype. Products are float32.
@@ -52,6 +52,14 @@ def add_sketch_(total: torch.Tensor, rows: torch.Tensor, *, row_offset: int, see
 def as_float32(total: torch.Tensor) -> torch.Tensor:
     """Return a sum rounded to float32: also where the order of batches changed its last bit, nearly always the same."""
     return total.float()
+
+
+def finished_gram(total: torch.Tensor) -> torch.Tensor:
+    """Return a sum of `add_gram_` rounded to float32, both triangles `(n, n)`."""
+    gram = as_float32(total)
+    for start, stop in panels(gram):
+        gram[stop:, start:stop] = gram[start:stop, stop:].mT
+    return gram
 
 
 def panels(total: torch.Tensor) -> list[tuple[int, int]]:
