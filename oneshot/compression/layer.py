@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 Solved = tuple[Tensors, InnerMaps, list[SublayerReport]]  # the working layer, maps of its heads, what was lost
 
-INPUT_KINDS = {"heads": "attention input", "ffn": "ffn input"}
+INPUT_KINDS = {"heads": "attention input", "cross-heads": "cross-attention input", "ffn": "ffn input"}
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,17 @@ class LayerCompressor:
     ) -> None:
         self._model, self._method, self._plan, self._grid, self._machine = model, method, plan, grid, machine
         self._subspaces, self._states, self._seed = subspaces, states, seed
-        self._stack, self._upload = model.family.stack, Uploader(machine.device)
+        self._upload = Uploader(machine.device)
 
     def replay_layer(self, layer: int, tensors: Tensors, working: Tensors) -> None:
         """Move the streams through a layer that another run finished: its dense tensors and its `working` ones."""
         states = self._states
         if states is None:
             return
+        self._enter(layer, states)
         states.passes = 1
-        dense = states.builder.layer(self._upload(tensors))
-        current = states.builder.layer(self._upload(working)) if working else None
+        dense = states.dense_layer(self._upload(tensors))
+        current = states.layer(self._upload(working)) if working else None
         for task in self._tasks(layer):
             states.defer_dense(DensePass(task.index, dense))
             if current is not None:
@@ -130,9 +131,10 @@ class LayerCompressor:
         self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
     ) -> Solved:
         """Compress a layer by what the text says about its activations."""
+        self._enter(layer, states)
         states.passes = self._passes(tasks, states)
-        dense = states.builder.layer(tensors)
-        current = reference = dense if working is tensors else states.builder.layer(working)
+        dense = states.dense_layer(tensors)
+        current = reference = states.as_compressed(dense) if working is tensors else states.layer(working)
         inputs = self._input_reports(layer, dense)
         maps, solved = InnerMaps(), []
         for task in tasks:
@@ -140,7 +142,7 @@ class LayerCompressor:
             states.defer_dense(dense_pass)
             if task.is_attention and self._plan.query_key_size is not None:
                 working, maps = self._reduce_queries_keys(task, working, states, current)
-                current = states.builder.layer(working)
+                current = states.layer(working)
             if not task.is_solved:
                 states.defer(_Pass(task, current))
                 continue
@@ -158,14 +160,20 @@ class LayerCompressor:
             if task.corrects_up:
                 working, factors = correct_up(task, tensors, working, states)
             release_heap()
-            current = states.builder.layer(working)
+            current = states.layer(working)
             solved.append((task, factors, _Pass(task, current, target)))
             states.defer(solved[-1][2])
         states.settle()
         reports = [_report(task, factors, passed.error) for task, factors, passed in solved]
         return working, maps, inputs + reports
 
+    def _enter(self, layer: int, states: States) -> None:
+        """Move the states on to the decoder if the layer is its first."""
+        if layer == self._model.family.stack_of(layer).first_layer > 0:
+            states.enter_decoder()
+
     def _tasks(self, layer: int) -> list[SublayerTask]:
+        stack = self._model.family.stack_of(layer)
         return [
             SublayerTask(
                 self._method,
@@ -173,12 +181,12 @@ class LayerCompressor:
                 self._plan,
                 self._subspaces,
                 self._machine,
-                self._stack,
+                stack,
                 layer,
                 index,
                 self._seed,
             )
-            for index in range(len(self._stack.sublayers))
+            for index in range(len(stack.sublayers))
         ]
 
     def _passes(self, tasks: list[SublayerTask], states: States) -> float:
@@ -192,13 +200,13 @@ class LayerCompressor:
         assert self._plan.query_key_size is not None
         return reduce_queries_keys(
             working,
-            self._stack.attention,
+            task.stack.attention,
             task.index,
             self._model.shape,
             states,
             current,
             size=self._plan.query_key_size,
-            rotary=self._stack.rotary,
+            rotary=task.stack.rotary,
             share=task.shared,
         )
 
@@ -206,9 +214,9 @@ class LayerCompressor:
         """Return the layer with outputs inside the subspaces that read them."""
         if self._subspaces is None:
             return tensors
-        confined = tensors
-        for index, sublayer in enumerate(self._stack.sublayers):
-            after = self._subspaces.basis(self._stack.position(layer, index + 1))
+        confined, stack = tensors, self._model.family.stack_of(layer)
+        for index, sublayer in enumerate(stack.sublayers):
+            after = self._subspaces.basis(stack.position(layer, index + 1))
             confined = confine(confined, sublayer.writer, after)
         return confined
 
@@ -219,14 +227,15 @@ class LayerCompressor:
 
         Tensors that did not change since they were uploaded are the input's.
         """
-        attention = self._stack.attention
+        stack = self._model.family.stack_of(layer)
+        attention = stack.attention
         folded = fold_inner(working, attention, maps)
         if self._grid.folds_layer_norms:
-            folded = to_rms_norms(folded, self._stack)
+            folded = to_rms_norms(folded, stack)
         if self._subspaces is not None:
-            positions = range(len(self._stack.sublayers) + 1)
-            bases = [self._subspaces.basis(self._stack.position(layer, index)) for index in positions]
-            folded = fold_hidden(folded, self._stack, bases)
+            positions = range(len(stack.sublayers) + 1)
+            bases = [self._subspaces.basis(stack.position(layer, index)) for index in positions]
+            folded = fold_hidden(folded, stack, bases)
         like = tensors[f"{attention.out}.weight"]
         folded = {
             name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor
@@ -248,9 +257,9 @@ class LayerCompressor:
         x = None
         if dense is not None and self._states is not None:
             _, x = self._states.read_last()
-        reports = []
-        for index, sublayer in enumerate(self._stack.sublayers):
-            position = self._stack.position(layer, index)
+        reports, stack = [], self._model.family.stack_of(layer)
+        for index, sublayer in enumerate(stack.sublayers):
+            position = stack.position(layer, index)
             size, predicted = self._subspaces.size(position), self._subspaces.relative_error(position)
             measured = None
             if x is not None and dense is not None:

@@ -28,8 +28,7 @@ class OutsideNames:
 
 def unchanged_outside(model: Model) -> list[Part]:
     """Return readers of the tensors outside the layers as they are: the output head apart from the rest."""
-    stack = model.family.stack
-    prefixes = tuple(stack.layer_prefix(layer) for layer in range(model.shape.num_hidden_layers))
+    prefixes = tuple(model.family.layer_prefix(layer) for layer in range(model.shape.num_hidden_layers))
     names = {name for name in model.checkpoint.tensor_names if not name.startswith(prefixes)}
     head = {name for name in names if name == model.family.head}
     return [partial(model.checkpoint.read, part) for part in (sorted(names - head), sorted(head)) if part]
@@ -64,7 +63,7 @@ def folded_outside(
     def head() -> Tensors:
         bases = None
         if subspaces is not None and first is not None:
-            last = subspaces.basis(model.family.stack.position(model.shape.num_hidden_layers))
+            last = subspaces.basis(model.family.last_stack.position(model.shape.num_hidden_layers))
             bases = first, last
         folded = fold_head(model.read_head(), model.read_final_norm(), bases, keep_tied=keep_tied)
         tensors = {names.norm: folded.norm}

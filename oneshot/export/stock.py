@@ -10,6 +10,7 @@ from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.export.companions import join_weights
 from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
+from oneshot.families import FAMILIES, stated_class
 from oneshot.planning import Grid, Plan
 
 Tensors = dict[str, torch.Tensor]
@@ -24,11 +25,14 @@ class StockForm:
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
-        return "It loads like the original: `AutoModelForCausalLM.from_pretrained(...)`."
+        classes = FAMILIES[config["model_type"]].classes
+        name = (stated_class(config) or classes[0]) if classes else "AutoModelForCausalLM"
+        return f"It loads like the original: `{name}.from_pretrained(...)`."
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's stock config can state."""
-        return Grid(model.family, model.shape, remedy="--form per-layer")
+        remedy = "--form per-layer" if model.family.reason_against("per-layer form") is None else None
+        return Grid(model.family, model.shape, remedy=remedy)
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return the config.json of the result. Raises `PlanError` if the stock config cannot state the plan."""
@@ -41,14 +45,18 @@ class StockForm:
         return stock | {"tie_word_embeddings": False} if plan.hidden is not None else stock
 
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
-        """Return a layer's tensors under their stored names."""
-        prefix = model.family.stack.layer_prefix(number)
-        return {prefix + name: tensor for name, tensor in tensors.items()}
+        """Return a layer's tensors under their stored names; only a stack's first layer stores its positions."""
+        stack, prefix = model.family.stack_of(number), model.family.layer_prefix(number)
+        left_out = None if number == stack.first_layer else stack.attention.relative_bias
+        return {prefix + name: tensor for name, tensor in tensors.items() if name != left_out}
 
     def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
         """Return the inverse of `layer`."""
-        prefix = model.family.stack.layer_prefix(number)
-        return {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+        stack, prefix = model.family.stack_of(number), model.family.layer_prefix(number)
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+        if stack.attention.relative_bias is not None:
+            tensors.setdefault(stack.attention.relative_bias, model.read_relative_bias(stack))
+        return tensors
 
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None

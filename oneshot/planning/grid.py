@@ -56,7 +56,7 @@ class Grid:
             stack = replace(stack, head="own", head_bias=True, num_positions=shape.num_positions)
         layers = [
             replace(
-                plan.shape_of_layer(shape, layer).layer(),
+                plan.shape_of_layer(shape, layer).layer(layer),
                 query_key_size=plan.query_key_size or shape.head_dim,
                 value_size=plan.value_size or shape.head_dim,
                 rotary_selected=plan.query_key_size is not None and self.family.stack.rotary,
@@ -120,6 +120,8 @@ class Grid:
             by_profile = method.leaves_out_layers or (self.layers_differ and not method.slices)
             own = "sensitivity" if method.leaves_out_layers else method.layer_allocation
             method = replace(method, allocation=own if by_profile else "uniform")
+        if method.reads_profile and (reason := self.family.reason_against("profile")) is not None:
+            raise PlanError(reason)
         by_sensitivity = method.allocation == "sensitivity" and not method.slices
         if method.embedding == AUTO:
             return replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")

@@ -13,6 +13,7 @@ from oneshot.text.packing import (
     split_sources,
     token_hash,
 )
+from oneshot.text.pairs import load_pairs
 from oneshot.text.self_written import SELF, documents_together, write_text
 from oneshot.text.sources import iter_documents
 
@@ -23,6 +24,7 @@ __all__ = [
     "documents_together",
     "iter_documents",
     "load_examples",
+    "load_pairs",
     "load_text",
     "load_tokenizer",
     "mix",

@@ -35,22 +35,22 @@ def iter_documents(source: str, seed: int | None) -> Iterator[str]:
     return (text for text, _ in iter_pairs(source, seed))
 
 
-def iter_pairs(source: str, seed: int | None) -> Iterator[tuple[str, str | None]]:
+def iter_pairs(source: str, seed: int | None, *, second: str = PAIR_COLUMN) -> Iterator[tuple[str, str | None]]:
     """Yield the documents of a source as `iter_documents`, each with its second text, or None.
 
-    Second texts are in a column `text_pair` beside `text`, or in the second of two columns that a hub source names,
+    Second texts are in a column `second` beside `text`, or in the second of two columns that a hub source names,
     `org/name:config:split:first,second`.
     """
     if source == "builtin":
         documents: Iterable[Pair] = ((text, None) for text in _shuffled(_builtin_documents(), seed))
     elif Path(source).suffix in (".txt", ".jsonl", ".json", ".parquet"):
-        documents = _file_documents(Path(source), seed)
+        documents = _file_documents(Path(source), seed, second)
     else:
-        documents = _hub_documents(source, seed)
+        documents = _hub_documents(source, seed, second)
     for text, pair in documents:
-        first, second = _checked(text, source), _checked(pair, source)
+        first, other = _checked(text, source), _checked(pair, source)
         if first is not None:
-            yield first, second
+            yield first, other
 
 
 def _checked(text: Any, source: str) -> str | None:
@@ -71,7 +71,7 @@ def _builtin_documents() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _file_documents(path: Path, seed: int | None) -> Iterable[Pair]:
+def _file_documents(path: Path, seed: int | None, second: str) -> Iterable[Pair]:
     try:
         if path.is_dir():
             raise CalibrationError(f"{path} is a folder; give a .txt, .jsonl or .parquet file.")
@@ -87,7 +87,7 @@ def _file_documents(path: Path, seed: int | None) -> Iterable[Pair]:
     if not rows:
         raise CalibrationError(f"{path} holds no rows; give one record with text per line.")
     column = _text_column(rows, str(path))
-    return _shuffled([(row.get(column), row.get(PAIR_COLUMN)) for row in rows], seed)
+    return _shuffled([(row.get(column), row.get(second)) for row in rows], seed)
 
 
 def _text_pieces(path: Path) -> Iterator[str]:
@@ -142,7 +142,7 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
             ) from error
 
 
-def _hub_documents(source: str, seed: int | None) -> Iterator[Pair]:
+def _hub_documents(source: str, seed: int | None, second: str) -> Iterator[Pair]:
     from datasets import load_dataset
 
     path, config, split, column = HUB_ALIASES.get(source) or _parse_hub_source(source)
@@ -169,7 +169,7 @@ def _hub_documents(source: str, seed: int | None) -> Iterator[Pair]:
         if name not in row:
             raise CalibrationError(f"{path} has no column {name!r}; it has {', '.join(row)}.")
     while row is not None:
-        yield row.get(columns[0]), row.get(columns[1] if len(columns) > 1 else PAIR_COLUMN)
+        yield row.get(columns[0]), row.get(columns[1] if len(columns) > 1 else second)
         row = guarded(lambda: next(rows, None))
 
 
