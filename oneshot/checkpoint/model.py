@@ -38,6 +38,13 @@ class Model:
         start = config.get("decoder_start_token_id")
         return int(config.get("pad_token_id") or 0) if start is None else int(start)
 
+    @property
+    def head_scale(self) -> float:
+        """Return what the stock class multiplies the last states with before the output head: `D^-½` in T5 1.0."""
+        config_class, _ = stock_classes(self.checkpoint.config)
+        scaled = getattr(config_class.from_dict(self.checkpoint.config), "scale_decoder_outputs", False)
+        return self.shape.hidden_size**-0.5 if scaled else 1.0
+
     def read_layer(self, layer: int) -> Tensors:
         """Return the tensors of a layer, without its prefix, and the table of positions that its stack shares."""
         with torch.inference_mode():  # the mode belongs to a thread, and a prefetching thread also reads

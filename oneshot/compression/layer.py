@@ -1,6 +1,8 @@
 """One layer through its sublayers: measured, solved and folded, while the streams move on."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -11,6 +13,7 @@ from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, r
 from oneshot.compression.sublayer import DensePass, SublayerTask, relative_error
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.compression.up_proj import correct_up, up_passes
+from oneshot.families import Attention, Stack
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader, to_host
@@ -21,7 +24,8 @@ from oneshot.stream import Layer, States
 
 Tensors = dict[str, torch.Tensor]
 
-Solved = tuple[Tensors, InnerMaps, list[SublayerReport]]  # the working layer, maps of its heads, what was lost
+# the working layer, maps of the heads of its sublayers by their index, what was lost
+Solved = tuple[Tensors, dict[int, InnerMaps], list[SublayerReport]]
 
 INPUT_KINDS = {"heads": "attention input", "cross-heads": "cross-attention input", "ffn": "ffn input"}
 
@@ -64,6 +68,7 @@ class LayerCompressor:
 
     Args:
         states: the hidden states of the text; None if the method chooses by weights alone.
+        shared_heads: the heads that stay in stacks whose layers share them, by the stack's prefix.
     """
 
     def __init__(
@@ -76,10 +81,12 @@ class LayerCompressor:
         *,
         subspaces: StreamSubspaces | None = None,
         states: States | None = None,
+        shared_heads: Mapping[str, torch.Tensor] = MappingProxyType({}),
         seed: int = 0,
     ) -> None:
         self._model, self._method, self._plan, self._grid, self._machine = model, method, plan, grid, machine
         self._subspaces, self._states, self._seed = subspaces, states, seed
+        self._shared_heads = shared_heads
         self._upload = Uploader(machine.device)
 
     def replay_layer(self, layer: int, tensors: Tensors, working: Tensors) -> None:
@@ -125,7 +132,7 @@ class LayerCompressor:
                 _, factors, _ = task.solve(working, None)
                 working = task.fold(working, factors)
                 reports.append(_report(task, factors, None))
-        return working, InnerMaps(), reports
+        return working, {}, reports
 
     def _by_text(
         self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
@@ -136,13 +143,14 @@ class LayerCompressor:
         dense = states.dense_layer(tensors)
         current = reference = states.as_compressed(dense) if working is tensors else states.layer(working)
         inputs = self._input_reports(layer, dense)
-        maps, solved = InnerMaps(), []
+        maps: dict[int, InnerMaps] = {}
+        solved = []
         for task in tasks:
             dense_pass = DensePass(task.index, dense)
-            states.defer_dense(dense_pass)
             if task.is_attention and self._plan.query_key_size is not None:
-                working, maps = self._reduce_queries_keys(task, working, states, current)
+                working, maps[task.index] = self._reduce_queries_keys(task, working, states, current)
                 current = states.layer(working)
+            states.defer_dense(dense_pass)  # to the pass that measures, which reads what it keeps
             if not task.is_solved:
                 states.defer(_Pass(task, current))
                 continue
@@ -154,8 +162,8 @@ class LayerCompressor:
             units, factors, values = task.solve(working, statistics)
             working = task.fold(working, factors)
             if task.is_attention:
-                maps = keep_heads(maps, units, self._model.shape.heads_per_group)
-                maps = maps if values is None else InnerMaps(maps.queries, maps.keys, values, maps.rotary_pairs)
+                kept = keep_heads(maps.get(task.index, InnerMaps()), units, self._model.shape.heads_per_group)
+                maps[task.index] = kept if values is None else replace(kept, values=values)
             del statistics
             if task.corrects_up:
                 working, factors = correct_up(task, tensors, working, states)
@@ -169,8 +177,12 @@ class LayerCompressor:
 
     def _enter(self, layer: int, states: States) -> None:
         """Move the states on to the decoder if the layer is its first."""
-        if layer == self._model.family.stack_of(layer).first_layer > 0:
+        subspaces, stack = self._subspaces, self._model.family.stack_of(layer)
+        if layer == stack.first_layer > 0:
             states.enter_decoder()
+            if subspaces is not None:
+                states.defer(lambda x, _: subspaces.inside(x, stack.first_position))
+                states.settle()
 
     def _tasks(self, layer: int) -> list[SublayerTask]:
         stack = self._model.family.stack_of(layer)
@@ -185,22 +197,24 @@ class LayerCompressor:
                 layer,
                 index,
                 self._seed,
+                self._shared_heads.get(stack.layers) if sublayer.kind == "heads" else None,
             )
-            for index in range(len(stack.sublayers))
+            for index, sublayer in enumerate(stack.sublayers)
         ]
 
     def _passes(self, tasks: list[SublayerTask], states: States) -> float:
         """Return how many passes over the text the layer takes."""
-        extra = self._plan.query_key_size is not None
+        extra = sum(task.is_attention for task in tasks) if self._plan.query_key_size is not None else 0
         return 1 + extra + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
 
     def _reduce_queries_keys(
         self, task: SublayerTask, working: Tensors, states: States, current: Layer
     ) -> tuple[Tensors, InnerMaps]:
         assert self._plan.query_key_size is not None
+        assert isinstance(task.sublayer.mixer, Attention)
         return reduce_queries_keys(
             working,
-            task.stack.attention,
+            task.sublayer.mixer,
             task.index,
             self._model.shape,
             states,
@@ -221,22 +235,24 @@ class LayerCompressor:
         return confined
 
     def _fold(
-        self, layer: int, tensors: Tensors, uploaded: Tensors, working: Tensors, maps: InnerMaps
+        self, layer: int, tensors: Tensors, uploaded: Tensors, working: Tensors, maps: dict[int, InnerMaps]
     ) -> tuple[Tensors, Tensors]:
         """Return what the checkpoint stores (smaller coordinates, the dtypes of the input) and `working`, on the host.
 
         Tensors that did not change since they were uploaded are the input's.
         """
         stack = self._model.family.stack_of(layer)
-        attention = stack.attention
-        folded = fold_inner(working, attention, maps)
+        folded = working
+        for index, sublayer in enumerate(stack.sublayers):
+            if index in maps and isinstance(sublayer.mixer, Attention):
+                folded = fold_inner(folded, sublayer.mixer, maps[index])
         if self._grid.folds_layer_norms:
             folded = to_rms_norms(folded, stack)
         if self._subspaces is not None:
             positions = range(len(stack.sublayers) + 1)
             bases = [self._subspaces.basis(stack.position(layer, index)) for index in positions]
-            folded = fold_hidden(folded, stack, bases)
-        like = tensors[f"{attention.out}.weight"]
+            folded = fold_hidden(folded, stack, bases, self._memory_reading(stack))
+        like = tensors[f"{stack.attention.out}.weight"]
         folded = {
             name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor
             for name, tensor in folded.items()
@@ -249,6 +265,14 @@ class LayerCompressor:
             {name: host[id(tensor)] for name, tensor in folded.items()},
             {name: host[id(tensor)] for name, tensor in working.items()},
         )
+
+    def _memory_reading(self, stack: Stack) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the weight of the encoder's final norm and the basis that it reads, for a decoder."""
+        if self._subspaces is None or stack.first_layer == 0:
+            return None
+        encoder = self._model.family.stack
+        gamma = self._model.read_final_norm(encoder)["weight"]
+        return gamma, self._subspaces.basis(encoder.position(stack.first_layer))
 
     def _input_reports(self, layer: int, dense: Layer | None) -> list[SublayerReport]:
         """Report what the subspaces leave out of the dense stream before every norm, measured on its last batch."""

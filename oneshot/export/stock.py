@@ -32,17 +32,22 @@ class StockForm:
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's stock config can state."""
         remedy = "--form per-layer" if model.family.reason_against("per-layer form") is None else None
-        return Grid(model.family, model.shape, remedy=remedy)
+        free = model.family.free_head_size
+        return Grid(model.family, model.shape, remedy=remedy, inner_sizes=free, equal_inner_sizes=free)
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return the config.json of the result. Raises `PlanError` if the stock config cannot state the plan."""
         config, shape, kept = model.checkpoint.config, model.shape, plan.kept_layers
-        resized = replace(plan.shape_of_layer(shape, kept[0]), hidden_size=self.grid(model).stack(plan).embedding_size)
+        resized = replace(
+            plan.shape_of_layer(shape, kept[0]),
+            hidden_size=self.grid(model).stack(plan).embedding_size,
+            head_dim=plan.value_size or shape.head_dim,
+        )
         if len(kept) < shape.num_hidden_layers:
             config = _with_layers(config, kept)
         config = model.family.resize(config, resized)
         stock = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
-        return stock | {"tie_word_embeddings": False} if plan.hidden is not None else stock
+        return stock | dict(model.family.own_head) if plan.hidden is not None else stock
 
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
         """Return a layer's tensors under their stored names; only a stack's first layer stores its positions."""
@@ -64,10 +69,12 @@ class StockForm:
         """Return readers of the tensors outside the layers, one for each part of the journal."""
         if plan.hidden is None:
             return unchanged_outside(model)
-        stack, head = model.family.stack, model.family.head
+        stack, last, head = model.family.stack, model.family.last_stack, model.family.head
         assert stack.final_norm is not None
+        assert last.final_norm is not None
         assert head is not None
-        names = OutsideNames(stack.embedding, f"{stack.final_norm.name}.weight", head)
+        inner = None if last is stack else f"{stack.final_norm.name}.weight"
+        names = OutsideNames(stack.embedding, f"{last.final_norm.name}.weight", head, encoder_norm=inner)
         return folded_outside(model, names, subspaces, keep_tied=False, centred=False)
 
     def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:

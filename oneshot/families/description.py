@@ -248,6 +248,9 @@ class Description:
         head: the output head; None for models that do not predict tokens, or only some of their classes do.
         classes: transformers' classes that a checkpoint of the family may name; empty for the one with an output head.
         prefix: module of these classes that holds the stack, if they have more than it; a plain model has none.
+        free_head_size: whether the stock config states a size of heads that can shrink: without rotation and without a
+            scale of scores that depends on it.
+        own_head: what a stock config states so that the output head is not the embedding.
         unused: ends of names of layers' tensors that old checkpoints have and transformers does not read.
         unsupported: features that the family cannot have, each with a sentence that names the reason and the remedy.
     """
@@ -263,6 +266,8 @@ class Description:
     unsupported: Mapping[Feature, str] = field(default_factory=dict)
     decoder: Stack | None = None
     variant: "Callable[[Description, dict[str, Any]], Description]" = lambda family, config: family
+    free_head_size: bool = False
+    own_head: Mapping[str, Any] = field(default_factory=lambda: {"tie_word_embeddings": False})
     unused: tuple[str, ...] = ()
 
     @property
@@ -274,6 +279,11 @@ class Description:
     def last_stack(self) -> Stack:
         """Return the stack whose output the head reads."""
         return self.stacks[-1]
+
+    @property
+    def shares_heads(self) -> bool:
+        """Return whether all layers of a stack keep the same heads, because they share a table with their columns."""
+        return self.stack.attention.relative_bias is not None
 
     def stack_of(self, layer: int) -> Stack:
         """Return the stack of a layer."""

@@ -99,9 +99,6 @@ T5 = Description(
         norm_epsilon="layer_norm_epsilon",
     ),
     unsupported={
-        "heads": "T5's layers share a table of positions so none of their heads can be removed; use --set heads=none.",
-        "queries and keys": "--set query_key_size= is not supported for T5; leave it out.",
-        "hidden size": "--set hidden= is not supported for T5; leave it out.",
         "ffn biases": "--set correction=bias needs biases in the FFN, which T5 lacks; choose another correction.",
         "embedding ranks": "--set embedding=low-rank is not supported for T5; leave it out.",
         "self text": "--calibration self needs a model that continues text, which T5 does not; give a file.",
@@ -111,6 +108,8 @@ T5 = Description(
     },
     decoder=_stack("decoder", causal=True),
     variant=variant,
+    free_head_size=True,
+    own_head={"tie_word_embeddings": False, "scale_decoder_outputs": False},
     unused=(f"{CROSS}.relative_attention_bias.weight",),
 )
 MT5 = replace(T5, model_type="mt5", classes=("MT5ForConditionalGeneration",))

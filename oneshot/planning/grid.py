@@ -18,7 +18,8 @@ class Grid:
         refusal: a sentence why the form cannot hold this model at all; None if it can.
         layers_differ: whether every layer can have its own FFN width.
         heads_differ: whether every layer can also have its own heads.
-        inner_sizes: whether heads can have other sizes for queries, keys and values.
+        inner_sizes: whether heads can have other sizes for queries, keys and values. equal_inner_sizes: whether these
+            must be one size.
         subspaces_differ: whether the residual stream can change its subspace between sublayers.
         embedding_ranks: whether ranges of the vocabulary can have their own ranks.
         replaces_layer_norms: whether LayerNorms become RMSNorms, whose biases go into the linears.
@@ -33,6 +34,7 @@ class Grid:
     layers_differ: bool = False
     heads_differ: bool = False
     inner_sizes: bool = False
+    equal_inner_sizes: bool = False
     subspaces_differ: bool = False
     embedding_ranks: bool = False
     replaces_layer_norms: bool = False
@@ -66,17 +68,18 @@ class Grid:
         ]
         if plan.hidden is not None:
             hidden = plan.hidden
-            positions = [self.family.stack.position(index) for index in range(len(layers))]
+            stacks = [self.family.stack_of(index) for index in range(len(layers))]
+            ends = [of.position(index, len(of.sublayers)) for index, of in enumerate(stacks)]
             layers = [
                 replace(
                     layer,
-                    hidden_size=hidden.sizes[first],
-                    middle_size=hidden.sizes[first + 1],
-                    output_size=hidden.sizes[first + 2],
-                    attention_shortcut=hidden.changes_at(first + 1),
-                    ffn_shortcut=hidden.changes_at(first + 2),
+                    hidden_size=hidden.sizes[of.position(index)],
+                    middle_size=hidden.sizes[end - 1],
+                    output_size=hidden.sizes[end],
+                    attention_shortcut=hidden.changes_at(end - 1),
+                    ffn_shortcut=hidden.changes_at(end),
                 )
-                for first, layer in zip(positions, layers, strict=True)
+                for index, (layer, of, end) in enumerate(zip(layers, stacks, ends, strict=True))
             ]
             if stack.head == "tied":
                 stack = replace(stack, head="mapped" if self.maps_tied_head else "own")
@@ -91,6 +94,10 @@ class Grid:
             for name, size in (("value_size", plan.value_size), ("query_key_size", plan.query_key_size)):
                 if size is not None:
                     raise PlanError(f"--set {name}={size} has no place in the config of this form{advice}.")
+        if self.equal_inner_sizes and plan.query_key_size != plan.value_size:
+            raise PlanError(
+                "This form has one size of heads; give --set query_key_size= and value_size= the same size."
+            )
         if plan.hidden is not None and plan.hidden.num_groups > 1 and not self.subspaces_differ:
             raise PlanError(
                 f"{plan.hidden.num_groups} groups with their own subspaces need shortcut matrices, which this form "
@@ -109,6 +116,11 @@ class Grid:
         """
         if self.refusal is not None:
             raise PlanError(self.refusal)
+        if method.heads == "obs" and self.family.shares_heads:
+            raise PlanError(
+                "--set heads=obs chooses heads for a single layer, but here all layers of a stack share theirs; use "
+                "heads=id."
+            )
         if method.up_steps and (reason := self.family.reason_against("up_proj")) is not None:
             raise PlanError(reason)
         if method.embedding not in (AUTO, "none"):

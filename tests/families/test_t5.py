@@ -29,6 +29,7 @@ from oneshot.compression import LayerCompressor
 from oneshot.config import Config
 from oneshot.errors import CalibrationError, CheckpointError, OneshotError
 from oneshot.pipeline import predict, profile
+from oneshot.planning import HiddenPlan
 from oneshot.stream import States
 from oneshot.text import Text, load_pairs
 
@@ -250,12 +251,29 @@ def test_the_stream_equals_the_stored_model(
         assert layer.sublayers[0].measured_error == pytest.approx(measured, rel=1e-3)
 
 
-@pytest.mark.parametrize("layer", [1, ENCODER_LAYERS, NUM_LAYERS - 1])
+@pytest.mark.parametrize(
+    ("layer", "options"),
+    [
+        (1, {}),
+        (ENCODER_LAYERS, {}),
+        (NUM_LAYERS - 1, {}),
+        (2, {"heads": "id", "sparsity": 0.2}),
+        (NUM_LAYERS - 1, {"heads": "id", "query_key_size": 6, "value_size": 6, "sparsity": 0.3}),
+        (ENCODER_LAYERS + 1, {"hidden": "pca", "hidden_size": 24, "ffn": "none", "correction": "two-stream"}),
+    ],
+)
 def test_an_interrupted_run_continues_with_the_same_bytes(
-    layer: int, make_config: MakeConfig, pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layer: int,
+    options: dict[str, Any],
+    make_config: MakeConfig,
+    pairs: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = save_t5(build_t5(gated=True, tied=True), tmp_path / "dense")
-    config = small_run(make_config, folder, calibration=pairs, sparsity=0.1)
+    if "hidden_size" not in options:
+        options = {"sparsity": 0.1} | options
+    config = small_run(make_config, folder, calibration=pairs, **options)
     beside = replace(config, output=f"{config.output}-undisturbed")
     compress(beside)
     original = LayerCompressor.compress_layer
@@ -309,6 +327,143 @@ def test_mt5_is_compressed_into_itself(make_config: MakeConfig, pairs: str, tmp_
     assert result.config.d_ff < 64
 
 
+# -- heads, sizes inside heads, the hidden size -----------------------------------------------------------------------
+
+SMALLER: list[dict[str, Any]] = [
+    {"sparsity": 0.2},
+    {"sparsity": 0.2, "heads": "id"},
+    {"sparsity": 0.1, "heads": "wanda", "ffn": "none", "correction": "same-layer"},
+    {"query_key_size": 6, "value_size": 6},
+    {"query_key_size": 5, "value_size": 5, "heads": "id", "sparsity": 0.3},
+    {"hidden_size": 24, "hidden": "pca", "ffn": "none", "correction": "two-stream"},
+    {"hidden_size": 27, "hidden": "pca", "heads": "id", "query_key_size": 6, "value_size": 6, "sparsity": 0.4},
+]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("options", SMALLER, ids=str)
+def test_the_stored_model_has_the_streams_logits(
+    options: dict[str, Any], stock: Any, folder: Path, make_config: MakeConfig, pairs: str, monkeypatch: Any
+) -> None:
+    """The compressed stream passes full-width layers; the stored model is smaller, and computes the same."""
+    last: list[tuple[torch.Tensor, Any]] = []
+    close = States.close
+
+    def keep_last(self: States) -> None:
+        if not self._steps:  # the choice of shared heads leaves the last layer out
+            last.append((self.read_last()[0], self))
+        close(self)
+
+    monkeypatch.setattr(States, "close", keep_last)
+    config = small_run(make_config, folder, calibration=pairs, **options)
+    report, result = compress(config), load(config.output)
+    sizes = {name: options.get(name, full) for name, full in (("hidden_size", 32), ("value_size", 8))}
+    assert (result.config.d_model, result.config.d_kv) == (sizes["hidden_size"], sizes["value_size"])
+    assert sum(weight.numel() for weight in set(result.parameters())) == report.stored_parameters["compressed"]
+    x, states = last[-1]
+    batch = states._batches[-1]
+    scale = 32**-0.5 if stock.config.__dict__.get("scale_decoder_outputs") else 1.0
+    expected = scale * stock.decoder.final_layer_norm(x) @ stock.lm_head.weight.T
+    logits = result(input_ids=batch.source.token_ids, decoder_input_ids=batch.token_ids).logits
+    assert float((logits - expected).norm() / expected.norm()) < 2e-5
+
+
+def full_width(grid: Any, plan: Any, *_: Any, **__: Any) -> Any:
+    """Return a plan that rotates the residual stream and leaves nothing out."""
+    positions = grid.family.last_stack.position(grid.shape.num_hidden_layers) + 1
+    return replace(plan, hidden=HiddenPlan((0,) * positions, (grid.shape.hidden_size,) * positions))
+
+
+@torch.inference_mode()
+def test_a_rotation_at_full_width_gives_the_dense_logits(
+    stock: Any, folder: Path, make_config: MakeConfig, pairs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oneshot.planning.sizes.plan_hidden", full_width)
+    config = small_run(make_config, folder, calibration=pairs, recipe="tcsp", hidden_size=32)
+    compress(config)
+    result, batch = load(config.output), padded_batch()
+    assert not torch.equal(result.shared.weight, stock.shared.weight)
+    logits, expected = result(**batch).logits, stock(**batch).logits
+    rows = batch["decoder_attention_mask"].bool()
+    assert float((logits - expected)[rows].norm() / expected[rows].norm()) < 2e-5
+
+
+@torch.inference_mode()
+def test_directions_are_those_of_the_normed_hidden_states(
+    stock: Any, folder: Path, make_config: MakeConfig, pairs: str
+) -> None:
+    """Predicted errors equal those of the stock model's own states at every norm, of all stacks, in one subspace."""
+    config = small_run(make_config, folder, calibration=pairs, recipe="tcsp", hidden_size=24)
+    report, result = compress(config), load(config.output)
+    inputs: dict[str, list[torch.Tensor]] = {}
+    for name, module in stock.named_modules():
+        if name.endswith("layer_norm"):
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: inputs.setdefault(name, []).append(args[0].flatten(0, 1))
+            )
+    text = load_pairs([pairs], t5_tokenizer(), num_tokens=16 * 32, longest=32, seed=config.seed, start_token=0)
+    for batch in text.batches(4):
+        assert batch.decoder is not None
+        stock(input_ids=batch.token_ids, decoder_input_ids=batch.decoder.token_ids)
+    for module in stock.modules():
+        module._forward_pre_hooks.clear()
+    rows = {name: torch.cat(parts).double() for name, parts in inputs.items()}
+    rows = {name: each / each.square().mean(1, keepdim=True).sqrt() for name, each in rows.items()}
+    assert len(rows) == 2 * ENCODER_LAYERS + 3 * DECODER_LAYERS + 2
+    gram = sum(each.T @ each for each in rows.values())
+    basis = torch.linalg.eigh(gram).eigenvectors[:, -24:]
+    errors = {name: float((each - each @ basis @ basis.T).norm() / each.norm()) for name, each in rows.items()}
+    names = [name for name in rows if ".block." in name]
+    found = [sublayer.predicted_error for layer in report.layers for sublayer in layer.sublayers]
+    assert found == pytest.approx([errors[name] for name in names], rel=1e-4)
+    embedding = stock.shared.weight.double()
+    inside = embedding @ basis @ basis.T
+    torch.testing.assert_close(result.shared.weight @ result.shared.weight.T, (inside @ inside.T).float())
+    written = [
+        result.generate(input_ids=padded_batch()["input_ids"], max_new_tokens=6, do_sample=False, use_cache=cached)
+        for cached in (True, False)
+    ]
+    assert torch.equal(*written)
+
+
+@torch.inference_mode()
+def test_layers_of_a_stack_keep_the_heads_of_summed_statistics(
+    stock: Any, folder: Path, make_config: MakeConfig, pairs: str
+) -> None:
+    """The heads are pivots of the output-weighted heads of all layers, one below the other."""
+    from scipy.linalg import qr
+
+    config = small_run(make_config, folder, calibration=pairs, sparsity=0.1, heads="id", ffn="none")
+    compress(config)
+    result = load(config.output)
+    kept = result.config.num_heads
+    assert kept < 4
+    text = load_pairs([pairs], t5_tokenizer(), num_tokens=16 * 32, longest=32, seed=config.seed, start_token=0)
+    for name in ("encoder", "decoder"):
+        long_heads: list[torch.Tensor] = []
+
+        def keep(out: Any, args: Any, long_heads: list[torch.Tensor] = long_heads) -> None:
+            weighted = (args[0].flatten(0, 1) * out.weight.norm(dim=0)).view(-1, 4, 8)
+            long_heads.append(weighted.transpose(1, 2).flatten(0, 1))
+
+        outs = [block.layer[0].SelfAttention.o for block in getattr(stock, name).block]
+        handles = [out.register_forward_pre_hook(keep) for out in outs]
+        for batch in text.batches(4):
+            assert batch.decoder is not None
+            stock(input_ids=batch.token_ids, decoder_input_ids=batch.decoder.token_ids)
+        for handle in handles:
+            handle.remove()
+        _, _, pivots = qr(torch.cat(long_heads).double().numpy(), mode="economic", pivoting=True)
+        heads = sorted(pivots[:kept].tolist())
+        columns = (8 * torch.tensor(heads).unsqueeze(1) + torch.arange(8)).flatten()
+        for before, after in zip(getattr(stock, name).block, getattr(result, name).block, strict=True):
+            dense, smaller = before.layer[0].SelfAttention, after.layer[0].SelfAttention
+            for linear in ("q", "k", "v"):
+                assert torch.equal(getattr(smaller, linear).weight, getattr(dense, linear).weight[columns])
+        first, table = (getattr(each, name).block[0].layer[0].SelfAttention for each in (stock, result))
+        assert torch.equal(table.relative_attention_bias.weight, first.relative_attention_bias.weight[:, heads])
+
+
 REFUSALS = [
     ({"calibration": "self"}, "--calibration self needs a model that continues text"),
     ({"form": "per-layer"}, "T5's layers have equal sizes"),
@@ -318,6 +473,9 @@ REFUSALS = [
     ({"depth": "sensitivity"}, "A profile of T5 is not supported"),
     ({"budget": "latency"}, "--set budget=latency is not supported for T5"),
     ({"correction": "bias"}, "which T5 lacks"),
+    ({"heads": "obs"}, "all layers of a stack share theirs"),
+    ({"value_size": 4, "sparsity": 0.2}, "give --set query_key_size= and value_size= the same size"),
+    ({"hidden": "pca", "group_size": 2, "ffn": "none"}, "shortcut matrices"),
 ]
 
 
