@@ -19,7 +19,14 @@ from oneshot.checkpoint import (
     refuse_place,
     remove_leftovers,
 )
-from oneshot.compression import LayerCompressor, StreamSubspaces, expanded, find_subspaces, reduce_embedding
+from oneshot.compression import (
+    LayerCompressor,
+    StreamSubspaces,
+    expanded,
+    find_shared_heads,
+    find_subspaces,
+    reduce_embedding,
+)
 from oneshot.config import Config
 from oneshot.errors import ConfigError
 from oneshot.export import FORMS, cast, expected_bytes, form_of, write_companions, write_layers
@@ -283,6 +290,9 @@ def _compress_layers(
 ) -> list[LayerReport]:
     """Compress the layers into the journal; those of an interrupted run are only replayed."""
     model, machine, states = run.model, run.machine, None
+    shared_heads: dict[str, torch.Tensor] = {}
+    if schedule.finds_shared_heads and journal.num_finished < model.shape.num_hidden_layers:
+        shared_heads = find_shared_heads(model, run.text, plan, run.method.heads, machine, seed=config.seed)
     if schedule.streams and journal.num_finished < model.shape.num_hidden_layers:
         first = None if embedding is None else expanded(embedding, model.shape.hidden_size, machine.device)
         norms_after, norm = model.family.stack.norms_after, None
@@ -300,7 +310,15 @@ def _compress_layers(
             states.defer(lambda x, _: subspaces.inside(x, 0))
             states.settle()
     compressor = LayerCompressor(
-        model, run.method, plan, run.grid, machine, subspaces=subspaces, states=states, seed=config.seed
+        model,
+        run.method,
+        plan,
+        run.grid,
+        machine,
+        subspaces=subspaces,
+        states=states,
+        shared_heads=shared_heads,
+        seed=config.seed,
     )
     return write_layers(
         model,

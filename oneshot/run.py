@@ -14,7 +14,7 @@ from oneshot_kernels.backend import KernelError
 
 from oneshot.checkpoint import Checkpoint, GgufHeader, Model, gguf_header, identify, locate_checkpoint, peek_saved
 from oneshot.config import Config, Target
-from oneshot.errors import CalibrationError, DeviceError, OutputError
+from oneshot.errors import CalibrationError, DeviceError, OutputError, PlanError
 from oneshot.export import expected_bytes, form_of
 from oneshot.families import StackShape
 from oneshot.footprint import (
@@ -47,6 +47,7 @@ from oneshot.text import (
     Text,
     documents_together,
     load_examples,
+    load_pairs,
     load_text,
     load_tokenizer,
     mix,
@@ -170,6 +171,15 @@ class Run:
         if SELF in sources and reason is not None:
             raise CalibrationError(reason)
         stack, shape = self.model.family.stack, self.model.shape
+        if self.model.family.decoder is not None:
+            return load_pairs(
+                sources,
+                tokenizer,
+                num_tokens=options.num_tokens,
+                longest=options.sequence_length,
+                seed=self._config.seed,
+                start_token=self.model.start_token,
+            )
         if not stack.causal:
             return load_examples(
                 sources,
@@ -238,7 +248,10 @@ class Run:
         return self._profile
 
     def make_profile(self, schedule: Schedule) -> Profile:
-        """Measure what smaller sizes cost."""
+        """Measure what smaller sizes cost. Raises `PlanError` for a family that cannot be profiled."""
+        reason = self.model.family.reason_against("profile")
+        if reason is not None:
+            raise PlanError(reason)
         return make_profile(
             self.model,
             self.text,
@@ -263,6 +276,9 @@ class Run:
         if target.budget == "flops":
             return Budget(kept * dense.flops_per_token(), StackShape.flops_per_token, "FLOPs per token")
         if target.budget == "latency":
+            reason = self.model.family.reason_against("latency")
+            if reason is not None:
+                raise PlanError(reason)
             return Budget(kept * self._seconds(dense), self._seconds, "seconds")
         return parameter_budget(target, dense)
 

@@ -22,6 +22,7 @@ class Schedule:
         profiles_embedding: whether that profile also measures the embedding.
         finds_subspaces: whether the hidden size shrinks.
         streams: how many streams of hidden states pass the layers; 0 if the layers do not read the text.
+        finds_shared_heads: whether heads are chosen beforehand, for all layers of a stack.
         solves_heads: whether the output linear of attention changes in any layer.
         corrects_up: whether `up_proj` is corrected in any layer.
     """
@@ -31,6 +32,7 @@ class Schedule:
     profiles_embedding: bool = False
     finds_subspaces: bool = False
     streams: int = 0
+    finds_shared_heads: bool = False
     solves_heads: bool = False
     corrects_up: bool = False
 
@@ -74,6 +76,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, has_profile: bool) 
         "layer": method.leaves_out_layers,
         "sublayer": method.leaves_out_sublayers,
     }
+    fewer_heads = any(plan.layers[layer].num_attention_heads < shape.num_attention_heads for layer in plan.kept_layers)
     kinds = tuple(kind for kind in PROBED_KINDS if chosen[kind]) if by_profile and not has_profile else ()
     return Schedule(
         plans_by_profile=by_profile,
@@ -81,6 +84,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, has_profile: bool) 
         profiles_embedding=by_profile and method.embedding != "none",
         finds_subspaces=slices,
         streams=(2 if method.follows_dense else 1) if reads else 0,
+        finds_shared_heads=fewer_heads and grid.family.shares_heads,
         solves_heads=method.reduces_heads or plan.value_size is not None or sliced_correction,
         corrects_up=method.up_steps > 0 and not slices and shape.gated and shrinks and method.reduces_ffn,
     )

@@ -115,6 +115,11 @@ def build_model(
         sizes = {names.get(name, name): size for name, size in sizes.items()}
     config, chosen = AutoConfig.for_model(family, **sizes), getattr(transformers, model_class)
     model: Any = chosen(config) if family in ("bert", "distilbert") else chosen.from_config(config)
+    return randomise(model, seed).to(dtype).eval()
+
+
+def randomise(model: Any, seed: int) -> Any:
+    """Return the model with seeded random parameters: norms around one, small biases, linears by their width."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -125,4 +130,4 @@ def build_model(
                 parameter.copy_(0.2 * noise)
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-    return model.to(dtype).eval()
+    return model

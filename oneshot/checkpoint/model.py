@@ -7,7 +7,16 @@ import torch
 
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.errors import CheckpointError, PlanError, cause
-from oneshot.families import FAMILIES, Description, ModelShape, check_layers, find_family, read_shape, stated_class
+from oneshot.families import (
+    FAMILIES,
+    Description,
+    ModelShape,
+    Stack,
+    check_layers,
+    find_family,
+    read_shape,
+    stated_class,
+)
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -22,11 +31,28 @@ class Model:
     family: Description
     shape: ModelShape
 
+    @property
+    def start_token(self) -> int:
+        """Return the token before a decoder's first one."""
+        config = self.checkpoint.config
+        start = config.get("decoder_start_token_id")
+        return int(config.get("pad_token_id") or 0) if start is None else int(start)
+
+    @property
+    def head_scale(self) -> float:
+        """Return what the stock class multiplies the last states with before the output head: `D^-½` in T5 1.0."""
+        config_class, _ = stock_classes(self.checkpoint.config)
+        scaled = getattr(config_class.from_dict(self.checkpoint.config), "scale_decoder_outputs", False)
+        return self.shape.hidden_size**-0.5 if scaled else 1.0
+
     def read_layer(self, layer: int) -> Tensors:
-        """Return the tensors of a layer, without its prefix."""
+        """Return the tensors of a layer, without its prefix, and the table of positions that its stack shares."""
         with torch.inference_mode():  # the mode belongs to a thread, and a prefetching thread also reads
-            tensors = self.checkpoint.read_prefix(self.family.stack.layer_prefix(layer))
+            stack = self.family.stack_of(layer)
+            tensors = self.checkpoint.read_prefix(stack.layer_prefix(layer))
             tensors = {name: tensor for name, tensor in tensors.items() if "rotary_emb" not in name}
+            if stack.attention.relative_bias is not None:
+                tensors[stack.attention.relative_bias] = self.read_relative_bias(stack)
             if self.shape.mlp_bias:  # zeros if the checkpoint stores no biases, see `with_ffn_biases`
                 ffn = self.family.stack.ffn
                 for linear in (*ffn.readers, ffn.down):
@@ -72,9 +98,13 @@ class Model:
             return self.read_embedding_norm()
         return self.checkpoint.read_prefix(f"{stack.layer_prefix(layer - 1)}{stack.sublayers[-1].norm.name}.")
 
-    def read_final_norm(self) -> Tensors:
-        """Return the final norm's own tensors."""
-        norm = self.family.stack.final_norm
+    def read_relative_bias(self, stack: Stack) -> torch.Tensor:
+        """Return the table of relative positions `(buckets, heads)` of a stack, which its first layer stores."""
+        return self.checkpoint.read_one(f"{stack.layer_prefix(stack.first_layer)}{stack.attention.relative_bias}")
+
+    def read_final_norm(self, stack: Stack | None = None) -> Tensors:
+        """Return the final norm's own tensors; of the last stack if none is given."""
+        norm = (stack or self.family.last_stack).final_norm
         return {} if norm is None else self.checkpoint.read_prefix(f"{norm.name}.")
 
     def read_head(self) -> torch.Tensor:
@@ -96,6 +126,7 @@ def identify(checkpoint: Checkpoint) -> Model:
         checkpoint = _without_unused(checkpoint, family, _expected_outside(checkpoint, family))
     _check_dtypes(checkpoint)
     shape = read_shape(family, checkpoint.config, checkpoint.shapes)
+    family = family.numbered(shape)
     check_layers(family, shape, checkpoint.shapes)
     _check_outside(checkpoint, family, shape)
     return Model(checkpoint, family, shape)
@@ -143,12 +174,15 @@ def _expected_outside(checkpoint: Checkpoint, family: Description) -> _Outside:
             f"{checkpoint.folder / 'config.json'} does not describe a {family.model_type} model "
             f"({cause(error)}); give a complete, unmodified checkpoint."
         ) from error
-    shapes = {
-        name: tuple(tensor.shape)
-        for name, tensor in model.state_dict().items()
-        if not name.startswith(f"{family.stack.layers}.")
-    }
-    return _Outside(shapes, tied_names(model))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if not family.is_in_layers(name)}
+    return _Outside(
+        shapes, tied_names(model) - {family.head} if _stores_head(checkpoint, family) else tied_names(model)
+    )
+
+
+def _stores_head(checkpoint: Checkpoint, family: Description) -> bool:
+    """Return whether the output head has weights of its own, which transformers then does not tie."""
+    return family.head is not None and family.head in checkpoint.tensor_names
 
 
 def _without_unused(checkpoint: Checkpoint, family: Description, expected: _Outside) -> Checkpoint:
@@ -158,10 +192,9 @@ def _without_unused(checkpoint: Checkpoint, family: Description, expected: _Outs
     """
     modern = {name.replace("LayerNorm.gamma", "LayerNorm.weight"): name for name in checkpoint.tensor_names}
     modern = {name.replace("LayerNorm.beta", "LayerNorm.bias"): stored for name, stored in modern.items()}
-    layers, used = f"{family.stack.layers}.", expected.shapes.keys() - expected.tied
-    return checkpoint.renamed(
-        {name: modern[name] for name in sorted(modern) if name.startswith(layers) or name in used}
-    )
+    used = expected.shapes.keys() - expected.tied
+    in_layers = {name for name in modern if family.is_in_layers(name) and not name.endswith(family.unused)}
+    return checkpoint.renamed({name: modern[name] for name in sorted(modern) if name in in_layers | used})
 
 
 def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
@@ -169,9 +202,9 @@ def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShap
 
     Raises `CheckpointError` if transformers cannot make that class, and for the first tensor that does not fit.
     """
-    layers, expected = f"{family.stack.layers}.", _expected_outside(checkpoint, family)
+    expected = _expected_outside(checkpoint, family)
     tied = expected.tied if family.classes or shape.tied else set()
-    names = expected.shapes.keys() | {name for name in checkpoint.shapes if not name.startswith(layers)}
+    names = expected.shapes.keys() | {name for name in checkpoint.shapes if not family.is_in_layers(name)}
     for name in sorted(names - tied):
         stored = checkpoint.shapes.get(name)
         if not name.endswith("rotary_emb.inv_freq") and stored != expected.shapes.get(name):
@@ -194,4 +227,5 @@ def _check_dtypes(checkpoint: Checkpoint) -> None:
 def one_layer_config(config: dict[str, Any], family: Description) -> dict[str, Any]:
     """Return the config of a model with a single layer; making all layers only to use one would take memory."""
     shared = {name: value for name, value in config.items() if name != "layer_types"}
-    return shared | {family.sizes.num_hidden_layers: 1}
+    decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: 1}
+    return shared | {family.sizes.num_hidden_layers: 1} | decoder

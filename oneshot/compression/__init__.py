@@ -6,6 +6,7 @@
 from oneshot.compression.correction import Factors
 from oneshot.compression.embedding import expanded, reduce_embedding
 from oneshot.compression.layer import CompressedLayer, LayerCompressor
+from oneshot.compression.shared_heads import find_shared_heads
 from oneshot.compression.statistics import Statistics
 from oneshot.compression.sublayer import needs_statistics
 from oneshot.compression.subspaces import StreamSubspaces, Subspaces, find_subspaces
@@ -18,6 +19,7 @@ __all__ = [
     "StreamSubspaces",
     "Subspaces",
     "expanded",
+    "find_shared_heads",
     "find_subspaces",
     "needs_statistics",
     "reduce_embedding",

@@ -59,6 +59,9 @@ def fold_sublayer(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, facto
     else:
         folded = _with_rows(folded, rows_of_columns(sublayer, shape, columns))
         folded[f"{writer}.weight"] = corrected
+        if isinstance(mixer, Attention) and mixer.relative_bias is not None:
+            table = folded[mixer.relative_bias]
+            folded[mixer.relative_bias] = table[:, (columns[:: shape.head_dim] // shape.head_dim).to(table.device)]
     if f"{writer}.bias" in tensors:
         bias = tensors[f"{writer}.bias"]
         folded[f"{writer}.bias"] = as_like(factors.weight[:, len(columns)], bias)
@@ -100,7 +103,9 @@ def confine(tensors: Tensors, linear: str, basis: torch.Tensor) -> Tensors:
     return confined
 
 
-def fold_hidden(tensors: Tensors, stack: Stack, bases: list[torch.Tensor]) -> Tensors:
+def fold_hidden(
+    tensors: Tensors, stack: Stack, bases: list[torch.Tensor], memory: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> Tensors:
     """Return a layer with RMSNorms inside subspaces of the residual stream (TCSP section 4; SP3 equation 34).
 
     Sublayer s reads coordinates in `bases[s] (D, d)` and writes coordinates in `bases[s + 1]`. Inputs become
@@ -108,6 +113,10 @@ def fold_hidden(tensors: Tensors, stack: Stack, bases: list[torch.Tensor]) -> Te
     divides by their root mean square. The factor, and `rms_norm_eps · D/d` in the config, make it the division by the
     root mean square over the original width. If two neighbouring subspaces differ (are not one object), a shortcut
     `P_nextᵀ P` carries the stream over. Products are float64, results float32.
+
+    Args:
+        memory: the weight of the encoder's final norm and the basis that it reads, which the keys and values of
+            cross-attention take in as others take their own norm (SP3 equations 57, 58); None without one.
     """
     folded = dict(tensors)
     for index, sublayer in enumerate(stack.sublayers):
@@ -115,6 +124,9 @@ def fold_hidden(tensors: Tensors, stack: Stack, bases: list[torch.Tensor]) -> Te
         for linear in sublayer.readers:
             name = f"{linear}.weight"
             folded[name] = project_input(tensors[name].float(), tensors[f"{norm}.weight"], basis)
+        for linear in sublayer.mixer.memory_readers if isinstance(sublayer.mixer, Attention) else ():
+            assert memory is not None
+            folded[f"{linear}.weight"] = project_input(tensors[f"{linear}.weight"].float(), *memory)
         folded[f"{norm}.weight"] = tensors[f"{norm}.weight"].new_ones(basis.shape[1])
         for name in (f"{sublayer.writer}.weight", f"{sublayer.writer}.bias"):
             if name in tensors:
@@ -147,6 +159,7 @@ def fold_head(
     bases: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     keep_tied: bool,
+    scale: float = 1.0,
 ) -> FoldedHead:
     """Fold the final norm into the output head `(vocabulary, D)`.
 
@@ -155,7 +168,7 @@ def fold_head(
 
     Args:
         norm: tensors of the final norm. bases: at the first and the last position, `P₀ (D, d₀)` and `P (D, d)`; None
-            at full width.
+            at full width. scale: of the states that a head of its own reads; it takes the scale in.
     """
     gamma, beta = norm["weight"], norm.get("bias")
     bias = None if beta is None else times(head, beta.double().unsqueeze(1)).squeeze(1)
@@ -165,7 +178,7 @@ def fold_head(
     ones = gamma.new_ones(last.shape[1])
     if keep_tied:
         return FoldedHead(ones, None, bias, as_like(project_input(first.T, gamma, last), head))
-    return FoldedHead(ones, project_input(head, gamma, last), bias)
+    return FoldedHead(ones, project_input(head, gamma.double() * scale, last), bias)
 
 
 def to_rms_norms(tensors: Tensors, stack: Stack) -> Tensors:

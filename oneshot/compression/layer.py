@@ -1,6 +1,8 @@
 """One layer through its sublayers: measured, solved and folded, while the streams move on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -12,7 +14,7 @@ from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, r
 from oneshot.compression.sublayer import DensePass, SublayerTask, relative_error
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.compression.up_proj import correct_up, up_passes
-from oneshot.families import Attention
+from oneshot.families import Attention, Stack
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader, to_host
@@ -23,9 +25,10 @@ from oneshot.stream import Layer, States
 
 Tensors = dict[str, torch.Tensor]
 
-Solved = tuple[Tensors, InnerMaps, list[SublayerReport]]  # the working layer, maps of its heads, what was lost
+# the working layer, maps of the heads of its sublayers by their index, what was lost
+Solved = tuple[Tensors, dict[int, InnerMaps], list[SublayerReport]]
 
-INPUT_KINDS = {"heads": "attention input", "ffn": "ffn input"}
+INPUT_KINDS = {"heads": "attention input", "cross-heads": "cross-attention input", "ffn": "ffn input"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class LayerCompressor:
 
     Args:
         states: the hidden states of the text; None if the method chooses by weights alone.
+        shared_heads: the heads that stay in stacks whose layers share them, by the stack's prefix.
     """
 
     def __init__(
@@ -79,19 +83,22 @@ class LayerCompressor:
         *,
         subspaces: StreamSubspaces | None = None,
         states: States | None = None,
+        shared_heads: Mapping[str, torch.Tensor] = MappingProxyType({}),
         seed: int = 0,
     ) -> None:
         self._model, self._method, self._plan, self._grid, self._machine = model, method, plan, grid, machine
         self._subspaces, self._states, self._seed = subspaces, states, seed
-        self._stack, self._upload = model.family.stack, Uploader(machine.device)
+        self._shared_heads = shared_heads
+        self._upload = Uploader(machine.device)
 
     def replay_layer(self, layer: int, tensors: Tensors, working: Tensors) -> None:
         """Move the streams through a layer that another run finished: its dense tensors and its `working` ones."""
         states = self._states
         if states is None:
             return
+        self._enter(layer, states)
         states.passes = 1
-        dense = states.builder.layer(self._upload(tensors))
+        dense = states.dense_layer(self._upload(tensors))
         current = self._current(layer, self._upload(working), states) if working else None
         for task in self._tasks(layer):
             states.defer_dense(DensePass(task.index, dense))
@@ -120,12 +127,12 @@ class LayerCompressor:
 
     def _by_weights(self, layer: int, working: Tensors, tasks: list[SublayerTask]) -> Solved:
         """Compress a layer whose neurons are chosen by weights alone."""
-        reports, maps = self._input_reports(layer, None), InnerMaps()
+        reports, maps = self._input_reports(layer, None), dict[int, InnerMaps]()
         for task in tasks:
             if task.is_reduced:
                 units, factors, _ = task.solve(working, None)
                 working = task.fold(working, factors)
-                maps = self._with_heads(task, maps, units)
+                maps[task.index] = self._with_heads(task, InnerMaps(), units)
                 reports.append(_report(task, factors, None))
         return working, maps, reports + _left_out(tasks)
 
@@ -133,21 +140,24 @@ class LayerCompressor:
         self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
     ) -> Solved:
         """Compress a layer by what the text says about its activations."""
+        self._enter(layer, states)
         states.passes = self._passes(tasks, states)
-        dense = states.builder.layer(tensors)
-        current = reference = dense if working is tensors else states.builder.layer(working)
+        dense = states.dense_layer(tensors)
+        current = reference = states.as_compressed(dense) if working is tensors else states.layer(working)
         if self._norms_inside:
             current = self._current(layer, working, states)
         inputs = self._input_reports(layer, dense)
-        maps, solved = InnerMaps(), []
+        maps: dict[int, InnerMaps] = {}
+        solved = []
         for task in tasks:
             dense_pass = DensePass(task.index, dense)
-            states.defer_dense(dense_pass)
             if task.is_left_out:
+                states.defer_dense(dense_pass)
                 continue
             if task.is_attention and self._plan.query_key_size is not None:
-                working, maps = self._reduce_queries_keys(task, working, states, current)
+                working, maps[task.index] = self._reduce_queries_keys(task, working, states, current)
                 current = self._current(layer, working, states)
+            states.defer_dense(dense_pass)  # to the pass that measures, which reads what it keeps
             if not task.is_solved:
                 states.defer(_Pass(task, current))
                 continue
@@ -159,9 +169,9 @@ class LayerCompressor:
             units, factors, values = task.solve(working, statistics)
             working = task.fold(working, factors)
             if task.is_attention:
-                maps = keep_heads(maps, units, self._model.shape.heads_per_group)
-                maps = maps if values is None else replace(maps, values=values)
-                maps = self._with_heads(task, maps, units)
+                kept = keep_heads(maps.get(task.index, InnerMaps()), units, self._model.shape.heads_per_group)
+                kept = kept if values is None else replace(kept, values=values)
+                maps[task.index] = self._with_heads(task, kept, units)
             del statistics
             if task.corrects_up:
                 working, factors = correct_up(task, tensors, working, states)
@@ -183,17 +193,27 @@ class LayerCompressor:
     @property
     def _norms_inside(self) -> bool:
         """Return whether norms after the sublayers keep the stream inside its subspaces."""
-        return self._subspaces is not None and self._stack.norms_after
+        return self._subspaces is not None and self._model.family.stack.norms_after
 
     def _current(self, layer: int, working: Tensors, states: States) -> Layer:
         """Return the layer that the compressed stream passes."""
-        current, subspaces = states.builder.layer(working), self._subspaces
+        current, subspaces = states.layer(working), self._subspaces
         if subspaces is not None and self._norms_inside:
-            first = self._stack.position(layer) + 1
+            first = self._model.family.stack.position(layer) + 1
             current.replace_norms(lambda index, norm: subspaces.norm(norm, first + index))
         return current
 
+    def _enter(self, layer: int, states: States) -> None:
+        """Move the states on to the decoder if the layer is its first."""
+        subspaces, stack = self._subspaces, self._model.family.stack_of(layer)
+        if layer == stack.first_layer > 0:
+            states.enter_decoder()
+            if subspaces is not None:
+                states.defer(lambda x, _: subspaces.inside(x, stack.first_position))
+                states.settle()
+
     def _tasks(self, layer: int) -> list[SublayerTask]:
+        stack = self._model.family.stack_of(layer)
         return [
             SublayerTask(
                 self._method,
@@ -201,33 +221,35 @@ class LayerCompressor:
                 self._plan,
                 self._subspaces,
                 self._machine,
-                self._stack,
+                stack,
                 layer,
                 index,
                 self._seed,
+                self._shared_heads.get(stack.layers) if sublayer.kind == "heads" else None,
             )
-            for index in range(len(self._stack.sublayers))
+            for index, sublayer in enumerate(stack.sublayers)
         ]
 
     def _passes(self, tasks: list[SublayerTask], states: States) -> float:
         """Return how many passes over the text the layer takes."""
         tasks = [task for task in tasks if not task.is_left_out]
-        extra = self._plan.query_key_size is not None
+        extra = sum(task.is_attention for task in tasks) if self._plan.query_key_size is not None else 0
         return 1 + extra + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
 
     def _reduce_queries_keys(
         self, task: SublayerTask, working: Tensors, states: States, current: Layer
     ) -> tuple[Tensors, InnerMaps]:
         assert self._plan.query_key_size is not None
+        assert isinstance(task.sublayer.mixer, Attention)
         return reduce_queries_keys(
             working,
-            self._stack.attention,
+            task.sublayer.mixer,
             task.index,
             self._model.shape,
             states,
             current,
             size=self._plan.query_key_size,
-            rotary=self._stack.rotary,
+            rotary=task.stack.rotary,
             share=task.shared,
         )
 
@@ -235,37 +257,40 @@ class LayerCompressor:
         """Return the layer with outputs inside the subspaces that read them."""
         if self._subspaces is None or self._norms_inside:
             return tensors
-        confined = tensors
-        for index, sublayer in enumerate(self._stack.sublayers):
-            after = self._subspaces.basis(self._stack.position(layer, index + 1))
+        confined, stack = tensors, self._model.family.stack_of(layer)
+        for index, sublayer in enumerate(stack.sublayers):
+            after = self._subspaces.basis(stack.position(layer, index + 1))
             confined = confine(confined, sublayer.writer, after)
         return confined
 
     def _fold(
-        self, layer: int, tensors: Tensors, uploaded: Tensors, working: Tensors, maps: InnerMaps
+        self, layer: int, tensors: Tensors, uploaded: Tensors, working: Tensors, maps: dict[int, InnerMaps]
     ) -> tuple[Tensors, Tensors]:
         """Return what the checkpoint stores (smaller coordinates, the dtypes of the input) and `working`, on the host.
 
         Tensors that did not change since they were uploaded are the input's.
         """
-        attention, folded = self._stack.attention, working
-        if maps.heads is not None:
-            sublayer = self._stack.sublayers[self._stack.index_of("heads")]
-            folded = cut_heads(folded, sublayer, self._model.shape, maps.heads)
-        folded = fold_inner(folded, attention, maps)
+        stack = self._model.family.stack_of(layer)
+        folded = working
+        for index, sublayer in enumerate(stack.sublayers):
+            if index in maps and isinstance(sublayer.mixer, Attention):
+                heads = maps[index].heads
+                if heads is not None:
+                    folded = cut_heads(folded, sublayer, self._model.shape, heads)
+                folded = fold_inner(folded, sublayer.mixer, maps[index])
         if self._grid.folds_layer_norms:
-            folded = to_rms_norms(folded, self._stack)
+            folded = to_rms_norms(folded, stack)
         if self._subspaces is not None:
-            positions = range(len(self._stack.sublayers) + 1)
-            bases = [self._subspaces.basis(self._stack.position(layer, index)) for index in positions]
+            positions = range(len(stack.sublayers) + 1)
+            bases = [self._subspaces.basis(stack.position(layer, index)) for index in positions]
             if self._norms_inside:
-                folded = fold_post_norm(folded, self._stack, self._model.read_norm_before(layer), bases)
+                folded = fold_post_norm(folded, stack, self._model.read_norm_before(layer), bases)
             else:
-                folded = fold_hidden(folded, self._stack, bases)
+                folded = fold_hidden(folded, stack, bases, self._memory_reading(stack))
         for task in self._tasks(layer):
             if task.is_left_out:
                 folded = without_sublayer(folded, task.sublayer)
-        like = tensors[f"{attention.out}.weight"]
+        like = tensors[f"{stack.attention.out}.weight"]
         folded = {
             name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor
             for name, tensor in folded.items()
@@ -279,6 +304,14 @@ class LayerCompressor:
             {name: host[id(tensor)] for name, tensor in working.items()},
         )
 
+    def _memory_reading(self, stack: Stack) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the weight of the encoder's final norm and the basis that it reads, for a decoder."""
+        if self._subspaces is None or stack.first_layer == 0:
+            return None
+        encoder = self._model.family.stack
+        gamma = self._model.read_final_norm(encoder)["weight"]
+        return gamma, self._subspaces.basis(encoder.position(stack.first_layer))
+
     def _input_reports(self, layer: int, dense: Layer | None) -> list[SublayerReport]:
         """Report what the subspaces leave out of the dense stream before every norm, measured on its last batch."""
         if self._subspaces is None:
@@ -286,9 +319,9 @@ class LayerCompressor:
         x = None
         if dense is not None and self._states is not None:
             _, x = self._states.read_last()
-        reports = []
-        for index, sublayer in enumerate(self._stack.sublayers):
-            position = self._stack.position(layer, index)
+        reports, stack = [], self._model.family.stack_of(layer)
+        for index, sublayer in enumerate(stack.sublayers):
+            position = stack.position(layer, index)
             size, predicted = self._subspaces.size(position), self._subspaces.relative_error(position)
             measured = None
             if x is not None and dense is not None and not self._norms_inside:

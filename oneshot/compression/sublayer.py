@@ -53,7 +53,10 @@ class DensePass:
 
 @dataclass(frozen=True)
 class SublayerTask:
-    """The compression of one sublayer of one layer: its sizes in the plan, and what it is computed with."""
+    """The compression of one sublayer of one layer: its sizes in the plan, and what it is computed with.
+
+    `shared_heads`: the heads that stay, if they were chosen for all layers of the stack; else None.
+    """
 
     method: Method
     shape: ModelShape
@@ -64,6 +67,7 @@ class SublayerTask:
     layer: int
     index: int
     seed: int
+    shared_heads: torch.Tensor | None = None
 
     @property
     def sublayer(self) -> Sublayer:
@@ -278,7 +282,9 @@ class SublayerTask:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the units that stay, ascending, and their columns."""
         units = torch.arange(self.dense_units, device=self.machine.device)
-        if self.is_reduced:
+        if self.is_reduced and self.shared_heads is not None:
+            units = self.shared_heads
+        elif self.is_reduced:
             generator = torch.Generator().manual_seed(self.seed + self.layer)
             evidence = Evidence(
                 consumer=weight[:, : self.num_columns],

@@ -118,38 +118,45 @@ def find_subspaces(
     few tokens with massive activations would be the principal directions. A LayerNorm's rows first lose their mean.
     `advance` receives the number of tokens done, layer after layer.
     """
-    shape, stack = model.shape, model.family.stack
+    shape, family = model.shape, model.family
     states = States(model, machine, text, advance=advance)
+    position = 0
 
-    def gram_of(step: Step | None) -> torch.Tensor:
+    def measure(step: Step | None) -> None:
+        """Store the Gram of the present position, and leave a step towards the next one to its pass."""
+        nonlocal position
         accumulator = GramAccumulator(shape.hidden_size, output_size=None, device=machine.device)
         for x, _ in states.read():
             accumulator.update_(weighted_rows(x, centred=shape.layer_norms, weighting=token_weighting))
         if step is not None:
             states.defer(step)
-        return accumulator.finish(workers=machine.workers).gram
-
-    states.passes = len(stack.sublayers)
-    position = 0
+        gram = accumulator.finish(workers=machine.workers).gram
+        save_file({"gram": gram.cpu()}, _gram_path(machine.scratch, position))
+        position += 1
 
     def directions(group: int, gram: torch.Tensor) -> torch.Tensor:
         if kind == "random":
             return random_directions(gram, seed + group)
         return coordinate_directions(gram) if kind == "coordinates" else principal_directions(gram)
 
-    if stack.norms_after:
+    if family.stack.norms_after:
+        states.passes = len(family.stack.sublayers)
         _save_grams_of_sums(model, states, machine, token_weighting)
         return _decompose(machine.scratch, group_of, shared_weight, machine, directions)
     upload = Uploader(machine.device)
-    for tensors in prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers):
-        layer = states.builder.layer(upload(tensors))
+    read = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers)
+    for number, tensors in enumerate(read):
+        stack = family.stack_of(number)
+        if number == stack.first_layer > 0:
+            measure(None)  # what the encoder's final norm reads
+            states.enter_decoder()
+        states.passes = len(stack.sublayers)
+        layer = states.layer(upload(tensors))
         for index in range(len(stack.sublayers)):
-            gram = gram_of(lambda x, _, layer=layer, index=index: layer.run(index, x))  # type: ignore[misc]
-            save_file({"gram": gram.cpu()}, _gram_path(machine.scratch, position))
-            position += 1
+            measure(lambda x, _, layer=layer, index=index: layer.run(index, x))  # type: ignore[misc]
         del tensors, layer
     states.advance = lambda tokens: None
-    save_file({"gram": gram_of(None).cpu()}, _gram_path(machine.scratch, position))
+    measure(None)
     states.close()
     return _decompose(machine.scratch, group_of, shared_weight, machine, directions)
 

@@ -57,6 +57,8 @@ def sliding_window(config: dict[str, Any]) -> int | None:
 def reason_against_llama(model: Model, form: str) -> str | None:
     """Return a sentence why no Llama holds the model's layers; None if one does. Norms of queries count as held."""
     shape, config = model.shape, model.checkpoint.config
+    if shape.num_decoder_layers:
+        return f"--form {form} has no decoder beside an encoder, unlike {model.family.model_type}; use --form stock."
     if shape.layer_norms or not shape.gated:
         return f"--form {form} needs RMSNorms and FFNs with a gate, unlike {model.family.model_type}; use another form."
     if sliding_window(config):

@@ -16,7 +16,7 @@ Part = Callable[[], Tensors]  # reads and folds the tensors of one part of the j
 
 @dataclass(frozen=True)
 class OutsideNames:
-    """Names of the tensors outside the layers in a form."""
+    """Names of the tensors outside the layers in a form. `encoder_norm`: None without an encoder before the decoder."""
 
     embedding: str
     norm: str
@@ -24,12 +24,12 @@ class OutsideNames:
     positions: str = "model.embed_positions.weight"
     head_bias: str = "lm_head.bias"
     head_map: str = "model.head_map.weight"
+    encoder_norm: str | None = None
 
 
 def unchanged_outside(model: Model) -> list[Part]:
     """Return readers of the tensors outside the layers as they are: the output head apart from the rest."""
-    stack = model.family.stack
-    prefixes = tuple(stack.layer_prefix(layer) for layer in range(model.shape.num_hidden_layers))
+    prefixes = tuple(model.family.layer_prefix(layer) for layer in range(model.shape.num_hidden_layers))
     names = {name for name in model.checkpoint.tensor_names if not name.startswith(prefixes)}
     head = {name for name in names if name == model.family.head}
     return [partial(model.checkpoint.read, part) for part in (sorted(names - head), sorted(head)) if part]
@@ -64,10 +64,13 @@ def folded_outside(
     def head() -> Tensors:
         bases = None
         if subspaces is not None and first is not None:
-            last = subspaces.basis(model.family.stack.position(model.shape.num_hidden_layers))
+            last = subspaces.basis(model.family.last_stack.position(model.shape.num_hidden_layers))
             bases = first, last
-        folded = fold_head(model.read_head(), model.read_final_norm(), bases, keep_tied=keep_tied)
+        norm = model.read_final_norm()
+        folded = fold_head(model.read_head(), norm, bases, keep_tied=keep_tied, scale=model.head_scale)
         tensors = {names.norm: folded.norm}
+        if names.encoder_norm is not None:  # the decoder's keys and values took its weight in
+            tensors[names.encoder_norm] = folded.norm.clone()
         for name, tensor in (
             (names.head, folded.weight),
             (names.head_bias, folded.bias),

@@ -14,6 +14,7 @@ from oneshot.export.outside import Part, folded_outside
 from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
 from oneshot.planning import Grid, Plan
 
+NOT_IN_LAYERS = ("cross_attention", "num_buckets")  # this form has no encoder–decoders
 LAYER_NORM_EPSILON = 1e-5  # PyTorch's default; configs do not state it
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot.py"
 
@@ -37,6 +38,7 @@ class PerLayerForm(LlamaLayers):
         return Grid(
             model.family,
             model.shape,
+            refusal=model.family.reason_against("per-layer form"),
             layers_differ=True,
             heads_differ=True,
             sublayers_optional=True,
@@ -109,11 +111,15 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
             "head_bias": stack.head_bias,
             "num_positions": stack.num_positions,
             "norm_width": shape.hidden_size,
-            "layers": [asdict(layer) for layer in stack.layers],
+            "layers": [_stored(layer) for layer in stack.layers],
         }
         | ({"centred_embedding": True} if shape.layer_norms and stack.head == "tied" else {})
         | different_sizes(stack)
     )
+
+
+def _stored(layer: LayerShape) -> dict[str, Any]:
+    return {name: value for name, value in asdict(layer).items() if name not in NOT_IN_LAYERS}
 
 
 def different_sizes(stack: StackShape) -> dict[str, Any]:
@@ -133,7 +139,7 @@ def different_sizes(stack: StackShape) -> dict[str, Any]:
 
 def per_layer_shape(config: dict[str, Any]) -> StackShape:
     """Return the sizes that the config.json of a per-layer checkpoint states."""
-    names = {field.name for field in fields(LayerShape)}
+    names = {field.name for field in fields(LayerShape)} - set(NOT_IN_LAYERS)
     embedding = tuple(TableShape(**table) for table in config.get("embedding") or ())
     return StackShape(
         tuple(LayerShape(**{name: layer[name] for name in names}) for layer in config["layers"]),

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Journal, Model, stock_classes
+from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.export.companions import join_weights
 from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
-from oneshot.families import FAMILIES
+from oneshot.families import FAMILIES, stated_class
 from oneshot.planning import Grid, Plan
 
 Tensors = dict[str, torch.Tensor]
@@ -25,33 +25,43 @@ class StockForm:
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
-        _, model_class = stock_classes(config)
-        auto_class = "AutoModelForCausalLM" if FAMILIES[config["model_type"]].head else model_class.__name__
-        return f"It loads like the original: `{auto_class}.from_pretrained(...)`."
+        classes = FAMILIES[config["model_type"]].classes
+        name = (stated_class(config) or classes[0]) if classes else "AutoModelForCausalLM"
+        return f"It loads like the original: `{name}.from_pretrained(...)`."
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's stock config can state."""
-        return Grid(model.family, model.shape, remedy="--form per-layer")
+        remedy = "--form per-layer" if model.family.reason_against("per-layer form") is None else None
+        free = model.family.free_head_size
+        return Grid(model.family, model.shape, remedy=remedy, inner_sizes=free, equal_inner_sizes=free)
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return the config.json of the result. Raises `PlanError` if the stock config cannot state the plan."""
         config, shape, kept = model.checkpoint.config, model.shape, plan.kept_layers
-        resized = replace(plan.shape_of_layer(shape, kept[0]), hidden_size=self.grid(model).stack(plan).embedding_size)
+        resized = replace(
+            plan.shape_of_layer(shape, kept[0]),
+            hidden_size=self.grid(model).stack(plan).embedding_size,
+            head_dim=plan.value_size or shape.head_dim,
+        )
         if len(kept) < shape.num_hidden_layers:
             config = _with_layers(config, kept)
         config = model.family.resize(config, resized)
         stock = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
-        return stock | {"tie_word_embeddings": False} if plan.hidden is not None else stock
+        return stock | dict(model.family.own_head) if plan.hidden is not None else stock
 
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
-        """Return a layer's tensors under their stored names."""
-        prefix = model.family.stack.layer_prefix(number)
-        return {prefix + name: tensor for name, tensor in tensors.items()}
+        """Return a layer's tensors under their stored names; only a stack's first layer stores its positions."""
+        stack, prefix = model.family.stack_of(number), model.family.layer_prefix(number)
+        left_out = None if number == stack.first_layer else stack.attention.relative_bias
+        return {prefix + name: tensor for name, tensor in tensors.items() if name != left_out}
 
     def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
         """Return the inverse of `layer`."""
-        prefix = model.family.stack.layer_prefix(number)
-        return {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+        stack, prefix = model.family.stack_of(number), model.family.layer_prefix(number)
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+        if stack.attention.relative_bias is not None:
+            tensors.setdefault(stack.attention.relative_bias, model.read_relative_bias(stack))
+        return tensors
 
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
@@ -59,10 +69,12 @@ class StockForm:
         """Return readers of the tensors outside the layers, one for each part of the journal."""
         if plan.hidden is None:
             return unchanged_outside(model)
-        stack, head = model.family.stack, model.family.head
+        stack, last, head = model.family.stack, model.family.last_stack, model.family.head
         assert stack.final_norm is not None
+        assert last.final_norm is not None
         assert head is not None
-        names = OutsideNames(stack.embedding, f"{stack.final_norm.name}.weight", head)
+        inner = None if last is stack else f"{stack.final_norm.name}.weight"
+        names = OutsideNames(stack.embedding, f"{last.final_norm.name}.weight", head, encoder_norm=inner)
         return folded_outside(model, names, subspaces, keep_tied=False, centred=False)
 
     def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:

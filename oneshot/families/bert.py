@@ -76,7 +76,7 @@ BERT = Description(
     resize,
     check,
     head=None,
-    decoder="cls.predictions.decoder.weight",
+    masked_head="cls.predictions.decoder.weight",
     classes=CLASSES,
     prefix="bert",
     sizes=SIZES,

@@ -12,8 +12,19 @@ import torch
 
 from oneshot.families.shapes import ModelShape
 
-SublayerKind = Literal["heads", "ffn"]
-Feature = Literal["heads", "hidden size", "ffn biases", "up_proj", "queries and keys", "embedding ranks", "self text"]
+SublayerKind = Literal["heads", "cross-heads", "ffn"]
+Feature = Literal[
+    "heads",
+    "hidden size",
+    "ffn biases",
+    "up_proj",
+    "queries and keys",
+    "embedding ranks",
+    "self text",
+    "profile",
+    "latency",
+    "per-layer form",
+]
 
 
 @dataclass(frozen=True)
@@ -32,12 +43,15 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention over the same stack's hidden states.
+    """Attention over the same stack's hidden states, or over the memory: the encoder's output (cross-attention).
 
     Attributes:
         module: what is called; it includes the output linear if the name of `out` lies below it.
         q, k, v, out: linears. q_norm, k_norm: norms of single queries and keys; None without them.
         fixed_heads: whether the stock class has heads as wide as its hidden size, so that its layers keep all heads.
+        memory: whether keys and values read the memory.
+        relative_bias: a table `(buckets, heads)` that is added to the scores by the distance of two tokens. The stack's
+            first layer stores it, for all layers. None without one.
     """
 
     module: str = "self_attn"
@@ -48,15 +62,22 @@ class Attention:
     q_norm: str | None = None
     k_norm: str | None = None
     fixed_heads: bool = False
+    memory: bool = False
+    relative_bias: str | None = None
 
     @property
     def kind(self) -> SublayerKind:
-        return "heads"
+        return "cross-heads" if self.memory else "heads"
 
     @property
     def readers(self) -> tuple[str, ...]:
         """Return the linears that read the norm's output."""
-        return self.q, self.k, self.v
+        return (self.q,) if self.memory else (self.q, self.k, self.v)
+
+    @property
+    def memory_readers(self) -> tuple[str, ...]:
+        """Return the linears that read the memory."""
+        return (self.k, self.v) if self.memory else ()
 
     @property
     def rotary_pairs(self) -> str:
@@ -90,7 +111,7 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """One half of a layer: a mixer and its norm. `shortcut`: the name of a matrix between two subspaces."""
+    """One part of a layer: a mixer and its norm. `shortcut`: the name of a matrix between two subspaces."""
 
     mixer: Attention | FeedForward
     norm: Norm
@@ -124,6 +145,8 @@ class Stack:
         final_norm: module after the last layer; None if the last layer's own norm is the end.
         rotary: whether attention turns queries and keys by rotary positions.
         causal: whether a token sees only earlier ones. If not, the text is not packed but read example by example.
+        first_layer, first_position: of the stack among all layers and all positions of the model. Those of a decoder
+            follow its encoder's.
     """
 
     sublayers: tuple[Sublayer, ...]
@@ -136,14 +159,16 @@ class Stack:
     final_norm: Norm | None = Norm("model.norm")
     rotary: bool = True
     causal: bool = True
+    first_layer: int = 0
+    first_position: int = 0
 
     def layer_prefix(self, layer: int) -> str:
-        """Return `model.layers.3.` for layer 3."""
-        return f"{self.layers}.{layer}."
+        """Return `model.layers.3.` for layer 3; a decoder's layers are numbered after its encoder's."""
+        return f"{self.layers}.{layer - self.first_layer}."
 
     def position(self, layer: int, sublayer: int = 0) -> int:
         """Return the number of the residual stream's position where a sublayer reads it."""
-        return layer * len(self.sublayers) + sublayer
+        return self.first_position + (layer - self.first_layer) * len(self.sublayers) + sublayer
 
     def index_of(self, kind: SublayerKind) -> int:
         """Return the index of the sublayer of a kind."""
@@ -154,6 +179,11 @@ class Stack:
         mixer = self.sublayers[self.index_of("heads")].mixer
         assert isinstance(mixer, Attention)
         return mixer
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Return the attention of every sublayer that has one."""
+        return tuple(sublayer.mixer for sublayer in self.sublayers if isinstance(sublayer.mixer, Attention))
 
     @property
     def ffn(self) -> FeedForward:
@@ -197,6 +227,8 @@ class Sizes:
     num_attention_heads: str = "num_attention_heads"
     num_key_value_heads: str | None = "num_key_value_heads"
     num_hidden_layers: str = "num_hidden_layers"
+    num_decoder_layers: str | None = None
+    num_buckets: str | None = None
     head_dim: str | None = "head_dim"
     norm_epsilon: str | None = "rms_norm_eps"
     vocab_size: str = "vocab_size"
@@ -208,14 +240,21 @@ class Description:
 
     Attributes:
         model_type: the `model_type` of the family's config.json.
-        stack: the layers, and what surrounds them.
+        stack: the layers, and what surrounds them; of the encoder if there is a decoder.
+        decoder: the second stack of an encoder–decoder, whose cross-attention reads the first one's output after its
+            final norm; None for other models. Layers are numbered through both.
+        variant: `(family, config) -> family`: the family as a config describes its layers.
         resize: `(config, shape) -> config`: the stock config of the resized model; raises `PlanError` if no stock
             config can state it.
         check: raises `CheckpointError` for variants of the family that are not supported.
         head: the output head; None for models that do not predict tokens, or only some of their classes do.
-        decoder: the output head of the class for masked tokens, which may be the embedding; None without such a class.
+        masked_head: the output head of the class for masked tokens, which may be the embedding; None without one.
         classes: transformers' classes that a checkpoint of the family may name; empty for the one with an output head.
         prefix: module of these classes that holds the stack, if they have more than it; a plain model has none.
+        free_head_size: whether the stock config states a size of heads that can shrink: without rotation and without a
+            scale of scores that depends on it.
+        own_head: what a stock config states so that the output head is not the embedding.
+        unused: ends of names of layers' tensors that old checkpoints have and transformers does not read.
         unsupported: features that the family cannot have, each with a sentence that names the reason and the remedy.
     """
 
@@ -224,11 +263,51 @@ class Description:
     resize: Callable[[dict[str, Any], ModelShape], dict[str, Any]]
     check: Callable[[dict[str, Any]], None] = lambda config: None
     head: str | None = "lm_head.weight"
-    decoder: str | None = None
+    masked_head: str | None = None
     classes: tuple[str, ...] = ()
     prefix: str | None = None
     sizes: Sizes = Sizes()
     unsupported: Mapping[Feature, str] = field(default_factory=dict)
+    decoder: Stack | None = None
+    variant: "Callable[[Description, dict[str, Any]], Description]" = lambda family, config: family
+    free_head_size: bool = False
+    own_head: Mapping[str, Any] = field(default_factory=lambda: {"tie_word_embeddings": False})
+    unused: tuple[str, ...] = ()
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """Return the stacks in the order of the forward pass."""
+        return (self.stack,) if self.decoder is None else (self.stack, self.decoder)
+
+    @property
+    def last_stack(self) -> Stack:
+        """Return the stack whose output the head reads."""
+        return self.stacks[-1]
+
+    @property
+    def shares_heads(self) -> bool:
+        """Return whether all layers of a stack keep the same heads, because they share a table with their columns."""
+        return self.stack.attention.relative_bias is not None
+
+    def stack_of(self, layer: int) -> Stack:
+        """Return the stack of a layer."""
+        return self.last_stack if layer >= self.last_stack.first_layer else self.stack
+
+    def layer_prefix(self, layer: int) -> str:
+        """Return the prefix of a layer's tensors."""
+        return self.stack_of(layer).layer_prefix(layer)
+
+    def is_in_layers(self, name: str) -> bool:
+        """Return whether a tensor belongs to a layer."""
+        return name.startswith(tuple(f"{stack.layers}." for stack in self.stacks))
+
+    def numbered(self, shape: ModelShape) -> "Description":
+        """Return the family whose decoder's layers and positions follow those of the encoder."""
+        if self.decoder is None:
+            return self
+        encoder_layers = shape.num_hidden_layers - shape.num_decoder_layers
+        after = self.stack.position(encoder_layers) + 1  # the encoder's final norm also reads a position
+        return replace(self, decoder=replace(self.decoder, first_layer=encoder_layers, first_position=after))
 
     def stored_as(self, names: Iterable[str]) -> "Description":
         """Return the family as a checkpoint with these tensors names its parts: with the prefix, or without."""
@@ -254,24 +333,29 @@ class Description:
             return "--set embedding=low-rank needs an output head that is the embedding; leave it out."
         return None
 
-    def expected_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Return the tensors of one layer, without its prefix, and their shapes."""
-        attention, ffn = self.stack.attention, self.stack.ffn
+    def expected_tensors(self, shape: ModelShape, layer: int = 0) -> dict[str, tuple[int, ...]]:
+        """Return the stored tensors of a layer, without its prefix, and their shapes."""
+        stack = self.stack_of(layer)
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        hidden, width = shape.hidden_size, shape.intermediate_size
-        rows = {attention.q: queries, attention.k: keys, attention.v: keys} | dict.fromkeys(ffn.readers, width)
-        weights = {name: (size, hidden) for name, size in rows.items()}
-        weights |= {attention.out: (hidden, queries), ffn.down: (hidden, width)}
-        biased = dict.fromkeys((attention.q, attention.k, attention.v), shape.attention_bias)
-        biased |= {attention.out: shape.output_bias} | dict.fromkeys((*ffn.readers, ffn.down), shape.mlp_bias)
+        hidden, width, ffn = shape.hidden_size, shape.intermediate_size, stack.ffn
+        weights = dict.fromkeys(ffn.readers, (width, hidden)) | {ffn.down: (hidden, width)}
+        biased = dict.fromkeys(weights, shape.mlp_bias)
+        for attention in stack.attentions:
+            weights |= {attention.q: (queries, hidden), attention.out: (hidden, queries)}
+            weights |= dict.fromkeys((attention.k, attention.v), (keys, hidden))
+            biased |= dict.fromkeys((attention.q, attention.k, attention.v), shape.attention_bias)
+            biased |= {attention.out: shape.output_bias}
         expected: dict[str, tuple[int, ...]] = {f"{name}.weight": size for name, size in weights.items()}
         expected |= {f"{name}.bias": weights[name][:1] for name, has_bias in biased.items() if has_bias}
-        for sublayer in self.stack.sublayers:
+        for sublayer in stack.sublayers:
             expected[f"{sublayer.norm.name}.weight"] = (hidden,)
             if sublayer.norm.centres:
                 expected[f"{sublayer.norm.name}.bias"] = (hidden,)
         if shape.query_key_norms:
-            expected |= {f"{norm}.weight": (shape.head_dim,) for norm in (attention.q_norm, attention.k_norm)}
+            norms = stack.attention.q_norm, stack.attention.k_norm
+            expected |= {f"{norm}.weight": (shape.head_dim,) for norm in norms}
+        if stack.attention.relative_bias is not None and layer == stack.first_layer:
+            expected[stack.attention.relative_bias] = (shape.num_buckets, shape.num_attention_heads)
         return expected
 
     def rename(self, tensors: dict[str, torch.Tensor], other: "Description") -> dict[str, torch.Tensor]:

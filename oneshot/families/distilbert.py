@@ -61,7 +61,7 @@ DISTILBERT = Description(
     STACK,
     resize,
     head=None,
-    decoder="vocab_projector.weight",
+    masked_head="vocab_projector.weight",
     classes=CLASSES,
     prefix="distilbert",
     sizes=SIZES,

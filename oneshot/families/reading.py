@@ -14,12 +14,14 @@ from oneshot.families.opt import OPT
 from oneshot.families.qwen2 import QWEN2
 from oneshot.families.qwen3 import QWEN3
 from oneshot.families.shapes import ModelShape
+from oneshot.families.t5 import MT5, T5
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OPT, BERT, DISTILBERT)}
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OPT, BERT, DISTILBERT, T5, MT5)}
 COMPRESSED_MODEL_TYPE = "oneshot"  # of a checkpoint in the per-layer form
 ENCODER_MODEL_TYPE = "oneshot-encoder"  # of an encoder in the per-layer form
 NAS_MODEL_TYPE = "nemotron-nas"
 LARGEST_SIZE = 2**31 - 1
+DEFAULT_BUCKETS = 32  # of relative positions, transformers' default
 
 
 def find_family(config: dict[str, Any]) -> Description:
@@ -59,7 +61,7 @@ def find_family(config: dict[str, Any]) -> Description:
         )
     family = FAMILIES[model_type]
     family.check(config)
-    return family
+    return family.variant(family, config)
 
 
 def stated_class(config: dict[str, Any]) -> str | None:
@@ -119,9 +121,15 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         further = sum(math.prod(stored[name]) for name in outside)
     tied = family.head is not None and family.head not in stored
     if (stated_class(config) or "").endswith("ForMaskedLM"):
-        tied = family.decoder not in stored  # one of its own is kept as it is
+        tied = family.masked_head not in stored  # one of its own is kept as it is
+    num_layers = _num_layers(family, config, stored, keys.num_hidden_layers)
+    num_decoder_layers = num_buckets = 0
+    if keys.num_decoder_layers is not None:
+        num_decoder_layers = _num_layers(family, config, stored, keys.num_decoder_layers, num_layers)
+    if keys.num_buckets is not None:
+        num_buckets = _size(family, config, keys.num_buckets, DEFAULT_BUCKETS)
     return ModelShape(
-        num_hidden_layers=_num_layers(family, config, stored),
+        num_hidden_layers=num_layers + num_decoder_layers,
         hidden_size=hidden_size,
         intermediate_size=_size(family, config, keys.intermediate_size),
         num_attention_heads=num_heads,
@@ -143,21 +151,24 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         further_parameters=further,
         num_positions=num_positions,
         unused_positions=stack.position_offset,
+        num_decoder_layers=num_decoder_layers,
+        num_buckets=num_buckets,
     )
 
 
 def check_layers(family: Description, shape: ModelShape, stored: Mapping[str, tuple[int, ...]]) -> None:
     """Check the layers' tensors, `name -> shape`, against the config's sizes before any work is done.
 
+    `family`: numbered for the shape.
+
     Raises `CheckpointError` with the first tensor that is missing, unexpected, or of another size.
     """
-    stack, of_one_layer = family.stack, family.expected_tensors(shape)
     expected = {
-        stack.layer_prefix(layer) + name: size
+        family.layer_prefix(layer) + name: size
         for layer in range(shape.num_hidden_layers)
-        for name, size in of_one_layer.items()
+        for name, size in family.expected_tensors(shape, layer).items()
     }
-    in_layers = {name for name in stored if name.startswith(f"{stack.layers}.") and "rotary_emb" not in name}
+    in_layers = {name for name in stored if family.is_in_layers(name) and "rotary_emb" not in name}
     for name in sorted(expected.keys() | in_layers):
         if stored.get(name) != expected.get(name):
             raise CheckpointError(
@@ -181,9 +192,15 @@ def _size(family: Description, config: dict[str, Any], key: str, default: int | 
     return value
 
 
-def _num_layers(family: Description, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> int:
+def _num_layers(
+    family: Description,
+    config: dict[str, Any],
+    stored: Mapping[str, tuple[int, ...]],
+    key: str,
+    default: int | None = None,
+) -> int:
     """Return the number of layers; refuse one above the number of tensors, which would take memory for nothing."""
-    num_layers = _size(family, config, family.sizes.num_hidden_layers)
+    num_layers = _size(family, config, key, default)
     if num_layers > len(stored):
         raise CheckpointError(
             f"config.json states {num_layers} layers where there are {len(stored)} tensors; give a complete checkpoint."

@@ -14,6 +14,8 @@ class LayerShape:
     `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and the FFN's. `norm_bias`:
     the norms store a bias. `query_key_norms`: queries and keys are normed, each by one weight for all heads.
     `gated`: the FFN has a gate beside its up projection. `norm_weights`: norms have a weight for every coordinate.
+    `cross_attention`: the layer also has attention over the encoder's output, of the same sizes. `num_buckets`: rows of
+    a stored table of relative positions, with a column for every head.
 
     A layer without heads has no attention, and one of FFN width zero no FFN: also no norm before it and no biases.
     """
@@ -36,6 +38,8 @@ class LayerShape:
     query_key_norms: bool = False
     gated: bool = True
     norm_weights: bool = True
+    cross_attention: bool = False
+    num_buckets: int = 0
 
     def linear_parameters(self) -> int:
         """Return the stored parameters of the layer's linears, shortcuts included."""
@@ -47,18 +51,19 @@ class LayerShape:
         mlp = inputs * width * (self.middle_size + bias) + self.output_size * (width + bias)
         shortcuts = self.attention_shortcut * self.hidden_size * self.middle_size
         shortcuts += self.ffn_shortcut * self.middle_size * self.output_size
-        return attention + mlp + shortcuts
+        return (1 + self.cross_attention) * attention + mlp + shortcuts
 
     def parameters(self) -> int:
         """Return the stored parameters, norms included."""
         attends, has_ffn = self.num_attention_heads > 0, self.intermediate_size > 0
-        norms = (self.hidden_size * attends + self.middle_size * has_ffn) * (self.norm_weights + self.norm_bias)
+        widths = self.hidden_size * (1 + self.cross_attention) * attends + self.middle_size * has_ffn
+        norms = widths * (self.norm_weights + self.norm_bias) + self.num_buckets * self.num_attention_heads
         pairs = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
         return self.linear_parameters() + norms + pairs + 2 * self.query_key_size * self.query_key_norms * attends
 
     def key_value_size(self) -> int:
-        """Return the values that one token takes in the layer's KV cache."""
-        return self.num_key_value_heads * (self.query_key_size + self.value_size)
+        """Return the values that one token takes in the layer's KV cache, and one of the source in cross-attention."""
+        return (1 + self.cross_attention) * self.num_key_value_heads * (self.query_key_size + self.value_size)
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,11 @@ class StackShape:
         return self.layers[0].hidden_size
 
     @property
+    def is_encoder_decoder(self) -> bool:
+        """Return whether an encoder's layers come first; it has a final norm of its own."""
+        return self.layers[-1].cross_attention
+
+    @property
     def final_size(self) -> int:
         """Return the width of the last norm."""
         return self.layers[-1].output_size
@@ -114,7 +124,7 @@ class StackShape:
     def stored_parameters(self) -> int:
         """Return the stored parameters of everything."""
         embeddings = self._table_parameters() + (self.num_positions + self.num_token_types) * self.embedding_size
-        norm = self.final_norm * self.final_size * (1 + self.layers[-1].norm_bias)
+        norm = self.final_norm * self.final_size * (1 + self.layers[-1].norm_bias) * (1 + self.is_encoder_decoder)
         output = self.output_size * (self.final_size + 1)
         width = self.output_size or self.final_size
         head = {"own": self.vocab_size, "tied": 0, "mapped": self.embedding_size, "none": 0}[self.head] * width
@@ -122,7 +132,10 @@ class StackShape:
         return embeddings + self.all_layer_parameters() + norm + output + head + self.further_parameters
 
     def flops_per_token(self) -> int:
-        """Return the operations of all linears for one token, with the output head and without attention scores."""
+        """Return the operations of all linears for one token, with the output head and without attention scores.
+
+        In an encoder–decoder that is one token of the source and one of the target.
+        """
         linears = sum(layer.linear_parameters() for layer in self.layers) + self.output_size * self.final_size
         mapped = self.head == "mapped"
         head = self.vocab_size * self.final_size if self.head == "own" else self._table_parameters()
@@ -147,7 +160,8 @@ class StackShape:
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Return the bytes that one token takes in the KV cache (by default of 16-bit values); 0 without a cache."""
-        return self.causal * sum(layer.key_value_size() for layer in self.layers) * bytes_per_value
+        cached = [layer for layer in self.layers if layer.cross_attention or not self.is_encoder_decoder]
+        return self.causal * sum(layer.key_value_size() for layer in cached) * bytes_per_value
 
 
 @dataclass(frozen=True)
@@ -157,7 +171,9 @@ class ModelShape:
     `layer_norms`: the norms are LayerNorms, which have a bias and subtract the mean. `num_positions`: rows of a learned
     position embedding that tokens use, `unused_positions`: rows stored before them. `has_head`: the model predicts
     tokens; without `tied` by a head of its own. `norms_after`: norms follow the sums with the residual stream.
-    `final_norm`, `num_token_types`, `further_parameters`, `causal`: as in `StackShape`.
+    `final_norm`, `num_token_types`, `further_parameters`, `causal`: as in `StackShape`. `num_decoder_layers`: the last
+    layers, which have cross-attention; 0 without an encoder. `num_buckets`: of relative positions, in the first layer
+    of each stack.
     """
 
     num_hidden_layers: int
@@ -182,14 +198,17 @@ class ModelShape:
     num_token_types: int = 0
     further_parameters: int = 0
     causal: bool = True
+    num_decoder_layers: int = 0
+    num_buckets: int = 0
 
     @property
     def heads_per_group(self) -> int:
         """Return the number of query heads that share one KV head."""
         return self.num_attention_heads // self.num_key_value_heads
 
-    def layer(self) -> LayerShape:
-        """Return the shape of each layer."""
+    def layer(self, number: int = 0) -> LayerShape:
+        """Return the shape of a layer; layers differ only between an encoder and its decoder."""
+        first_of_decoder = self.num_hidden_layers - self.num_decoder_layers
         return LayerShape(
             hidden_size=self.hidden_size,
             middle_size=self.hidden_size,
@@ -205,17 +224,19 @@ class ModelShape:
             norm_bias=self.layer_norms,
             query_key_norms=self.query_key_norms,
             gated=self.gated,
+            cross_attention=number >= first_of_decoder and self.num_decoder_layers > 0,
+            num_buckets=self.num_buckets if number in (0, first_of_decoder) else 0,
         )
 
     def layer_parameters(self) -> int:
-        """Return the stored parameters of one layer, norms included."""
-        return self.layer().parameters()
+        """Return the stored parameters of the largest layer, norms included."""
+        return max(layer.parameters() for layer in self.stack().layers)
 
     def stack(self) -> StackShape:
         """Return the same sizes, layer by layer."""
         head = "tied" if self.tied else "own" if self.has_head else "none"
         return StackShape(
-            (self.layer(),) * self.num_hidden_layers,
+            tuple(self.layer(number) for number in range(self.num_hidden_layers)),
             self.vocab_size,
             head,
             num_positions=self.num_positions + self.unused_positions,

@@ -11,6 +11,7 @@ from oneshot.stream.output_head import VOCABULARY_PANEL
 
 HEAP_BLOCK_BYTES = 32 * 2**20  # smaller blocks stay in glibc's heap when they are freed
 FLOAT, DOUBLE = 4, 8
+BUCKET_BYTES = 48  # of one distance: integers of 64 bits and their temporaries
 PIVOT_ROWS = 72  # of a Gram, beside which a device takes pivots in the Gram's own memory
 
 BATCH = ("--batch-size", "--sequence-length")
@@ -53,6 +54,9 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
     tokens = work.batch_tokens if tokens is None else tokens
     hidden, heads = shape.hidden_size, shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
+    positions = 0  # scores of relative positions, causal ones apart, and the buckets of all distances
+    if shape.num_buckets:
+        positions = work.text.sequence_length**2 * (3 * itemsize * shape.num_attention_heads + BUCKET_BYTES)
     norm = 3 * FLOAT * hidden
     attention = max(norm, itemsize * (4 * heads + 3 * keys + 2 * hidden))
     neurons = itemsize * (3 + shape.gated) * width + itemsize * hidden  # also of the last batch
@@ -64,7 +68,8 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
     ffn = max(neurons, update)
     kept_by_heap = tokens * itemsize * hidden < HEAP_BLOCK_BYTES
     passed = attention + ffn if kept_by_heap else max(attention, ffn)
-    return Term(tokens * (streams + passed), computed=True, knobs=BATCH)
+    streams += itemsize * hidden * (shape.num_decoder_layers > 0)  # the memory
+    return Term(tokens * (streams + passed) + positions, computed=True, knobs=BATCH)
 
 
 def gram(work: Work, size: int, *, residual: bool) -> Term:

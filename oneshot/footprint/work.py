@@ -117,8 +117,8 @@ def describe_work(
     config: Config, model: Model, method: Method, grid: Grid, schedule: Schedule, plan: Plan | None, machine: Machine
 ) -> Work:
     """Return the numbers of a run; it reads no weights. `method` is settled for the grid."""
-    stack, sizes = model.family.stack, tensor_bytes(model.checkpoint)
-    first = stack.layer_prefix(0)
+    sizes = tensor_bytes(model.checkpoint)
+    largest = model.family.layer_prefix(model.shape.num_hidden_layers - 1)  # a decoder's, where layers differ
     return Work(
         schedule=schedule,
         method=method,
@@ -128,9 +128,9 @@ def describe_work(
         plan=plan,
         save_dtype=config.save_dtype,
         model_bytes=sum(sizes.values()),
-        layer_bytes=sum(size for name, size in sizes.items() if name.startswith(first)),
-        outside_bytes=max(size for name, size in sizes.items() if not name.startswith(f"{stack.layers}.")),
-        pinned_bytes=sum(pinned_bytes(size) for name, size in sizes.items() if name.startswith(first)),
+        layer_bytes=sum(size for name, size in sizes.items() if name.startswith(largest)),
+        outside_bytes=max(size for name, size in sizes.items() if not model.family.is_in_layers(name)),
+        pinned_bytes=sum(pinned_bytes(size) for name, size in sizes.items() if name.startswith(largest)),
         stored_itemsize=max(ITEMSIZES.get(dtype, 1) for dtype in model.checkpoint.dtypes.values()),
         same_dtype=set(model.checkpoint.dtypes.values()) == {DTYPE_NAMES.get(machine.dtype)},
         device_bytes=device_capacity(machine.device, config.machine.max_device_memory_bytes),

@@ -19,7 +19,8 @@ class Grid:
         layers_differ: whether every layer can have its own FFN width.
         heads_differ: whether every layer can also have its own heads.
         sublayers_optional: whether a layer can be without attention, or without an FFN.
-        inner_sizes: whether heads can have other sizes for queries, keys and values.
+        inner_sizes: whether heads can have other sizes for queries, keys and values. equal_inner_sizes: whether these
+            must be one size.
         subspaces_differ: whether the residual stream can change its subspace between sublayers.
         embedding_ranks: whether ranges of the vocabulary can have their own ranks.
         replaces_layer_norms: whether LayerNorms become RMSNorms, whose biases go into the linears.
@@ -35,6 +36,7 @@ class Grid:
     heads_differ: bool = False
     sublayers_optional: bool = False
     inner_sizes: bool = False
+    equal_inner_sizes: bool = False
     subspaces_differ: bool = False
     embedding_ranks: bool = False
     replaces_layer_norms: bool = False
@@ -67,7 +69,7 @@ class Grid:
             stack = replace(stack, head=head, head_bias=True, num_positions=shape.num_positions)
         layers = [
             replace(
-                plan.shape_of_layer(shape, layer).layer(),
+                plan.shape_of_layer(shape, layer).layer(layer),
                 query_key_size=plan.query_key_size or shape.head_dim,
                 value_size=plan.value_size or shape.head_dim,
                 rotary_selected=plan.query_key_size is not None and self.family.stack.rotary,
@@ -77,19 +79,20 @@ class Grid:
         ]
         if plan.hidden is not None:
             hidden = plan.hidden
-            positions = [self.family.stack.position(index) for index in range(len(layers))]
+            stacks = [self.family.stack_of(index) for index in range(len(layers))]
+            ends = [of.position(index, len(of.sublayers)) for index, of in enumerate(stacks)]
             layers = [
                 replace(
                     layer,
-                    hidden_size=hidden.sizes[first],
-                    middle_size=hidden.sizes[first + 1],
-                    output_size=hidden.sizes[first + 2],
-                    attention_shortcut=shape.norms_after or hidden.changes_at(first + 1),
-                    ffn_shortcut=shape.norms_after or hidden.changes_at(first + 2),
+                    hidden_size=hidden.sizes[of.position(index)],
+                    middle_size=hidden.sizes[end - 1],
+                    output_size=hidden.sizes[end],
+                    attention_shortcut=shape.norms_after or hidden.changes_at(end - 1),
+                    ffn_shortcut=shape.norms_after or hidden.changes_at(end),
                     norm_weights=not shape.norms_after,
                     norm_bias=layer.norm_bias and not shape.norms_after,
                 )
-                for first, layer in zip(positions, layers, strict=True)
+                for index, (layer, of, end) in enumerate(zip(layers, stacks, ends, strict=True))
             ]
             if stack.head == "tied":
                 stack = replace(stack, head="mapped" if self.maps_tied_head else "own")
@@ -108,6 +111,10 @@ class Grid:
             for name, size in (("value_size", plan.value_size), ("query_key_size", plan.query_key_size)):
                 if size is not None:
                     raise PlanError(f"--set {name}={size} has no place in the config of this form{advice}.")
+        if self.equal_inner_sizes and plan.query_key_size != plan.value_size:
+            raise PlanError(
+                "This form has one size of heads; give --set query_key_size= and value_size= the same size."
+            )
         if plan.hidden is not None and plan.hidden.num_groups > 1 and not self.subspaces_differ:
             raise PlanError(
                 f"{plan.hidden.num_groups} groups with their own subspaces need shortcut matrices, which this form "
@@ -127,6 +134,11 @@ class Grid:
         """
         if self.refusal is not None:
             raise PlanError(self.refusal)
+        if method.heads == "obs" and self.family.shares_heads:
+            raise PlanError(
+                "--set heads=obs chooses heads for a single layer, but here all layers of a stack share theirs; use "
+                "heads=id."
+            )
         if method.up_steps and (reason := self.family.reason_against("up_proj")) is not None:
             raise PlanError(reason)
         if method.leaves_out_sublayers and not self.sublayers_optional:
@@ -140,6 +152,8 @@ class Grid:
             by_profile = method.leaves_out_layers or (self.layers_differ and not method.slices)
             own = "sensitivity" if method.leaves_out_layers else method.layer_allocation
             method = replace(method, allocation=own if by_profile else "uniform")
+        if method.reads_profile and (reason := self.family.reason_against("profile")) is not None:
+            raise PlanError(reason)
         by_sensitivity = method.allocation == "sensitivity" and not method.slices
         if method.embedding == AUTO:
             return replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")

@@ -23,7 +23,7 @@ def plan_hidden(
         raise ConfigError("Give --set hidden_size= if FFN or heads also shrink; they take what is left.")
     if not sublayers_shrink and not by_target and (target.sparsity is not None or target.parameters is not None):
         raise ConfigError("Give either --set hidden_size= or a target if only the hidden size shrinks.")
-    group_of = groups_of_positions(grid.family.stack.position(shape.num_hidden_layers), group_size)
+    group_of = groups_of_positions(grid.family.last_stack.position(shape.num_hidden_layers), group_size)
 
     def with_width(size: int) -> Plan:
         return replace(plan, hidden=HiddenPlan(group_of, (size,) * len(group_of)))

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,17 +33,29 @@ class LayerBuilder:
         self._model, self._machine, self._sequence_length = model, machine, sequence_length
         self._templates: dict[ModelShape, _Template] = {}
 
-    def layer(self, tensors: Tensors) -> "Layer":
-        """Return a layer with these weights, in the compute dtype on the compute device."""
-        stack, shape = self._model.family.stack, self._model.shape
-        held = replace(
-            shape,
+    def layer(self, tensors: Tensors, stack: Stack | None = None, memory: "Memory | None" = None) -> "Layer":
+        """Return a layer with these weights, in the compute dtype on the compute device.
+
+        Args:
+            stack: of the layer; None: the model's first one. memory: what its cross-attention reads.
+        """
+        stack = stack or self._model.family.stack
+        template = self._template(self._held(stack, stack.attention, tensors))
+        module = copy.deepcopy(template.layers[stack.layers])
+        for attention in stack.attentions[1:]:  # meanwhile it may have other heads than the first
+            other = self._template(self._held(stack, attention, tensors)).layers[stack.layers]
+            module.set_submodule(attention.module, copy.deepcopy(other.get_submodule(attention.module)))
+        return Layer(self._with_weights(module, tensors), stack, template.arguments, memory)
+
+    def _held(self, stack: Stack, attention: Attention, tensors: Tensors) -> ModelShape:
+        """Return the shape of a model whose layers are as wide as these tensors."""
+        head_dim = self._model.shape.head_dim
+        return replace(
+            self._model.shape,
             intermediate_size=tensors[f"{stack.ffn.down}.weight"].shape[1],
-            num_attention_heads=tensors[f"{stack.attention.out}.weight"].shape[1] // shape.head_dim,
-            num_key_value_heads=tensors[f"{stack.attention.k}.weight"].shape[0] // shape.head_dim,
+            num_attention_heads=tensors[f"{attention.out}.weight"].shape[1] // head_dim,
+            num_key_value_heads=tensors[f"{attention.k}.weight"].shape[0] // head_dim,
         )
-        template = self._template(held)
-        return Layer(self._loaded(template.layer, tensors), stack, template.arguments)
 
     def embed(self, embedding: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the states before the first layer, `(sequences, length, D)`, on the compute device.
@@ -90,11 +102,13 @@ class LayerBuilder:
     def embedding_norm(self) -> nn.Module | None:
         """Return the norm that follows the embeddings, in the compute dtype on the compute device; None without one."""
         template = self._template(self._model.shape).embedding_norm
-        return None if template is None else self._loaded(template, self._model.read_embedding_norm())
+        if template is None:
+            return None
+        return self._with_weights(copy.deepcopy(template), self._model.read_embedding_norm())
 
-    def _loaded(self, template: nn.Module, tensors: Tensors) -> nn.Module:
-        """Return a module with weights, in the compute dtype on the compute device."""
-        module, machine = copy.deepcopy(template), self._machine
+    def _with_weights(self, module: nn.Module, tensors: Tensors) -> nn.Module:
+        """Return the module with weights, in the compute dtype on the compute device."""
+        machine = self._machine
         weights = {name: uploaded(value, machine.device).to(machine.dtype) for name, value in tensors.items()}
         module.load_state_dict(weights, assign=True)
         return module.requires_grad_(False)
@@ -105,9 +119,14 @@ class LayerBuilder:
 
     def output_head(self) -> OutputHead:
         """Return the final norm and the output head, in the compute dtype on the compute device."""
-        norm = self._loaded(self._template(self._model.shape).final_norm, self._model.read_final_norm())
+        norm = self.final_norm(self._model.family.last_stack)
         head = uploaded(self._model.read_head(), self._machine.device).to(self._machine.dtype)
         return OutputHead(norm, head)
+
+    def final_norm(self, stack: Stack) -> nn.Module:
+        """Return the norm after a stack's last layer, in the compute dtype on the compute device."""
+        template = self._template(self._model.shape).final_norms[stack.layers]
+        return self._with_weights(copy.deepcopy(template), self._model.read_final_norm(stack))
 
     def load_classes(self) -> None:
         """Import and build what a run will need of transformers, so that its memory is measured beforehand."""
@@ -121,7 +140,7 @@ class LayerBuilder:
 
 
 class _Template:
-    """A layer and a final norm without weights, and the arguments that attention is called with."""
+    """A layer and a final norm of each stack without weights, and the arguments that attention is called with."""
 
     def __init__(self, config: dict[str, Any], model: Model, machine: Machine, sequence_length: int) -> None:
         from transformers.masking_utils import create_sliding_window_causal_mask
@@ -134,10 +153,16 @@ class _Template:
         self.embedding_norm: nn.Module | None = None
         if stack.embedding_norm is not None:
             self.embedding_norm = whole.get_submodule(stack.embedding_norm.name).requires_grad_(False)
-        self.layer = whole.get_submodule(stack.layers)[0].eval().requires_grad_(False)
-        self.final_norm: nn.Module = nn.Identity()
-        if stack.final_norm is not None:
-            self.final_norm = whole.get_submodule(stack.final_norm.name).requires_grad_(False)
+        self.layers: dict[str, nn.Module] = {}
+        self.final_norms: dict[str, nn.Module] = {}
+        for each in family.stacks:
+            self.layers[each.layers] = whole.get_submodule(each.layers)[0].eval().requires_grad_(False)
+            if each.final_norm is not None:
+                norm = whole.get_submodule(each.final_norm.name).requires_grad_(False)
+                self.final_norms[each.layers] = norm
+        self.arguments: dict[str, Any] = {}
+        if stack.attention.relative_bias is not None:
+            return  # each layer computes its positions from the table, and scores are causal where the module says so
         positions = torch.arange(sequence_length, device=machine.device).unsqueeze(0)
         example = torch.zeros(1, sequence_length, hf_config.hidden_size, dtype=machine.dtype, device=machine.device)
         window = getattr(hf_config, "sliding_window", None)
@@ -150,21 +175,35 @@ class _Template:
                 past_key_values=None,
                 position_ids=positions,
             )
-        self.arguments: dict[str, Any] = {"attention_mask": mask}
+        self.arguments = {"attention_mask": mask}
         if stack.rotary:
             around = whole.get_submodule(stack.layers.rpartition(".")[0])
             rotary = type(around.rotary_emb)(whole.config).to(machine.device)
             self.arguments |= {"position_embeddings": rotary(example, positions), "position_ids": positions}
 
 
+@dataclass
+class Memory:
+    """What cross-attention reads: the encoder's output for the present batch, `(sequences, source length, D)`."""
+
+    states: torch.Tensor
+
+
 class Layer:
     """One layer, callable by its sublayers.
 
     A sublayer adds `writer(inner(x))` to the residual stream `x`. Its norm comes before the sublayer or after the sum.
+    `memory`: of a decoder's layer; None for others.
     """
 
-    def __init__(self, module: nn.Module, stack: Stack, arguments: dict[str, Any]) -> None:
-        self._module, self._stack, self._arguments = module, stack, arguments
+    def __init__(
+        self, module: nn.Module, stack: Stack, arguments: dict[str, Any], memory: Memory | None = None
+    ) -> None:
+        self._module, self._stack, self._arguments, self._memory = module, stack, arguments, memory
+
+    def reading(self, memory: Memory | None) -> "Layer":
+        """Return the same layer with another memory."""
+        return self if memory is self._memory else Layer(self._module, self._stack, self._arguments, memory)
 
     def inner(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Return the activations that the sublayer's writer reads, as rows `(tokens, n)`."""
@@ -174,10 +213,10 @@ class Layer:
         read: list[torch.Tensor] = []
         attention = self._part(mixer.module)
         if not _contains_writer(mixer):
-            return attention(normed, **self._arguments)[0].flatten(0, -2)
+            return attention(normed, **self._arguments_of(mixer))[0].flatten(0, -2)
         handle = self._part(mixer.out).register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
         try:
-            attention(hidden_states=normed, **self._arguments)
+            attention(hidden_states=normed, **self._arguments_of(mixer))
         finally:
             handle.remove()
         return read[0].flatten(0, -2)
@@ -186,7 +225,8 @@ class Layer:
         """Return `x + writer(inner(x))`, `(sequences, length, D)`."""
         mixer = self._stack.sublayers[index].mixer
         if isinstance(mixer, Attention) and _contains_writer(mixer):
-            output, *_ = self._part(mixer.module)(hidden_states=self.normed(index, x), **self._arguments)
+            attention, arguments = self._part(mixer.module), self._arguments_of(mixer)
+            output, *_ = attention(hidden_states=self.normed(index, x), **arguments)
             return x + output
         return x + self.write(index, self.inner(index, x)).view_as(x)
 
@@ -210,11 +250,15 @@ class Layer:
         return self._part(self._stack.sublayers[index].writer)(rows)
 
     def queries_keys(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries `(tokens, H·h)` and keys `(tokens, G·h)` before their norms and rotation."""
+        """Return queries `(tokens, H·h)` and keys `(tokens, G·h)` before their norms and rotation.
+
+        The keys of cross-attention are of the source's tokens.
+        """
         mixer = self._stack.sublayers[index].mixer
         assert isinstance(mixer, Attention)
         normed = self.normed(index, x).flatten(0, -2)
-        return self._part(mixer.q)(normed), self._part(mixer.k)(normed)
+        read = normed if not mixer.memory else self._memory_states().flatten(0, -2)
+        return self._part(mixer.q)(normed), self._part(mixer.k)(read)
 
     def values(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Return values `(tokens, G·h)` before the softmax weighs them."""
@@ -240,6 +284,13 @@ class Layer:
         """Return what the sublayer's linears read."""
         norm = self._norm(index)
         return self._part(norm.name)(x) if norm.place == "before" else x
+
+    def _arguments_of(self, mixer: Attention) -> dict[str, Any]:
+        return self._arguments | ({"key_value_states": self._memory_states()} if mixer.memory else {})
+
+    def _memory_states(self) -> torch.Tensor:
+        assert self._memory is not None
+        return self._memory.states
 
     def _neurons(self, mixer: FeedForward, normed: torch.Tensor) -> torch.Tensor:
         activation = self._part(mixer.activation)

@@ -14,6 +14,7 @@ from oneshot.text.packing import (
     split_sources,
     token_hash,
 )
+from oneshot.text.pairs import load_pairs
 from oneshot.text.self_written import SELF, documents_together, write_text
 from oneshot.text.sources import iter_documents, iter_pairs, read_rows
 
@@ -26,6 +27,7 @@ __all__ = [
     "iter_documents",
     "iter_pairs",
     "load_examples",
+    "load_pairs",
     "load_text",
     "load_tokenizer",
     "mix",

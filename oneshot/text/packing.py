@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,15 @@ class Batch:
     Attributes:
         rows: their tokens among all tokens of a part of the text.
         token_ids: int64 `(sequences, length)`. token_types: int64 of the same shape; None for single texts.
+        decoder: what a decoder reads beside these sequences, also of one length. source: the sequences of the source,
+            in a decoder's own batch.
     """
 
     rows: slice
     token_ids: torch.Tensor
     token_types: torch.Tensor | None = None
+    decoder: "Batch | None" = None
+    source: "Batch | None" = None
 
 
 @dataclass(frozen=True)
@@ -46,23 +50,28 @@ class Text:
 
     Attributes:
         lengths: int64 `(num_sequences,)`; None if all tokens count. token_types: which text of a pair a token is of,
-            as `token_ids`; None for single texts.
+            as `token_ids`; None for single texts. decoder: what a decoder reads beside each sequence; it has `lengths`.
     """
 
     token_ids: torch.Tensor
     source: str
     lengths: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
+    decoder: "Text | None" = None
 
     @property
     def token_hash(self) -> str:
         """Return the SHA-256 of the tokens' bytes."""
-        further = [part for part in (self.lengths, self.token_types) if part is not None]
-        return token_hash(torch.cat([part.flatten() for part in (self.token_ids, *further)]))
+        parts = [self.token_ids, self.lengths, self.token_types]
+        if self.decoder is not None:
+            parts += [self.decoder.token_ids, self.decoder.lengths]
+        return token_hash(torch.cat([part.flatten() for part in parts if part is not None]))
 
     @property
     def num_tokens(self) -> int:
-        return self.token_ids.numel() if self.lengths is None else int(self.lengths.sum())
+        """Return the tokens of all sequences, those of a decoder included."""
+        own = self.token_ids.numel() if self.lengths is None else int(self.lengths.sum())
+        return own if self.decoder is None else own + self.decoder.num_tokens
 
     @property
     def num_sequences(self) -> int:
@@ -81,6 +90,7 @@ class Text:
             self.source,
             None if lengths is None else lengths[sequences],
             None if types is None else types[sequences],
+            None if self.decoder is None else self.decoder.part(sequences),
         )
 
     def first(self, num_tokens: int) -> "Text":
@@ -100,20 +110,33 @@ class Text:
         return self.part(slice(self.num_sequences - max(1, min(count, self.num_sequences // 2)), None))
 
     def batches(self, size: int) -> list[Batch]:
-        """Return all sequences in batches of at most `size` of the longest ones, or as many tokens of shorter ones."""
-        lengths = [self.longest] * self.num_sequences if self.lengths is None else self.lengths.tolist()
-        listed, start, row = [], 0, 0
+        """Return all sequences in batches of at most `size` of the longest ones, or as many tokens of shorter ones.
+
+        All sequences of a batch have one length, and so have those that a decoder reads beside them.
+        """
+        lengths = self._length_list()
+        beside = [0] * len(lengths) if self.decoder is None else self.decoder._length_list()
+        longest = self.longest if self.decoder is None else max(self.longest, self.decoder.longest)
+        listed, start, row, decoder_row = [], 0, 0, 0
         while start < len(lengths):
-            length = lengths[start]
-            limit = start + max(1, size * self.longest // length)
+            length, decoder_length = lengths[start], beside[start]
+            limit = start + max(1, size * longest // max(length, decoder_length))
             stop = start + 1
-            while stop < min(limit, len(lengths)) and lengths[stop] == length:
+            while stop < min(limit, len(lengths)) and (lengths[stop], beside[stop]) == (length, decoder_length):
                 stop += 1
             rows = slice(row, row + (stop - start) * length)
             types = None if self.token_types is None else self.token_types[start:stop, :length]
-            listed.append(Batch(rows, self.token_ids[start:stop, :length], types))
+            batch = Batch(rows, self.token_ids[start:stop, :length], types)
+            if self.decoder is not None:
+                decoder_rows = slice(decoder_row, decoder_row + (stop - start) * decoder_length)
+                read = Batch(decoder_rows, self.decoder.token_ids[start:stop, :decoder_length], source=batch)
+                batch, decoder_row = replace(batch, decoder=read), decoder_rows.stop
+            listed.append(batch)
             start, row = stop, rows.stop
         return listed
+
+    def _length_list(self) -> list[int]:
+        return [self.longest] * self.num_sequences if self.lengths is None else self.lengths.tolist()
 
 
 def load_tokenizer(folder: Path) -> Any:

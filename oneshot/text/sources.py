@@ -36,22 +36,22 @@ def iter_documents(source: str, seed: int | None) -> Iterator[str]:
     return (text for text, _ in iter_pairs(source, seed))
 
 
-def iter_pairs(source: str, seed: int | None) -> Iterator[tuple[str, str | None]]:
+def iter_pairs(source: str, seed: int | None, *, second: str = PAIR_COLUMN) -> Iterator[tuple[str, str | None]]:
     """Yield the documents of a source as `iter_documents`, each with its second text, or None.
 
-    Second texts are in a column `text_pair` beside `text`, or in the second of two columns that a hub source names,
+    Second texts are in a column `second` beside `text`, or in the second of two columns that a hub source names,
     `org/name:config:split:first,second`.
     """
     if source == "builtin":
         documents: Iterable[Pair] = ((text, None) for text in _shuffled(_builtin_documents(), seed))
     elif Path(source).suffix in (".txt", ".jsonl", ".json", ".parquet"):
-        documents = _file_documents(Path(source), seed)
+        documents = _file_documents(Path(source), seed, second)
     else:
-        documents = _hub_documents(source, seed)
+        documents = _hub_documents(source, seed, second)
     for text, pair in documents:
-        first, second = _checked(text, source), _checked(pair, source)
+        first, other = _checked(text, source), _checked(pair, source)
         if first is not None:
-            yield first, second
+            yield first, other
 
 
 def read_rows(source: str, limit: int | None = None) -> list[dict[str, Any]]:
@@ -92,13 +92,13 @@ def _builtin_documents() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _file_documents(path: Path, seed: int | None) -> Iterable[Pair]:
+def _file_documents(path: Path, seed: int | None, second: str) -> Iterable[Pair]:
     if path.suffix == ".txt":
         _check_file(path)
         return ((piece, None) for piece in _text_pieces(path))
     rows = _file_rows(path)
     column = _text_column(rows, str(path))
-    return _shuffled([(row.get(column), row.get(PAIR_COLUMN)) for row in rows], seed)
+    return _shuffled([(row.get(column), row.get(second)) for row in rows], seed)
 
 
 def _file_rows(path: Path) -> list[dict[str, Any]]:
@@ -178,7 +178,7 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
             ) from error
 
 
-def _hub_documents(source: str, seed: int | None) -> Iterator[Pair]:
+def _hub_documents(source: str, seed: int | None, second: str) -> Iterator[Pair]:
     path, config, split, column = HUB_ALIASES.get(source) or _parse_hub_source(source)
     rows = _hub_rows(path, config, split, seed)
     first = next(rows)
@@ -187,7 +187,7 @@ def _hub_documents(source: str, seed: int | None) -> Iterator[Pair]:
         if name not in first:
             raise CalibrationError(f"{path} has no column {name!r}; it has {', '.join(first)}.")
     for row in itertools.chain([first], rows):
-        yield row.get(columns[0]), row.get(columns[1] if len(columns) > 1 else PAIR_COLUMN)
+        yield row.get(columns[0]), row.get(columns[1] if len(columns) > 1 else second)
 
 
 def _hub_rows(path: str, config: str | None, split: str, seed: int | None) -> Iterator[dict[str, Any]]:

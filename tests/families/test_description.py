@@ -91,7 +91,7 @@ def test_a_resized_config_makes_a_model_of_that_size(variant: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.decoder is None])
 def test_renaming_there_and_back_changes_nothing(name: str) -> None:
     family = FAMILIES[name]
     stack = family.stack
@@ -127,7 +127,9 @@ def test_renaming_there_and_back_changes_nothing(name: str) -> None:
 def test_families_refuse_features_with_a_remedy() -> None:
     features: tuple[Feature, ...] = get_args(Feature)
     reasons = {
-        (name, feature): family.reason_against(feature) for name, family in FAMILIES.items() for feature in features
+        (name, feature): FAMILIES[name].reason_against(feature)
+        for name in ("llama", "mistral", "qwen2", "qwen3", "opt", "bert", "distilbert")
+        for feature in features
     }
     of_encoders = ("heads", "up_proj", "embedding ranks", "self text")
     refused = {key: reason for key, reason in reasons.items() if reason is not None}

@@ -1,0 +1,102 @@
+"""The heads that stay in a stack whose layers share a table of relative positions (T5).
+
+The table has a column for every head and is added to the scores of every layer, so all layers of a stack keep the same
+heads. They are chosen by statistics that are summed over the layers, in one dense pass over the text. Cross-attention
+has no table: each layer chooses its own heads when it is compressed.
+"""
+
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.compression.fold import augmented_weight, row_energy
+from oneshot.compression.selection import Evidence, column_scores, select_heads
+from oneshot.compression.statistics import GramAccumulator, MomentAccumulator
+from oneshot.families import ModelShape
+from oneshot.machine import Machine
+from oneshot.machine.prefetch import prefetch
+from oneshot.machine.transfer import Uploader, pinned
+from oneshot.planning import Plan
+from oneshot.recipes import Selector
+from oneshot.stream import States
+from oneshot.text import Text
+
+
+def find_shared_heads(
+    model: Model, text: Text, plan: Plan, selector: Selector, machine: Machine, *, seed: int
+) -> dict[str, torch.Tensor]:
+    """Return the heads that stay in the self-attention of every stack, ascending int64, by the stack's prefix.
+
+    Args:
+        selector: not `obs`, whose choices do not add up over layers (`Grid.settle` refuses it).
+    """
+    shape, family = model.shape, model.family
+    states, upload = States(model, machine, text), Uploader(machine.device)
+    choices: dict[str, SharedChoice] = {}
+    read = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers)
+    for number, read_tensors in enumerate(read):
+        stack = family.stack_of(number)
+        if number == stack.first_layer > 0:
+            states.settle()
+            states.enter_decoder()
+        tensors = upload(read_tensors)
+        layer, index = states.layer(tensors), stack.index_of("heads")
+        attention = stack.attention
+        columns = shape.num_attention_heads * shape.head_dim
+        gram = GramAccumulator(columns, output_size=None, device=machine.device)
+        moments = MomentAccumulator(columns, device=machine.device)
+        for x, _ in states.read():
+            inner = layer.inner(index, x)
+            gram.update_(inner)
+            moments.update_(inner)
+        evidence = Evidence(
+            consumer=augmented_weight(tensors, attention.out).to(machine.device),
+            producer_energy=row_energy(tensors, attention.v).to(machine.device),
+            gram=gram.finish(workers=machine.workers).gram,
+            generator=torch.Generator().manual_seed(seed + number),
+            moments=moments.finish(machine.workers),
+        )
+        choices.setdefault(stack.layers, SharedChoice(selector, shape)).add(evidence)
+        states.defer(lambda x, _, layer=layer: layer.run_all(x))  # type: ignore[misc]
+    states.close()
+    kept = plan.layers[plan.kept_layers[0]].num_attention_heads
+    return {
+        name: machine.workers.share(number, lambda choice=choice: choice.heads(kept))  # type: ignore[misc]
+        for number, (name, choice) in enumerate(choices.items())
+    }
+
+
+class SharedChoice:
+    """Sum what the heads of several layers are worth, and choose those that stay.
+
+    `id`: the pivots of heads whose columns are those of all layers, one below the other, so that output-weighted Grams
+    add up (STAT section 3.2). Other selectors: the largest sums of their scores.
+    """
+
+    def __init__(self, selector: Selector, shape: ModelShape) -> None:
+        self._selector, self._shape = selector, shape
+        self._sum: torch.Tensor | float = 0.0
+
+    def add(self, evidence: Evidence) -> None:
+        """Add the evidence of a layer."""
+        if self._selector != "id":
+            self._sum = self._sum + column_scores(self._selector, evidence)
+            return
+        assert evidence.gram is not None
+        norms = evidence.consumer.double().norm(dim=0)
+        self._sum = self._sum + evidence.gram.double() * norms * norms.unsqueeze(1)
+
+    def heads(self, kept: int) -> torch.Tensor:
+        """Return the heads that stay, ascending int64 `(kept,)`."""
+        total, num_heads = self._sum, self._shape.num_attention_heads
+        assert isinstance(total, torch.Tensor)
+        if self._selector != "id":
+            return total.view(num_heads, -1).sum(1).topk(kept).indices.sort().values
+        weighted = torch.eye(len(total), dtype=total.dtype, device=total.device)
+        return select_heads(
+            "id",
+            Evidence(weighted, None, total, torch.Generator()),
+            num_groups=num_heads,
+            heads_per_group=1,
+            kept_groups=kept,
+            kept_heads_per_group=1,
+        )
