@@ -1,7 +1,7 @@
 """Train test subjects from scratch, in minutes on one thread: a DistilBERT classifier and a T5.
 
 Trained weights have structure that random ones lack, so that the quality of a compressed model means something. The
-classifier tells from which package of Python's standard library a passage of code comes. The T5 copies, reverses, sorts
+classifier tells from which package of Python's standard library a passage of code comes. The T5 sorts, selects
 and shifts letters on request. All data are on every machine that has Python. `FOLDER/distilbert` and `FOLDER/t5` are
 checkpoints that stock classes load; beside each lie `*-calibration.jsonl` and `*-evaluation.jsonl`, which no training
 example is in.
@@ -26,16 +26,16 @@ from oneshot.evaluation.examples import padded
 
 Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
-PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
+PACKAGES = ("asyncio", "email", "unittest", "xml")
 WORDS = 60  # of a passage
 LONGEST = 96  # tokens of a passage
 LETTERS = "abcdefghijklmnop"
 TASKS: dict[str, Callable[[list[str]], list[str]]] = {
-    "copy": lambda letters: letters,
-    "reverse": lambda letters: letters[::-1],
     "sort": sorted,
     "descend": lambda letters: sorted(letters, reverse=True),
-    "shift": lambda letters: [LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in letters],
+    "missing": lambda letters: [letter for letter in LETTERS if letter not in letters],
+    "early": lambda letters: sorted(letter for letter in letters if letter < "i"),
+    "shift": lambda letters: sorted(LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)] for letter in letters),
 }
 EVALUATED, CALIBRATED = 500, 1000  # examples
 WARM_UP = 0.1  # of the steps
@@ -90,7 +90,8 @@ def word_tokenizer() -> Any:
 def request(chance: random.Random) -> Row:
     """Return a task with 4 to 10 different letters, `text`, and the answer, `target`."""
     task, letters = chance.choice(list(TASKS)), chance.sample(LETTERS, chance.randint(4, 10))
-    return {"text": " ".join([task, *letters]), "target": " ".join(TASKS[task](letters))}
+    answer = TASKS[task](letters)
+    return {"text": " ".join([task, *letters]), "target": " ".join(answer)} if answer else request(chance)
 
 
 def train(model: nn.Module, batches: Iterator[Batch], steps: int, rate: float) -> None:
@@ -117,6 +118,12 @@ def train(model: nn.Module, batches: Iterator[Batch], steps: int, rate: float) -
             seconds = time.perf_counter() - started
             print(f"step {step} of {steps}: loss {loss.item():.3f}, {seconds:.0f} s", flush=True)
     model.eval()
+
+
+def masked(ids: list[int], tokenizer: Any, chance: random.Random) -> list[int]:
+    """Return tokens of which a fifth is masked, so that the model does not learn the passages by heart."""
+    inside = [tokenizer.mask_token_id if chance.random() < 0.2 else token for token in ids[1:-1]]
+    return [ids[0], *inside, ids[-1]]
 
 
 def train_distilbert(folder: Path, steps: int) -> None:
@@ -146,7 +153,7 @@ def train_distilbert(folder: Path, steps: int) -> None:
             order = chance.sample(range(len(known)), len(known))
             for start in range(0, len(known) - 15, 16):
                 places = order[start : start + 16]
-                ids = [encoded[place] for place in places]
+                ids = [masked(encoded[place], tokenizer, chance) for place in places]
                 yield {
                     "input_ids": padded(ids, tokenizer.pad_token_id),
                     "attention_mask": padded([[1] * len(row) for row in ids], 0),
@@ -201,7 +208,7 @@ def train_t5(folder: Path, steps: int, feed_forward: str) -> None:
                 "labels": padded(targets, -100),
             }
 
-    train(model, batches(), steps, rate=2e-3)
+    train(model, batches(), steps, rate=1e-3)
     save(model, tokenizer, folder, [next(rows) for _ in range(CALIBRATED)], judged)
 
 
@@ -224,8 +231,8 @@ def main() -> None:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("folder", type=Path, help="where the checkpoints go")
     options.add_argument("--models", nargs="+", choices=("distilbert", "t5"), default=("distilbert", "t5"))
-    options.add_argument("--distilbert-steps", type=int, default=1000)
-    options.add_argument("--t5-steps", type=int, default=2500)
+    options.add_argument("--distilbert-steps", type=int, default=800)
+    options.add_argument("--t5-steps", type=int, default=2000)
     options.add_argument("--t5-feed-forward", choices=("relu", "gated-gelu"), default="relu")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)

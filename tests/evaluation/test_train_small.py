@@ -39,11 +39,11 @@ def test_t5(train_small: ModuleType, feed_forward: str, tmp_path: Path) -> None:
             task, *letters = row["text"].split()
             moved = [chr(ord("a") + (ord(letter) - ord("a") + 1) % 16) for letter in letters]
             wanted = {
-                "copy": letters,
-                "reverse": [*reversed(letters)],
                 "sort": sorted(letters),
                 "descend": sorted(letters)[::-1],
-                "shift": moved,
+                "missing": sorted(set("abcdefghijklmnop") - set(letters)),
+                "early": sorted(set("abcdefgh") & set(letters)),
+                "shift": sorted(moved),
             }
             assert row["target"].split() == wanted[task]
         ids = tokenizer([row["target"] for row in rows])["input_ids"]
