@@ -3,12 +3,14 @@
 import argparse
 import re
 import sys
+from functools import partial
 
 from harness import ROOT, quality_rows, read_rows
 from plot import LAYERS, QUALITY, layers_svg, quality_svg
 from tables.gpu import gpu_memory_table, gpu_times_table
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
+from tables.minilm import minilm_table
 from tables.other_tools import broad_tools_table, narrow_tools_table, summary_table
 from tables.quality import (
     combined_table,
@@ -32,6 +34,7 @@ from tables.runs import (
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
+    ROOT / "docs" / "claims.md",
     ROOT / "docs" / "experiments.md",
     ROOT / "docs" / "gpu.md",
     ROOT / "docs" / "guides" / "form.md",
@@ -71,6 +74,10 @@ TABLES = {
     "sketch_quality": (sketch_table, "sketch_quality"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),
+    **{
+        f"minilm_{group}": (partial(minilm_table, group), "minilm")
+        for group in ("ffn", "heads", "hidden", "values", "queries", "recipe", "allocation", "tokens")
+    },
 }
 
 

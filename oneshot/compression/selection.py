@@ -137,17 +137,27 @@ def select_heads(
         )
     elif selector == "id":
         assert evidence.gram is not None
-        weights = evidence.column_weights()
-        weighted = evidence.gram.double() * weights * weights.unsqueeze(1)
-        unit_gram = torch.einsum("idjd->ij", weighted.view(num_heads, head_dim, num_heads, head_dim))
-        if by_group:
-            unit_gram = torch.einsum(
-                "ipjp->ij", unit_gram.view(num_groups, heads_per_group, num_groups, heads_per_group)
-            )
-        chosen = pivots_with_quota(unit_gram, class_of, quota=quota)
+        chosen = pivots_with_quota(unit_gram(evidence, units), class_of, quota=quota)
     else:
         scores = column_scores(selector, evidence).view(units, columns).sum(1)
         best = scores.view(-1, units if by_group else heads_per_group).topk(quota, dim=1).indices
         chosen = (best + torch.arange(len(best), device=device).unsqueeze(1) * heads_per_group).flatten()
     chosen = chosen.sort().values
     return heads.view(num_groups, heads_per_group)[chosen].flatten() if by_group else chosen
+
+
+def group_order(evidence: Evidence, num_groups: int) -> torch.Tensor:
+    """Return all KV groups, the first to keep first, int64 `(groups,)`: the first k are what `id` keeps of them."""
+    one_class = torch.zeros(num_groups, dtype=torch.int64, device=evidence.consumer.device)
+    return pivots_with_quota(unit_gram(evidence, num_groups), one_class, quota=num_groups)
+
+
+def unit_gram(evidence: Evidence, units: int) -> torch.Tensor:
+    """Return the Gram `(units, units)` float64 of equal, neighbouring parts of the columns, as one long column each.
+
+    Columns are weighted (`Evidence.column_weights`).
+    """
+    assert evidence.gram is not None
+    weights = evidence.column_weights()
+    weighted = evidence.gram.double() * weights * weights.unsqueeze(1)
+    return torch.einsum("idjd->ij", weighted.view(units, -1, units, len(weights) // units))

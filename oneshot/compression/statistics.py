@@ -1,14 +1,16 @@
-"""Additive statistics of activations: update with rows, then finish into a record of the rows of all workers.
+"""Additive statistics of activations: update with batches, then finish into a record of the rows of all workers.
 
-`finish` is called once, by all workers together.
+Batches are summed as in `linalg.sums`, so which worker has which batch does not matter. `finish` is called once, by
+all workers together.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
-from oneshot_kernels import cross_gram_, gram_, mirror_, sketch_
+from oneshot_kernels import mirror_
 
 from oneshot.errors import CheckpointError
+from oneshot.linalg.sums import add_gram_, add_product_, add_sketch_, as_float32
 from oneshot.machine import ALONE, Workers
 
 HELD_OUT_EVERY = 8  # batches
@@ -55,8 +57,8 @@ class Statistics:
 class GramAccumulator:
     """Sum `G = AᵀA` and, for a two-stream target `Y`, `C = AᵀY` over rows (STAT section 3.1).
 
-    The sums are float32 on the device of the activations. Accumulators over different rows merge by addition, so the
-    order, the batch size and the number of workers matter only in rounding.
+    Products of a batch are float32 and their sums float64, on the device of the activations. Accumulators over
+    different batches merge by addition, in any order.
 
     Args:
         size: `n`, the number of activations (plus one for a constant column if the linear has a bias).
@@ -64,19 +66,21 @@ class GramAccumulator:
     """
 
     def __init__(self, size: int, *, output_size: int | None, device: torch.device) -> None:
-        self._gram = torch.zeros(size, size, device=device)
-        self._cross = None if output_size is None else torch.zeros(size, output_size, device=device)
+        self._gram = torch.zeros(size, size, dtype=torch.float64, device=device)
+        self._cross = (
+            None if output_size is None else torch.zeros(size, output_size, dtype=torch.float64, device=device)
+        )
         self._target_energy = torch.zeros((), dtype=torch.float64, device=device)
         self._num_rows = 0
 
     def update_(self, activations: torch.Tensor, target: torch.Tensor | None = None) -> None:
-        """Add rows: `activations (m, n)`, and `target (m, d)` if there is one."""
-        gram_(self._gram, activations, mirror=False)
+        """Add a batch of rows: `activations (m, n)`, and `target (m, d)` if there is one."""
+        add_gram_(self._gram, activations)
         if self._cross is not None:
             if target is None:
                 raise ValueError("this accumulator has a target: give its rows")
-            cross_gram_(self._cross, activations, target)
-            self._target_energy += target.float().square().sum(-1).sum(dtype=torch.float64)
+            add_product_(self._cross, activations, target)
+            self._target_energy += target.float().square().sum()
         self._num_rows += len(activations)
 
     def merge_(self, other: "GramAccumulator") -> None:
@@ -88,7 +92,7 @@ class GramAccumulator:
         self._num_rows += other._num_rows
 
     def finish(self, weight: torch.Tensor | None = None, workers: Workers = ALONE) -> Statistics:
-        """Return the sums over the rows of all workers as a record (not copied).
+        """Return the sums over the rows of all workers as a record.
 
         With a target, `weight` is the linear's `W (d, n)`. The residual `R = Aᵀ(Y − A Wᵀ)` is `C − G Wᵀ`, so no row
         passes through the linear.
@@ -97,37 +101,43 @@ class GramAccumulator:
         """
         num_rows = torch.tensor(self._num_rows, device=self._gram.device)
         workers.sum_(self._gram, self._target_energy, num_rows, *([] if self._cross is None else [self._cross]))
-        mirror_(self._gram)  # once: a device sums one triangle
-        if not torch.isfinite(torch.stack(self._gram.aminmax())).all():
+        gram = mirror_(as_float32(self._gram))  # once: only one triangle is summed
+        del self._gram
+        if not torch.isfinite(torch.stack(gram.aminmax())).all():
             raise CheckpointError(
                 "The activations overflow to NaN or Inf; run with --dtype float32 or check the weights."
             )
         if self._cross is None:
-            return Statistics(self._gram, None, self._target_energy, int(num_rows))
+            return Statistics(gram, None, self._target_energy, int(num_rows))
         if weight is None:
             raise ValueError("this accumulator has a target: give the linear's weight")
-        columns = weight.to(self._gram.device).T.to(self._gram.dtype)
-        reached = (self._cross * columns).sum(dtype=torch.float64)
-        residual = self._cross.addmm_(self._gram, columns, alpha=-1)
+        cross = as_float32(self._cross)
+        del self._cross
+        columns = weight.to(gram.device).T.to(gram.dtype)
+        reached = (cross * columns).sum(dtype=torch.float64)
+        residual = cross.addmm_(gram, columns, alpha=-1)
         energy = self._target_energy - reached - (residual * columns).sum(dtype=torch.float64)
-        return Statistics(self._gram, residual, energy.clamp_min(0), int(num_rows))
+        return Statistics(gram, residual, energy.clamp_min(0), int(num_rows))
 
 
 class SplitAccumulator:
-    """Sum as a `GramAccumulator`, and also over a held-out slice of the rows: every eighth batch of each worker.
+    """Sum as a `GramAccumulator`, and also over a held-out slice of the rows: every eighth batch of the text.
 
-    Unlike the sums, the slice depends on the batch size and on the number of workers. Arguments as there.
+    Unlike the sums, the slice depends on the batch size.
+
+    Args:
+        first_batch: index of this worker's first batch in the whole text. Others as in `GramAccumulator`.
     """
 
-    def __init__(self, size: int, *, output_size: int | None, device: torch.device) -> None:
+    def __init__(self, size: int, *, output_size: int | None, device: torch.device, first_batch: int = 0) -> None:
         self._rest, self._held_out = (GramAccumulator(size, output_size=output_size, device=device) for _ in range(2))
-        self._num_batches = 0
+        self._batch = first_batch
 
     def update_(self, activations: torch.Tensor, target: torch.Tensor | None = None) -> None:
         """Add a batch of rows."""
-        part = self._held_out if self._num_batches % HELD_OUT_EVERY == 0 else self._rest
+        part = self._held_out if self._batch % HELD_OUT_EVERY == 0 else self._rest
         part.update_(activations, target)
-        self._num_batches += 1
+        self._batch += 1
 
     def finish(self, weight: torch.Tensor | None = None, workers: Workers = ALONE) -> Statistics:
         """Return the sums over all rows of all workers, and as `held_out` the sums over the slice."""
@@ -147,18 +157,18 @@ class SketchAccumulator:
     def __init__(
         self, sketch_size: int, size: int, *, nonzeros: int, seed: int, device: torch.device, row_offset: int = 0
     ) -> None:
-        self._sketch = torch.zeros(sketch_size, size, device=device)
+        self._sketch = torch.zeros(sketch_size, size, dtype=torch.float64, device=device)
         self._nonzeros, self._seed, self._row_offset = nonzeros, seed, row_offset
 
     def update_(self, activations: torch.Tensor) -> None:
         """Add the next rows `(m, n)`."""
-        sketch_(self._sketch, activations, row_offset=self._row_offset, seed=self._seed, nonzeros=self._nonzeros)
+        add_sketch_(self._sketch, activations, row_offset=self._row_offset, seed=self._seed, nonzeros=self._nonzeros)
         self._row_offset += len(activations)
 
     def finish(self, workers: Workers = ALONE) -> torch.Tensor:
-        """Return `S A (s, n)` float32 (not copied)."""
+        """Return `S A (s, n)` float32."""
         workers.sum_(self._sketch)
-        return self._sketch
+        return as_float32(self._sketch)
 
 
 class MomentAccumulator:
@@ -183,24 +193,24 @@ class MomentAccumulator:
         """Return the means as a record."""
         num_rows = torch.tensor(self._num_rows, device=self._sums.device)
         workers.sum_(self._sums, num_rows)
-        return Moments(*(self._sums / num_rows))
+        return Moments(*(as_float32(self._sums).double() / num_rows))
 
 
 class HeadGramAccumulator:
     """Sum `xᵀx (heads, h, h)` of every head's part of the rows, float32; for queries, keys and values."""
 
     def __init__(self, num_heads: int, head_dim: int, *, device: torch.device) -> None:
-        self._grams = torch.zeros(num_heads, head_dim, head_dim, device=device)
+        self._grams = torch.zeros(num_heads, head_dim, head_dim, dtype=torch.float64, device=device)
 
     def update_(self, rows: torch.Tensor) -> None:
         """Add rows `(m, heads · h)`."""
         per_head = rows.float().view(len(rows), *self._grams.shape[:2]).transpose(0, 1)
-        self._grams.baddbmm_(per_head.mT, per_head)
+        self._grams += per_head.mT @ per_head
 
     def finish(self, workers: Workers = ALONE) -> torch.Tensor:
-        """Return the Grams `(heads, h, h)` (not copied)."""
+        """Return the Grams `(heads, h, h)` float32."""
         workers.sum_(self._grams)
-        return self._grams
+        return as_float32(self._grams)
 
 
 def with_constant_column(activations: torch.Tensor) -> torch.Tensor:

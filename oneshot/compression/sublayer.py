@@ -161,12 +161,7 @@ class SublayerTask:
         """
         weight = augmented_weight(tensors, self.sublayer.writer)
         has_bias = weight.shape[1] > self.num_columns
-        kind = SplitAccumulator if self.method.holds_out else GramAccumulator
-        accumulator = kind(
-            weight.shape[1],
-            output_size=weight.shape[0] if self.follows_dense else None,
-            device=self.machine.device,
-        )
+        accumulator = self._accumulator(weight, states)
         sketch, moments = self._sketch(states), None
         if self.selector in MOMENT_SELECTORS:
             moments = MomentAccumulator(self.num_columns, device=self.machine.device)
@@ -243,6 +238,14 @@ class SublayerTask:
         `residual_target="sublayer"` it is what the dense sublayer adds to its own input (STAT section 3.1).
         """
         return dense.sum - (x if self.method.residual_target == "stream" else dense.before)
+
+    def _accumulator(self, weight: torch.Tensor, states: States) -> GramAccumulator | SplitAccumulator:
+        """Return the sums of what a writer `weight (d, n)` reads."""
+        device, (output_size, size) = self.machine.device, weight.shape
+        target_size = output_size if self.follows_dense else None
+        if self.method.holds_out:
+            return SplitAccumulator(size, output_size=target_size, device=device, first_batch=states.first_batch)
+        return GramAccumulator(size, output_size=target_size, device=device)
 
     def _sketch(self, states: States) -> SketchAccumulator | None:
         if self.is_attention or not self.is_reduced or self.method.sketch == "none":

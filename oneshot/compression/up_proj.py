@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from oneshot_kernels import cross_gram_, gram_, mirror_
+from oneshot_kernels import mirror_
 
 from oneshot.compression.correction import Factors, correct
 from oneshot.compression.fold import augmented_weight
@@ -11,6 +11,7 @@ from oneshot.compression.statistics import GramAccumulator, with_constant_column
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.linalg.conjugate_gradients import conjugate_gradients
 from oneshot.linalg.psd import RidgeFactor
+from oneshot.linalg.sums import add_gram_, add_product_, as_float32
 from oneshot.recipes import TOKENS_PER_NEURON
 from oneshot.stream import Layer, States
 
@@ -109,32 +110,33 @@ def up_proj_step(
     """
     num_neurons, width = down_proj.shape[1], down_proj.shape[0]
     device, workers = down_proj.device, states.machine.workers
-    gradient = torch.zeros(num_neurons, width, device=device)
-    gates_gram = torch.zeros(num_neurons, num_neurons, device=device)
-    inputs_gram = torch.zeros(width, width, device=device)
+    gradient, gates_sum, inputs_sum = (
+        torch.zeros(size, dtype=torch.float64, device=device)
+        for size in ((num_neurons, width), (num_neurons, num_neurons), (width, width))
+    )
     for h, dense_state in states.read(every):
         inputs, gates = current.gates(index, h)
         reached = current.write(index, current.inner(index, h))
         lost = target_rows(dense, index, h, dense_state, residual_weight) - reached
-        cross_gram_(gradient, (lost @ down_proj).mul_(gates), inputs)
-        gram_(gates_gram, gates, mirror=False)
-        gram_(inputs_gram, inputs, mirror=False)
-    workers.sum_(gradient, gates_gram, inputs_gram)
-    mirror_(gates_gram)
-    mirror_(inputs_gram)
+        add_product_(gradient, (lost @ down_proj).mul_(gates), inputs)
+        add_gram_(gates_sum, gates)
+        add_gram_(inputs_sum, inputs)
+    workers.sum_(gradient, gates_sum, inputs_sum)
+    gates_gram, inputs_gram = mirror_(as_float32(gates_sum)), mirror_(as_float32(inputs_sum))
+    del gates_sum, inputs_sum
     gates_factor = RidgeFactor(gates_gram.mul_(down_proj.float().T @ down_proj.float()), damping)
     inputs_factor = RidgeFactor(inputs_gram, damping)
 
     def curvature(direction: torch.Tensor) -> torch.Tensor:
-        product, rows = torch.zeros_like(gradient), direction.to(down_proj).T
+        product, rows = torch.zeros(num_neurons, width, dtype=torch.float64, device=device), direction.to(down_proj).T
         for h, _ in states.read(every):
             inputs, gates = current.gates(index, h)
             moved = (inputs @ rows).mul_(gates) @ down_proj.T
-            cross_gram_(product, (moved @ down_proj).mul_(gates), inputs)
+            add_product_(product, (moved @ down_proj).mul_(gates), inputs)
         workers.sum_(product)
-        return product
+        return as_float32(product)
 
     def precondition(residual: torch.Tensor) -> torch.Tensor:
         return inputs_factor.solve(gates_factor.solve(residual).T).T.float()
 
-    return conjugate_gradients(gradient, curvature, precondition, steps=steps)
+    return conjugate_gradients(as_float32(gradient), curvature, precondition, steps=steps)

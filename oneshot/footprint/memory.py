@@ -145,7 +145,11 @@ def _profile(work: Work) -> list[Stage]:
         knobs=LENGTH,
     )
     grams = (terms.gram(work, size, residual=False), terms.gram(work, heads + shape.output_bias, residual=False))
-    layer = (*terms.layer(work), terms.layer_copy(work), *grams, probes)
+    counted = (
+        *terms.sums(work, size, residual=False),
+        *terms.sums(work, heads + shape.output_bias, residual=False)[:1],
+    )
+    layer = (*terms.layer(work), terms.layer_copy(work), probes)
     batch = terms.activations(work, shape.intermediate_size)
     weights = 3 * DOUBLE * shape.hidden_size * size
     curves = Term(max((FLOAT + DOUBLE) * size * size, DOUBLE * size * size + weights), computed=True)
@@ -160,10 +164,10 @@ def _profile(work: Work) -> list[Stage]:
             if (work.schedule.makes_profile and work.schedule.profiles_embedding)
             else []
         ),
-        Stage("the profile's statistics", (*layer, batch)),
+        Stage("the profile's statistics", (*layer, *counted, batch)),
         Stage(
             "the profile's error curves",
-            (*layer, max(curves, correction, key=terms.size_of), terms.layer_copy(work), reduced),
+            (*layer, *grams, max(curves, correction, key=terms.size_of), terms.layer_copy(work), reduced),
         ),
         Stage("the profile's output divergences", logits),
     ]
@@ -188,7 +192,7 @@ def _hidden_size(work: Work) -> list[Stage]:
     """Return the stages that find the residual stream's principal directions."""
     hidden, square = work.shape.hidden_size, work.shape.hidden_size**2
     rows = Term(3 * FLOAT * work.batch_tokens * hidden, computed=True, knobs=BATCH)
-    grams = Term(5 * FLOAT * square, computed=True)
+    grams = Term((DOUBLE + 4 * FLOAT) * square, computed=True)
     batch = terms.activations(work, work.shape.intermediate_size)
     return [
         Stage("the statistics of the hidden size", (*terms.layer(work), terms.layer_copy(work), grams, batch, rows)),
@@ -245,14 +249,25 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
         weighted = Term(4 * DOUBLE * heads * heads, computed=True) if work.method.heads == "id" else Term(0)
         solved = max(chosen, half, weighted, key=terms.size_of)
         slices = terms.held_out(work, heads, residual=follows)
+        counted = (
+            *terms.sums(work, heads, residual=follows),
+            *terms.held_out_sums(work, heads, residual=follows),
+        )
+        listed.append(Stage("the statistics of the heads", (*base, *copies, *counted, batch)))
         listed.append(Stage("the factorisation of the heads", (*base, *copies, gram, *slices, batch, solved)))
     if work.schedule.streams:
         gram = terms.gram(work, size, residual=work.schedule.two_streams)
         slices = terms.held_out(work, size, residual=work.schedule.two_streams)
-        gathered = (*base, *copies, gram, *slices[:1], *terms.sketch(work))
-        listed.append(Stage("the statistics of the neurons", (*gathered, batch)))
+        counted = (
+            *terms.sums(work, size, residual=work.schedule.two_streams),
+            *terms.held_out_sums(work, size, residual=work.schedule.two_streams),
+        )
+        listed.append(
+            Stage("the statistics of the neurons", (*base, *copies, *counted, *terms.sketch_sums(work), batch))
+        )
         if work.schedule.two_streams:
-            finished = Term(2 * FLOAT * hidden * size, computed=True)
+            finished = Term(4 * FLOAT * hidden * size, computed=True)
+            gathered = (*base, *copies, gram, *slices, *terms.sketch_sums(work))
             listed.append(Stage("the residual of the neurons", (*gathered, target, finished)))
         solved = max(
             terms.pivoting(work, width, kept, work.method.ffn),
@@ -268,12 +283,14 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
                 terms.activations(work, width),
                 terms.activations(work, kept),
             )
+            counted = terms.sums(work, kept_size, residual=True)
             again = (
                 terms.gram(work, kept_size, residual=True),
                 terms.correction(work, kept_size, kept_size, residual=True),
             )
             listed += [
                 Stage("the correction of up_proj", (*base, *folded, *both, *terms.up_proj(work, kept))),
+                Stage("the statistics of down_proj behind it", (*base, *folded, *both, *counted)),
                 Stage("the correction of down_proj behind it", (*base, *folded, *both, *again)),
             ]
         moving = (*base, *folded, terms.layer_copy(work, share), target, terms.activations(work, kept))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from oneshot.compression.correction import ENERGY_PANEL
 from oneshot.compression.fold import PANEL_ROWS
 from oneshot.footprint.work import Work
+from oneshot.linalg.sums import DEVICE_PANEL_WIDTH, PANEL_WIDTH
 from oneshot.recipes import WEIGHT_SELECTORS, Selector
 from oneshot.stream.output_head import VOCABULARY_PANEL
 
@@ -67,8 +68,14 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
 
 
 def gram(work: Work, size: int, *, residual: bool) -> Term:
-    """Return the Gram of `size` columns and the residual towards the dense stream."""
+    """Return the finished Gram of `size` columns and the residual towards the dense stream."""
     return Term(FLOAT * size * (size + residual * work.shape.hidden_size), computed=True)
+
+
+def sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
+    """Return what `gram` is summed in, and the larger of a panel of products and the finished float32 Gram."""
+    numbers = size * (size + residual * work.shape.hidden_size)
+    return Term(DOUBLE * numbers, computed=True), Term(max(_panel(work, size), FLOAT * size * size), computed=True)
 
 
 def held_out(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
@@ -78,12 +85,34 @@ def held_out(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
     return (gram(work, size, residual=residual),) * 2
 
 
+def held_out_sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
+    """Return what the statistics of the held-out slice are summed in."""
+    return sums(work, size, residual=residual)[:1] if work.method.holds_out else ()
+
+
 def sketch(work: Work) -> tuple[Term, ...]:
     """Return the sketch `S A`."""
-    if work.method.sketch == "none" or work.method.ffn == "none":
-        return ()
-    rows = work.method.rows_of_sketch(work.shape.intermediate_size)
-    return (Term(FLOAT * rows * work.shape.intermediate_size, computed=True, knobs=("--set sketch_size=",)),)
+    return tuple(Term(FLOAT * numbers, computed=True, knobs=("--set sketch_size=",)) for numbers in _sketched(work))
+
+
+def sketch_sums(work: Work) -> tuple[Term, ...]:
+    """Return what the sketch is summed in, and the finished sketch."""
+    return tuple(
+        Term((DOUBLE + FLOAT) * numbers, computed=True, knobs=("--set sketch_size=",)) for numbers in _sketched(work)
+    )
+
+
+def _sketched(work: Work) -> tuple[int, ...]:
+    """Return the numbers in the sketch; none without one."""
+    width = work.shape.intermediate_size
+    has_sketch = work.method.sketch != "none" and work.method.ffn != "none"
+    return (work.method.rows_of_sketch(width) * width,) if has_sketch else ()
+
+
+def _panel(work: Work, size: int) -> int:
+    """Return the bytes of the products that are added to a Gram at once."""
+    width = DEVICE_PANEL_WIDTH if work.on_cuda else PANEL_WIDTH
+    return (FLOAT + (not work.on_cuda) * DOUBLE) * min(width, size) * size  # a CPU adds a copy of them in float64
 
 
 def pivoting(work: Work, size: int, kept: int, selector: Selector) -> Term:
@@ -123,7 +152,7 @@ def up_proj(work: Work, kept: int) -> tuple[Term, ...]:
     """Return both factors of the preconditioner, what they are made of, and the steps of conjugate gradients."""
     hidden = work.shape.hidden_size
     factors = (2 * FLOAT + DOUBLE) * kept * kept + (FLOAT + DOUBLE) * hidden * hidden
-    return Term(factors, computed=True), Term((6 * FLOAT + 3 * DOUBLE) * kept * hidden, computed=True)
+    return Term(factors, computed=True), Term((6 * FLOAT + 4 * DOUBLE) * kept * hidden, computed=True)
 
 
 def output_head(work: Work) -> Term:

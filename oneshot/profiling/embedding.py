@@ -9,6 +9,7 @@ from oneshot.checkpoint import Model
 from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.families import TableShape
+from oneshot.linalg.sums import as_float32
 from oneshot.machine.transfer import Uploader
 from oneshot.planning import smaller_tables
 from oneshot.stream import OutputHead, States
@@ -54,9 +55,9 @@ def profile_embedding(
     """
     machine = states.machine
     workers = machine.workers
-    part = workers.part(text.num_sequences)
+    part = states.part
     head = states.builder.output_head()
-    gram, probabilities, last = _read_by_head(model, states, head, text.num_sequences)
+    gram, probabilities, last = _read_by_head(model, states, head)
     embedding = model.read_embedding()
     errors = workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole))
     tables, lost = embedding_probe(errors, len(embedding))
@@ -74,8 +75,7 @@ def profile_embedding(
                 probe.copy_(layer.run_all(probe))
         other = replace(head, weight=reduced.to(head.weight))
         total += sum(
-            float(other.divergence_from(head, state, probe).double().mean())
-            for state, probe in zip(last, probes, strict=True)
+            float(other.divergence_from(head, state, probe).mean()) for state, probe in zip(last, probes, strict=True)
         )
         count += len(last)
     workers.sum_(total, count)
@@ -84,29 +84,28 @@ def profile_embedding(
 
 
 def _read_by_head(
-    model: Model, states: States, head: OutputHead, num_sequences: int
+    model: Model, states: States, head: OutputHead
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return the mean `h hᵀ (D, D)` float64 over the stream, the tokens' probabilities, and the probes' last states.
 
     Probabilities and probes are of the first sequences; the states are of this worker's part of them.
     """
     machine = states.machine
-    part = machine.workers.part(num_sequences)
     accumulator = GramAccumulator(model.shape.hidden_size, output_size=None, device=machine.device)
     last: list[torch.Tensor] = []
-    start = part.start
+    start = states.part.start
     states.advance = lambda tokens: None  # the layers were counted
     for x, _ in states.read():
         accumulator.update_(head.norm(x).flatten(0, -2))
         last += list(x[: max(0, EMBEDDING_PROBES - start)].clone())
         start += len(x)
     gram = accumulator.finish(workers=machine.workers).gram.double() / states.num_tokens
-    probabilities = torch.zeros(model.shape.vocab_size, device=machine.device)
+    probabilities = torch.zeros(model.shape.vocab_size, dtype=torch.float64, device=machine.device)
     for state in last:
         probabilities += head.probabilities(state)
     count = torch.tensor(len(last), device=machine.device)
     machine.workers.sum_(probabilities, count)
-    return gram, probabilities / count, last
+    return gram, as_float32(probabilities) / count, last
 
 
 def embedding_probe(errors: torch.Tensor, vocab_size: int) -> tuple[tuple[TableShape, ...], float]:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors, correct
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
-from oneshot.compression.selection import Evidence, column_scores, select_heads
+from oneshot.compression.selection import Evidence, column_scores, group_order, select_heads
 from oneshot.compression.statistics import GramAccumulator, MomentAccumulator, Statistics, with_constant_column
 from oneshot.families import Sublayer
 from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing_norms
@@ -192,7 +192,7 @@ class LayerProfiler:
                 of_heads.update_(with_constant_column(heads) if shape.output_bias else heads)
             of_neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
             moments.update_(neurons)
-            cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).double().sum())
+            cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
             rows += len(heads)
             return moved
 
@@ -233,14 +233,32 @@ class LayerProfiler:
         errors[0], tails[0] = 1.0, weighted_norm(evidence)
         choices = [select(kept_units) for kept_units in range(1, units)]
         for kept_units, columns in enumerate(choices, start=1):
-            errors[kept_units], tails[kept_units] = squared_error(reduce(columns)), head_tail(evidence, columns)
+            tails[kept_units] = head_tail(evidence, columns)
+        if by_group and units > 1:
+            errors[1:] = self._errors_of_groups(evidence, weight, statistics)[1:]
+        else:
+            for kept_units, columns in enumerate(choices, start=1):
+                errors[kept_units] = squared_error(reduce(columns))
         if units == 1:
             return
         probed = probe_size(errors)
-        folded = fold_sublayer(tensors, sublayer, shape, reduce(choices[probed - 1]))
+        factors = reduce(choices[probed - 1])
+        folded = fold_sublayer(tensors, sublayer, shape, factors)
         states = self.states.builder.layer(folded).run(self._stack.index_of("heads"), self._dense)
         states = dense.run(self._stack.index_of("ffn"), states)
-        self._probes.append(_Probe("heads", layer, float(errors[probed]), states))
+        self._probes.append(_Probe("heads", layer, squared_error(factors), states))
+
+    def _errors_of_groups(self, evidence: Evidence, weight: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+        """Return the least-squares error of every number of kept KV groups, `(groups + 1,)`, from one factorisation.
+
+        Groups are chosen greedily, so fewer of them are the first ones of more. A bias is kept with any number.
+        """
+        groups = group_order(evidence, self._shape.num_key_value_heads)
+        columns = head_columns(groups, evidence.consumer.shape[1] // len(groups))
+        bias = torch.arange(evidence.consumer.shape[1], weight.shape[1], device=weight.device)
+        order = torch.cat((bias, columns))
+        errors = nested_errors(ordered_factor(statistics.gram, order), weight[:, order])
+        return errors[len(bias) :: len(columns) // len(groups)]
 
     def _profile_ffn(self, layer: int, tensors: Tensors, statistics: Statistics, attended: torch.Tensor) -> None:
         shape, index = self._shape, self._stack.index_of("ffn")

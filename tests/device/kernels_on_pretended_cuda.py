@@ -42,7 +42,7 @@ def measure(log: Log, name: str, run: Run, want: torch.Tensor, *, upper: bool = 
     before = log.live_bytes
     got = run()
     found: Measured = {"name": name, "kernels": sum(log.kernels.values()), "waits": sum(log.waits.values())}
-    found |= {"waits_by_line": dict(log.waits), "peak_bytes": log.peak_bytes - before}
+    found |= {"waits_by_line": dict(log.waits), "by_chance": dict(log.by_chance), "peak_bytes": log.peak_bytes - before}
     error = got.cpu().double() - want.double()
     return {**found, "error": float((error.triu() if upper else error).abs().max()), **facts}
 

@@ -201,6 +201,7 @@ def run(name: str, folder: Path, log: Log) -> dict[str, Any]:
         "waits": by_stage(log.waits),
         "waits_by_line": dict(log.waits),
         "converted_on_host": dict(log.converted_on_host),
+        "by_chance": dict(log.by_chance),
         "to_device_bytes": by_stage(log.to_device_bytes),
         "from_device_bytes": by_stage(log.from_device_bytes),
         "peak_bytes": log.peak_bytes,

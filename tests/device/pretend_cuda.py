@@ -10,6 +10,7 @@ Every operation on them is done on the host. On the way are checked or counted, 
 - kernels: operations that are no views. One of ours may be several of CUDA's (a sort), so this is a lower bound.
 - waits: whatever makes the host wait for the device, by what torch's CUDA sources do (`item`, `nonzero`, masks,
   blocking copies, Python numbers through an index, host numbers in `where`).
+- operations whose result CUDA does not promise twice, by torch's list and cuSPARSE's (`_by_chance`).
 - live and peak bytes of the device's storages, without what a kernel takes for itself: a lower bound, too.
 - bytes copied each way, and numbers whose dtype the host converts for a blocking copy.
 
@@ -53,6 +54,9 @@ WAITS = re.compile(
     "item|linalg_cholesky|linalg_eigh|linalg_inv|linalg_pinv|linalg_solve|linalg_svd|masked_select|nonzero|"
     "repeat_interleave|unique_consecutive|unique_dim"
 )
+BY_CHANCE = frozenset(
+    ["index_add", "scatter_add", "scatter_reduce", "index_reduce", "put", "histc", "kthvalue", "median", "multinomial"]
+)
 INDEXED = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"])
 COPIES = frozenset(["copy_", "copy", "_copy_from"])
 
@@ -66,14 +70,16 @@ class Log:
     to_device_bytes: Counter[str] = field(default_factory=Counter)
     from_device_bytes: Counter[str] = field(default_factory=Counter)
     converted_on_host: Counter[str] = field(default_factory=Counter)
+    by_chance: Counter[str] = field(default_factory=Counter)
     live_bytes: int = 0
     peak_bytes: int = 0
     peak_site: str = ""
 
     def reset(self) -> None:
         """Forget all counts, and let the peak start from what is live now."""
-        for counter in (self.kernels, self.waits, self.to_device_bytes, self.from_device_bytes, self.converted_on_host):
-            counter.clear()
+        for counter in vars(self).values():
+            if isinstance(counter, Counter):
+                counter.clear()
         self.reset_peak()
 
     def reset_peak(self) -> None:
@@ -224,6 +230,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if device_tensors:
         _check_devices(name, args, tensors)
         _count_waits(name, args)
+        if _by_chance(name, args, kwargs):
+            _log.by_chance[f"{site()} {name}"] += 1
     if (device_tensors or _is_cuda(asked)) and not (VIEWS.fullmatch(name) or WAITS.fullmatch(name)):
         _log.kernels[site()] += 1
     if name == "addmm" and function._overloadname in ("dtype", "dtype_out"):
@@ -278,6 +286,19 @@ def _mixed(name: str) -> RuntimeError:
     return RuntimeError(
         f"{site()} {name}: expected all tensors to be on the same device, but found two, cuda:0 and cpu!"
     )
+
+
+def _by_chance(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether CUDA may give other bits for the same operands: sums by atomics, and scans of a single row."""
+    base = name.removesuffix("_")
+    operands = [each for each in args if isinstance(each, torch.Tensor)]
+    if base in ("index_put", "_index_put_impl"):
+        return bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+    if base == "bincount":
+        return len(args) > 1 and args[1] is not None
+    if base in ("cumsum", "cumprod"):
+        return args[0].is_floating_point() and args[0].numel() == args[0].shape[args[1]] > 1
+    return base in BY_CHANCE or any(each.layout != torch.strided for each in operands)
 
 
 def _count_waits(name: str, args: Any) -> None:

@@ -99,6 +99,10 @@ def test_sums_are_right_and_do_not_wait(name: str) -> None:
         assert each["error"] <= {"torch.float32": 2e-4, "torch.float64": 1e-11}[each["out"]]
 
 
+def test_nothing_is_summed_in_the_order_of_chance() -> None:
+    assert not [each for each in measured() if each.get("by_chance")]
+
+
 @pytest.mark.parametrize("rows", ["torch.bfloat16", "torch.float16"])
 def test_halves_are_summed_in_place_as_they_are(rows: str) -> None:
     for name in ("gram_", "cross_gram_"):

@@ -65,6 +65,12 @@ def test_nothing_is_converted_on_the_host(name: str) -> None:
     assert measured()[name]["converted_on_host"] == {}
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_is_summed_in_the_order_of_chance(name: str) -> None:
+    """No operation whose result CUDA does not promise to give again."""
+    assert measured()[name]["by_chance"] == {}
+
+
 @pytest.mark.parametrize("form", ["oneshot", "per-layer"])
 @pytest.mark.parametrize("what", LOOPS)
 def test_no_wait_in_a_loop(form: str, what: str) -> None:

@@ -29,6 +29,14 @@ WAITS = {
     "a.argmax(); a.sort(); a.mul_(2.0)": 0,
     "torch.tensor([1, 2], device='cuda')": 1,
 }
+BY_CHANCE = {
+    f"a.index_add_(0, {INDEX}, a[:1] * 2.0)": 1,
+    f"a.index_put_(({INDEX},), a[:1] * 2.0, accumulate=True)": 1,
+    f"a[{INDEX}] = a[:1] * 2.0": 0,
+    "a.flatten().cumsum(0)": 1,
+    "a.cumsum(0)": 0,
+    "torch.sparse_csr_tensor(torch.arange(5, device='cuda'), torch.arange(4, device='cuda'), a[:, 0]) @ a": 1,
+}
 MIXED = [
     "a @ torch.zeros(3, 5)",
     "a.add_(torch.zeros(4, 3))",
@@ -56,6 +64,7 @@ with pretend() as log:
         except (RuntimeError, TypeError) as raised:
             error = str(raised)
         counts = {"waits": sum(log.waits.values()), "kernels": sum(log.kernels.values())}
+        counts["by_chance"] = sum(log.by_chance.values())
         print(json.dumps({"made": made, "error": error, **counts}))
         del a
 """
@@ -64,7 +73,7 @@ with pretend() as log:
 @cache
 def results() -> dict[str, dict[str, Any]]:
     """Return what became of every statement, all run in one process with `a` (4, 3) on the device."""
-    statements = [*WAITS, *MIXED, *OTHER.values()]
+    statements = [*WAITS, *BY_CHANCE, *MIXED, *OTHER.values()]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(statements),
@@ -82,6 +91,13 @@ def test_waits_are_counted(statement: str) -> None:
     found = results()[statement]
     assert found["error"] == ""
     assert found["waits"] == WAITS[statement]
+
+
+@pytest.mark.parametrize("statement", BY_CHANCE)
+def test_sums_in_the_order_of_chance_are_counted(statement: str) -> None:
+    found = results()[statement]
+    assert found["error"] == ""
+    assert found["by_chance"] == BY_CHANCE[statement]
 
 
 @pytest.mark.parametrize("statement", MIXED)

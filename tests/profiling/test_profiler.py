@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.linalg
 import torch
 from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
 from hypothesis import assume, given
@@ -175,6 +176,38 @@ def test_the_recipe_flap_gives_every_layer_its_own_width(
     assert report.sparsity["reached"] == pytest.approx(0.2, abs=0.01)
     with pytest.raises(ConfigError, match="--set allocation=flap is for FFN neurons alone"):
         compress(make_config(folder, **settings, heads="id"))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_errors_of_kv_groups_are_those_of_least_squares(
+    bias: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Choose groups by SciPy's pivoted QR, and solve every size with NumPy, on what the stock model's o_proj reads."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_checkpoint(hidden=48, groups=4, attention_bias=bias)
+    config = make_config(folder, output=str(tmp_path / "profile"), head_unit="kv-group")
+    found, text = profile(config), calibration_tokens(config)
+    model = AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
+    assert found.head_errors.shape == (len(model.model.layers), 4 + 1)
+    for layer, errors in zip(model.model.layers, found.head_errors, strict=True):
+        seen: list[torch.Tensor] = []
+        linear = layer.self_attn.o_proj
+        handle = linear.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        with torch.no_grad():
+            model(text[: -found.origin.probe_tokens // config.text.sequence_length], use_cache=False)
+        handle.remove()
+        rows, weight = seen[0].double().flatten(0, 1).numpy(), linear.weight.detach().double().numpy()
+        target = rows @ weight.T
+        long = (rows * np.linalg.norm(weight, axis=0)).reshape(len(rows), 4, -1).swapaxes(1, 2).reshape(-1, 4)
+        order = scipy.linalg.qr(long, mode="r", pivoting=True)[1]
+        if bias:
+            target += linear.bias.detach().double().numpy()
+        for kept in range(1, 4):
+            chosen = rows.reshape(len(rows), 4, -1)[:, order[:kept]].reshape(len(rows), -1)
+            chosen = np.column_stack((chosen, *[np.ones(len(rows))] * bias))
+            missed = target - chosen @ np.linalg.lstsq(chosen, target)[0]
+            assert float(errors[kept]) == pytest.approx((missed**2).sum() / (target**2).sum(), rel=2e-3)
 
 
 def test_leaving_a_layer_out_diverges_as_the_stock_model_does(profiled: tuple[Profile, Any]) -> None:

@@ -1,10 +1,11 @@
-"""The sketch in torch: one product with a sparse matrix, on any device."""
+"""The sketch in torch: sums of signed rows, each in the order of the data."""
 
 from __future__ import annotations
 
 import warnings
 
 import torch
+from torch.nn import functional
 
 from oneshot_kernels.random import below_torch, signs_torch, words_torch
 
@@ -30,14 +31,23 @@ def group_by_position(positions: torch.Tensor, sketch_size: int) -> tuple[torch.
 
 
 def sketch_(out: torch.Tensor, rows: torch.Tensor, row_offset: int, seed: int, nonzeros: int) -> None:
-    """Add S rows to `out`, S in compressed sparse rows: a row of `out` is one sum, in the order of the data."""
+    """Add S rows to `out`: a row of `out` is one sum, in the order of the data.
+
+    On CUDA by `embedding_bag`, which has one thread for each sum; cuSPARSE does not promise the same bits twice. On a
+    CPU a product with a sparse matrix is faster.
+    """
     num_rows, sketch_size = rows.shape[0], out.shape[0]
     positions, signs = positions_and_signs(sketch_size, num_rows, row_offset, seed, nonzeros, rows.device)
     order, starts = group_by_position(positions.flatten(), sketch_size)
-    values = signs.flatten()[order].to(out.dtype) * nonzeros**-0.5
+    values, rows = signs.flatten()[order].to(out.dtype) * nonzeros**-0.5, rows.to(out.dtype)
+    if out.is_cuda:
+        out += functional.embedding_bag(
+            order % num_rows, rows, starts, mode="sum", per_sample_weights=values, include_last_offset=True
+        )
+        return
     with warnings.catch_warnings():  # torch says once per process that sparse CSR is beta
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         embedding = torch.sparse_csr_tensor(
             starts, order % num_rows, values, (sketch_size, num_rows), check_invariants=False
         )
-    out.addmm_(embedding, rows.to(out.dtype))
+    out.addmm_(embedding, rows)

@@ -1,0 +1,69 @@
+"""Sums over batches that do not depend on which process has which batch.
+
+Each batch gives a float32 number for every entry, and float64 adds them up. Such a number has 24 significant bits, and
+float64 has 53. So a sum of N of them is exact, in any order, if all non-zero ones are within a factor of
+2^(28 − log2 N) of each other: four million for 64 batches. Other entries are right to the last bit of float64, and
+`as_float32` rounds nearly all of them alike: one differs with a probability of about N · 2^−29.
+"""
+
+import torch
+from oneshot_kernels import cross_gram_, sketch_
+
+PANEL_WIDTH = 512  # columns of a Gram whose products are made at once
+DEVICE_PANEL_WIDTH = 1024  # enough tiles for every multiprocessor
+
+
+def add_gram_(total: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add a batch's `rowsᵀ rows` to what is on and above the diagonal of `total (n, n)` float64.
+
+    What is below the diagonal is undefined until `mirror_` has completed the sum.
+
+    Args:
+        rows: `(m, n)`, any float dtype. Products are float32.
+
+    Cost: about m n² / 2 multiply-adds, and one pass over `total`; memory for a panel of `n` numbers of float32 times
+    `PANEL_WIDTH`.
+    """
+    rows = _as_factors(rows)
+    for start, stop in panels(total):
+        _add_panel_(total[start:stop, start:], rows[:, start:stop], rows[:, start:])
+
+
+def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a batch's `leftᵀ right` to `total (n, p)` float64; otherwise as `add_gram_`.
+
+    Args:
+        left: `(m, n)`. right: `(m, p)`.
+    """
+    if left.dtype != right.dtype:
+        left, right = left.float(), right.float()
+    left, right = _as_factors(left), _as_factors(right)
+    for start, stop in panels(total):
+        _add_panel_(total[start:stop], left[:, start:stop], right)
+
+
+def add_sketch_(total: torch.Tensor, rows: torch.Tensor, *, row_offset: int, seed: int, nonzeros: int) -> None:
+    """Add a batch's `S rows` to `total (s, n)` float64, by panels of columns; arguments as in `sketch_`."""
+    for start, stop in panels(total.mT):
+        part = torch.zeros(len(total), stop - start, device=total.device)
+        total[:, start:stop] += sketch_(part, rows[:, start:stop], row_offset=row_offset, seed=seed, nonzeros=nonzeros)
+
+
+def as_float32(total: torch.Tensor) -> torch.Tensor:
+    """Return a sum rounded to float32: also where the order of batches changed its last bit, nearly always the same."""
+    return total.float()
+
+
+def panels(total: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the (first, last + 1) rows of `total` whose products are made at once."""
+    width = DEVICE_PANEL_WIDTH if total.is_cuda else PANEL_WIDTH
+    return [(start, min(start + width, len(total))) for start in range(0, len(total), width)]
+
+
+def _as_factors(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows in float32; a device multiplies bfloat16 and float16 as they are, with float32 sums."""
+    return rows if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16) else rows.float()
+
+
+def _add_panel_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    total += cross_gram_(torch.zeros(total.shape, device=total.device), left, right)
