@@ -96,8 +96,11 @@ def before_after_table() -> str:
             f"{kind}, {row['before'] if kind == 'before' else row['commit']}",
             " and ".join(f"{seconds:.1f} s" for seconds in row["cpu_seconds"][kind]),
             f"{row['peak_bytes'][kind] / 2**20:,.0f} MiB",
+            f"{row['perplexity'][kind]:.2f}",
         ]
         for kind in ("before", "after")
     ]
     text = f"SmolLM2-135M-Instruct, {row['num_tokens']:,} tokens, in turns; ratio {row['ratio']:.3f}; {origin([row])}."
-    return markdown(["commit", "CPU seconds of the whole command", "peak of the process"], lines, text)
+    return markdown(
+        ["commit", "CPU seconds of the whole command", "peak of the process", "perplexity, WikiText-2"], lines, text
+    )
