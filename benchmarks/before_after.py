@@ -1,10 +1,11 @@
-"""What a change costs: the same compression of SmolLM2-135M by two checkouts, in turns; CPU seconds and peak memory.
+"""What a change costs: compressions of SmolLM2-135M by two checkouts, in turns; CPU seconds, memory and perplexity.
 
-    python benchmarks/before_after.py --before DIR
+    python benchmarks/before_after.py --before DIR --text FILE
 
 A row goes to `results/before_after.jsonl`. CPU seconds, because other work on the machine does not change them much.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -12,13 +13,17 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+import torch
 from harness import ROOT, append_row, parser, provenance, smollm2_gguf
 
 from oneshot.checkpoint import locate_checkpoint
+from oneshot.evaluation import load_model, load_windows, perplexity
+from oneshot.report.card import REPORT_NAME
+from oneshot.text import load_tokenizer
 
 
 def run(tree: Path, checkpoint: Path, output: Path, arguments: list[str]) -> tuple[float, int]:
-    """Return the CPU seconds and the peak bytes of a compression by the packages of a checkout."""
+    """Return the CPU seconds and the peak bytes in a layer of a compression by the packages of a checkout."""
     environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "oneshot.compress", str(checkpoint), f"--output={output}", "--overwrite"]
     process = subprocess.Popen([*command, *arguments], env=environment, cwd=tree)
@@ -26,15 +31,17 @@ def run(tree: Path, checkpoint: Path, output: Path, arguments: list[str]) -> tup
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"{tree}: the compression failed")
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+    report = json.loads((output / REPORT_NAME).read_text())
+    return usage.ru_utime + usage.ru_stime, max(layer["peak_bytes"] for layer in report["layers"])
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--before", type=Path, required=True)
+    options.add_argument("--text", type=Path, required=True, help="what both results are judged on")
     options.add_argument("--turns", type=int, default=2)
-    options.add_argument("--num-sequences", type=int, default=16)
-    options.add_argument("--sequence-length", type=int, default=256)
+    options.add_argument("--num-sequences", type=int, default=8)
+    options.add_argument("--sequence-length", type=int, default=1024)
     arguments = options.parse_args()
     more = ["--sparsity=0.2", "--calibration=builtin", "--device=cpu", "--dtype=float32", "--quiet"]
     more += [f"--num-sequences={arguments.num_sequences}", f"--sequence-length={arguments.sequence_length}"]
@@ -48,6 +55,18 @@ def main() -> None:
         for _ in range(arguments.turns):
             for name, tree in trees.items():
                 found[name].append(run(tree, checkpoint, Path(scratch) / name, more))
+        windows = load_windows(
+            str(arguments.text),
+            load_tokenizer(checkpoint),
+            sequence_length=256,
+            max_windows=16,
+        )
+        perplexities = {
+            name: perplexity(
+                load_model(Path(scratch) / name, device=torch.device("cpu"), dtype=torch.float32), windows
+            )[0]
+            for name in trees
+        }
     ratios = [after / before for (before, _), (after, _) in zip(*found.values(), strict=True)]
     append_row(
         "before_after",
@@ -57,6 +76,7 @@ def main() -> None:
             cpu_seconds={name: [seconds for seconds, _ in runs] for name, runs in found.items()},
             peak_bytes={name: max(peak for _, peak in runs) for name, runs in found.items()},
             ratio=median(ratios),
+            perplexity=perplexities,
         ),
     )
 

@@ -89,15 +89,14 @@ def sums_table() -> str:
 
 
 def before_after_table() -> str:
-    """CPU seconds and peak memory of a whole run by two commits."""
+    """CPU seconds of a whole run by two commits."""
     row = read_rows("before_after")[-1]
     lines = [
         [
             f"{kind}, {row['before'] if kind == 'before' else row['commit']}",
             " and ".join(f"{seconds:.1f} s" for seconds in row["cpu_seconds"][kind]),
-            f"{row['peak_bytes'][kind] / 2**20:,.0f} MiB",
         ]
         for kind in ("before", "after")
     ]
     text = f"SmolLM2-135M-Instruct, {row['num_tokens']:,} tokens, in turns; ratio {row['ratio']:.3f}; {origin([row])}."
-    return markdown(["commit", "CPU seconds of the whole command", "peak of the process"], lines, text)
+    return markdown(["commit", "CPU seconds of the whole command"], lines, text)

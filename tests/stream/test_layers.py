@@ -451,3 +451,20 @@ def test_divergences_equal_those_of_whole_softmaxes(
         torch.testing.assert_close(
             head.divergence(head.prediction(dense), other).double(), expected, rtol=1e-4, atol=2e-5
         )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_workers_share_whole_batches(size: int, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Seven sequences in batches of two are four batches, or seven where there are more workers than that."""
+    folder, alone = make_checkpoint(), [2, 2, 2, 1]
+    shares = [make_states(folder, tmp_path, workers=Workers(rank, size))[1] for rank in range(size)]
+    assert [len(x) for states in shares for x, _ in states.read()] == (alone if size <= 4 else [1] * 7)
+    for every in (2, 3):
+        everything = [x for x, _ in make_states(folder, tmp_path)[1].read(every)]
+        if size <= 4:
+            found = [x for states in shares for x, _ in states.read(every)]
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, everything, strict=True))
+    for states in shares:
+        length = SEQUENCES.shape[1]
+        assert states.first_row == length * states.part.start
+        assert torch.equal(torch.arange(7)[states.part], torch.arange(states.part.start, states.part.stop))
