@@ -7,7 +7,7 @@ from functools import partial
 
 from harness import ROOT, quality_rows, read_rows
 from plot import LAYERS, QUALITY, layers_svg, quality_svg
-from tables.gpu import before_after_table, gpu_counts_table, gpu_memory_table, gpu_times_table, sums_table
+from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, sums_table
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
 from tables.minilm import minilm_table
@@ -80,7 +80,6 @@ TABLES = {
     },
     "gpu_counts": (gpu_counts_table, "gpu_counts"),
     "sums": (sums_table, "sums"),
-    "before_after": (before_after_table, "before_after"),
 }
 
 

@@ -86,17 +86,3 @@ def sums_table() -> str:
     ]
     head = ["n", "float32", "float64", "ratio, median of turns", "peak, float32", "peak, float64"]
     return markdown(head, lines, f"CPU seconds of one batch of {rows[0]['rows']:,} rows; {origin(rows)}.")
-
-
-def before_after_table() -> str:
-    """CPU seconds of a whole run by two commits."""
-    row = read_rows("before_after")[-1]
-    lines = [
-        [
-            f"{kind}, {row['before'] if kind == 'before' else row['commit']}",
-            " and ".join(f"{seconds:.1f} s" for seconds in row["cpu_seconds"][kind]),
-        ]
-        for kind in ("before", "after")
-    ]
-    text = f"SmolLM2-135M-Instruct, {row['num_tokens']:,} tokens, in turns; ratio {row['ratio']:.3f}; {origin([row])}."
-    return markdown(["commit", "CPU seconds of the whole command"], lines, text)
