@@ -1,4 +1,4 @@
-"""What a change costs: compressions of SmolLM2-135M by two checkouts, in turns; CPU seconds, memory and perplexity.
+"""The cost of a change: compressions of SmolLM2-135M by two checkouts, in turns; CPU seconds, memory and perplexity.
 
     python benchmarks/before_after.py --before DIR --text FILE
 

@@ -213,7 +213,7 @@ def latest(rows: list[Row], *keys: str) -> list[Row]:
 
 
 def judge(report: Report, windows: dict[str, torch.Tensor], dense: Path) -> dict[str, Any]:
-    """What a row says of a compressed model: its size, its calibration, its perplexities, and how like the dense it is.
+    """A row's record of a compressed model: its size, its calibration, its perplexities, and how like the dense it is.
 
     `top1_agreement` and `kl_divergence` (nats per token) are of the next token, on every text. `flops_ratio` is of the
     layers, with attention's products, for the mean token of a window (STAT section 4).

@@ -18,7 +18,7 @@ from oneshot.report.card import REPORT_NAME
 
 
 def compare(one: Path, several: Path) -> dict[str, Any]:
-    """Whether two results have one plan and equal files, and the largest relative difference of a tensor."""
+    """Compare two results: if they have one plan and equal files, and the largest relative difference of a tensor."""
     plans = [json.loads((folder / REPORT_NAME).read_text())["plan"] for folder in (one, several)]
     files = [path for path in one.iterdir() if path.name not in TELLING]
     worst = 0.0

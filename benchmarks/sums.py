@@ -1,4 +1,4 @@
-"""What sums in float64 cost beside sums in float32: CPU seconds and peak bytes of a Gram of 4,096 rows, in turns.
+"""The cost of sums in float64 beside sums in float32: CPU seconds and peak bytes of a Gram of 4,096 rows, in turns.
 
 Rows, one for each size, go to `results/sums.jsonl`. The batch is the usual one of 4 sequences of 1,024 tokens.
 """

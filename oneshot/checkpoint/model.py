@@ -120,15 +120,16 @@ def identify(checkpoint: Checkpoint) -> Model:
 
     Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
     """
-    family = find_family(checkpoint.config).stored_as(checkpoint.tensor_names)
+    family, expected = find_family(checkpoint.config).stored_as(checkpoint.tensor_names), None
     if family.classes:
         read_shape(family, checkpoint.config, checkpoint.shapes)  # no class is made of senseless sizes
-        checkpoint = _without_unused(checkpoint, family, _expected_outside(checkpoint, family))
+        expected = _expected_outside(checkpoint, family)
+        checkpoint = _without_unused(checkpoint, family, expected)
     _check_dtypes(checkpoint)
     shape = read_shape(family, checkpoint.config, checkpoint.shapes)
     family = family.numbered(shape)
     check_layers(family, shape, checkpoint.shapes)
-    _check_outside(checkpoint, family, shape)
+    _check_outside(checkpoint, family, shape, expected or _expected_outside(checkpoint, family))
     return Model(checkpoint, family, shape)
 
 
@@ -175,14 +176,10 @@ def _expected_outside(checkpoint: Checkpoint, family: Description) -> _Outside:
             f"({cause(error)}); give a complete, unmodified checkpoint."
         ) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if not family.is_in_layers(name)}
-    return _Outside(
-        shapes, tied_names(model) - {family.head} if _stores_head(checkpoint, family) else tied_names(model)
-    )
-
-
-def _stores_head(checkpoint: Checkpoint, family: Description) -> bool:
-    """Return whether the output head has weights of its own, which transformers then does not tie."""
-    return family.head is not None and family.head in checkpoint.tensor_names
+    tied = tied_names(model)
+    if family.head in checkpoint.tensor_names:  # transformers does not tie a head that has weights of its own
+        tied = {name for name in tied if name != family.head}
+    return _Outside(shapes, tied)
 
 
 def _without_unused(checkpoint: Checkpoint, family: Description, expected: _Outside) -> Checkpoint:
@@ -197,12 +194,11 @@ def _without_unused(checkpoint: Checkpoint, family: Description, expected: _Outs
     return checkpoint.renamed({name: modern[name] for name in sorted(modern) if name in in_layers | used})
 
 
-def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
+def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape, expected: _Outside) -> None:
     """Check the tensors outside the layers against the stock class.
 
-    Raises `CheckpointError` if transformers cannot make that class, and for the first tensor that does not fit.
+    Raises `CheckpointError` for the first tensor that does not fit.
     """
-    expected = _expected_outside(checkpoint, family)
     tied = expected.tied if family.classes or shape.tied else set()
     names = expected.shapes.keys() | {name for name in checkpoint.shapes if not family.is_in_layers(name)}
     for name in sorted(names - tied):

@@ -11,7 +11,7 @@ from oneshot.compression.correction import Factors
 from oneshot.compression.fold import confine, cut_heads, fold_hidden, to_rms_norms, without_sublayer
 from oneshot.compression.fold_post_norm import fold_post_norm
 from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, reduce_queries_keys
-from oneshot.compression.sublayer import DensePass, SublayerTask, relative_error
+from oneshot.compression.sublayer import SublayerTask, relative_error
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.compression.up_proj import correct_up, up_passes
 from oneshot.families import Attention, Stack
@@ -21,7 +21,7 @@ from oneshot.machine.transfer import Uploader, to_host
 from oneshot.planning import Grid, Plan
 from oneshot.recipes import Method
 from oneshot.report.records import SublayerReport
-from oneshot.stream import Layer, States
+from oneshot.stream import DensePass, Layer, States
 
 Tensors = dict[str, torch.Tensor]
 

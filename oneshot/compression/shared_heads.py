@@ -1,4 +1,4 @@
-"""The heads that stay in a stack whose layers share a table of relative positions (T5).
+"""Heads of a stack whose layers share a table of relative positions (T5).
 
 The table has a column for every head and is added to the scores of every layer, so all layers of a stack keep the same
 heads. They are chosen by statistics that are summed over the layers, in one dense pass over the text. Cross-attention
@@ -82,8 +82,8 @@ class SharedChoice:
             self._sum = self._sum + column_scores(self._selector, evidence)
             return
         assert evidence.gram is not None
-        norms = evidence.consumer.double().norm(dim=0)
-        self._sum = self._sum + evidence.gram.double() * norms * norms.unsqueeze(1)
+        weights = evidence.column_weights()
+        self._sum = self._sum + evidence.gram.double() * weights * weights.unsqueeze(1)
 
     def heads(self, kept: int) -> torch.Tensor:
         """Return the heads that stay, ascending int64 `(kept,)`."""

@@ -29,7 +29,7 @@ from oneshot.families import Attention, FeedForward, ModelShape, Stack, Sublayer
 from oneshot.machine import Machine
 from oneshot.planning import LayerPlan, Plan
 from oneshot.recipes import MOMENT_SELECTORS, TOKENS_PER_NEURON, WEIGHT_SELECTORS, Method, Selector
-from oneshot.stream import Layer, States
+from oneshot.stream import DensePass, Layer, States
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +37,6 @@ NONZEROS = {"count": 1, "sparse-sign": 8}  # per column of the sketching matrix
 
 Solution = TypeVar("Solution")
 Tensors = dict[str, torch.Tensor]
-
-
-class DensePass:
-    """A sublayer that the dense stream has to pass; it keeps the present batch `before` it and its `sum`."""
-
-    def __init__(self, index: int, layer: Layer) -> None:
-        self._index, self._layer = index, layer
-        self.before = self.sum = torch.empty(0)
-
-    def __call__(self, x: torch.Tensor, _: bool) -> torch.Tensor:
-        self.before, self.sum = x, self._layer.sum(self._index, x)
-        return self._layer.leave(self._index, self.sum)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned
 from oneshot.planning import HiddenPlan
 from oneshot.recipes import Hidden, TokenWeighting
-from oneshot.stream import Layer, States, Step
+from oneshot.stream import DensePass, States
 from oneshot.text import Text
 
 
@@ -122,14 +122,12 @@ def find_subspaces(
     states = States(model, machine, text, advance=advance)
     position = 0
 
-    def measure(step: Step | None) -> None:
-        """Store the Gram of the present position, and leave a step towards the next one to its pass."""
+    def measure(read: Iterable[torch.Tensor]) -> None:
+        """Store the Gram of what the norm at the present position reads."""
         nonlocal position
         accumulator = GramAccumulator(shape.hidden_size, output_size=None, device=machine.device)
-        for x, _ in states.read():
+        for x in read:
             accumulator.update_(weighted_rows(x, centred=shape.layer_norms, weighting=token_weighting))
-        if step is not None:
-            states.defer(step)
         gram = accumulator.finish(workers=machine.workers).gram
         save_file({"gram": gram.cpu()}, _gram_path(machine.scratch, position))
         position += 1
@@ -140,63 +138,30 @@ def find_subspaces(
         return coordinate_directions(gram) if kind == "coordinates" else principal_directions(gram)
 
     if family.stack.norms_after:
-        states.passes = len(family.stack.sublayers)
-        _save_grams_of_sums(model, states, machine, token_weighting)
-        return _decompose(machine.scratch, group_of, shared_weight, machine, directions)
+        measure(states.sums_of_embeddings(model.read_embedding()))
     upload = Uploader(machine.device)
-    read = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers)
-    for number, tensors in enumerate(read):
+    layers = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers)
+    for number, tensors in enumerate(layers):
         stack = family.stack_of(number)
         if number == stack.first_layer > 0:
-            measure(None)  # what the encoder's final norm reads
+            measure(x for x, _ in states.read())  # what the encoder's final norm reads
             states.enter_decoder()
         states.passes = len(stack.sublayers)
         layer = states.layer(upload(tensors))
         for index in range(len(stack.sublayers)):
-            measure(lambda x, _, layer=layer, index=index: layer.run(index, x))  # type: ignore[misc]
+            if stack.norms_after:
+                passed = DensePass(index, layer)
+                states.defer(passed)
+                measure(passed.sum for _ in states.read())
+            else:
+                measure(x for x, _ in states.read())
+                states.defer(lambda x, _, layer=layer, index=index: layer.run(index, x))  # type: ignore[misc]
         del tensors, layer
     states.advance = lambda tokens: None
-    measure(None)
+    if not family.stack.norms_after:
+        measure(x for x, _ in states.read())
     states.close()
     return _decompose(machine.scratch, group_of, shared_weight, machine, directions)
-
-
-def _save_grams_of_sums(model: Model, states: States, machine: Machine, token_weighting: TokenWeighting) -> None:
-    """Save a Gram of every sum that a norm after it reads: of the embeddings, and of every sublayer."""
-    shape, stack, upload = model.shape, model.family.stack, Uploader(machine.device)
-
-    def accumulator() -> GramAccumulator:
-        return GramAccumulator(shape.hidden_size, output_size=None, device=machine.device)
-
-    def rows(total: torch.Tensor) -> torch.Tensor:
-        return weighted_rows(total, centred=shape.layer_norms, weighting=token_weighting)
-
-    def save(gram: GramAccumulator, position: int) -> None:
-        summed = gram.finish(workers=machine.workers).gram
-        save_file({"gram": summed.cpu()}, _gram_path(machine.scratch, position))
-
-    first = accumulator()
-    for total in states.sums_of_embeddings(model.read_embedding()):
-        first.update_(rows(total))
-    save(first, 0)
-    read = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), shape.num_hidden_layers)
-    for number, tensors in enumerate(read):
-        layer = states.builder.layer(upload(tensors))
-        for index in range(len(stack.sublayers)):
-            gram = accumulator()
-
-            def step(
-                x: torch.Tensor, _: bool, layer: Layer = layer, index: int = index, gram: GramAccumulator = gram
-            ) -> torch.Tensor:
-                total = layer.sum(index, x)
-                gram.update_(rows(total))
-                return layer.leave(index, total)
-
-            states.defer(step)
-            states.settle()
-            save(gram, stack.position(number, index) + 1)
-        del tensors, layer
-    states.close()
 
 
 def weighted_rows(x: torch.Tensor, *, centred: bool, weighting: str) -> torch.Tensor:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from oneshot.errors import CalibrationError, cause
+from oneshot.errors import CalibrationError
 from oneshot.evaluation.examples import Inputs, Reading, text_of
+from oneshot.text import tokenise
 
 STRIDE = 128  # tokens that two windows of a long context share
 LONGEST_ANSWER = 30  # tokens
@@ -148,22 +149,18 @@ def _windows(
             f"{source} holds the question {reprlib.repr(question)}, which fills all {reading.longest} tokens; give a "
             "larger --sequence-length or shorter questions."
         )
-    try:
-        encoded = tokenizer(
-            question,
-            context,
-            truncation="only_second",
-            max_length=reading.longest,
-            stride=min(STRIDE, room // 2),
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-            return_token_type_ids=True,
-            verbose=False,
-        )
-    except Exception as error:  # tokenizers raise many unrelated types; the cause is named and chained
-        raise CalibrationError(
-            f"The tokenizer cannot take the text of {source} ({cause(error)}); copy the model's files again."
-        ) from error
+    encoded = tokenise(
+        tokenizer,
+        source,
+        question,
+        context,
+        truncation="only_second",
+        max_length=reading.longest,
+        stride=min(STRIDE, room // 2),
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+        return_token_type_ids=True,
+    )
     windows = []
     for number, (ids, types) in enumerate(zip(encoded["input_ids"], encoded["token_type_ids"], strict=True)):
         offsets, parts = encoded["offset_mapping"][number], encoded.sequence_ids(number)

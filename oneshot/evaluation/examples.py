@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from oneshot.errors import CalibrationError
 from oneshot.evaluation.comparison import TextRecord
-from oneshot.text import encode, read_rows, token_hash
+from oneshot.text import encode, padded, read_rows, token_hash, whole_letters
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How examples are read.
+    """The way that examples are read.
 
     Attributes:
         tokenizer: of the models. longest: tokens that an example may have; the rest is cut.
@@ -62,7 +61,7 @@ def text_of(row: Mapping[str, Any], column: str, source: str) -> str:
         raise CalibrationError(
             f"{source} holds {reprlib.repr(value)} where text should be in the column {column}; mend that row."
         )
-    return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    return whole_letters(value)
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,6 @@ def takes_token_types(model: Any) -> bool:
     """Return whether a model tells the texts of a pair apart."""
     accepts = "token_type_ids" in inspect.signature(model.forward).parameters
     return accepts and getattr(model.config, "type_vocab_size", 2) > 1
-
-
-def padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
-    """Return rows of different lengths as int64 `(rows, longest)`, filled up at the end."""
-    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
-    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def examples_record(count: int, tokens: Sequence[int]) -> TextRecord:

@@ -6,14 +6,15 @@ from typing import Any
 import torch
 
 from oneshot.errors import CalibrationError
-from oneshot.evaluation.examples import Inputs, Reading, padded, text_of
+from oneshot.evaluation.examples import Inputs, Reading, text_of
+from oneshot.text import padded
 
 IGNORED = -100  # no target
 
 
 @dataclass(frozen=True)
 class TargetPrediction:
-    """What a model predicts for targets.
+    """The prediction of a model for targets.
 
     Attributes:
         losses, best: at every token of all targets, the loss, float64, and the most likely token, int64.

@@ -14,6 +14,7 @@ from oneshot.compression.fold_post_norm import fold_output, fold_table, fold_tie
 from oneshot.export.companions import join_weights
 from oneshot.export.llama_layers import complete_config
 from oneshot.export.outside import Part, unchanged_outside
+from oneshot.export.renamed_layers import RenamedLayers
 from oneshot.families import BERT, ENCODER_MODEL_TYPE, Description, LayerShape, ModelShape, StackShape, stated_class
 from oneshot.planning import Grid, Plan
 
@@ -40,7 +41,7 @@ KEPT_KEYS = (
 )
 
 
-class EncoderForm:
+class EncoderForm(RenamedLayers):
     """A checkpoint of an encoder whose layers have their own widths and heads, and its states their own subspaces."""
 
     name = "per-layer"
@@ -73,17 +74,9 @@ class EncoderForm:
         stack = self.grid(model).stack(plan)
         return encoder_config(model.checkpoint.config, model.shape, stack, has_pooler=has_pooler)
 
-    def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
-        """Return a layer's tensors under their stored names, which are BERT's."""
-        bert = _bert_of(model)
-        prefix = bert.stack.layer_prefix(number)
-        return {prefix + name: tensor for name, tensor in model.family.rename(tensors, bert).items()}
-
-    def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
-        """Return the inverse of `layer`."""
-        bert = _bert_of(model)
-        prefix = bert.stack.layer_prefix(number)
-        return bert.rename({name.removeprefix(prefix): tensor for name, tensor in stored.items()}, model.family)
+    def names_of(self, model: Model) -> Description:
+        """Return BERT with the prefix that the result's class has: none for a plain model."""
+        return BERT.stored_as({_as_bert(model.family, model.family.stack.embedding)})
 
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
@@ -103,11 +96,6 @@ class EncoderForm:
     def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
         """Join the weight files beside the modelling file, and return the parameters that they hold."""
         return join_weights(journal, advance, MODELLING_FILE)
-
-
-def _bert_of(model: Model) -> Description:
-    """Return BERT with the prefix that the result's class has: none for a plain model."""
-    return BERT.stored_as({_as_bert(model.family, model.family.stack.embedding)})
 
 
 def _as_bert(family: Description, name: str) -> str:

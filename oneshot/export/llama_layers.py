@@ -7,7 +7,8 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.errors import PlanError
 from oneshot.export.outside import OutsideNames
-from oneshot.families import LLAMA, StackShape
+from oneshot.export.renamed_layers import RenamedLayers
+from oneshot.families import LLAMA, Description, StackShape
 
 KEPT_KEYS = (
     "attention_dropout",
@@ -27,19 +28,12 @@ NAMES = OutsideNames(LLAMA.stack.embedding, "model.norm.weight", "lm_head.weight
 Tensors = dict[str, torch.Tensor]
 
 
-class LlamaLayers:
+class LlamaLayers(RenamedLayers):
     """Name the tensors of every layer as Llama does."""
 
-    def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
-        """Return a layer's tensors under their stored names, which are Llama's."""
-        prefix = LLAMA.stack.layer_prefix(number)
-        return {prefix + name: tensor for name, tensor in model.family.rename(tensors, LLAMA).items()}
-
-    def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
-        """Return the inverse of `layer`."""
-        prefix = LLAMA.stack.layer_prefix(number)
-        inside = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
-        return LLAMA.rename(inside, model.family)
+    def names_of(self, model: Model) -> Description:
+        """Return Llama."""
+        return LLAMA
 
 
 def complete_config(config: dict[str, Any]) -> dict[str, Any]:

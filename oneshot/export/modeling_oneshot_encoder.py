@@ -65,7 +65,7 @@ class OneshotSubspaceNorm(nn.Module):
 
 
 class OneshotConstant(nn.Module):
-    """What is left of a linear whose inputs are all removed: its bias."""
+    """The bias that is left of a linear whose inputs are all removed."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class OneshotEncoderStack(nn.Module):
 
 
 class OneshotEncoderPreTrainedModel(BertPreTrainedModel):
-    """What all classes of this file share."""
+    """The base of all classes of this file."""
 
     config_class = OneshotEncoderConfig
     bert: Any
@@ -408,6 +408,6 @@ def classifier_of(config: OneshotEncoderConfig) -> nn.Linear:
 
 
 def classifier_dropout(config: OneshotEncoderConfig) -> nn.Dropout:
-    """Return the dropout before a classifier: its own, or that of the hidden states."""
+    """Return the dropout before a classifier: the classifier's own, or that of the hidden states."""
     own = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if own is None else own)

@@ -8,7 +8,7 @@ from typing import Any
 
 from oneshot.errors import CheckpointError
 from oneshot.families.description import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer
-from oneshot.families.shapes import ModelShape
+from oneshot.families.resizing import FIXED_HEADS, set_ffn_width
 
 STACK = Stack(
     (
@@ -65,23 +65,15 @@ def check(config: dict[str, Any]) -> None:
         )
 
 
-def resize(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the resized config; BERT's config can only state another FFN width."""
-    return config | {"intermediate_size": shape.intermediate_size}
-
-
 BERT = Description(
     "bert",
     STACK,
-    resize,
+    set_ffn_width("intermediate_size"),
     check,
     head=None,
     masked_head="cls.predictions.decoder.weight",
     classes=CLASSES,
     prefix="bert",
     sizes=SIZES,
-    unsupported={
-        "heads": "BERT's own layer has heads as wide as its hidden size, so none can be removed in this form; add "
-        "--form per-layer, or --set heads=none."
-    },
+    unsupported={"heads": FIXED_HEADS.format("BERT")},
 )

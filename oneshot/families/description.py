@@ -1,4 +1,4 @@
-"""What a model family says about itself: tensor names, sublayers, and what its stock classes can hold.
+"""Descriptions of model families: tensor names, sublayers, and what the stock classes can hold.
 
 A family is one small file with a `Description`. Everything else is derived from it: which linears read a norm's output,
 which rows shrink with a set of columns, which linear is corrected, and which tensors a checkpoint must have.

@@ -1,9 +1,7 @@
 """DistilBERT: BERT's layer under other names, without token types and without a pooler."""
 
-from typing import Any
-
 from oneshot.families.description import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer
-from oneshot.families.shapes import ModelShape
+from oneshot.families.resizing import FIXED_HEADS, set_ffn_width
 
 STACK = Stack(
     (
@@ -51,22 +49,14 @@ CLASSES = (
 )
 
 
-def resize(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the resized config; DistilBERT's config can only state another FFN width."""
-    return config | {"hidden_dim": shape.intermediate_size}
-
-
 DISTILBERT = Description(
     "distilbert",
     STACK,
-    resize,
+    set_ffn_width("hidden_dim"),
     head=None,
     masked_head="vocab_projector.weight",
     classes=CLASSES,
     prefix="distilbert",
     sizes=SIZES,
-    unsupported={
-        "heads": "DistilBERT's own layer has heads as wide as its hidden size, so none can be removed in this form; "
-        "add --form per-layer, or --set heads=none."
-    },
+    unsupported={"heads": FIXED_HEADS.format("DistilBERT")},
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from oneshot.errors import CheckpointError
 from oneshot.families.description import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer
-from oneshot.families.shapes import ModelShape
+from oneshot.families.resizing import FIXED_HEADS, set_ffn_width
 
 STACK = Stack(
     (
@@ -44,19 +44,11 @@ def check(config: dict[str, Any]) -> None:
         raise CheckpointError("This OPT has no biases (as Galactica has none), which is not supported.")
 
 
-def resize(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the resized config; OPT's config can only state another FFN width."""
-    return config | {"ffn_dim": shape.intermediate_size}
-
-
 OPT = Description(
     "opt",
     STACK,
-    resize,
+    set_ffn_width("ffn_dim"),
     check,
     sizes=SIZES,
-    unsupported={
-        "heads": "OPT's own layer has heads as wide as its hidden size, so none can be removed in this form; add "
-        "--form per-layer, or --set heads=none."
-    },
+    unsupported={"heads": FIXED_HEADS.format("OPT")},
 )

@@ -1,5 +1,6 @@
-"""The sizes of a stock config."""
+"""The sizes of a stock config, and sentences about what none can state."""
 
+from collections.abc import Callable
 from typing import Any
 
 from oneshot.families.shapes import ModelShape
@@ -7,6 +8,16 @@ from oneshot.families.shapes import ModelShape
 NO_FFN_BIASES = (
     "--set correction=bias needs biases in the FFN, which a {} config cannot state; choose another correction."
 )
+
+FIXED_HEADS = (
+    "{}'s own layer has heads as wide as its hidden size, so none can be removed in this form; add --form per-layer, "
+    "or --set heads=none."
+)
+
+
+def set_ffn_width(key: str) -> Callable[[dict[str, Any], ModelShape], dict[str, Any]]:
+    """Return the `resize` of a family whose config can only state another FFN width, under this key."""
+    return lambda config, shape: config | {key: shape.intermediate_size}
 
 
 def set_sizes(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def stat_damages(profile: Profile, grid: Grid, *, is_reversed: bool) -> tuple[to
     is relative to `‖R‖_F`, and `√(l + 1) + 1` for models with norms after them. `is_reversed`: `1 / w` instead of `w`.
     """
     number = torch.arange(1, len(profile.ffn_tails) + 1, dtype=torch.float64).unsqueeze(1)
-    absolute = grid.family.stack.sublayers[0].norm.place == "after"
+    absolute = grid.family.stack.norms_after
     weights = (number + 1).sqrt() + 1 if absolute else number + 50
     if is_reversed:
         weights = 1 / weights

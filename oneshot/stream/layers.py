@@ -184,7 +184,7 @@ class _Template:
 
 @dataclass
 class Memory:
-    """What cross-attention reads: the encoder's output for the present batch, `(sequences, source length, D)`."""
+    """The encoder's output for the present batch, which cross-attention reads, `(sequences, source length, D)`."""
 
     states: torch.Tensor
 

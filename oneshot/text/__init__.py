@@ -1,10 +1,9 @@
 """Calibration text: where documents come from, how they are packed, and text that the model writes itself."""
 
+from oneshot.text.examples import encode, load_examples, padded
 from oneshot.text.packing import (
     Batch,
     Text,
-    encode,
-    load_examples,
     load_text,
     load_tokenizer,
     mix,
@@ -13,10 +12,11 @@ from oneshot.text.packing import (
     special_tokens,
     split_sources,
     token_hash,
+    tokenise,
 )
 from oneshot.text.pairs import load_pairs
 from oneshot.text.self_written import SELF, documents_together, write_text
-from oneshot.text.sources import iter_documents, iter_pairs, read_rows
+from oneshot.text.sources import iter_documents, iter_pairs, read_rows, whole_letters
 
 __all__ = [
     "SELF",
@@ -32,10 +32,13 @@ __all__ = [
     "load_tokenizer",
     "mix",
     "pack",
+    "padded",
     "read_rows",
     "shares",
     "special_tokens",
     "split_sources",
     "token_hash",
+    "tokenise",
+    "whole_letters",
     "write_text",
 ]

@@ -2,20 +2,17 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from oneshot.errors import CalibrationError, cause
-from oneshot.text.sources import iter_documents, iter_pairs
+from oneshot.text.sources import iter_documents
 
 logger = logging.getLogger(__name__)
-
-Example = tuple[list[int], list[int]]  # tokens, and which text of a pair each is of
 
 
 def token_hash(token_ids: torch.Tensor) -> str:
@@ -179,73 +176,14 @@ def load_text(source: str, tokenizer: Any, *, num_sequences: int, sequence_lengt
     return Text(token_ids, source)
 
 
-def load_examples(
-    sources: Sequence[str], tokenizer: Any, *, num_tokens: int, longest: int, seed: int, with_types: bool
-) -> Text:
-    """Read and tokenise examples for an encoder: single texts, or pairs of `text` and `text_pair`.
-
-    Examples keep the tokenizer's special tokens. What is longer than `longest` tokens becomes several examples; a pair
-    is cut. Equally long examples follow each other; the lengths have a seeded order, that with the most tokens is last.
-
-    Args:
-        sources: each as in `iter_documents`; they give equally many tokens. num_tokens: at most so many; fewer, with a
-            warning, if the text is shorter. with_types: whether the model tells the texts of a pair apart.
-
-    Raises `CalibrationError` if a source cannot be read or holds nothing.
-    """
-    by_length: dict[int, list[Example]] = {}
-    for source, wanted in zip(sources, shares(num_tokens, sources), strict=True):
-        for example in _examples(source, tokenizer, wanted, longest, seed):
-            by_length.setdefault(len(example[0]), []).append(example)
-    most = max(by_length, key=lambda length: (length * len(by_length[length]), length))
-    lengths = sorted(by_length)
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
-    runs = sorted((lengths[place] for place in order), key=lambda length: length == most)
-    ordered = [example for length in runs for example in by_length[length]]
-
-    def padded(rows: list[list[int]]) -> torch.Tensor:
-        return nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
-
-    return Text(
-        padded([ids for ids, _ in ordered]),
-        "+".join(sources),
-        torch.tensor([len(ids) for ids, _ in ordered]),
-        padded([types for _, types in ordered]) if with_types else None,
-    )
-
-
-def _examples(source: str, tokenizer: Any, num_tokens: int, longest: int, seed: int) -> list[Example]:
-    """Return the first examples of a source with at most so many tokens together, but at least one."""
-    examples: list[Example] = []
-    total = 0
-    for text, pair in iter_pairs(source, seed):
-        for example in encode(tokenizer, text, pair, longest, source):
-            total += len(example[0])
-            if total > num_tokens and examples:
-                return examples
-            examples.append(example)
-    if not examples:
-        raise CalibrationError(f"{source} holds no text; give one record with text per line.")
-    logger.warning("%s holds %d tokens of the %d asked for.", source, total, num_tokens)
-    return examples
-
-
-def encode(tokenizer: Any, text: str, pair: str | None, longest: int, source: str) -> Iterator[Example]:
-    """Yield the tokens of a text, or of a pair, and which text each is of.
-
-    A text longer than `longest` tokens gives several examples; a pair is cut. Raises `CalibrationError`.
-    """
-    options = {"truncation": True, "max_length": longest, "return_token_type_ids": True, "verbose": False}
+def tokenise(tokenizer: Any, source: str, *texts: Any, **options: Any) -> Any:
+    """Return what a tokenizer makes of texts. Raises `CalibrationError` with their source if it cannot take them."""
     try:
-        if pair is None:
-            encoded = tokenizer([text], return_overflowing_tokens=True, **options)
-        else:
-            encoded = tokenizer([text], [pair], **options)
+        return tokenizer(*texts, verbose=False, **options)
     except Exception as error:  # tokenizers raise many unrelated types; the cause is named and chained
         raise CalibrationError(
             f"The tokenizer cannot take the text of {source} ({cause(error)}); copy the model's files again."
         ) from error
-    yield from zip(encoded["input_ids"], encoded["token_type_ids"], strict=True)
 
 
 def split_sources(calibration: str) -> list[str]:
@@ -290,12 +228,7 @@ def pack(
     needed = None if num_sequences is None else num_sequences * sequence_length
     token_ids: list[int] = []
     for document in documents:
-        try:
-            token_ids.extend(tokenizer(document + "\n\n", verbose=False)["input_ids"])
-        except Exception as error:  # tokenizers raise many unrelated types; the cause is named and chained
-            raise CalibrationError(
-                f"The tokenizer cannot take the text of {source} ({cause(error)}); copy the model's files again."
-            ) from error
+        token_ids.extend(tokenise(tokenizer, source, document + "\n\n")["input_ids"])
         if needed is not None and len(token_ids) >= needed:
             break
     complete = len(token_ids) // sequence_length

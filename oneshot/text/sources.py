@@ -82,7 +82,12 @@ def _checked(text: Any, source: str) -> str | None:
         )
     if text is None or not text.strip():
         return None
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # JSON may hold half a pair
+    return whole_letters(text)
+
+
+def whole_letters(text: str) -> str:
+    """Return a text with replacements for halves of letters: JSON may hold half a pair of surrogates."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 def _builtin_documents() -> list[str]:

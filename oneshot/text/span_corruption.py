@@ -6,11 +6,11 @@ Every span is replaced by a sentinel in the source, and follows its sentinel in 
 
 import torch
 
+from oneshot.text.examples import Example
+
 NOISE_DENSITY = 0.15
 MEAN_SPAN = 3.0
 SHORTEST = 8  # tokens of a text that is worth a gap
-
-Example = tuple[list[int], list[int]]  # tokens of the source and of the target
 
 
 def longest_text(num_sentinels: int) -> int:
