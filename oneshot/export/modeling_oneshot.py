@@ -170,6 +170,30 @@ def norm_of(config: OneshotConfig, width: int) -> LlamaRMSNorm:
     return LlamaRMSNorm(width, eps=config.rms_norm_eps * config.norm_width / width)
 
 
+class OneshotCoordinates(nn.Module):
+    """From `rank` coordinates to all: those are read as they are, and the others are linear in them.
+
+    `columns` lists the coordinates, first those that are read, then those that `weight (others, rank)` makes.
+    """
+
+    def __init__(self, rank: int, width: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.weight = nn.Parameter(torch.empty(width - rank, rank))
+        self.columns: torch.Tensor
+        self.register_buffer("columns", torch.arange(width))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `(…, rank)` -> `(…, width)`."""
+        every = torch.cat((rows, nn.functional.linear(rows, self.weight)), dim=-1)
+        return every[..., self.columns.argsort()]
+
+    def transposed(self, states: torch.Tensor) -> torch.Tensor:
+        """States `(…, width)` -> `(…, rank)`: what the head multiplies with rows instead of the states."""
+        read, others = states[..., self.columns].tensor_split([self.rank], dim=-1)
+        return read + others @ self.weight
+
+
 class OneshotEmbedding(nn.Module):
     """Ranges of the vocabulary, each a table of its own rank, with a map to the full width where that is more."""
 
@@ -180,8 +204,8 @@ class OneshotEmbedding(nn.Module):
         self.tables: Any = nn.ModuleList(
             [nn.Embedding(rows, rank) for rows, rank in zip(self.rows, ranks, strict=True)]
         )
-        self.maps = nn.ModuleList(
-            [nn.Linear(rank, width, bias=False) if rank < width else nn.Identity() for rank in ranks]
+        self.maps: Any = nn.ModuleList(
+            [OneshotCoordinates(rank, width) if rank < width else nn.Identity() for rank in ranks]
         )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -197,7 +221,8 @@ class OneshotEmbedding(nn.Module):
         """Return the logits of the tied output head."""
         parts = []
         for table, to_width in zip(self.tables, self.maps, strict=True):
-            states = hidden_states @ to_width.weight if isinstance(to_width, nn.Linear) else hidden_states
+            mapped = isinstance(to_width, OneshotCoordinates)
+            states = to_width.transposed(hidden_states) if mapped else hidden_states
             parts.append(nn.functional.linear(states, table.weight))
         return torch.cat(parts, dim=-1)
 

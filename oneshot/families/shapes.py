@@ -68,14 +68,18 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class TableShape:
-    """State the rows and the rank of a range of the vocabulary; below full width a matrix maps rank to width."""
+    """State the rows and the rank of a range of the vocabulary.
+
+    Below the full width the table has the range's rows at `rank` of the coordinates. A matrix makes the others of them,
+    and the coordinates' numbers are stored, too.
+    """
 
     rows: int
     rank: int
 
     def parameters(self, width: int) -> int:
         """Return the stored parameters of the range of an embedding of this width."""
-        return self.rows * self.rank + (self.rank * width if self.rank < width else 0)
+        return self.rows * self.rank + ((width - self.rank) * self.rank + width if self.rank < width else 0)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from oneshot_kernels import pivoted_qr
 
 from oneshot.linalg.psd import RidgeFactor
 
@@ -44,6 +45,25 @@ def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float) -> I
     rows = skeleton.unsqueeze(1)  # entries are gathered at once, so that no copy of whole rows is made
     factor = RidgeFactor(gram[rows, skeleton], damping)
     return Interpolation(skeleton, rest, factor.solve(gram[rows, rest]), factor)
+
+
+def spanning_columns(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return k columns that span all n, the others, and `T (k, n − k)` with `A[:, others] = A[:, columns] T`.
+
+    Exact, because A has full row rank. T depends on the row space alone. So the pivots are those of an orthonormal
+    basis of it, which keeps T small however A's rows are scaled (Drmač and Gugercin 2016, arXiv 1505.00370).
+
+    Args:
+        matrix: `A (k, n)` float64 of rank k.
+
+    Returns:
+        Two ascending int64 vectors, a partition of the columns, and T in float64.
+    """
+    rows = len(matrix)
+    basis = torch.linalg.qr(matrix.T).Q.T
+    order = pivoted_qr(basis.contiguous()).pivots
+    columns, others = order[:rows].sort().values, order[rows:].sort().values
+    return columns, others, torch.linalg.solve(basis[:, columns], basis[:, others])
 
 
 def ordered_factor(gram: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

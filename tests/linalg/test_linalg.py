@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies import TOLERANCES, Matrix, exact_rank, graded, low_rank_plus_noise, matrices, psd
 
 from oneshot.linalg.conjugate_gradients import conjugate_gradients
-from oneshot.linalg.interpolative import interpolate
+from oneshot.linalg.interpolative import interpolate, spanning_columns
 from oneshot.linalg.pivoted_qr import pivots_with_quota, weighted_pivots
 from oneshot.linalg.psd import RidgeFactor
 
@@ -244,3 +244,19 @@ def test_conjugate_gradients_stop_at_a_zero_residual() -> None:
     assert torch.equal(conjugate_gradients(right, lambda x: x, lambda x: x, steps=3), right)
     exact = torch.eye(3)[:, :2].clone()
     torch.testing.assert_close(conjugate_gradients(exact, lambda x: 2 * x, lambda x: x, steps=5), exact / 2)
+
+
+@given(rows=st.integers(1, 12), further=st.integers(0, 12), condition=st.floats(0, 8), seed=st.integers(0, 10**6))
+def test_spanning_columns_give_the_whole_matrix(rows: int, further: int, condition: float, seed: int) -> None:
+    """Against NumPy's least squares on these columns; small coefficients even where the rows' scales differ by 1e8."""
+    generator = np.random.default_rng(seed)
+    scales = np.logspace(0, -condition, rows)[:, None]
+    matrix = scales * generator.standard_normal((rows, rows + further))
+    columns, others, coefficients = (found.numpy() for found in spanning_columns(torch.from_numpy(matrix)))
+    assert sorted(columns.tolist() + others.tolist()) == list(range(rows + further))
+    assert columns.tolist() == sorted(columns.tolist())
+    rebuilt = (matrix / scales)[:, columns] @ coefficients
+    np.testing.assert_allclose(rebuilt, (matrix / scales)[:, others], atol=1e-6)
+    expected = np.linalg.lstsq((matrix / scales)[:, columns], (matrix / scales)[:, others], rcond=None)[0]
+    np.testing.assert_allclose(coefficients, expected, atol=1e-6 * max(1.0, np.abs(expected).max(initial=0)))
+    assert np.abs(coefficients).max(initial=0) <= 2.0**rows  # of pivoted QR (Gu and Eisenstat 1996)
