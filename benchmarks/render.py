@@ -7,6 +7,7 @@ from functools import partial
 
 from harness import ROOT, quality_rows, read_rows
 from plot import LAYERS, QUALITY, layers_svg, quality_svg
+from tables.claims import claims_table
 from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, sums_table
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
@@ -78,6 +79,7 @@ TABLES = {
         f"minilm_{group}": (partial(minilm_table, group), "minilm")
         for group in ("ffn", "heads", "hidden", "values", "queries", "recipe", "allocation", "tokens")
     },
+    **{f"claims_{group}": (partial(claims_table, group), "claims") for group in ("ffn", "inner", "allocation")},
     "gpu_counts": (gpu_counts_table, "gpu_counts"),
     "sums": (sums_table, "sums"),
 }

@@ -1,0 +1,35 @@
+"""Tables of the papers' claims on SmolLM2: mean and standard deviation over the seeds of the calibration text."""
+
+from statistics import fmean
+
+from harness import latest, read_rows
+
+from tables.cells import markdown, origin
+from tables.minilm import spread
+
+
+def claims_table(group: str) -> str:
+    """Return the variants of a group."""
+    chosen = [row for row in latest(read_rows("claims"), "variant", "seed") if row["variant"].split("/")[0] == group]
+    if not chosen:
+        return "Not measured yet."
+    lines = []
+    for name in dict.fromkeys(row["variant"] for row in chosen):
+        same = [row for row in chosen if row["variant"] == name]
+        numbers = [
+            spread([row["score"] for row in same]),
+            spread([fmean(row["kl_divergence"].values()) for row in same]),
+            spread([fmean(row["top1_agreement"].values()) for row in same]),
+            ", ".join(str(row["seed"]) for row in same),
+        ]
+        removed = fmean(row["sparsity"] for row in same)
+        lines.append([name.split("/")[1].replace("-", " "), f"{removed:.1%}", *numbers])
+    titles = ("variant", "stored parameters removed", "score", "KL divergence", "agreement", "seeds")
+    tokens, windows = chosen[0]["calibration_tokens"], next(iter(chosen[0]["texts"].values()))["windows"]
+    return markdown(
+        titles,
+        lines,
+        f"SmolLM2-135M-Instruct; calibrated on {tokens:,} tokens of general.jsonl; judged on {windows} windows of 1024 "
+        "tokens of each of five other kinds of text. Score: perplexity ÷ dense, geometric mean; divergence in nats per "
+        f"token; agreement of the next token; {origin(chosen)}.",
+    )
