@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import math
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any, get_args
 
 import numpy as np
@@ -18,9 +20,8 @@ import torch
 from oneshot import Report
 from oneshot.checkpoint import Checkpoint, identify
 from oneshot.config import FormName
-from oneshot.evaluation import load_model, load_windows, perplexity, relative_score
+from oneshot.evaluation import TextScore, load_model, load_windows, relative_score, score_windows
 from oneshot.evaluation.comparison import text_record
-from oneshot.evaluation.scoring import score_windows
 from oneshot.export import stated_shape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,31 +172,53 @@ def score(perplexities: Mapping[str, float], dense: Mapping[str, float]) -> Row:
     return {"score": mean, "worst": worst, "worst_ratio": ratio}
 
 
-def quality_rows() -> list[Row]:
-    """The rows of `quality.jsonl` with all five kinds of text, those on the windows of the dense row that has the most.
+def comparable_rows() -> list[Row]:
+    """All rows of `quality.jsonl` with all five kinds of text, those on the windows of the dense row that has the most.
 
-    The dense row comes first; then the newest row of the first seed for every model, size, form and setting, in the
-    order of first appearance, with the `scores` of all seeds if there are several. Empty where there is no dense row.
+    The newest such dense row comes first. Empty where there is no dense row.
     """
     rows = [row for row in read_rows("quality") if set(row["perplexity"]) == set(KINDS)]
     denses = [row for row in rows if row["recipe"] == "dense"]
     if not denses:
         return []
     dense = max(denses, key=lambda row: (row["max_windows"], row["date"]))
-    same = [row for row in rows if row["recipe"] != "dense" and row["texts"] == dense["texts"]]
-    return [
-        dense,
-        *with_seeds(same, "model", "recipe", "asked", "form", "settings", "calibration", "calibration_tokens"),
-    ]
+    return [dense, *(row for row in rows if row["recipe"] != "dense" and row["texts"] == dense["texts"])]
+
+
+def quality_rows() -> list[Row]:
+    """The dense row of `comparable_rows()`, then one row for every model, size, form and setting.
+
+    In the order of first appearance; several seeds are joined as by `with_seeds`. Empty where there is no dense row.
+    """
+    keys = ("model", "recipe", "asked", "form", "settings", "calibration", "calibration_tokens")
+    rows = comparable_rows()
+    return [*rows[:1], *with_seeds(rows[1:], *keys)]
 
 
 def with_seeds(rows: list[Row], *keys: str) -> list[Row]:
-    """The newest row of the first seed for every combination of the keys, with `scores` if there are several seeds."""
+    """The newest row of the first seed for every combination of the keys.
+
+    If there are several seeds, it has their `scores`, and the means of `score`, `worst_ratio` and (geometric)
+    `perplexity` over them; everything else is of the first seed.
+    """
     seeds: dict[tuple[str, ...], list[Row]] = {}
     for row in latest(rows, *keys, "seed"):
         seeds.setdefault(tuple(str(row.get(key)) for key in keys), []).append(row)
-    joined = [sorted(same, key=lambda row: row.get("seed", 0)) for same in seeds.values()]
-    return [same[0] | ({"scores": [row["score"] for row in same]} if len(same) > 1 else {}) for same in joined]
+    return [_joined(sorted(same, key=lambda row: row.get("seed", 0))) for same in seeds.values()]
+
+
+def _joined(seeds: list[Row]) -> Row:
+    """Join the rows of several seeds to one."""
+    first = seeds[0]
+    if len(seeds) == 1:
+        return first
+    scores = [row["score"] for row in seeds]
+    return first | {
+        "scores": scores,
+        "score": fmean(scores),
+        "worst_ratio": fmean(row["worst_ratio"] for row in seeds),
+        "perplexity": {kind: geometric_mean(row["perplexity"][kind] for row in seeds) for kind in first["perplexity"]},
+    }
 
 
 def varies_a_part(row: Row) -> bool:
@@ -224,12 +247,28 @@ def judge(report: Report, windows: dict[str, torch.Tensor], dense: Path) -> dict
         "layer_parameters": report.layer_parameters["compressed"],
         "flops_ratio": flops_ratio(output, dense, next(iter(windows.values())).shape[1]),
     }
-    device, dtype = torch.device("cpu"), torch.float32
-    model, baseline = (load_model(folder, device=device, dtype=dtype) for folder in (output, dense))
-    scores = {name: score_windows([model], ids, baseline=baseline)[0] for name, ids in windows.items()}
-    measures = ("perplexity", "top1_agreement", "kl_divergence")
+    scores = text_scores(output, windows, baseline=dense)
+    measures = ("top1_agreement", "kl_divergence")
     likeness = {measure: {name: getattr(one, measure) for name, one in scores.items()} for measure in measures}
-    return sizes | calibration_record(report) | likeness
+    return sizes | calibration_record(report) | losses(scores) | likeness
+
+
+def text_scores(
+    folder: Path, windows: dict[str, torch.Tensor], *, baseline: Path | None = None
+) -> dict[str, TextScore]:
+    """Score a model on every text, in float32 on the CPU."""
+    device, dtype = torch.device("cpu"), torch.float32
+    model = load_model(folder, device=device, dtype=dtype)
+    other = None if baseline is None else load_model(baseline, device=device, dtype=dtype)
+    return {name: score_windows([model], ids, baseline=other)[0] for name, ids in windows.items()}
+
+
+def losses(scores: Mapping[str, TextScore]) -> Row:
+    """A row's perplexity on every text, and the mean loss of every window (nats per token) for paired tests."""
+    return {
+        "perplexity": {name: one.perplexity for name, one in scores.items()},
+        "window_losses": {name: [round(loss, 6) for loss in one.window_losses] for name, one in scores.items()},
+    }
 
 
 def flops_ratio(folder: Path, dense: Path, length: int) -> float:
@@ -255,8 +294,38 @@ def calibration_record(report: Report) -> dict[str, Any]:
 
 def perplexities(folder: Path, windows: dict[str, torch.Tensor]) -> dict[str, float]:
     """A model's perplexity on every text, in float32 on the CPU."""
-    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
-    return {name: perplexity(model, ids)[0] for name, ids in windows.items()}
+    return {name: one.perplexity for name, one in text_scores(folder, windows).items()}
+
+
+TASK_METRICS = {"chosen": ("acc_norm", "acc"), "written": ("exact_match",)}
+"""lm-eval's metrics, the first of them that a task has: of answers by likelihood, and of answers that are written."""
+
+
+def task_values(tasks: Mapping[str, Mapping[str, float]], kind: str) -> dict[str, tuple[float, float]]:
+    """Value and standard error of every task of one of the kinds in `TASK_METRICS`, from lm-eval's results."""
+    values = {}
+    for task, results in tasks.items():
+        filters = {name.split(",")[0]: name.split(",")[1] for name in results}
+        metric = next((metric for metric in TASK_METRICS[kind] if metric in filters), None)
+        if metric is not None:
+            end = filters[metric]
+            values[task] = (results[f"{metric},{end}"], results.get(f"{metric}_stderr,{end}", math.nan))
+    return values
+
+
+def retention(row: Row, dense: Row) -> Row:
+    """`retention` of a row: its value ÷ the dense model's for every task with one above 0; nothing without tasks."""
+    if "tasks" not in row:
+        return {}
+    ratios = {}
+    for kind in TASK_METRICS:
+        others = task_values(dense["tasks"], kind)
+        ratios |= {
+            task: value / others[task][0]
+            for task, (value, _) in task_values(row["tasks"], kind).items()
+            if others[task][0]
+        }
+    return {"retention": ratios}
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:

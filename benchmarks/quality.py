@@ -1,8 +1,9 @@
 """Perplexity of SmolLM2-135M at several sizes, beside dense and beside baselines of the same code path.
 
-Every model is calibrated on one text and judged on five kinds that are not the calibration's, with `--tasks` on lm-eval
-tasks over local files, too. What the sizes of a recipe share (the text, a profile) is done once. One row for every
-recipe, size and form goes to `results/quality.jsonl`; `render.py` makes the README's table of them, `plot.py` the plot.
+Every model is calibrated on one text and judged on five kinds that are not the calibration's, with `--tasks` also on
+lm-eval tasks over local files. Some ask for likelihoods; of others the model writes the answer. What the sizes of a
+recipe share (the text, a profile) is done once. One row for every recipe, size, form and seed goes to
+`results/quality.jsonl`; `render.py` makes tables of them, `plot.py` the plot.
 """
 
 import argparse
@@ -24,14 +25,17 @@ from harness import (
     judge,
     judging_windows,
     local_tasks,
+    losses,
     parse_settings,
     parser,
-    perplexities,
     provenance,
     read_rows,
+    retention,
     score,
     smollm2_gguf,
+    task_values,
     text_records,
+    text_scores,
 )
 
 from oneshot import Config, compress, compress_sizes
@@ -44,7 +48,11 @@ RECIPES = ("oneshot", "flap", "activation-norm", "magnitude", "random")
 
 
 def judge_tasks(model: Path, arguments: argparse.Namespace, include_path: Path) -> dict[str, Any]:
-    """Accuracies of a model in the tasks (normalised by length where the task has that), in float32 on the CPU."""
+    """A model's results in the tasks, in float32 on the CPU.
+
+    `mean_accuracy` is over the tasks that ask for likelihoods (normalised by length where the task has that),
+    `mean_exact_match` over those whose answer the model writes; both only if there are such tasks.
+    """
     if not arguments.tasks:
         return {}
     results = run_tasks(
@@ -55,22 +63,26 @@ def judge_tasks(model: Path, arguments: argparse.Namespace, include_path: Path) 
         device=torch.device("cpu"),
         dtype=torch.float32,
     )
-    accuracies = [metrics.get("acc_norm,none", metrics["acc,none"]) for metrics in results.values()]
-    return {
-        "tasks": results,
-        "task_limit": arguments.task_limit,
-        "mean_accuracy": statistics.fmean(accuracies),
-        "lm_eval": version("lm-eval"),
-    }
+    row: dict[str, Any] = {"tasks": results, "task_limit": arguments.task_limit, "lm_eval": version("lm-eval")}
+    for name, kind in (("mean_accuracy", "chosen"), ("mean_exact_match", "written")):
+        values = [value for value, _ in task_values(results, kind).values()]
+        if values:
+            row[name] = statistics.fmean(values)
+    return row
 
 
-def dense_perplexities(texts: dict[str, Any]) -> dict[str, float]:
-    """Of the newest dense row on the same windows."""
+def dense_row(texts: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The newest dense row on the same windows, with the same tasks."""
     for row in reversed(read_rows("quality")):
-        if row["recipe"] == "dense" and row.get("texts") == texts:
-            perplexity: dict[str, float] = row["perplexity"]
-            return perplexity
-    raise SystemExit(f"{RESULTS / 'quality.jsonl'} has no dense row on these windows; run without --no-dense.")
+        if row["recipe"] != "dense" or row.get("texts") != texts:
+            continue
+        if not arguments.tasks or (
+            set(arguments.tasks) <= row.get("tasks", {}).keys() and row["task_limit"] == arguments.task_limit
+        ):
+            return row
+    raise SystemExit(
+        f"{RESULTS / 'quality.jsonl'} has no dense row on these windows and tasks; run without --no-dense."
+    )
 
 
 def stated(arguments: argparse.Namespace, recipe: str) -> dict[str, Any]:
@@ -115,12 +127,11 @@ def main() -> None:
             texts=text_records(windows),
         )
         if arguments.no_dense:
-            dense_perplexity = dense_perplexities(shared["texts"])
+            dense_result = dense_row(shared["texts"], arguments)
         else:
-            dense_perplexity = perplexities(dense, windows)
-            row = {"recipe": "dense", "sparsity": 0.0, "stored_parameters": Checkpoint(dense).num_parameters}
-            row |= {"perplexity": dense_perplexity} | judge_tasks(dense, arguments, include_path)
-            append_row("quality", shared | row)
+            dense_result = {"recipe": "dense", "sparsity": 0.0, "stored_parameters": Checkpoint(dense).num_parameters}
+            dense_result |= losses(text_scores(dense, windows)) | judge_tasks(dense, arguments, include_path)
+            append_row("quality", shared | dense_result)
         for recipe, form, seed in itertools.product(arguments.recipes, arguments.forms, arguments.seeds):
             config = Config.of(
                 checkpoint=str(dense),
@@ -152,8 +163,9 @@ def main() -> None:
                     ],
                 }
                 measured = judge(report, windows, dense)
-                measured |= score(measured["perplexity"], dense_perplexity)
+                measured |= score(measured["perplexity"], dense_result["perplexity"])
                 measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
+                measured |= retention(measured, dense_result)
                 append_row("quality", shared | row | measured)
 
 

@@ -13,6 +13,7 @@ from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
 from tables.minilm import minilm_table
 from tables.other_tools import broad_tools_table, narrow_tools_table, summary_table
+from tables.paired import paired_parts_table
 from tables.quality import (
     combined_table,
     forms_table,
@@ -31,6 +32,7 @@ from tables.runs import (
     processes_table,
     quantising_sentences,
 )
+from tables.tasks import written_table
 
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
@@ -59,6 +61,8 @@ TABLES = {
     "forms": (forms_table, "quality"),
     "tokens": (tokens_table, "quality"),
     "parts": (parts_table, "quality"),
+    "paired_parts": (paired_parts_table, "quality"),
+    "written": (written_table, "quality"),
     "wikitext2": (wikitext2_table, "quality"),
     "overhead": (overhead_table, "overhead"),
     "memory": (memory_table, "memory"),

@@ -1,6 +1,8 @@
 """What the tables have in common: their form, and cells for numbers, settings and origins."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from statistics import stdev
 
 from harness import Row
 
@@ -15,6 +17,12 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str
 
 def rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+
+
+def score_cell(row: Row, places: int = 2) -> str:
+    """Score of a row of `quality_rows()`; mean and standard deviation if there are several seeds."""
+    value = rounded(row["score"]) if places == 2 else f"{row['score']:.{places}f}"
+    return f"{value} ± {stdev(row['scores']):.3f}" if "scores" in row else value
 
 
 def scores(row: Row, dense: dict[str, float]) -> list[str]:
@@ -35,3 +43,8 @@ def origin(rows: list[Row]) -> str:
     threads = ", ".join(sorted({str(row["threads"]) for row in rows}))
     commits = ", ".join(sorted({row["commit"] + ("+" if row["dirty"] else "") for row in rows}))
     return f"{machines}, {threads} threads; commits {commits}"
+
+
+def standard_error(values: Mapping[str, tuple[float, float]]) -> float:
+    """Of the mean over tasks of `task_values`: tasks are independent, and each counts alike."""
+    return math.hypot(*(error for _, error in values.values())) / len(values)

@@ -4,7 +4,7 @@ from statistics import geometric_mean
 
 from harness import KINDS, Row, quality_rows, read_rows
 
-from tables.cells import markdown, rounded
+from tables.cells import markdown, rounded, score_cell
 
 WIKITEXT2 = "wikitext2_valid.txt"
 SIZES = (0.1, 0.2, 0.3)
@@ -16,8 +16,8 @@ def summary_table() -> str:
     quality = default_curves()
     lines = [["dense model", "–", *["1"] * len(SIZES)]]
     for form in ("per-layer", "stock"):
-        scores = {row["asked"]: row["score"] for row in quality[form]}
-        lines.append([f"**oneshot**, {form}", "five", *_cells(scores)])
+        scores = {row["asked"]: score_cell(row) for row in quality[form]}
+        lines.append([f"**oneshot**, {form}", "five", *(scores.get(size, "–") for size in SIZES)])
     for tool, scores in other_curves().items():
         lines.append([_name(tool, "per-layer"), "two", *_cells(scores)])
     dense = quality_rows()[0]

@@ -1,11 +1,10 @@
 """Tables of how good the compressed models are."""
 
-import math
-from statistics import fmean, geometric_mean, stdev
+from statistics import geometric_mean
 
-from harness import KINDS, Row, latest, quality_rows, read_rows, varies_a_part
+from harness import KINDS, Row, latest, quality_rows, read_rows, task_values, varies_a_part
 
-from tables.cells import TEXTS, markdown, origin, rounded, scores, settings
+from tables.cells import TEXTS, markdown, origin, rounded, score_cell, scores, settings, standard_error
 
 WIKITEXT2 = "wikitext2_valid.txt"  # calibrated on what other tools are calibrated on
 
@@ -27,18 +26,18 @@ def quality_table() -> str:
                 f"**{row['recipe']}**" if row["recipe"] == "oneshot" else row["recipe"],
                 row["form"],
                 _calibrated(row, compressed),
-                _score(row),
+                score_cell(row),
                 KINDS[row["worst"]],
                 *(rounded(ratio) for ratio in ratios.values()),
                 _accuracy(row, dense),
             ]
         )
-    tasks = dense.get("tasks", {})
+    tasks = task_values(dense.get("tasks", {}), "chosen")
     dense_values = ", ".join(f"{dense['perplexity'][kind]:.2f}" for kind in KINDS)
     accuracies = ""
     if tasks:
         documents = f"the first {dense['task_limit']} documents of {', '.join(tasks)}"
-        error = _standard_error(tasks)
+        error = standard_error(tasks)
         accuracies = (
             f" Accuracy (by length-normalised likelihood if the task has it): mean over {documents}; "
             f"standard error {100 * error:.1f} points."
@@ -69,7 +68,7 @@ def parts_table() -> str:
             *(f"{row['sparsity']:.1%}", row["form"], settings(row) or "–", row["calibration"]),
             *(
                 f"{row['calibration_tokens']:,}",
-                f"{row['score']:.3f}",
+                score_cell(row, 3),
                 f"{row['worst_ratio']:.2f} ({KINDS[row['worst']]})",
             ),
         ]
@@ -93,7 +92,7 @@ def forms_table() -> str:
         scores.setdefault((row["form"], settings(row) or "–"), {})[row["asked"]] = row
     return markdown(
         ["form", "further settings", *(f"{size:.0%} removed" for size in sizes)],
-        [[*key, *(f"{found[size]['score']:.2f}" for size in sizes)] for key, found in sorted(scores.items())],
+        [[*key, *(score_cell(found[size]) for size in sizes)] for key, found in sorted(scores.items())],
         "Perplexity ÷ dense, geometric mean over five kinds of text; `general.jsonl+self`, "
         f"{rows[0]['calibration_tokens']:,} tokens; {rows[0]['model']}.",
     )
@@ -106,7 +105,7 @@ def tokens_table() -> str:
     rows = sorted(rows, key=lambda row: row["calibration_tokens"])
     return markdown(
         ["tokens", "score"],
-        [[f"{row['calibration_tokens']:,}", f"{row['score']:.3f}"] for row in rows],
+        [[f"{row['calibration_tokens']:,}", score_cell(row, 3)] for row in rows],
         "Perplexity ÷ dense, geometric mean over five kinds of text; `general.jsonl`, stock form, 20 % removed; "
         f"{rows[0]['model']}.",
     )
@@ -174,12 +173,6 @@ def sketch_table() -> str:
     )
 
 
-def _score(row: Row) -> str:
-    """Score of a row; mean and standard deviation if there are several seeds."""
-    found = row.get("scores")
-    return rounded(row["score"]) if found is None else f"{rounded(fmean(found))} ± {stdev(found):.3f}"
-
-
 def _is_narrow(row: Row) -> bool:
     """Whether a row of the default was calibrated on WikiText-2, alone or with the model's own text."""
     calibration: str = row["calibration"]
@@ -195,14 +188,8 @@ def _calibrated(row: Row, rows: list[Row]) -> str:
     return "; ".join(parts) or "–"
 
 
-def _standard_error(tasks: Row) -> float:
-    """Of the mean accuracy: tasks are independent, and each counts alike."""
-    names = ("acc_norm_stderr,none", "acc_stderr,none")
-    errors = [next(values[name] for name in names if name in values) for values in tasks.values()]
-    return math.hypot(*errors) / len(errors)
-
-
 def _accuracy(row: Row, dense: Row) -> str:
     """Mean accuracy where it is over the same documents as the dense model's."""
-    known = row.get("tasks") and list(row["tasks"]) == list(dense.get("tasks", ()))
-    return f"{row['mean_accuracy']:.1%}" if known and row["task_limit"] == dense["task_limit"] else "–"
+    own, others = (task_values(one.get("tasks", {}), "chosen") for one in (row, dense))
+    same = own and list(own) == list(others) and row["task_limit"] == dense["task_limit"]
+    return f"{row['mean_accuracy']:.1%}" if same else "–"

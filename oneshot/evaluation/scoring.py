@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from tqdm import tqdm
@@ -16,11 +16,13 @@ class TextScore:
     """One model on one text.
 
     `top1_agreement` is the share of scored positions with the baseline's most likely next token,
-    `kl_divergence` the mean KL(baseline ‖ model) in nats per token; None without a baseline.
+    `kl_divergence` the mean KL(baseline ‖ model) in nats per token; None without a baseline. `window_losses` has the
+    mean loss of every window in nats per token; `perplexity` is the exponential of their mean.
     """
 
     perplexity: float
     tokens_scored: int
+    window_losses: tuple[float, ...]
     top1_agreement: float | None = None
     kl_divergence: float | None = None
 
@@ -54,7 +56,7 @@ def score_windows(
     device = next((models[0] if baseline is None else baseline).parameters()).device
     for batch in tqdm(token_ids.split(batch_size), desc="scoring", unit="batch", leave=False):
         batch = batch.to(device)
-        targets = batch[:, 1:].flatten()
+        targets = batch[:, 1:]
         reference = None
         if baseline is not None:
             reference = _logits(baseline, batch)
@@ -79,30 +81,32 @@ def _logits(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Totals:
-    """Sums over scored positions, in float64."""
+    """Sums over scored positions, in float64, and the mean loss of every window."""
 
-    loss: float = 0.0
+    window_losses: list[float] = field(default_factory=list)
     tokens: int = 0
     compared: int = 0
     agreed: int = 0
     divergence: float = 0.0
 
     def add(self, logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor | None = None) -> None:
-        """Add positions: logits and the baseline's `(positions, vocabulary)`, targets `(positions,)`."""
-        for start in range(0, len(targets), POSITIONS):
+        """Add windows: logits and the baseline's `(windows · (L − 1), vocabulary)`, targets `(windows, L − 1)`."""
+        flat, losses = targets.flatten(), []
+        for start in range(0, len(flat), POSITIONS):
             part = slice(start, start + POSITIONS)
             log_p = logits[part].float().log_softmax(-1)
-            self.loss -= log_p.gather(1, targets[part, None]).double().sum().item()
-            self.tokens += len(log_p)
+            losses.append(-log_p.gather(1, flat[part, None]).double().squeeze(1))
             if reference is not None and reference.shape == logits.shape:
                 log_q = reference[part].float().log_softmax(-1)
                 self.agreed += int((logits[part].argmax(-1) == reference[part].argmax(-1)).sum())
                 self.divergence += (log_q.exp() * (log_q - log_p)).sum(-1).double().sum().item()
                 self.compared += len(log_q)
+        self.window_losses += torch.cat(losses).view(targets.shape).mean(1).tolist()
+        self.tokens += len(flat)
 
     def score(self) -> TextScore:
         """Return the means."""
-        value = math.exp(self.loss / self.tokens)
+        value, losses = math.exp(statistics.fmean(self.window_losses)), tuple(self.window_losses)
         if not self.compared:
-            return TextScore(value, self.tokens)
-        return TextScore(value, self.tokens, self.agreed / self.compared, self.divergence / self.compared)
+            return TextScore(value, self.tokens, losses)
+        return TextScore(value, self.tokens, losses, self.agreed / self.compared, self.divergence / self.compared)

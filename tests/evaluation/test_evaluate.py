@@ -33,9 +33,14 @@ OPTIONS: dict[str, Any] = {"sequence_length": 32, "max_windows": 6, "device": "c
 
 
 @torch.no_grad()
+def reference_losses(model: Any, windows: torch.Tensor) -> list[float]:
+    """Return transformers' own loss of every window."""
+    return [float(model(window.unsqueeze(0), labels=window.unsqueeze(0)).loss) for window in windows]
+
+
 def reference_perplexity(model: Any, windows: torch.Tensor) -> float:
-    """Return the perplexity from transformers' own loss, window by window, in float64."""
-    losses = [float(model(window.unsqueeze(0), labels=window.unsqueeze(0)).loss) for window in windows]
+    """Return the perplexity from transformers' own losses."""
+    losses = reference_losses(model, windows)
     return math.exp(sum(losses) / len(losses))
 
 
@@ -79,6 +84,7 @@ def test_agreement_equals_scipy(batch_size: int) -> None:
     for score, model in zip(scores, (near, far, baseline), strict=True):
         assert score.tokens_scored == 4 * (POSITIONS + 49)
         assert score.perplexity == pytest.approx(reference_perplexity(model, windows), rel=TOLERANCES["perplexity"])
+        assert score.window_losses == pytest.approx(reference_losses(model, windows), rel=1e-5)
     for score, model in zip(scores[:2], (near, far), strict=True):
         agreement, divergence = reference_agreement(model, baseline, windows)
         assert score.top1_agreement == pytest.approx(agreement, abs=2 / score.tokens_scored), "ties by rounding"

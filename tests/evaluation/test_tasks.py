@@ -308,15 +308,18 @@ def test_table_and_plot_show_only_comparable_rows(harness: ModuleType, monkeypat
     assert harness.quality_rows() == []
 
 
-def test_rows_of_several_seeds_have_a_mean_and_a_deviation(
-    harness: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_several_seeds_have_a_mean_and_a_deviation(harness: ModuleType) -> None:
     rows = [
-        {"recipe": "stat", "seed": seed, "score": score} for seed, score in ((0, 9.0), (1, 3.0), (0, 1.0), (2, 2.0))
+        {"recipe": "stat", "seed": seed, "score": score, "worst_ratio": 2 * score, "perplexity": {"piqa": score**2}}
+        for seed, score in ((0, 9.0), (1, 3.0), (0, 1.0), (2, 2.0))
     ]
     rows.append({"recipe": "flap", "score": 5.0})
-    assert harness.with_seeds(rows, "recipe") == [rows[2] | {"scores": [1.0, 3.0, 2.0]}, rows[-1]]
-    assert importlib.import_module("tables.quality")._score({"score": 1.0, "scores": [1.0, 3.0, 2.0]}) == "2.00 ± 1.000"
+    joined = rows[2] | {"scores": [1.0, 3.0, 2.0], "score": 2.0, "worst_ratio": 4.0}
+    joined["perplexity"] = {"piqa": pytest.approx(36 ** (1 / 3))}
+    assert harness.with_seeds(rows, "recipe") == [joined, rows[-1]]
+    cells = importlib.import_module("tables.cells")
+    assert cells.score_cell(joined) == "2.00 ± 1.000"
+    assert cells.score_cell(rows[-1], 3) == "5.000"
 
 
 def test_a_row_says_how_like_the_dense_model_a_result_is(
@@ -335,6 +338,8 @@ def test_a_row_says_how_like_the_dense_model_a_result_is(
         logs = [model(windows["text"]).logits[:, :-1].double().log_softmax(-1).flatten(0, 1) for model in models]
     agreed = (logs[0].argmax(-1) == logs[1].argmax(-1)).double().mean()
     assert row["top1_agreement"]["text"] == pytest.approx(float(agreed))
+    picked = logs[1].gather(1, windows["text"][:, 1:].flatten()[:, None]).view(3, 15)
+    assert row["window_losses"]["text"] == pytest.approx((-picked.mean(1)).tolist(), rel=1e-5)
     divergence = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean()
     assert row["kl_divergence"]["text"] == pytest.approx(float(divergence), rel=1e-4)
     kept = report.plan["layers"][0]["intermediate_size"]

@@ -1,0 +1,90 @@
+"""Table of the default's parts, each on and off, with a paired test over windows and seeds."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from compare import CONFIDENCE, Difference, compare_rows
+from harness import USUAL_CALIBRATIONS, Row, comparable_rows, latest, with_seeds
+
+from tables.cells import markdown, origin, score_cell
+
+SIZE = 0.2
+BROAD, SELF = (name for name, _ in USUAL_CALIBRATIONS)
+TOKENS = USUAL_CALIBRATIONS[0][1]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Rows of the default recipe at one size: their form, calibration text and further settings."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    form: str = "per-layer"
+    calibration: str = SELF
+
+    def rows(self, rows: list[Row]) -> list[Row]:
+        """Return the newest row of every seed, the first seed first."""
+        wanted = ("oneshot", SIZE, TOKENS, self.form, self.calibration, self.settings)
+        names = ("recipe", "asked", "calibration_tokens", "form", "calibration", "settings")
+        same = [row for row in rows if tuple(row[name] for name in names) == wanted]
+        return sorted(latest(same, "seed"), key=lambda row: row["seed"])
+
+
+PARTS = {  # part: with it, without it
+    "a size of its own for every layer": (Choice({"embedding": "none"}), Choice(form="stock")),
+    "ranks of the embedding": (Choice(), Choice({"embedding": "none"})),
+    "half of the text from the model itself": (Choice(), Choice(calibration=BROAD)),
+    "correction": (Choice(), Choice({"correction": "none"})),
+    "a quarter of the residual": (Choice(), Choice({"residual_weight": 0})),
+    "`--up-steps 4`": (Choice({"up_steps": 4}), Choice()),
+}
+
+
+def paired_parts_table() -> str:
+    """Every part on and off at one size: scores over the seeds, and the paired difference if it can be tested."""
+    rows = comparable_rows()
+    lines, shown = [], []
+    for part, (on, off) in PARTS.items():
+        with_part, without = on.rows(rows[1:]), off.rows(rows[1:])
+        if not with_part or not without:
+            continue
+        shown += [*with_part, *without]
+        (one,), (other,) = with_seeds(with_part), with_seeds(without)
+        removed = [f"{row['sparsity']:.1%}" for row in (one, other)]
+        sizes = removed[0] if removed[0] == removed[1] else " / ".join(removed)
+        test = _test_cells(compare_rows(with_part, without))
+        lines.append([part, sizes, score_cell(one, 3), score_cell(other, 3), *test])
+    if not lines:
+        return "Not measured yet."
+    return markdown(
+        [
+            *("part", "stored removed", "score with it", "score without it", "change of the score"),
+            *(f"{CONFIDENCE:.0%} interval", "p", "change by seed"),
+        ],
+        lines,
+        f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form; the first part is measured without "
+        "ranks of the embedding, beside the stock form. Scores: mean ± standard deviation over the seeds. The change "
+        "is paired: the same windows, the same seed, with the part and without it; the interval is for other windows "
+        "and other seeds, and one that leaves out 0 is set in bold. Rows older than window losses have no test (–). "
+        f"{rows[0]['model']}, fp32, first {rows[0]['max_windows']} windows of {len(rows[0]['texts'])} kinds of text; "
+        f"{origin(shown)}.",
+    )
+
+
+def _test_cells(difference: Difference | None) -> list[str]:
+    """Change of the score, interval, p, and the change of every seed."""
+    if difference is None:
+        return ["–"] * 4
+    change = _percent(difference.mean)
+    interval = f"{_percent(difference.low)} … {_percent(difference.high)}"
+    return [
+        f"**{change}**" if difference.is_real else change,
+        interval,
+        f"{difference.p:.1g}",
+        ", ".join(_percent(value) for value in difference.by_seed),
+    ]
+
+
+def _percent(log_ratio: float) -> str:
+    """Return a difference of losses as a change of the score."""
+    return f"{math.expm1(log_ratio):+.1%}".replace("-", "−")
