@@ -12,7 +12,7 @@ from oneshot.recipes import RECIPE_FORMS, RECIPES, Method, find_recipe
 BudgetUnit = Literal["parameters", "bytes", "flops", "latency"]
 FormName = Literal["stock", "per-layer", "nemotron-nas", "gguf"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-SaveDtype = Literal["keep", "float32", "bfloat16", "float16"]
+SaveDtype = Literal["keep", "float32", "bfloat16", "float16", "q8_0"]
 
 MAX_FILE_BYTES = 5 * 10**9  # transformers' default of max_shard_size
 
@@ -155,7 +155,8 @@ class Config:
         form: what the result is written as.
         profile: folder of a profile to plan from; None: the run makes one if it needs one.
         seed: of the text's order, of sketches and of random choices.
-        save_dtype: of the stored weights; `keep`: the input's. max_file_bytes: of one weight file.
+        save_dtype: of the stored weights; `keep`: the input's; `q8_0`: blocks of 8 bits in a GGUF file.
+        max_file_bytes: of one weight file.
         overwrite: replace an output and forget an interrupted run. resume: continue an interrupted run.
     """
 
@@ -177,6 +178,8 @@ class Config:
     def __post_init__(self) -> None:
         check_choices(self)
         check_minimum(self, max_file_bytes=1)
+        if self.save_dtype == "q8_0" and self.form != "gguf":
+            raise ConfigError("--save-dtype q8_0 is a type of GGUF files; add --form gguf, or choose another.")
 
     @staticmethod
     def of(checkpoint: str, output: str, *, recipe: str = "oneshot", **options: Any) -> "Config":

@@ -29,7 +29,7 @@ from oneshot.compression import (
 )
 from oneshot.config import Config
 from oneshot.errors import ConfigError
-from oneshot.export import FORMS, cast, expected_bytes, form_of, write_companions, write_layers
+from oneshot.export import FORMS, cast, expected_bytes, form_of, part_dtype, write_companions, write_layers
 from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
 from oneshot.machine.memory import reset_peak
 from oneshot.planning import (
@@ -174,11 +174,11 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
             journal.add(cast(config.save_dtype, read()))
         report = None
         if run.machine.workers.is_main:
-            save_dtype = None if config.save_dtype == "keep" else config.save_dtype
+            stated = part_dtype(config.save_dtype)
             source, folder = model.checkpoint, journal.partial
             written = run.form.config(model, plan)
-            write_companions(source.folder, folder, written, dtype=save_dtype)
-            stored = {"dense": source.num_parameters, "compressed": _write_weights(run, plan, journal)}
+            write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
+            stored = {"dense": source.num_parameters, "compressed": _write_weights(config, run, plan, journal)}
             watch.lap("write")
             report = build_report(
                 config,
@@ -337,6 +337,10 @@ def _compress_layers(
 def _journal(config: Config, run: Run, plan: Plan, fingerprint: dict[str, Any]) -> Journal:
     """Open the journal of a run."""
     model, parameters = run.model, run.grid.stack(plan).stored_parameters()
+    part_bytes, result_bytes = (
+        expected_bytes(dtype, model.checkpoint, parameters)
+        for dtype in (part_dtype(config.save_dtype), config.save_dtype)
+    )
     return Journal(
         output_folder(config.output),
         num_parts=model.shape.num_hidden_layers + len(run.form.outside(model, plan, None, None)),
@@ -344,16 +348,16 @@ def _journal(config: Config, run: Run, plan: Plan, fingerprint: dict[str, Any]) 
         workers=run.machine.workers,
         overwrite=config.overwrite,
         resume=config.resume,
-        expected_bytes=expected_bytes(config.save_dtype, model.checkpoint, parameters),
-        max_file_bytes=config.max_file_bytes if run.form.shards else 2**62,
+        expected_bytes=part_bytes,
+        max_file_bytes=config.max_file_bytes if run.form.shards else result_bytes,
         background=run.machine.device.type == "cuda",
     )
 
 
-def _write_weights(run: Run, plan: Plan, journal: Journal) -> int:
+def _write_weights(config: Config, run: Run, plan: Plan, journal: Journal) -> int:
     """Write the weight files of the result from the journal's parts, and return the parameters that they hold."""
     with tqdm(desc="writing", unit="B", unit_scale=True, disable=not run.show_progress) as progress:
-        return run.form.write(run.model, plan, journal, progress.update)
+        return run.form.write(run.model, plan, journal, progress.update, config.save_dtype)
 
 
 def _finished_report(output: Path, fingerprint: dict[str, Any]) -> Report | None:

@@ -1,6 +1,6 @@
 """Shared by fixtures and tests: types of factories, help topics, tiny models of the stock classes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,21 @@ def cpu_machine(scratch: Path, *, batch_size: int = 16, workers: Workers = ALONE
     """Return a machine that computes in float32 on the CPU."""
     settings: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32} | changes
     return Machine(scratch=scratch, batch_size=batch_size, workers=workers, **settings)
+
+
+def silence(model: Any, *, attention: Sequence[int] = (), ffn: Sequence[int] = ()) -> None:
+    """Let attention or the FFN of these layers of a Llama or an OPT add nothing to the residual stream."""
+    layers = getattr(model.model, "decoder", model.model).layers
+    linears = [
+        getattr(layers[number].self_attn, "o_proj", None) or layers[number].self_attn.out_proj for number in attention
+    ]
+    linears += [
+        layers[number].mlp.down_proj if hasattr(layers[number], "mlp") else layers[number].fc2 for number in ffn
+    ]
+    for linear in linears:
+        torch.nn.init.zeros_(linear.weight)
+        if linear.bias is not None:
+            torch.nn.init.zeros_(linear.bias)
 
 
 def build_model(

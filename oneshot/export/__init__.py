@@ -3,7 +3,7 @@
 from oneshot.export.companions import model_classes, verify, write_companions
 from oneshot.export.forms import FORMS, Form, form_of, stated_shape
 from oneshot.export.layers import write_layers
-from oneshot.export.saving import cast, expected_bytes
+from oneshot.export.saving import cast, expected_bytes, part_dtype
 
 __all__ = [
     "FORMS",
@@ -12,6 +12,7 @@ __all__ = [
     "expected_bytes",
     "form_of",
     "model_classes",
+    "part_dtype",
     "stated_shape",
     "verify",
     "write_companions",

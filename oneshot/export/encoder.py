@@ -11,6 +11,7 @@ import torch
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.fold_post_norm import fold_output, fold_table, fold_tied_head
+from oneshot.config import SaveDtype
 from oneshot.export.companions import join_weights
 from oneshot.export.llama_layers import complete_config
 from oneshot.export.outside import Part, unchanged_outside
@@ -93,7 +94,9 @@ class EncoderForm(RenamedLayers):
         parts = [folded] if plan.hidden is not None else unchanged_outside(model)
         return [partial(renamed, part) for part in parts]
 
-    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+    def write(
+        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
+    ) -> int:
         """Join the weight files beside the modelling file, and return the parameters that they hold."""
         return join_weights(journal, advance, MODELLING_FILE)
 

@@ -7,7 +7,7 @@ import torch
 
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
-from oneshot.config import FormName
+from oneshot.config import FormName, SaveDtype
 from oneshot.export.encoder import EncoderForm, encoder_shape
 from oneshot.export.gguf import GgufForm
 from oneshot.export.nemotron_nas import NemotronNasForm, nemotron_nas_shape
@@ -47,10 +47,13 @@ class Form(Protocol):
     ) -> list[Part]:
         """Return readers of the tensors outside the layers, one for each part of the journal."""
 
-    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+    def write(
+        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
+    ) -> int:
         """Write the weight files from the journal's parts, check them, and return the parameters that they hold.
 
-        `advance` receives the bytes written. The config and the tokenizer are there already.
+        `advance` receives the bytes written. The config and the tokenizer are there already. The parts have the dtype
+        `part_dtype(save_dtype)`.
         """
 
 

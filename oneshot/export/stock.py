@@ -8,6 +8,7 @@ import torch
 
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
+from oneshot.config import SaveDtype
 from oneshot.export.companions import join_weights
 from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
 from oneshot.families import FAMILIES, stated_class
@@ -77,7 +78,9 @@ class StockForm:
         names = OutsideNames(stack.embedding, f"{last.final_norm.name}.weight", head, encoder_norm=inner)
         return folded_outside(model, names, subspaces, keep_tied=False, centred=False)
 
-    def write(self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None]) -> int:
+    def write(
+        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
+    ) -> int:
         """Join the weight files, and return the parameters that they hold."""
         return join_weights(journal, advance)
 

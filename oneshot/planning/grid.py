@@ -19,6 +19,7 @@ class Grid:
         layers_differ: whether every layer can have its own FFN width.
         heads_differ: whether every layer can also have its own heads.
         sublayers_optional: whether a layer can be without attention, or without an FFN.
+        first_layer_attends: whether the first layer must have attention all the same; engines rely on it.
         inner_sizes: whether heads can have other sizes for queries, keys and values. equal_inner_sizes: whether these
             must be one size.
         subspaces_differ: whether the residual stream can change its subspace between sublayers.
@@ -35,6 +36,7 @@ class Grid:
     layers_differ: bool = False
     heads_differ: bool = False
     sublayers_optional: bool = False
+    first_layer_attends: bool = False
     inner_sizes: bool = False
     equal_inner_sizes: bool = False
     subspaces_differ: bool = False

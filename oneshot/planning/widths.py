@@ -60,7 +60,7 @@ def meet_budget(
             ranges = table_options(damages.embedding, shape.vocab_size)
         widths_step = step if reduce_ffn else None
         if reduce_heads and not grid.heads_differ:
-            return _spread_with_equal_heads(grid, plan, budget, damages, widths_step)
+            return _spread_with_equal_heads(grid, plan, budget, damages, widths_step, leaves_out=leaves_out)
         return _spread(
             grid, plan, budget, damages, widths_step, ranges, reduce_heads=reduce_heads, leaves_out=leaves_out
         )
@@ -141,8 +141,10 @@ def _least_damage(grid: Grid, options: list[Plan], budget: Budget, damages: Dama
     return min(fitting, key=lambda plan: predicted_damage(plan, grid.shape, damages))
 
 
-def _spread_with_equal_heads(grid: Grid, plan: Plan, budget: Budget, damages: Damages, step: int | None) -> Plan:
-    """Return the plan of least damage whose layers have their own FFN widths and all the same heads."""
+def _spread_with_equal_heads(
+    grid: Grid, plan: Plan, budget: Budget, damages: Damages, step: int | None, *, leaves_out: bool
+) -> Plan:
+    """Return the plan of least damage whose layers have their own FFN widths and all the same heads, or none."""
     if step is None:
         raise PlanError(
             "This form has the same heads in every layer, so a profile has nothing to share out; allow --set ffn=id, "
@@ -153,7 +155,7 @@ def _spread_with_equal_heads(grid: Grid, plan: Plan, budget: Budget, damages: Da
         if budget.measure(grid.stack(option)) < budget.target:
             continue
         try:
-            plans.append(_spread(grid, option, budget, damages, step, [], reduce_heads=False))
+            plans.append(_spread(grid, option, budget, damages, step, [], reduce_heads=False, leaves_out=leaves_out))
         except PlanError as error:
             refusal = error  # the last one is with all heads
     if not plans:
@@ -187,16 +189,19 @@ def _spread(
     total = budget.measure(grid.stack(plan))
     tables: list[np.ndarray] = []
     costs: list[np.ndarray] = []
+    prices: list[np.ndarray] = []
+    # the first options of heads that a layer does not have
+    barred = {plan.kept_layers[0]: 1} if leaves_out and grid.first_layer_attends else {}
     for layer in plan.kept_layers:
         kept = plan.layers[layer]
-        tables += [damages.ffn[layer, widths].numpy(), damages.heads[layer, columns].numpy()]
-        if not costs or plan.hidden is not None:  # layers are equal unless the hidden size differs
+        tables += [damages.ffn[layer, widths].numpy(), damages.heads[layer, columns[barred.get(layer, 0) :]].numpy()]
+        if not prices or plan.hidden is not None:  # layers are equal unless the hidden size differs
             before, after = plan.layers[:layer], plan.layers[layer + 1 :]
             prices = []
             for choices in kinds:
                 options = [replace(plan, layers=(*before, replace(kept, **choice), *after)) for choice in choices]
                 prices.append(np.array([budget.measure(grid.stack(option)) - total for option in options]))
-        costs += prices
+        costs += [prices[0], prices[1][barred.get(layer, 0) :]]
     whole = tuple(ranks[-1] for ranks in ranges)
     for index, ranks in enumerate(ranges):
         tables.append(damages.embedding[index, [table.rank for table in ranks]].numpy())
@@ -211,7 +216,7 @@ def _spread(
         )
     layers, blocks = list(plan.layers), chosen[: 2 * len(plan.kept_layers)]
     for layer, width, unit in zip(plan.kept_layers, blocks[::2], blocks[1::2], strict=True):
-        layers[layer] = LayerPlan(widths[width], **heads[unit])
+        layers[layer] = LayerPlan(widths[width], **heads[unit + barred.get(layer, 0)])
     if not any(layer.num_attention_heads for layer in layers):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
     embedding = tuple(ranks[chosen_rank] for ranks, chosen_rank in zip(ranges, chosen[len(blocks) :], strict=True))

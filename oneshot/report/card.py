@@ -97,10 +97,17 @@ The original's licence and terms of use apply.
 - Recipe: `{report.config["recipe"]}` (FFN `{method["ffn"]}`, heads `{method["heads"]}`, hidden size
   `{method["hidden"]}`, correction `{method["correction"]}`), seed {report.config["seed"]}.
 - Calibration text: {text}.
+- Weights are stored {_stored_as(report)}.
 
 A compressed model answers worse than the original, most of all on text unlike the calibration text. Measure it on
 your own task before use. All settings and the error of every layer are in `oneshot_report.json`.
 """
+
+
+def _stored_as(report: Report) -> str:
+    """Return the dtype of the stored weights in words."""
+    save_dtype = report.config["save_dtype"]
+    return "in the original's dtype" if save_dtype == "keep" else f"as `{save_dtype}`"
 
 
 def _escaped(text: str) -> str:

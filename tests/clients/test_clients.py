@@ -1,13 +1,15 @@
 """Every form in the engines that open it: the same scores and the same greedy continuations as in transformers."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 import torch
 from engines import Answer, half_chunk_perplexity, run_oneshot
-from factories import MakeCheckpoint, MakeConfig, topics
+from factories import MakeCheckpoint, MakeConfig, build_model, silence, topics
 
 from oneshot import compress
 from oneshot.evaluation.models import load_model
@@ -15,6 +17,7 @@ from oneshot.text import load_tokenizer
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 10, 24, 32
 CHUNKS = 8
+LITTLE_TEXT = ["--calibration", "builtin", "--num-sequences", "8", "--sequence-length", "256"]
 BY_LAYER: dict[str, Any] = {"embedding": "none", "sparsity": 0.2, "round_to": 8}
 # vLLM needs heads of at least 32 values
 SIZES: dict[str, Any] = {"hidden": 128, "width": 192, "heads": 4, "groups": 2, "layers": 4}
@@ -23,7 +26,9 @@ RANDOM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "untied, large heads": ({"head_dim": 64}, {}),
     "tied, a layer left out": ({"tied": True}, {"depth": "sensitivity", "sparsity": 0.45}),
     "qwen2": ({"family": "qwen2"}, {}),
+    "sublayers left out": ({}, {"depth": "sublayers", "round_to": 4, "sparsity": 0.3}),
 }
+IDLE: dict[str, list[int]] = {"attention": [1], "ffn": [0, 3]}  # what `depth=sublayers` leaves out
 
 
 class Expected:
@@ -52,6 +57,14 @@ class Expected:
         for ours, theirs in zip(self.answers, answers, strict=True):
             assert theirs["tokens"] == ours["tokens"]
             assert theirs["scores"] == pytest.approx(ours["scores"][: PROMPT_TOKENS - 1], abs=1e-3)
+        engine, transformers = self.perplexities(answers)
+        assert engine == pytest.approx(transformers, rel=1e-3)
+
+    def perplexities(self, answers: list[Answer]) -> tuple[float, float]:
+        """Return the perplexity of the prompts by an engine and by transformers."""
+        theirs = [score for answer in answers for score in answer["scores"]]
+        ours = [score for answer in self.answers for score in answer["scores"][: PROMPT_TOKENS - 1]]
+        return math.exp(-mean(theirs)), math.exp(-mean(ours))
 
     def agrees_with_llama(self, answers: list[Answer]) -> int:
         """Return the number of answers with comparable scores.
@@ -72,8 +85,8 @@ class Expected:
 class Case:
     """A random model, and how it is compressed."""
 
-    def __init__(self, source: Path, write: Callable[[str], Path]) -> None:
-        self.source, self.write = source, write
+    def __init__(self, source: Path, write: Callable[[str], Path], *, leaves_out_sublayers: bool) -> None:
+        self.source, self.write, self.leaves_out_sublayers = source, write, leaves_out_sublayers
 
     def expected(self, form: str) -> Expected:
         return Expected(self.write(form), self.source)
@@ -81,16 +94,24 @@ class Case:
 
 @pytest.fixture(params=RANDOM)
 def case(
-    request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+    request: pytest.FixtureRequest, save_model: Callable[..., Path], make_config: MakeConfig, tmp_path: Path
 ) -> Case:
     options, settings = RANDOM[request.param]
-    source = make_checkpoint(**SIZES, **options)
+    leaves_out = settings.get("depth") == "sublayers"
+    model = build_model(**SIZES, **options)
+    if leaves_out:
+        silence(model, **IDLE)
+    source = save_model(model)
 
     def write(form: str) -> Path:
-        compress(make_config(source, form=form, output=str(tmp_path / form), **BY_LAYER | settings))
+        report = compress(make_config(source, form=form, output=str(tmp_path / form), **BY_LAYER | settings))
+        if leaves_out:
+            layers = report.plan["layers"]
+            for kind, size in (("attention", "num_attention_heads"), ("ffn", "intermediate_size")):
+                assert [number for number, layer in enumerate(layers) if not layer[size]] == IDLE[kind]
         return tmp_path / form
 
-    return Case(source, write)
+    return Case(source, write, leaves_out_sublayers=leaves_out)
 
 
 def test_nemotron_nas_in_vllm(case: Case, ask_vllm: Callable[..., list[Answer]], tmp_path: Path) -> None:
@@ -101,6 +122,8 @@ def test_nemotron_nas_in_vllm(case: Case, ask_vllm: Callable[..., list[Answer]],
 def test_per_layer_in_vllms_transformers_backend(
     case: Case, ask_vllm: Callable[..., list[Answer]], tmp_path: Path
 ) -> None:
+    if case.leaves_out_sublayers:
+        pytest.skip("This backend needs attention in every layer (docs/engines.md).")
     expected = case.expected("per-layer")
     answers = ask_vllm(tmp_path / "per-layer", expected.prompts, NEW_TOKENS, implementation="transformers")
     expected.agrees_with_vllm(answers)
@@ -150,33 +173,58 @@ def test_equal_layers_of_other_families_in_llama_cpp(
     expected.agrees_with_llama(ask_llama(tmp_path / "gguf" / "model.gguf", expected.prompts, NEW_TOKENS))
 
 
+def test_q8_0_has_the_bytes_of_llama_quantize(
+    save_model: Callable[..., Path], make_config: MakeConfig, tmp_path: Path, quantise: Callable[..., Path]
+) -> None:
+    import gguf
+
+    folder = save_model(build_model(**SIZES, attention_bias=True, dtype=torch.bfloat16))
+    for dtype in ("q8_0", "keep"):
+        compress(make_config(folder, form="gguf", save_dtype=dtype, output=str(tmp_path / dtype), **BY_LAYER))
+    ours = gguf.GGUFReader(tmp_path / "q8_0" / "model.gguf")
+    theirs = gguf.GGUFReader(quantise(tmp_path / "keep" / "model.gguf", "Q8_0"))
+    by_name = {tensor.name: tensor for tensor in theirs.tensors}
+    assert by_name.keys() == {tensor.name for tensor in ours.tensors}
+    for tensor in ours.tensors:
+        assert tensor.tensor_type == by_name[tensor.name].tensor_type
+        assert tensor.data.tobytes() == by_name[tensor.name].data.tobytes()
+    assert {tensor.tensor_type.name for tensor in ours.tensors} == {"F32", "F16", "Q8_0"}
+
+
 @pytest.fixture(scope="module")
-def smollm2_results(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 in every form at 10 % fewer parameters, from little text: numbers of quality mean nothing here."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    text = ["--calibration", "builtin", "--num-sequences", "8", "--sequence-length", "256"]
-    run_oneshot("profile", smollm2, "--output", folder / "profile", *text)
-    for form in ("nemotron-nas", "per-layer", "gguf"):
-        plan = ["--sparsity", "0.1", "--profile", folder / "profile", "--set", "embedding=none"]
-        run_oneshot("compress", smollm2, "--output", folder / form, "--form", form, *plan, *text)
+def smollm2_profile(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of SmolLM2 from little text: numbers of quality mean nothing here."""
+    folder = tmp_path_factory.mktemp("smollm2") / "profile"
+    run_oneshot("profile", smollm2, "--output", folder, *LITTLE_TEXT)
     return folder
 
 
+@pytest.mark.parametrize("sparsity", ["0.1", "0.2"])
 def test_smollm2_in_every_engine(
+    sparsity: str,
     smollm2: Path,
-    smollm2_results: Path,
+    smollm2_profile: Path,
+    tmp_path: Path,
     ask_vllm: Callable[..., list[Answer]],
     ask_llama: Callable[..., list[Answer]],
     llama_perplexity: Callable[..., float],
     quantise: Callable[..., Path],
+    record_property: Callable[[str, object], None],
 ) -> None:
-    expected = Expected(smollm2_results / "nemotron-nas", smollm2)
+    for form in ("nemotron-nas", "per-layer", "gguf"):
+        plan = ["--sparsity", sparsity, "--profile", smollm2_profile, "--set", "embedding=none"]
+        run_oneshot("compress", smollm2, "--output", tmp_path / form, "--form", form, *plan, *LITTLE_TEXT)
+    expected = Expected(tmp_path / "nemotron-nas", smollm2)
     assert len({block["ffn"]["intermediate_size"] for block in expected.model.config.block_configs}) > 1
-    expected.agrees_with_vllm(ask_vllm(smollm2_results / "nemotron-nas", expected.prompts, NEW_TOKENS))
-    answers = ask_vllm(smollm2_results / "per-layer", expected.prompts, NEW_TOKENS, implementation="transformers")
+    answers = ask_vllm(tmp_path / "nemotron-nas", expected.prompts, NEW_TOKENS)
+    record_property("vllm: perplexity of the prompts beside transformers'", expected.perplexities(answers))
     expected.agrees_with_vllm(answers)
-    path = smollm2_results / "gguf" / "model.gguf"
+    answers = ask_vllm(tmp_path / "per-layer", expected.prompts, NEW_TOKENS, implementation="transformers")
+    expected.agrees_with_vllm(answers)
+    path = tmp_path / "gguf" / "model.gguf"
     ours = half_chunk_perplexity(expected.model, expected.token_ids, CHUNKS)
-    assert llama_perplexity(path, expected.text, CHUNKS) == pytest.approx(ours, rel=1e-3)
+    theirs = llama_perplexity(path, expected.text, CHUNKS)
+    record_property("llama.cpp: perplexity beside transformers'", (theirs, ours))
+    assert theirs == pytest.approx(ours, rel=1e-3)
     assert expected.agrees_with_llama(ask_llama(path, expected.prompts, NEW_TOKENS))
     assert llama_perplexity(quantise(path, "Q8_0"), expected.text, CHUNKS) == pytest.approx(ours, rel=0.05)

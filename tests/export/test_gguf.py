@@ -2,19 +2,22 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, topics
+from factories import MakeCheckpoint, MakeConfig, build_model, silence, topics
 
 from oneshot import OneshotError, compress
 from oneshot.errors import PlanError
 from oneshot.evaluation.models import load_model
 from oneshot.export import gguf as form
+from oneshot.export import gguf_tensors
 from oneshot.export.gguf_vocabulary import CONTRACTIONS, REST, WORDS, Vocabulary, split_rules
+from oneshot.pipeline import predict
 
 CPU = torch.device("cpu")
 TOKEN_IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -58,7 +61,8 @@ def graph(path: Path, ids: torch.Tensor) -> torch.Tensor:
     heads, groups = fields[f"{arch}.attention.head_count"], fields[f"{arch}.attention.head_count_kv"]
     size, epsilon = fields[f"{arch}.attention.key_length"], fields[f"{arch}.attention.layer_norm_rms_epsilon"]
     count = fields[f"{arch}.block_count"]
-    heads, groups = (one if isinstance(one, list) else [one] * count for one in (heads, groups))
+    widths = fields[f"{arch}.feed_forward_length"]
+    heads, groups, widths = (one if isinstance(one, list) else [one] * count for one in (heads, groups, widths))
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * tensors[f"{name}.weight"]
@@ -81,14 +85,18 @@ def graph(path: Path, ids: torch.Tensor) -> torch.Tensor:
 
     x = tensors["token_embd.weight"][ids]
     for block in range(count):
-        at = f"blk.{block}"
-        inside = norm(x, f"{at}.attn_norm")
-        q, k, v = (linear(inside, f"{at}.attn_{part}").unflatten(-1, (-1, size)).transpose(1, 2) for part in "qkv")
-        if f"{at}.attn_q_norm.weight" in tensors:
-            q, k = norm(q, f"{at}.attn_q_norm"), norm(k, f"{at}.attn_k_norm")
-        k, v = (one.repeat_interleave(heads[block] // groups[block], dim=1) for one in (turn(k), v))
-        attended = torch.nn.functional.scaled_dot_product_attention(turn(q), k, v, is_causal=True)
-        x = x + linear(attended.transpose(1, 2).flatten(2), f"{at}.attn_output")
+        at, before = f"blk.{block}", x
+        if heads[block]:
+            inside = norm(x, f"{at}.attn_norm")
+            q, k, v = (linear(inside, f"{at}.attn_{part}").unflatten(-1, (-1, size)).transpose(1, 2) for part in "qkv")
+            if f"{at}.attn_q_norm.weight" in tensors:
+                q, k = norm(q, f"{at}.attn_q_norm"), norm(k, f"{at}.attn_k_norm")
+            k, v = (one.repeat_interleave(heads[block] // groups[block], dim=1) for one in (turn(k), v))
+            attended = torch.nn.functional.scaled_dot_product_attention(turn(q), k, v, is_causal=True)
+            x = x + linear(attended.transpose(1, 2).flatten(2), f"{at}.attn_output")
+        if not widths[block]:  # llama.cpp goes on with what was before attention
+            x = before
+            continue
         inside = norm(x, f"{at}.ffn_norm")
         gated = torch.nn.functional.silu(linear(inside, f"{at}.ffn_gate")) * linear(inside, f"{at}.ffn_up")
         x = x + linear(gated, f"{at}.ffn_down")
@@ -123,6 +131,31 @@ def test_llama_cpps_graph_gives_the_logits_of_the_per_layer_form(
     torch.testing.assert_close(graph(path, TOKEN_IDS), wanted, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"attention_bias": True, "mlp_bias": True}], ids=str)
+def test_attention_and_ffns_are_left_out(
+    options: dict[str, Any], save_model: Callable[..., Path], make_config: MakeConfig
+) -> None:
+    """Compare with the dense model, whose idle sublayers add nothing; the first attention stays."""
+    model = build_model(layers=4, **options)
+    silence(model, attention=[0, 2], ffn=[1, 3])
+    gone = {"self_attn": model.model.layers[2].self_attn, "mlp": model.model.layers[1].mlp}
+    sizes = {name: sum(one.numel() for one in part.parameters()) + 32 for name, part in gone.items()}  # and a norm
+    wanted = sum(one.numel() for one in model.parameters()) - sizes["self_attn"] - 2 * sizes["mlp"]
+    settings: dict[str, Any] = {"depth": "sublayers", "ffn": "none", "correction": "none", "parameters": wanted}
+    config = make_config(save_model(model), form="gguf", **settings)
+    report = compress(config)
+    path = Path(config.output) / "model.gguf"
+    fields, _ = read(path)
+    assert fields["deci.attention.head_count"] == [4, 4, 0, 4]
+    assert fields["deci.attention.head_count_kv"] == [2, 2, 0, 2]
+    assert fields["deci.feed_forward_length"] == [64, 1, 64, 1]
+    assert [layer["intermediate_size"] for layer in report.plan["layers"]] == [64, 0, 64, 0]
+    biases = 2 * (2 + 32) if options.get("mlp_bias") else 0
+    assert report.stored_parameters["compressed"] == wanted + 2 * 4 * 32 + biases  # neurons of zeros and their norms
+    with torch.inference_mode():
+        torch.testing.assert_close(graph(path, TOKEN_IDS), model(TOKEN_IDS).logits.double(), rtol=1e-4, atol=1e-4)
+
+
 def test_beside_it_lie_tokenizer_card_and_report(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     config = make_config(make_checkpoint(layers=3), form="gguf")
     compress(config)
@@ -146,6 +179,64 @@ def test_the_stored_dtype(dtype: str, kind: str, make_checkpoint: MakeCheckpoint
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     assert {own for name, own in kinds.items() if name.endswith(".weight") and "norm" not in name} == {kind}
     assert {own for name, own in kinds.items() if "norm" in name or name.endswith(".bias")} == {"F32"}
+
+
+def test_q8_0_is_the_quantised_file_of_the_inputs_dtype(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Compare with blocks that this test scales and rounds by itself; rows of broken blocks are float16."""
+    import gguf
+
+    folder = make_checkpoint(layers=3, attention_bias=True, dtype=torch.bfloat16)
+    for dtype in ("q8_0", "keep"):
+        compress(make_config(folder, form="gguf", save_dtype=dtype, round_to=8, output=str(tmp_path / dtype)))
+    reader = gguf.GGUFReader(tmp_path / "q8_0" / "model.gguf")
+    fields, unquantised = read(tmp_path / "keep" / "model.gguf")
+    kinds = set()
+    for tensor in reader.tensors:
+        values = unquantised[tensor.name].numpy().astype(np.float32)
+        kind, columns = tensor.tensor_type.name, values.shape[-1]
+        kinds.add(kind)
+        assert kind == ("F32" if values.ndim == 1 else "F16" if columns % 32 else "Q8_0")
+        if kind != "Q8_0":
+            assert np.array_equal(tensor.data, values.astype(tensor.data.dtype))
+            continue
+        blocks = values.reshape(-1, 32)
+        scales = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+        scaled = blocks * (np.float32(1) / scales)
+        integers = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)  # as C's roundf
+        stored = np.frombuffer(tensor.data.tobytes(), np.uint8).reshape(-1, 34)
+        assert np.array_equal(stored[:, :2].copy().view(np.float16), scales.astype(np.float16))
+        assert np.array_equal(stored[:, 2:].view(np.int8), integers)
+    assert kinds == {"F32", "F16", "Q8_0"}
+    assert reader.fields["general.file_type"].contents() == 7
+    assert fields["general.file_type"] == 32
+    config = json.loads((tmp_path / "q8_0" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+
+
+def test_panels_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).normal(size=(37, 64)).astype(np.float32)
+    whole = gguf_tensors.quantised(values)
+    monkeypatch.setattr(gguf_tensors, "PANEL_VALUES", 5 * 64)
+    assert np.array_equal(gguf_tensors.quantised(values), whole)
+
+
+def test_the_size_of_q8_0_is_predicted(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(layers=3), form="gguf", save_dtype="q8_0", allocation="uniform", round_to=32)
+    predicted = predict(config).result_bytes
+    compress(config)
+    import gguf
+
+    reader = gguf.GGUFReader(Path(config.output) / "model.gguf")
+    written = sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    assert predicted == pytest.approx(written, rel=0.03)  # norms take four bytes
+    assert "q8_0" in (Path(config.output) / "README.md").read_text()
+
+
+def test_q8_0_needs_this_form(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    with pytest.raises(OneshotError, match="add --form gguf"):
+        make_config(make_checkpoint(), save_dtype="q8_0")
 
 
 def test_an_interrupted_run_continues_from_the_parts(

@@ -2,12 +2,13 @@
 
 import ast
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig, build_model, silence
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,6 +150,55 @@ def test_whole_layers_are_left_out(make_checkpoint: MakeCheckpoint, make_config:
         )
     assert config_of(tmp_path / "nemotron-nas")["num_hidden_layers"] < 4
     torch.testing.assert_close(logits(tmp_path / "nemotron-nas"), logits(tmp_path / "per-layer"), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"attention_bias": True, "mlp_bias": True}], ids=str)
+def test_idle_sublayers_go_but_the_first_attention(
+    options: dict[str, Any], save_model: Callable[..., Path], make_config: MakeConfig
+) -> None:
+    """Compare with the dense model, whose idle sublayers add nothing."""
+    model = build_model(layers=4, **options)
+    silence(model, attention=[0, 2], ffn=[1, 3])
+    folder = save_model(model)
+    attention = sum(one.numel() for name, one in model.model.layers[2].named_parameters() if "mlp" not in name)
+    attention -= model.config.hidden_size  # the norm of the FFN stays
+    ffn = sum(one.numel() for one in model.model.layers[1].mlp.parameters()) + model.config.hidden_size
+    dense = sum(one.numel() for one in model.parameters())
+    settings: dict[str, Any] = {"depth": "sublayers", "ffn": "none", "correction": "none"}
+    config = make_config(folder, form="nemotron-nas", parameters=dense - attention - 2 * ffn, **settings)
+    report = compress(config)
+    assert report.stored_parameters["compressed"] == dense - attention - 2 * ffn
+    blocks = config_of(config.output)["block_configs"]
+    assert [block["attention"]["no_op"] for block in blocks] == [False, False, True, False]
+    assert [block["ffn"]["no_op"] for block in blocks] == [False, True, False, True]
+    assert blocks[2]["attention"]["n_heads_in_group"] is None
+    assert blocks[1]["ffn"]["ffn_mult"] is None
+    result = load_model(Path(config.output), device=CPU, dtype=torch.float32)
+    with torch.inference_mode():
+        torch.testing.assert_close(result(TOKEN_IDS).logits, model(TOKEN_IDS).logits, rtol=1e-4, atol=1e-4)
+    written = [
+        result.generate(TOKEN_IDS, max_new_tokens=8, do_sample=False, use_cache=cached) for cached in (True, False)
+    ]
+    assert torch.equal(*written)
+    (evaluated,) = evaluate([config.output], [], decode_tokens=0)
+    assert evaluated.stored_parameters == report.stored_parameters["compressed"]
+
+
+@pytest.mark.parametrize("heads", ["none", "id"])
+def test_sublayers_go_beside_narrower_ones(
+    heads: str, save_model: Callable[..., Path], make_config: MakeConfig
+) -> None:
+    model = build_model(layers=4, heads=8, groups=4, head_dim=16)
+    silence(model, attention=[2], ffn=[1])
+    settings: dict[str, Any] = {"depth": "sublayers", "heads": heads, "round_to": 4, "sparsity": 0.4}
+    config = make_config(save_model(model), form="nemotron-nas", **settings)
+    report = compress(config)
+    written = config_of(config.output)
+    assert written["block_configs"][2]["attention"]["no_op"]
+    assert written["block_configs"][1]["ffn"]["no_op"]
+    assert {layer["num_attention_heads"] for layer in report.plan["layers"]} == {0, written["num_attention_heads"]}
+    assert report.sparsity["reached"] == pytest.approx(0.4, abs=0.02)
+    assert logits(Path(config.output)).isfinite().all()
 
 
 def test_the_hidden_size_shrinks_in_one_subspace(

@@ -1,0 +1,85 @@
+"""The tensors of a GGUF file: how each is stored, and its values read from the journal's parts."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from oneshot.checkpoint.join import StoredTensor
+
+Kind = Literal["F32", "F16", "BF16", "Q8_0"]  # names of gguf.GGMLQuantizationType
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+BLOCK, BLOCK_BYTES = 32, 34  # of Q8_0: a float16 scale and 32 integers of 8 bits
+PANEL_VALUES = 2**22  # values that are quantised at once
+NUMPY_DTYPES = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "BF16": np.uint16}
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of the file: its name and kind there, and a function that reads its bytes in the order of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    read: Callable[[], np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the values in the file."""
+        values = math.prod(self.shape)
+        return values // BLOCK * BLOCK_BYTES if self.kind == "Q8_0" else values * ITEM_BYTES[self.kind]
+
+
+def file_kind(dtype: str, shape: tuple[int, ...], *, quantised: bool) -> Kind:
+    """Return how llama.cpp's converter stores a tensor of this dtype (a name of safetensors).
+
+    Vectors are float32, and there is no float64. Rows that are not whole blocks of Q8_0 are float16.
+    """
+    if len(shape) == 1:
+        return "F32"
+    if quantised:
+        return "F16" if shape[-1] % BLOCK else "Q8_0"
+    return "BF16" if dtype == "BF16" else "F16" if dtype == "F16" else "F32"
+
+
+def read_stored(tensor: StoredTensor, kind: Kind, order: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
+    """Return a tensor of the journal as the file stores it: bfloat16 as its bits, Q8_0 as its bytes.
+
+    `order`: a function that orders its rows; None leaves them.
+    """
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.start)
+        values = np.fromfile(file, NUMPY_DTYPES[tensor.dtype], math.prod(tensor.shape)).reshape(tensor.shape)
+    if order is not None:
+        values = order(values)
+    if kind == "Q8_0":
+        return quantised(values)
+    if kind == tensor.dtype:
+        return values
+    return as_float32(values).astype(np.float16 if kind == "F16" else np.float32, copy=False)
+
+
+def as_float32(values: np.ndarray) -> np.ndarray:
+    """Return the values in float32; uint16 are the bits of bfloat16."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def quantised(values: np.ndarray) -> np.ndarray:
+    """Quantise `(rows, columns)` to Q8_0 by gguf-py, as llama-quantize does -> `(rows, bytes)` uint8.
+
+    Panels of rows pass through float32, so that no second copy of the tensor is in memory.
+    """
+    import gguf
+
+    rows, columns = values.shape
+    result = np.empty((rows, columns // BLOCK * BLOCK_BYTES), np.uint8)
+    panel = max(1, PANEL_VALUES // columns)
+    for start in range(0, rows, panel):
+        part = as_float32(values[start : start + panel])
+        result[start : start + panel] = gguf.quants.quantize(part, gguf.GGMLQuantizationType.Q8_0)
+    return result
