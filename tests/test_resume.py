@@ -106,6 +106,16 @@ def test_other_families_and_dtypes(
     assert contents(Path(config.output)) == undisturbed(config)
 
 
+@pytest.mark.parametrize("correction", ["same-layer", "two-stream"])
+def test_norms_after_the_sums_and_projections(
+    correction: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    shape: dict[str, Any] = {"do_layer_norm_before": False, "word_embed_proj_dim": 16}
+    config = make_config(make_checkpoint(family="opt", groups=4, layers=3, tied=True, **shape), correction=correction)
+    interrupted_report(config, 2)
+    assert contents(Path(config.output)) == undisturbed(config)
+
+
 def test_a_resumed_run_makes_no_second_profile(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ class Model:
         return replace(self, shape=replace(self.shape, mlp_bias=True))
 
     def read_embedding(self) -> torch.Tensor:
-        """Return the token embedding `(vocabulary, D)`."""
+        """Return the token embedding `(vocabulary, D)`; of its own width if a linear leads from there to D."""
         return self.checkpoint.read_one(self.family.stack.embedding)
 
     def read_positions(self) -> torch.Tensor | None:
@@ -85,6 +85,10 @@ class Model:
         """Return the embedding of the first and the second text of a pair, `(types, D)`; None without one."""
         name = self.family.stack.token_types
         return None if name is None else self.checkpoint.read_one(name)
+
+    def read_linear(self, name: str) -> torch.Tensor:
+        """Return the weight `(outputs, inputs)` of a linear outside the layers."""
+        return self.checkpoint.read_one(f"{name}.weight")
 
     def read_embedding_norm(self) -> Tensors:
         """Return the tensors of the norm that follows the embeddings; none without one."""
@@ -108,7 +112,7 @@ class Model:
         return {} if norm is None else self.checkpoint.read_prefix(f"{norm.name}.")
 
     def read_head(self) -> torch.Tensor:
-        """Return the output head `(vocabulary, D)`, which may be the embedding."""
+        """Return the output head, which may be the embedding and is as wide as it."""
         if self.shape.tied:
             return self.read_embedding()
         assert self.family.head is not None

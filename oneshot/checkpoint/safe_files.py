@@ -21,6 +21,7 @@ COMPANION_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
     "merges.txt",
+    "spiece.model",
     "vocab.json",
     "vocab.txt",
     "tokenizer*",

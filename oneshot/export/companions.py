@@ -9,17 +9,23 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint import Checkpoint, Journal, stock_classes, tied_names
-from oneshot.checkpoint.safe_files import companion_files
+from oneshot.checkpoint.safe_files import companion_files, read_config
 from oneshot.errors import OutputError
 from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE
+from oneshot.text import load_tokenizer, needs_conversion
 
 
 def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtype: str | None) -> None:
     """Write `config.json` and copy the tokenizer, chat template, generation config and licence unchanged.
 
-    `dtype` replaces the dtype that the config states; None keeps it.
+    A tokenizer that is only in its family's vocabulary files is also written as `tokenizer.json` if the result has
+    another model type, by which transformers would not find the family's tokenizer.
 
-    Raises `CheckpointError` for a file that leads out of the checkpoint, because it would be published with the result.
+    Args:
+        dtype: replaces the dtype that the config states; None keeps it.
+
+    Raises `CheckpointError` for a file that leads out of the checkpoint, because it would be published with the result,
+    and `CalibrationError` for a tokenizer that must be converted and cannot be read.
     """
     if dtype is not None:
         config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
@@ -28,6 +34,8 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
         place = folder / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, place)
+    if needs_conversion(source) and config.get("model_type") != read_config(source).get("model_type"):
+        load_tokenizer(source).save_pretrained(folder)
 
 
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:

@@ -67,7 +67,8 @@ FORMS: dict[FormName, Form] = {
 
 def form_of(name: FormName, family: Description) -> Form:
     """Return the form of this name for a family; encoders have a per-layer form of their own."""
-    return EncoderForm() if name == EncoderForm.name and family.stack.norms_after else FORMS[name]
+    is_encoder = family.stack.norms_after and not family.stack.causal
+    return EncoderForm() if name == EncoderForm.name and is_encoder else FORMS[name]
 
 
 def stated_shape(config: dict[str, Any]) -> StackShape | None:

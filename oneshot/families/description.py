@@ -141,6 +141,8 @@ class Stack:
         embedding, positions: tensors; `positions` is None without a learned position embedding. Its first
             `position_offset` rows are not used by any token.
         token_types: the embedding of the first and the second text of a pair; None without one.
+        project_in, project_out: linears from the width of the token embedding to the hidden size, and from the last
+            states back to the width of the output head; None if all are as wide as the hidden size.
         embedding_norm: module after the sum of the embeddings; None without one.
         final_norm: module after the last layer; None if the last layer's own norm is the end.
         rotary: whether attention turns queries and keys by rotary positions.
@@ -155,6 +157,8 @@ class Stack:
     positions: str | None = None
     position_offset: int = 0
     token_types: str | None = None
+    project_in: str | None = None
+    project_out: str | None = None
     embedding_norm: Norm | None = None
     final_norm: Norm | None = Norm("model.norm")
     rotary: bool = True
@@ -232,6 +236,7 @@ class Sizes:
     head_dim: str | None = "head_dim"
     norm_epsilon: str | None = "rms_norm_eps"
     vocab_size: str = "vocab_size"
+    table_width: str | None = None
 
 
 @dataclass(frozen=True)

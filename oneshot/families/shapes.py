@@ -90,8 +90,9 @@ class StackShape:
     matrix from the last subspace to the embedding's (`mapped`), or `none`. `num_positions`, `num_token_types`: rows of
     learned embeddings of these. `embedding`: ranges of a tied embedding's vocabulary with their own ranks; empty for a
     whole table. `final_norm`: a norm follows the last layer. `output_size`: a linear follows it that leads back to so
-    many coordinates; 0 for none. `further_parameters`: of what is kept as it is, such as a pooler or a classifier.
-    `causal`: the model keeps the keys and values of earlier tokens.
+    many coordinates; 0 for none. `table_width`: columns of the token embedding and of the head if linears lead from
+    there to the hidden size and back; 0 without such linears. `further_parameters`: of what is kept as it is, such as
+    a pooler or a classifier. `causal`: the model keeps the keys and values of earlier tokens.
     """
 
     layers: tuple[LayerShape, ...]
@@ -103,6 +104,7 @@ class StackShape:
     num_token_types: int = 0
     final_norm: bool = True
     output_size: int = 0
+    table_width: int = 0
     further_parameters: int = 0
     causal: bool = True
 
@@ -130,10 +132,12 @@ class StackShape:
         embeddings = self._table_parameters() + (self.num_positions + self.num_token_types) * self.embedding_size
         norm = self.final_norm * self.final_size * (1 + self.layers[-1].norm_bias) * (1 + self.is_encoder_decoder)
         output = self.output_size * (self.final_size + 1)
-        width = self.output_size or self.final_size
+        width = self.table_width or self.output_size or self.final_size
         head = {"own": self.vocab_size, "tied": 0, "mapped": self.embedding_size, "none": 0}[self.head] * width
         head += self.head_bias * self.vocab_size
-        return embeddings + self.all_layer_parameters() + norm + output + head + self.further_parameters
+        projections = self.table_width * (self.embedding_size + self.final_size)
+        layers = self.all_layer_parameters()
+        return embeddings + projections + layers + norm + output + head + self.further_parameters
 
     def flops_per_token(self) -> int:
         """Return the operations of all linears for one token, with the output head and without attention scores.
@@ -141,8 +145,11 @@ class StackShape:
         In an encoder–decoder that is one token of the source and one of the target.
         """
         linears = sum(layer.linear_parameters() for layer in self.layers) + self.output_size * self.final_size
+        linears += self.table_width * (self.embedding_size + self.final_size)
         mapped = self.head == "mapped"
-        head = self.vocab_size * self.final_size if self.head == "own" else self._table_parameters()
+        head = (
+            self.vocab_size * (self.table_width or self.final_size) if self.head == "own" else self._table_parameters()
+        )
         if self.head == "none":
             head = 0
         return 2 * (linears + head + mapped * self.embedding_size * (self.output_size or self.final_size))
@@ -159,7 +166,7 @@ class StackShape:
     def _table_parameters(self) -> int:
         """Return the stored parameters of the token embedding."""
         if not self.embedding:
-            return self.vocab_size * self.embedding_size
+            return self.vocab_size * (self.table_width or self.embedding_size)
         return sum(table.parameters(self.embedding_size) for table in self.embedding)
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
@@ -175,9 +182,9 @@ class ModelShape:
     `layer_norms`: the norms are LayerNorms, which have a bias and subtract the mean. `num_positions`: rows of a learned
     position embedding that tokens use, `unused_positions`: rows stored before them. `has_head`: the model predicts
     tokens; without `tied` by a head of its own. `norms_after`: norms follow the sums with the residual stream.
-    `final_norm`, `num_token_types`, `further_parameters`, `causal`: as in `StackShape`. `num_decoder_layers`: the last
-    layers, which have cross-attention; 0 without an encoder. `num_buckets`: of relative positions, in the first layer
-    of each stack.
+    `final_norm`, `num_token_types`, `table_width`, `further_parameters`, `causal`: as in `StackShape`.
+    `num_decoder_layers`: the last layers, which have cross-attention; 0 without an encoder. `num_buckets`: of relative
+    positions, in the first layer of each stack.
     """
 
     num_hidden_layers: int
@@ -200,6 +207,7 @@ class ModelShape:
     final_norm: bool = True
     norms_after: bool = False
     num_token_types: int = 0
+    table_width: int = 0
     further_parameters: int = 0
     causal: bool = True
     num_decoder_layers: int = 0
@@ -246,6 +254,7 @@ class ModelShape:
             num_positions=self.num_positions + self.unused_positions,
             num_token_types=self.num_token_types,
             final_norm=self.final_norm,
+            table_width=self.table_width,
             further_parameters=self.further_parameters,
             causal=self.causal,
         )

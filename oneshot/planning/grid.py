@@ -108,7 +108,7 @@ class Grid:
         """Raise `PlanError`, with the size and the remedy, if the form cannot state the plan."""
         if self.refusal is not None:
             raise PlanError(self.refusal)
-        advice = "" if self.remedy is None else f"; add {self.remedy}"
+        advice = "; leave it out" if self.remedy is None else f"; add {self.remedy}"
         if not self.inner_sizes:
             for name, size in (("value_size", plan.value_size), ("query_key_size", plan.query_key_size)):
                 if size is not None:
@@ -144,10 +144,10 @@ class Grid:
         if method.up_steps and (reason := self.family.reason_against("up_proj")) is not None:
             raise PlanError(reason)
         if method.leaves_out_sublayers and not self.sublayers_optional:
-            raise ConfigError(f"--set depth=sublayers needs {self.remedy}; add it, or set depth=sensitivity.")
+            raise ConfigError(self._needing("depth=sublayers", "set depth=sensitivity"))
         if method.embedding not in (AUTO, "none"):
             if not self.embedding_ranks:
-                raise ConfigError(f"--set embedding={method.embedding} needs {self.remedy}; add it.")
+                raise ConfigError(self._needing(f"embedding={method.embedding}", "leave it out"))
             if not self.ranks_embedding:
                 raise PlanError("--set embedding=low-rank needs an output head that is the embedding; leave it out.")
         if method.allocation == AUTO:
@@ -160,3 +160,9 @@ class Grid:
         if method.embedding == AUTO:
             return replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")
         return method
+
+    def _needing(self, option: str, otherwise: str) -> str:
+        """Return a sentence about an option that this form cannot have, with what to do instead."""
+        if self.remedy is None:
+            return f"--set {option} is not possible for this {self.family.model_type}; {otherwise}."
+        return f"--set {option} needs {self.remedy}; add it, or {otherwise}."

@@ -77,6 +77,8 @@ class LayerBuilder:
                 "give the tokenizer that belongs to the model."
             )
         total = uploaded(functional.embedding(token_ids, embedding), machine.device).to(machine.dtype)
+        if self._project_in is not None:
+            total = self._project_in(total)
         if positions is not None:
             if token_ids.shape[1] > len(positions):
                 raise CalibrationError(
@@ -93,6 +95,11 @@ class LayerBuilder:
     @cached_property
     def _positions(self) -> torch.Tensor | None:
         return self._model.read_positions()
+
+    @cached_property
+    def _project_in(self) -> nn.Module | None:
+        name = self._model.family.stack.project_in
+        return None if name is None else self._linear(name)
 
     @cached_property
     def _token_types(self) -> torch.Tensor | None:
@@ -113,15 +120,23 @@ class LayerBuilder:
         module.load_state_dict(weights, assign=True)
         return module.requires_grad_(False)
 
+    def _linear(self, name: str) -> nn.Module:
+        """Return a linear without a bias that is outside the layers."""
+        weight = self._model.read_linear(name)
+        outputs, inputs = weight.shape
+        return self._with_weights(nn.Linear(inputs, outputs, bias=False, device="meta"), {"weight": weight})
+
     def output(self) -> OutputHead | LastStates:
         """Return what compares the outputs of two models after the last layer."""
         return LastStates() if self._model.family.head is None else self.output_head()
 
     def output_head(self) -> OutputHead:
-        """Return the final norm and the output head, in the compute dtype on the compute device."""
-        norm = self.final_norm(self._model.family.last_stack)
+        """Return the output head and what the last states pass before it, in the compute dtype and device."""
+        stack = self._model.family.last_stack
+        before = [] if stack.final_norm is None else [self.final_norm(stack)]
+        before += [] if stack.project_out is None else [self._linear(stack.project_out)]
         head = uploaded(self._model.read_head(), self._machine.device).to(self._machine.dtype)
-        return OutputHead(norm, head)
+        return OutputHead(nn.Sequential(*before), head)
 
     def final_norm(self, stack: Stack) -> nn.Module:
         """Return the norm after a stack's last layer, in the compute dtype on the compute device."""

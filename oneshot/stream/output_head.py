@@ -11,7 +11,10 @@ VOCABULARY_PANEL = 8192  # rows of the head in one panel of logits
 
 @dataclass(frozen=True)
 class OutputHead:
-    """Map the last hidden states to the vocabulary, in float32, by panels of the vocabulary."""
+    """Map the last hidden states to the vocabulary, in float32, by panels of the vocabulary.
+
+    `norm`: the final norm, or whatever else the last states pass before they meet the weight.
+    """
 
     norm: nn.Module
     weight: torch.Tensor

@@ -181,7 +181,7 @@ class States:
 
     def _embedded(self, embedding: torch.Tensor, norm: Any) -> ActivationStore:
         """Return the states before the first layer of a stack; `norm`: what follows the sum of the embeddings."""
-        store = ActivationStore(self._batches[-1].rows.stop, embedding.shape[1], self.machine)
+        store = ActivationStore(self._batches[-1].rows.stop, self._model.shape.hidden_size, self.machine)
         for batch in self._batches:
             total = self.builder.sum_embeddings(embedding, batch)
             store.write(batch.rows, total if norm is None else norm(total))

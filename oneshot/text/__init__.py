@@ -5,7 +5,6 @@ from oneshot.text.packing import (
     Batch,
     Text,
     load_text,
-    load_tokenizer,
     mix,
     pack,
     shares,
@@ -17,6 +16,7 @@ from oneshot.text.packing import (
 from oneshot.text.pairs import load_pairs
 from oneshot.text.self_written import SELF, documents_together, write_text
 from oneshot.text.sources import iter_documents, iter_pairs, read_rows, whole_letters
+from oneshot.text.tokenizers import load_tokenizer, needs_conversion
 
 __all__ = [
     "SELF",
@@ -31,6 +31,7 @@ __all__ = [
     "load_text",
     "load_tokenizer",
     "mix",
+    "needs_conversion",
     "pack",
     "padded",
     "read_rows",

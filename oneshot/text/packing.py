@@ -136,20 +136,6 @@ class Text:
         return [self.longest] * self.num_sequences if self.lengths is None else self.lengths.tolist()
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer that is stored beside the weights. Raises `CalibrationError` without one."""
-    from transformers import AutoTokenizer
-
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise CalibrationError(f"{folder} does not hold a tokenizer; copy the model's tokenizer files there.")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the readers of tokenizers raise many unrelated types; the cause is named and chained
-        raise CalibrationError(
-            f"The tokenizer in {folder} cannot be read ({cause(error)}); copy the model's files again."
-        ) from error
-
-
 def special_tokens(tokenizer: Any, vocab_size: int) -> list[int]:
     """Return the tokens that mark structure, such as a chat's turns."""
     marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}

@@ -1,0 +1,46 @@
+"""The tokenizer beside the weights, also one that is stored only in a family's older vocabulary files."""
+
+from pathlib import Path
+from typing import Any
+
+from oneshot.errors import CalibrationError, cause
+
+FAST = "tokenizer.json"
+PIECES = ("tokenizer.model", "spiece.model")  # of sentencepiece
+VOCABULARIES = (*PIECES, "vocab.json", "vocab.txt")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer that is stored beside the weights.
+
+    Raises `CalibrationError` without one, for one that cannot be read, and for packages that its file needs.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).exists() for name in (FAST, *VOCABULARIES)):
+        raise CalibrationError(f"{folder} does not hold a tokenizer; copy the model's tokenizer files there.")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the readers of tokenizers raise many unrelated types; the cause is named and chained
+        pieces = [name for name in PIECES if needs_conversion(folder) and (folder / name).exists()]
+        missing = _missing_packages()
+        if pieces and missing:
+            raise CalibrationError(
+                f"{folder / pieces[0]} needs the Python package {' and '.join(missing)}; pip install 'oneshot[pieces]'."
+            ) from error
+        raise CalibrationError(
+            f"The tokenizer in {folder} cannot be read ({cause(error)}); copy the model's files again."
+        ) from error
+
+
+def needs_conversion(folder: Path) -> bool:
+    """Return whether a folder's tokenizer is only in files that transformers reads by the config's model type."""
+    return not (folder / FAST).exists() and any((folder / name).exists() for name in VOCABULARIES)
+
+
+def _missing_packages() -> list[str]:
+    """Return the packages that transformers reads files of sentencepiece with and that are not installed."""
+    from transformers.utils import is_protobuf_available, is_sentencepiece_available
+
+    needed = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
+    return [name for name, is_installed in needed.items() if not is_installed]
