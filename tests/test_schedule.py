@@ -112,6 +112,18 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("per-layer", "oneshot", {"sparsity": 0.0}, {}),
     ("per-layer", "oneshot", {"allocation": "uniform"}, {"streams": 2}),
+    (
+        "per-layer",
+        "oneshot",
+        {"inner_sizes": "sensitivity", "embedding": "none"},
+        {"plans_by_profile": True, "profiled_kinds": (FFN, INNER), "streams": 2, "solves_heads": True},
+    ),
+    (
+        "per-layer",
+        "magnitude",
+        {"inner_sizes": "sensitivity"},
+        {"plans_by_profile": True, "profiled_kinds": (FFN, INNER), "streams": 1, "solves_heads": True},
+    ),
     ("per-layer", "flap", {}, {"plans_by_profile": True, "profiled_kinds": (FFN,), "streams": 1}),
     ("per-layer", "magnitude", {}, {"plans_by_profile": True, "profiled_kinds": (FFN,)}),
     (
