@@ -108,16 +108,21 @@ def _head_sizes(shape: ModelShape, head_unit: str) -> list[Sizes]:
 
 
 def _inner_sizes(grid: Grid) -> list[Sizes]:
-    """Return the sizes of queries and keys with those of values, in steps; a size that is left out stays whole.
+    """Return the sizes of queries and keys with those of values, in steps down to half; one that is not given is whole.
 
-    Rotary pairs stay whole, and so do the queries and keys of a family that cannot have smaller ones.
+    Below half a profile's sensitivities no longer hold (docs/experiments.md). Rotary pairs stay whole, and so do the
+    queries and keys of a family that cannot have smaller ones.
     """
     size = grid.shape.head_dim
     step = default_round_to(size)
-    pair_step = max(2, step) if grid.family.stack.rotary else step
+    pair = 2 if grid.family.stack.rotary else 1
     scores_shrink = grid.family.reason_against("queries and keys") is None
-    scores = [{"query_key_size": kept} for kept in range(pair_step, size, pair_step)] if scores_shrink else []
-    values = [{"value_size": kept} for kept in range(step, size, step)]
+    scores = (
+        [{"query_key_size": kept} for kept in range(pair * -(-size // (2 * pair)), size, max(pair, step))]
+        if scores_shrink
+        else []
+    )
+    values = [{"value_size": kept} for kept in range(-(-size // 2), size, step)]
     return [score | value for score in ({}, *scores) for value in ({}, *values)]
 
 
