@@ -18,6 +18,7 @@ Pivoting = Literal["cholesky", "qr", "grouped", "tournament"]
 Sketch = Literal["none", "count", "sparse-sign"]
 Allocation = Literal["auto", "uniform", "error", "stat", "stat-reversed", "block-influence", "flap", "sensitivity"]
 Depth = Literal["sensitivity", "sublayers", "none"]
+InnerSizes = Literal["sensitivity", "none"]
 TokenWeighting = Literal["unit", "raw"]
 ResidualTarget = Literal["stream", "sublayer"]
 PivotWeights = Literal["output", "none"]
@@ -69,6 +70,8 @@ class Method:
         layer_allocation: what `allocation=auto` means if layers may have different sizes.
         depth: `sensitivity` also leaves out whole layers if a profile says that it costs less; `sublayers`: attention
             or the FFN of a layer by itself (SP3 section 3.2).
+        inner_sizes: `sensitivity` also gives every layer its own sizes of queries and keys, and of values, if a profile
+            says that it costs less.
     """
 
     ffn: Selector
@@ -95,6 +98,7 @@ class Method:
     allocation: Allocation = "auto"
     layer_allocation: Allocation = "sensitivity"
     depth: Depth = "none"
+    inner_sizes: InnerSizes = "none"
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -112,6 +116,11 @@ class Method:
             raise ConfigError("--set depth= leaves out layers of a model with its full hidden size; set hidden=none.")
         if self.depth != "none" and self.allocation not in ("auto", "sensitivity"):
             raise ConfigError(f"--set depth={self.depth} needs allocation=sensitivity, not {self.allocation}.")
+        if self.plans_inner_sizes and (self.hidden != "none" or self.allocation not in ("auto", "sensitivity")):
+            raise ConfigError(
+                "--set inner_sizes=sensitivity needs hidden=none and allocation=sensitivity; set them, or give "
+                "value_size= and query_key_size=."
+            )
         if self.up_steps and (not self.reduces_ffn or not self.solves or self.hidden != "none"):
             raise ConfigError(
                 "--up-steps needs a selector for ffn, least squares as correction, and hidden=none; leave it out."
@@ -159,6 +168,11 @@ class Method:
     def leaves_out_sublayers(self) -> bool:
         """Return whether attention or the FFN of a layer may be removed by itself."""
         return self.depth == "sublayers"
+
+    @property
+    def plans_inner_sizes(self) -> bool:
+        """Return whether a profile decides the sizes of queries, keys and values of every layer."""
+        return self.inner_sizes != "none"
 
     @property
     def solves(self) -> bool:

@@ -66,15 +66,17 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, has_profile: bool) 
     shape = grid.shape
     by_profile = method.reads_profile and plan.reduces_sublayers(shape)
     slices = plan.hidden is not None
-    inner = plan.query_key_size is not None or plan.value_size is not None
+    plans_inner = by_profile and method.plans_inner_sizes
+    reduces_values = plan.reduces_values or plans_inner
     sliced_correction = slices and method.follows_dense
     shrinks = plan.shrinks_layers(shape) or (by_profile and method.reduces_sublayers)
-    reads = inner or sliced_correction or (shrinks and needs_statistics(method))
+    reads = reduces_values or plan.reduces_queries_keys or sliced_correction or (shrinks and needs_statistics(method))
     chosen = {
         "ffn": method.reduces_ffn,
         "heads": method.reduces_heads,
         "layer": method.leaves_out_layers,
         "sublayer": method.leaves_out_sublayers,
+        "inner": method.plans_inner_sizes,
     }
     fewer_heads = any(plan.layers[layer].num_attention_heads < shape.num_attention_heads for layer in plan.kept_layers)
     kinds = tuple(kind for kind in PROBED_KINDS if chosen[kind]) if by_profile and not has_profile else ()
@@ -85,7 +87,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, has_profile: bool) 
         finds_subspaces=slices,
         streams=(2 if method.follows_dense else 1) if reads else 0,
         finds_shared_heads=fewer_heads and grid.family.shares_heads,
-        solves_heads=method.reduces_heads or plan.value_size is not None or sliced_correction,
+        solves_heads=method.reduces_heads or reduces_values or sliced_correction,
         corrects_up=method.up_steps > 0 and not slices and shape.gated and shrinks and method.reduces_ffn,
     )
 

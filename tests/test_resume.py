@@ -45,6 +45,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"recipe": "stat", "form": "per-layer", "allocation": "stat"},
     {"depth": "sensitivity", "sparsity": 0.3},
     {"depth": "sublayers", "sparsity": 0.3, "form": "per-layer", "heads": "id"},
+    {"inner_sizes": "sensitivity", "form": "per-layer", "round_to": 4},
     {"up_steps": 2, "heads": "id"},
     {"value_size": 4, "query_key_size": 4, "form": "per-layer", "correction": "same-layer"},
 ]

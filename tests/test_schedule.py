@@ -24,7 +24,7 @@ UNTIED = ModelShape(4, 64, 256, 8, 4, 8, vocab_size=100)
 OPT_SHAPE = ModelShape(
     4, 64, 256, 8, 8, 8, True, True, True, vocab_size=100, tied=True, layer_norms=True, gated=False, num_positions=50
 )
-FFN, HEADS, LAYER, SUBLAYER = "ffn", "heads", "layer", "sublayer"
+FFN, HEADS, LAYER, SUBLAYER, INNER = "ffn", "heads", "layer", "sublayer", "inner"
 
 
 def grid_of(form: str, shape: ModelShape = TIED) -> Grid:
@@ -112,6 +112,18 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("per-layer", "oneshot", {"sparsity": 0.0}, {}),
     ("per-layer", "oneshot", {"allocation": "uniform"}, {"streams": 2}),
+    (
+        "per-layer",
+        "oneshot",
+        {"inner_sizes": "sensitivity", "embedding": "none"},
+        {"plans_by_profile": True, "profiled_kinds": (FFN, INNER), "streams": 2, "solves_heads": True},
+    ),
+    (
+        "per-layer",
+        "magnitude",
+        {"inner_sizes": "sensitivity"},
+        {"plans_by_profile": True, "profiled_kinds": (FFN, INNER), "streams": 1, "solves_heads": True},
+    ),
     ("per-layer", "flap", {}, {"plans_by_profile": True, "profiled_kinds": (FFN,), "streams": 1}),
     ("per-layer", "magnitude", {}, {"plans_by_profile": True, "profiled_kinds": (FFN,)}),
     (
@@ -197,7 +209,7 @@ def test_combinations_of_selectors_and_corrections() -> None:
         assert plan.shrinks_layers(TIED)
         assert schedule.streams == (0 if by_weights else 2 if correction == "two-stream" else 1)
         assert schedule.plans_by_profile == (form == "per-layer")
-        probed = {FFN: ffn != "none", HEADS: heads != "none", LAYER: False, SUBLAYER: False}
+        probed = {FFN: ffn != "none", HEADS: heads != "none", LAYER: False, SUBLAYER: False, INNER: False}
         kinds = tuple(kind for kind in PROBED_KINDS if probed[kind])
         assert schedule.profiled_kinds == (kinds if form == "per-layer" else ())
         assert schedule.solves_heads == (heads != "none")

@@ -10,7 +10,13 @@ import torch
 
 from oneshot.compression.statistics import HeadGramAccumulator
 from oneshot.families import Attention, ModelShape
-from oneshot.linalg.low_rank import query_key_maps, strongest_rotary_pairs, value_subspace
+from oneshot.linalg.low_rank import (
+    product_energies,
+    query_key_maps,
+    rotary_pair_energies,
+    strongest_rotary_pairs,
+    value_subspace,
+)
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.stream import Layer, States
 
@@ -104,10 +110,22 @@ def reduce_queries_keys(
         keys.update_(key)
     workers = states.machine.workers
     grams = queries.finish(workers), keys.finish(workers)
-    query_maps, key_maps, pairs = share(lambda: query_key_subspaces(*grams, size=size, rotary=rotary))
+    maps = share(lambda: query_key_subspaces(*grams, size=size, rotary=rotary))
+    return with_smaller_scores(tensors, attention, shape.heads_per_group, maps)
+
+
+def with_smaller_scores(
+    tensors: Tensors, attention: Attention, heads_per_group: int, maps: Maps
+) -> tuple[Tensors, InnerMaps]:
+    """Return a layer whose full queries and keys give the scores of the smaller ones, and the maps to those.
+
+    Args:
+        maps: of `query_key_subspaces`.
+    """
+    query_maps, key_maps, pairs = maps
     # Full queries M⁺ M q and keys Mᵀ N k have the scores (N k)ᵀ (M q); M and (M⁺)ᵀ take them to the smaller ones.
     inverses = torch.linalg.pinv(query_maps)
-    group_of_head = slice(None, None, shape.heads_per_group)
+    group_of_head = slice(None, None, heads_per_group)
     full = InnerMaps(queries=inverses @ query_maps, keys=query_maps[group_of_head].mT @ key_maps)
     smaller = InnerMaps(query_maps, inverses[group_of_head].mT, rotary_pairs=pairs)
     return fold_inner(tensors, attention, full), smaller
@@ -196,3 +214,44 @@ def query_key_subspaces(
         return identity[rows].repeat_interleave(heads_per_group, dim=0), identity[rows], pairs
     maps = [query_key_maps(query, key, size) for query, key in zip(query_grams, key_grams, strict=True)]
     return torch.stack([query for query, _ in maps]), torch.stack([key for _, key in maps]), None
+
+
+def value_errors(weight: torch.Tensor, gram: torch.Tensor, *, num_groups: int, head_dim: int) -> torch.Tensor:
+    """Return the share of the output's energy that every size of values loses, falling, float64 `(h + 1,)`.
+
+    It is the error of `value_subspaces` before least squares, summed over the KV groups as if these were independent.
+
+    Args:
+        weight: of the writer, `(D, H·h)`. gram: `ZᵀZ (H·h, H·h)` of what it reads.
+    """
+    heads = torch.arange(gram.shape[0], device=gram.device).view(num_groups, -1, head_dim)
+    pooled = [gram[columns.unsqueeze(2), columns.unsqueeze(1)].double().sum(0) for columns in heads]
+    outputs = [torch.einsum("dai,daj->ij", part, part) for part in (weight.double()[:, columns] for columns in heads)]
+    energies = [product_energies(gram_of, output) for gram_of, output in zip(pooled, outputs, strict=True)]
+    return _left_over(torch.stack(energies).sum(0))
+
+
+def query_key_errors(query_grams: torch.Tensor, key_grams: torch.Tensor, *, rotary: bool) -> torch.Tensor:
+    """Return the share of the squared scores that every size of queries and keys loses, falling, float64 `(h + 1,)`.
+
+    Without rotary positions it is the error of the best maps, with them the energy of the pairs that go; an odd size
+    keeps the pairs of the even one below it.
+
+    Args:
+        query_grams, key_grams: as in `query_key_subspaces`.
+    """
+    num_groups = len(key_grams)
+    if not rotary:
+        pairs = zip(query_grams, key_grams, strict=True)
+        return _left_over(torch.stack([product_energies(query, key) for query, key in pairs]).sum(0))
+    queries = query_grams.diagonal(dim1=1, dim2=2).double().unflatten(0, (num_groups, -1))
+    keys = key_grams.diagonal(dim1=1, dim2=2).double()
+    energies = [rotary_pair_energies(query, key) for query, key in zip(queries, keys, strict=True)]
+    errors = _left_over(torch.stack([energy.sort(descending=True).values for energy in energies]).sum(0))
+    return errors.repeat_interleave(2)[:-1]
+
+
+def _left_over(energies: torch.Tensor) -> torch.Tensor:
+    """Return the share of the energies `(n,)` after the first k, for every k, float64 `(n + 1,)` on the host."""
+    beyond = torch.cat((energies.flip(0).cumsum(0).flip(0), energies.new_zeros(1)))
+    return (beyond / beyond[0].clamp_min(torch.finfo(torch.float64).tiny)).cpu()

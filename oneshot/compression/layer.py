@@ -154,7 +154,7 @@ class LayerCompressor:
             if task.is_left_out:
                 states.defer_dense(dense_pass)
                 continue
-            if task.is_attention and self._plan.query_key_size is not None:
+            if task.is_attention and task.kept.query_key_size is not None:
                 working, maps[task.index] = self._reduce_queries_keys(task, working, states, current)
                 current = self._current(layer, working, states)
             states.defer_dense(dense_pass)  # to the pass that measures, which reads what it keeps
@@ -233,13 +233,13 @@ class LayerCompressor:
     def _passes(self, tasks: list[SublayerTask], states: States) -> float:
         """Return how many passes over the text the layer takes."""
         tasks = [task for task in tasks if not task.is_left_out]
-        extra = sum(task.is_attention for task in tasks) if self._plan.query_key_size is not None else 0
+        extra = sum(task.is_attention and task.kept.query_key_size is not None for task in tasks)
         return 1 + extra + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
 
     def _reduce_queries_keys(
         self, task: SublayerTask, working: Tensors, states: States, current: Layer
     ) -> tuple[Tensors, InnerMaps]:
-        assert self._plan.query_key_size is not None
+        assert task.kept.query_key_size is not None
         assert isinstance(task.sublayer.mixer, Attention)
         return reduce_queries_keys(
             working,
@@ -248,7 +248,7 @@ class LayerCompressor:
             self._model.shape,
             states,
             current,
-            size=self._plan.query_key_size,
+            size=task.kept.query_key_size,
             rotary=task.stack.rotary,
             share=task.shared,
         )

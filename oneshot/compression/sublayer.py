@@ -107,7 +107,7 @@ class SublayerTask:
     @property
     def smaller_values(self) -> int | None:
         """Return the kept size of values; None if they stay full."""
-        return self.plan.value_size if self.is_attention else None
+        return self.kept.value_size if self.is_attention else None
 
     @property
     def corrects_slices(self) -> bool:

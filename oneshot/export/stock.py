@@ -42,7 +42,7 @@ class StockForm:
         resized = replace(
             plan.shape_of_layer(shape, kept[0]),
             hidden_size=self.grid(model).stack(plan).embedding_size,
-            head_dim=plan.value_size or shape.head_dim,
+            head_dim=plan.layers[kept[0]].value_size or shape.head_dim,
         )
         if len(kept) < shape.num_hidden_layers:
             config = _with_layers(config, kept)

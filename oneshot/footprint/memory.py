@@ -227,7 +227,8 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
     width = shape.intermediate_size
     size, kept_size = width + shape.mlp_bias, kept + shape.mlp_bias
     heads = shape.num_attention_heads * shape.head_dim + shape.output_bias
-    reshapes = work.method.reduces_heads or plan.value_size is not None or plan.query_key_size is not None
+    inner = plan.reduces_values or plan.reduces_queries_keys or work.method.plans_inner_sizes
+    reshapes = work.method.reduces_heads or inner
     corrects_slices = work.schedule.finds_subspaces and work.schedule.two_streams
     follows = corrects_slices or (work.method.heads_correction == "two-stream" and work.schedule.two_streams)
     base = (*terms.layer(work), terms.bases(work))

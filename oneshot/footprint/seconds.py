@@ -169,9 +169,10 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     layers, size, length = shape.num_hidden_layers, shape.intermediate_size, work.text.sequence_length
     read = min(STATISTICS_SEQUENCES, work.text.num_sequences) * length
     probes = PROBE_SEQUENCES * length * probes_per_layer(kinds) * layers / 2
-    grams = _gram(size, read) + ("heads" in kinds) * _gram(_heads(work), read)
+    reads_heads = not {"heads", "inner"}.isdisjoint(kinds)
+    grams = _gram(size, read) + reads_heads * _gram(_heads(work), read)
     logits = 2 * length * shape.vocab_size * shape.hidden_size / rates.energies
-    numbers = (size**2 + ("heads" in kinds) * _heads(work) ** 2) / 2
+    numbers = (size**2 + reads_heads * _heads(work) ** 2) / 2
     added = math.ceil(read / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
     seconds = {
         "forward": layers * (read + probes) * forward / rates.stream,

@@ -20,6 +20,15 @@ def value_subspace(gram: torch.Tensor, output_gram: torch.Tensor, size: int) -> 
     return orthonormal, triangular @ left.T @ root
 
 
+def product_energies(left_gram: torch.Tensor, right_gram: torch.Tensor) -> torch.Tensor:
+    """Return the squared singular values of `A Bᵀ`, falling, float64 `(h,)`, from `AᵀA` and `BᵀB (h, h)`.
+
+    What is beyond the first k is the squared error of `value_subspace` and `query_key_maps` at rank k (Eckart and
+    Young 1936).
+    """
+    return torch.linalg.svdvals(_roots(left_gram)[0] @ _roots(right_gram)[0]).square()
+
+
 def query_key_maps(query_gram: torch.Tensor, key_gram: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `(M_q, M_k)`, each `(size, h)`: `(M_k k)ᵀ (M_q q)` best approximates `kᵀ q` at that rank.
 
@@ -39,6 +48,15 @@ def query_key_maps(query_gram: torch.Tensor, key_gram: torch.Tensor, size: int) 
 def strongest_rotary_pairs(query_energy: torch.Tensor, key_energy: torch.Tensor, num_pairs: int) -> torch.Tensor:
     """Return the rotary pairs of one KV group with the largest part in its scores, ascending int64 `(num_pairs,)`.
 
+    Args:
+        query_energy, key_energy: as in `rotary_pair_energies`.
+    """
+    return rotary_pair_energies(query_energy, key_energy).topk(num_pairs).indices.sort().values
+
+
+def rotary_pair_energies(query_energy: torch.Tensor, key_energy: torch.Tensor) -> torch.Tensor:
+    """Return the part of every rotary pair in the squared scores of one KV group, `(h / 2,)`.
+
     Rotation keeps the energy of a pair, so a pair's score is the sum over the group's query heads of
     `E‖q_pair‖² E‖k_pair‖²`: what its removal takes from the squared scores where queries and keys are independent.
 
@@ -48,7 +66,7 @@ def strongest_rotary_pairs(query_energy: torch.Tensor, key_energy: torch.Tensor,
     halves = query_energy.shape[1] // 2
     queries = query_energy[:, :halves] + query_energy[:, halves:]
     keys = key_energy[:halves] + key_energy[halves:]
-    return (queries.sum(0) * keys).topk(num_pairs).indices.sort().values
+    return queries.sum(0) * keys
 
 
 def _roots(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

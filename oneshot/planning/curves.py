@@ -30,6 +30,10 @@ class Profile:
             the columns that read them, for every number k of kept neurons (STAT section 3.3, A.3).
         head_tails: `(layers, units + 1)`: the same of the columns of all heads, those of the kept heads first (STAT
             section 3.2, step 2); zeros if heads were not profiled.
+        query_key_errors, value_errors: `(layers, h + 1)`: what every size of queries and keys loses of the scores, and
+            every size of values of attention's output (`inner_heads.query_key_errors`, `value_errors`); zeros if they
+            were not profiled.
+        query_key_sensitivity, value_sensitivity: `(layers,)`: as `ffn_sensitivity`, per unit of these errors.
         ffn_sensitivity, head_sensitivity: `(layers,)`: mean KL divergence (nats per token) of the model's output from
             the dense one's if only this sublayer is reduced, per unit of its relative squared error.
         layer_divergence: `(layers,)`: the same divergence if only this layer is left out.
@@ -50,8 +54,12 @@ class Profile:
     head_errors: torch.Tensor
     ffn_tails: torch.Tensor
     head_tails: torch.Tensor
+    query_key_errors: torch.Tensor
+    value_errors: torch.Tensor
     ffn_sensitivity: torch.Tensor
     head_sensitivity: torch.Tensor
+    query_key_sensitivity: torch.Tensor
+    value_sensitivity: torch.Tensor
     layer_divergence: torch.Tensor
     head_divergence: torch.Tensor
     ffn_divergence: torch.Tensor

@@ -13,6 +13,7 @@ from oneshot.recipes import Allocation
 # On other kinds of text a smaller embedding costs 1.7 times as much as on the calibration text, and no later layer
 # corrects that loss (docs/experiments.md).
 EMBEDDING_CAUTION = 2.0
+UNKNOWN = torch.empty(0, 0, dtype=torch.float64)
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -21,13 +22,16 @@ class Damages:
     """The predicted loss of keeping k neurons, `ffn (layers, n + 1)`, or k head units, `heads (layers, units + 1)`.
 
     `layers (layers,)`: of leaving out a whole layer. `embedding (ranges, D + 1)`: of rank r of a range of the
-    vocabulary, empty if it is unknown. Both are in nats per token, as only sensitivities are.
+    vocabulary. `queries_keys`, `values (layers, h + 1)`: of sizes inside heads. All are in nats per token, as only
+    sensitivities are; the last three are empty if they are unknown.
     """
 
     ffn: torch.Tensor
     heads: torch.Tensor
     layers: torch.Tensor
     embedding: torch.Tensor
+    queries_keys: torch.Tensor = UNKNOWN
+    values: torch.Tensor = UNKNOWN
 
 
 def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Damages:
@@ -39,29 +43,33 @@ def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Da
     times, and a sublayer that is left out its own measured divergence. `flap`: the fluctuations of removed neurons,
     standardised in every layer.
     """
-    unknown = torch.empty(0, 0, dtype=torch.float64)
     if allocation in ("stat", "stat-reversed"):
         ffn, heads = stat_damages(profile, grid, is_reversed=allocation == "stat-reversed")
-        return Damages(ffn, heads, profile.layer_divergence, unknown)
+        return Damages(ffn, heads, profile.layer_divergence, UNKNOWN)
     if allocation == "flap":
         ffn = removed_fluctuation(profile.ffn_fluctuation)
-        return Damages(ffn, torch.zeros_like(profile.head_errors), profile.layer_divergence, unknown)
+        return Damages(ffn, torch.zeros_like(profile.head_errors), profile.layer_divergence, UNKNOWN)
     ones = torch.ones(len(profile.block_influence), dtype=torch.float64)
     ffn, heads = {
         "error": (ones, ones),
         "block-influence": (profile.block_influence, profile.block_influence),
         "sensitivity": (profile.ffn_sensitivity, profile.head_sensitivity),
     }[allocation]
-    embedding = EMBEDDING_CAUTION * profile.embedding_sensitivity * profile.embedding_errors
     damages = Damages(
         ffn.unsqueeze(1) * profile.ffn_errors,
         heads.unsqueeze(1) * profile.head_errors,
         profile.layer_divergence,
-        embedding if allocation == "sensitivity" else unknown,
+        UNKNOWN,
     )
-    if allocation == "sensitivity":
-        damages.ffn[:, 0], damages.heads[:, 0] = profile.ffn_divergence, profile.head_divergence
-    return damages
+    if allocation != "sensitivity":
+        return damages
+    damages.ffn[:, 0], damages.heads[:, 0] = profile.ffn_divergence, profile.head_divergence
+    return replace(
+        damages,
+        embedding=EMBEDDING_CAUTION * profile.embedding_sensitivity * profile.embedding_errors,
+        queries_keys=profile.query_key_sensitivity.unsqueeze(1) * profile.query_key_errors,
+        values=profile.value_sensitivity.unsqueeze(1) * profile.value_errors,
+    )
 
 
 def stat_damages(profile: Profile, grid: Grid, *, is_reversed: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,4 +122,8 @@ def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
             removed = (shape.num_attention_heads - kept.num_attention_heads) // shape.num_key_value_heads
         heads = damages.heads[layer, -1 - removed if kept.num_attention_heads else 0]
         total += float(damages.ffn[layer, kept.intermediate_size] + heads)
+        if kept.query_key_size is not None and len(damages.queries_keys):
+            total += float(damages.queries_keys[layer, kept.query_key_size])
+        if kept.value_size is not None and len(damages.values):
+            total += float(damages.values[layer, kept.value_size])
     return total

@@ -51,6 +51,11 @@ class Grid:
         return self.replaces_layer_norms and self.shape.layer_norms and not self.shape.norms_after
 
     @property
+    def inner_sizes_differ(self) -> bool:
+        """Return whether every layer can have its own sizes inside heads."""
+        return self.inner_sizes and self.heads_differ
+
+    @property
     def ranks_embedding(self) -> bool:
         """Return whether this model's embedding can have ranks: the output head must be the embedding."""
         return self.embedding_ranks and self.shape.tied and not self.shape.layer_norms
@@ -72,9 +77,9 @@ class Grid:
         layers = [
             replace(
                 plan.shape_of_layer(shape, layer).layer(layer),
-                query_key_size=plan.query_key_size or shape.head_dim,
-                value_size=plan.value_size or shape.head_dim,
-                rotary_selected=plan.query_key_size is not None and self.family.stack.rotary,
+                query_key_size=plan.layers[layer].query_key_size or shape.head_dim,
+                value_size=plan.layers[layer].value_size or shape.head_dim,
+                rotary_selected=plan.layers[layer].query_key_size is not None and self.family.stack.rotary,
                 norm_bias=shape.layer_norms and not self.replaces_layer_norms,
             )
             for layer in plan.kept_layers
@@ -109,14 +114,15 @@ class Grid:
         if self.refusal is not None:
             raise PlanError(self.refusal)
         advice = "; leave it out" if self.remedy is None else f"; add {self.remedy}"
-        if not self.inner_sizes:
-            for name, size in (("value_size", plan.value_size), ("query_key_size", plan.query_key_size)):
-                if size is not None:
-                    raise PlanError(f"--set {name}={size} has no place in the config of this form{advice}.")
-        if self.equal_inner_sizes and plan.query_key_size != plan.value_size:
-            raise PlanError(
-                "This form has one size of heads; give --set query_key_size= and value_size= the same size."
-            )
+        for kept in plan.layers:
+            if not self.inner_sizes:
+                for name, size in (("value_size", kept.value_size), ("query_key_size", kept.query_key_size)):
+                    if size is not None:
+                        raise PlanError(f"--set {name}={size} has no place in the config of this form{advice}.")
+            if self.equal_inner_sizes and kept.query_key_size != kept.value_size:
+                raise PlanError(
+                    "This form has one size of heads; give --set query_key_size= and value_size= the same size."
+                )
         if plan.hidden is not None and plan.hidden.num_groups > 1 and not self.subspaces_differ:
             raise PlanError(
                 f"{plan.hidden.num_groups} groups with their own subspaces need shortcut matrices, which this form "
@@ -145,6 +151,8 @@ class Grid:
             raise PlanError(reason)
         if method.leaves_out_sublayers and not self.sublayers_optional:
             raise ConfigError(self._needing("depth=sublayers", "set depth=sensitivity"))
+        if method.plans_inner_sizes and not self.inner_sizes_differ:
+            raise ConfigError(self._needing("inner_sizes=sensitivity", "leave it out"))
         if method.embedding not in (AUTO, "none"):
             if not self.embedding_ranks:
                 raise ConfigError(self._needing(f"embedding={method.embedding}", "leave it out"))
@@ -152,7 +160,8 @@ class Grid:
                 raise PlanError("--set embedding=low-rank needs an output head that is the embedding; leave it out.")
         if method.allocation == AUTO:
             by_profile = method.leaves_out_layers or (self.layers_differ and not method.slices)
-            own = "sensitivity" if method.leaves_out_layers else method.layer_allocation
+            measures = method.leaves_out_layers or method.plans_inner_sizes
+            own = "sensitivity" if measures else method.layer_allocation
             method = replace(method, allocation=own if by_profile else "uniform")
         if method.reads_profile and (reason := self.family.reason_against("profile")) is not None:
             raise PlanError(reason)

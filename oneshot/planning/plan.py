@@ -1,6 +1,6 @@
 """The kept sizes of a model: what a plan says."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from oneshot.families import ModelShape, TableShape
@@ -29,11 +29,16 @@ class HiddenPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The kept FFN width and heads of one layer; zero if the FFN, attention or both are left out."""
+    """The kept FFN width and heads of one layer; zero if the FFN, attention or both are left out.
+
+    `query_key_size` and `value_size` are kept per head; None for all.
+    """
 
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
+    query_key_size: int | None = None
+    value_size: int | None = None
 
     @property
     def is_left_out(self) -> bool:
@@ -52,15 +57,12 @@ class Plan:
     Attributes:
         layers: one entry for each dense layer.
         head_unit: what a removed head is: a whole KV group, or one query head of every group of a layer.
-        query_key_size, value_size: kept per head; None for all.
         hidden: None if the residual stream keeps its width.
         embedding: ranges of the vocabulary and their ranks; empty if the embedding stays whole.
     """
 
     layers: tuple[LayerPlan, ...]
     head_unit: RemovedUnit
-    query_key_size: int | None = None
-    value_size: int | None = None
     hidden: HiddenPlan | None = None
     embedding: tuple[TableShape, ...] = ()
 
@@ -81,7 +83,23 @@ class Plan:
 
     def shape_of_layer(self, shape: ModelShape, layer: int) -> ModelShape:
         """Return the shape with a layer's kept FFN width and heads, in the full coordinates."""
-        return replace(shape, **asdict(self.layers[layer]))
+        kept = self.layers[layer]
+        return replace(
+            shape,
+            intermediate_size=kept.intermediate_size,
+            num_attention_heads=kept.num_attention_heads,
+            num_key_value_heads=kept.num_key_value_heads,
+        )
+
+    @property
+    def reduces_queries_keys(self) -> bool:
+        """Return whether queries and keys have fewer coordinates in any layer."""
+        return any(layer.query_key_size is not None for layer in self.layers)
+
+    @property
+    def reduces_values(self) -> bool:
+        """Return whether values have fewer coordinates in any layer."""
+        return any(layer.value_size is not None for layer in self.layers)
 
     def shrinks_layers(self, shape: ModelShape) -> bool:
         """Return whether any layer that stays loses neurons or heads."""
@@ -92,9 +110,12 @@ class Plan:
         return len(self.kept_layers) < shape.num_hidden_layers or self.shrinks_layers(shape)
 
 
-def dense_plan(shape: ModelShape, method: Method) -> Plan:
-    """Return the plan that keeps everything."""
-    whole = LayerPlan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads)
+def dense_plan(
+    shape: ModelShape, method: Method, query_key_size: int | None = None, value_size: int | None = None
+) -> Plan:
+    """Return the plan that keeps everything, but for these sizes inside heads."""
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    whole = LayerPlan(shape.intermediate_size, heads, groups, query_key_size, value_size)
     return Plan((whole,) * shape.num_hidden_layers, removed_unit(method, shape))
 
 

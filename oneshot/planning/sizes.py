@@ -51,7 +51,9 @@ def make_plan(
         raise ConfigError(f"--set budget={target.budget} is for FFN neurons and heads; set hidden=none.")
     target = with_sizes(target, grid)
     _check_inner_sizes(grid, target)
-    plan = replace(dense_plan(shape, method), query_key_size=target.query_key_size, value_size=target.value_size)
+    if method.plans_inner_sizes and (target.query_key_size or target.value_size):
+        raise ConfigError("Give either --set inner_sizes=sensitivity or the sizes: query_key_size=, value_size=.")
+    plan = dense_plan(shape, method, target.query_key_size, target.value_size)
     if target.intermediate_size is not None:
         plan = _with_ffn_width(plan, shape, method, target.intermediate_size)
     if not method.slices and target.hidden_size is not None:
@@ -86,10 +88,15 @@ def make_plan(
             damages=damages,
             reduce_embedding=method.embedding != "none",
             leave_out_sublayers=method.leaves_out_sublayers,
+            reduce_inner=method.plans_inner_sizes,
         )
 
     if method.leaves_out_sublayers and target.budget == "latency":
         raise ConfigError("--set depth=sublayers has no measured latencies; set depth=sensitivity or another budget.")
+    if method.plans_inner_sizes and target.budget == "latency":
+        raise ConfigError(
+            "--set inner_sizes=sensitivity has no measured latencies; leave it out or set another budget."
+        )
     if method.reduces_heads and target.budget == "latency" and grid.family.reason_against("heads") is not None:
         raise PlanError(
             "--set budget=latency measures layers of the family's own class, which cannot have fewer heads; choose "

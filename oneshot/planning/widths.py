@@ -2,8 +2,10 @@
 
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
 
 from oneshot.errors import PlanError
 from oneshot.families import ModelShape, TableShape
@@ -14,7 +16,9 @@ from oneshot.planning.grid import Grid
 from oneshot.planning.plan import LayerPlan, Plan
 from oneshot.planning.vocabulary import table_options
 
-NO_HEADS = {"num_attention_heads": 0, "num_key_value_heads": 0}
+Sizes = dict[str, Any]  # fields of `LayerPlan`
+
+NO_HEADS: Sizes = {"num_attention_heads": 0, "num_key_value_heads": 0, "query_key_size": None, "value_size": None}
 
 
 def meet_budget(
@@ -28,6 +32,7 @@ def meet_budget(
     damages: Damages | None = None,
     reduce_embedding: bool = False,
     leave_out_sublayers: bool = False,
+    reduce_inner: bool = False,
 ) -> Plan:
     """Return the plan with fewer neurons and heads that meets the budget; FFN widths are multiples of `round_to`.
 
@@ -35,7 +40,8 @@ def meet_budget(
     take the fraction nearest to the one that all sublayers must lose, and the FFN takes what is left. With `damages`
     the plan of least damage within the budget is chosen, among equal layers unless the form lets layers differ.
     `reduce_embedding`: ranks of the vocabulary's ranges are chosen together with these sizes. `leave_out_sublayers`:
-    with damages, the sizes zero of an FFN and of attention also count.
+    with damages, the sizes zero of an FFN and of attention also count. `reduce_inner`: with damages, each layer's sizes
+    inside heads are also chosen if the form lets them differ.
 
     Args:
         plan: what is decided already, with all neurons and heads.
@@ -62,7 +68,15 @@ def meet_budget(
         if reduce_heads and not grid.heads_differ:
             return _spread_with_equal_heads(grid, plan, budget, damages, widths_step, leaves_out=leaves_out)
         return _spread(
-            grid, plan, budget, damages, widths_step, ranges, reduce_heads=reduce_heads, leaves_out=leaves_out
+            grid,
+            plan,
+            budget,
+            damages,
+            widths_step,
+            ranges,
+            reduce_heads=reduce_heads,
+            leaves_out=leaves_out,
+            reduce_inner=reduce_inner and grid.inner_sizes_differ,
         )
     if not reduce_heads:
         return _with_width(grid, plan, budget, step)
@@ -83,7 +97,7 @@ def _alike(plan: Plan, **sizes: int) -> Plan:
     return replace(plan, layers=tuple(kept if kept.is_left_out else replace(kept, **sizes) for kept in plan.layers))
 
 
-def _head_sizes(shape: ModelShape, head_unit: str) -> list[dict[str, int]]:
+def _head_sizes(shape: ModelShape, head_unit: str) -> list[Sizes]:
     """Return the heads for every number of kept units, from one to all."""
     groups, per_group = shape.num_key_value_heads, shape.heads_per_group
     if head_unit == "kv-group":
@@ -93,7 +107,26 @@ def _head_sizes(shape: ModelShape, head_unit: str) -> list[dict[str, int]]:
     return [{"num_attention_heads": heads, "num_key_value_heads": left} for heads, left in kept]
 
 
-def _heads_of(kept: LayerPlan) -> dict[str, int]:
+def _inner_sizes(grid: Grid) -> list[Sizes]:
+    """Return the sizes of queries and keys with those of values, in steps down to half; one that is not given is whole.
+
+    Below half a profile's sensitivities no longer hold (docs/experiments.md). Rotary pairs stay whole, and so do the
+    queries and keys of a family that cannot have smaller ones.
+    """
+    size = grid.shape.head_dim
+    step = default_round_to(size)
+    pair = 2 if grid.family.stack.rotary else 1
+    scores_shrink = grid.family.reason_against("queries and keys") is None
+    scores = (
+        [{"query_key_size": kept} for kept in range(pair * -(-size // (2 * pair)), size, max(pair, step))]
+        if scores_shrink
+        else []
+    )
+    values = [{"value_size": kept} for kept in range(-(-size // 2), size, step)]
+    return [score | value for score in ({}, *scores) for value in ({}, *values)]
+
+
+def _heads_of(kept: LayerPlan) -> Sizes:
     return {"num_attention_heads": kept.num_attention_heads, "num_key_value_heads": kept.num_key_value_heads}
 
 
@@ -174,6 +207,7 @@ def _spread(
     *,
     reduce_heads: bool,
     leaves_out: bool = False,
+    reduce_inner: bool = False,
 ) -> Plan:
     """Return each layer's own sizes with the least sum of damages within the budget (`linalg.allocation`)."""
     shape = grid.shape
@@ -183,9 +217,11 @@ def _spread(
     units = _head_sizes(shape, plan.head_unit)
     heads = [kept for kept in units if reduce_heads or kept == _heads_of(plan.layers[plan.kept_layers[0]])]
     columns = [units.index(kept) - len(units) for kept in heads]  # from the end, where all units stay
+    inner = _inner_sizes(grid) if reduce_inner else [Sizes()]
+    attention = [kept | sizes for kept in heads for sizes in inner]
     if leaves_out:
-        widths, heads, columns = [0, *widths], [NO_HEADS, *heads], [0, *columns]
-    kinds = [{"intermediate_size": width} for width in widths], heads
+        widths, attention = [0, *widths], [NO_HEADS, *attention]
+    kinds = [{"intermediate_size": width} for width in widths], attention
     total = budget.measure(grid.stack(plan))
     tables: list[np.ndarray] = []
     costs: list[np.ndarray] = []
@@ -194,7 +230,14 @@ def _spread(
     barred = {plan.kept_layers[0]: 1} if leaves_out and grid.first_layer_attends else {}
     for layer in plan.kept_layers:
         kept = plan.layers[layer]
-        tables += [damages.ffn[layer, widths].numpy(), damages.heads[layer, columns[barred.get(layer, 0) :]].numpy()]
+        lost = damages.heads[layer, columns]
+        if reduce_inner:
+            of_sizes = damages.queries_keys[layer, [sizes.get("query_key_size", -1) for sizes in inner]]
+            of_sizes = of_sizes + damages.values[layer, [sizes.get("value_size", -1) for sizes in inner]]
+            lost = (lost.unsqueeze(1) + of_sizes).flatten()
+        if leaves_out:
+            lost = torch.cat((damages.heads[layer, :1], lost))
+        tables += [damages.ffn[layer, widths].numpy(), lost[barred.get(layer, 0) :].numpy()]
         if not prices or plan.hidden is not None:  # layers are equal unless the hidden size differs
             before, after = plan.layers[:layer], plan.layers[layer + 1 :]
             prices = []
@@ -216,7 +259,8 @@ def _spread(
         )
     layers, blocks = list(plan.layers), chosen[: 2 * len(plan.kept_layers)]
     for layer, width, unit in zip(plan.kept_layers, blocks[::2], blocks[1::2], strict=True):
-        layers[layer] = LayerPlan(widths[width], **heads[unit + barred.get(layer, 0)])
+        attends = attention[unit + barred.get(layer, 0)]
+        layers[layer] = replace(layers[layer], intermediate_size=widths[width], **attends)
     if not any(layer.num_attention_heads for layer in layers):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
     embedding = tuple(ranks[chosen_rank] for ranks, chosen_rank in zip(ranges, chosen[len(blocks) :], strict=True))

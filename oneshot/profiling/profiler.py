@@ -15,8 +15,21 @@ from torch.nn import functional
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors, correct
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
+from oneshot.compression.inner_heads import (
+    query_key_errors,
+    query_key_subspaces,
+    value_errors,
+    value_subspaces,
+    with_smaller_scores,
+)
 from oneshot.compression.selection import Evidence, column_scores, group_order, select_heads
-from oneshot.compression.statistics import GramAccumulator, MomentAccumulator, Statistics, with_constant_column
+from oneshot.compression.statistics import (
+    GramAccumulator,
+    HeadGramAccumulator,
+    MomentAccumulator,
+    Statistics,
+    with_constant_column,
+)
 from oneshot.families import Sublayer
 from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing_norms
 from oneshot.linalg.pivoted_qr import weighted_pivots
@@ -31,8 +44,9 @@ from oneshot.text import Text
 
 STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections
 PROBE_SEQUENCES = 2
-PROBED_KINDS = ("ffn", "heads", "layer", "sublayer")
+PROBED_KINDS = ("ffn", "heads", "layer", "sublayer", "inner")
 LEFT_OUT_SUBLAYERS = ("no heads", "no ffn")  # the probes of `sublayer`
+INNER_SIZES = ("queries and keys", "values")  # the probes of `inner`
 PROBE_SHARE = 3 / 4  # of a sublayer's neurons or heads stays in its probe; less if the error is too small
 MIN_PROBE_ERROR = 1e-4  # relative and squared: below this the divergence is rounding noise
 
@@ -85,6 +99,8 @@ class LayerProfiler:
         self._head_errors: list[torch.Tensor] = []
         self._ffn_tails: list[torch.Tensor] = []
         self._head_tails: list[torch.Tensor] = []
+        self._query_key_errors: list[torch.Tensor] = []
+        self._value_errors: list[torch.Tensor] = []
         self._fluctuation: list[torch.Tensor] = []
         self._influence: list[float] = []
         self._probes: list[_Probe] = []
@@ -106,21 +122,27 @@ class LayerProfiler:
         dense, workers = self.states.builder.layer(tensors), self._machine.workers
         for probe in self._probes:
             probe.states.copy_(dense.run_all(probe.states))
-        heads, neurons = self._statistics(tensors, dense)
+        heads, neurons, scores = self._statistics(tensors, dense)
         attention, ffn = (self._stack.index_of(kind) for kind in ("heads", "ffn"))
         attended = dense.run(attention, self._dense)
         for curves in (self._head_errors, self._head_tails):
             curves.append(torch.zeros(self.head_units + 1, dtype=torch.float64))
         for curves in (self._ffn_errors, self._ffn_tails):
             curves.append(torch.zeros(self._shape.intermediate_size + 1, dtype=torch.float64))
+        for curves in (self._query_key_errors, self._value_errors):
+            curves.append(torch.zeros(self._shape.head_dim + 1, dtype=torch.float64))
         self._fluctuation.append(torch.zeros(self._shape.intermediate_size, dtype=torch.float64))
         if workers.owns(self._stack.position(layer, attention)):
             if "layer" in self._probed:
                 self._probes.append(_Probe("layer", layer, 1.0, self._dense.clone()))
             if "sublayer" in self._probed:
                 self._probes.append(_Probe("no heads", layer, 1.0, dense.run(ffn, self._dense)))
-            if heads is not None:
+            if heads is not None and "heads" in self._probed:
                 self._profile_heads(layer, tensors, dense, heads)
+            if heads is not None and "inner" in self._probed:
+                self._profile_values(layer, tensors, heads)
+            if scores is not None:
+                self._profile_scores(layer, tensors, *scores)
         if workers.owns(self._stack.position(layer, ffn)):
             release_heap()
             if "sublayer" in self._probed:
@@ -132,14 +154,15 @@ class LayerProfiler:
         """Return the profile; the probes pass the final norm and the output head."""
         divergences = self._divergences()
         self.states.close()
-        kinds = (*PROBED_KINDS, *LEFT_OUT_SUBLAYERS)
+        kinds = (*PROBED_KINDS, *LEFT_OUT_SUBLAYERS, *INNER_SIZES)
         by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in kinds}
         for probe, divergence in zip(self._probes, divergences, strict=True):
             by_kind[probe.kind][probe.layer] = divergence / max(probe.error, MIN_PROBE_ERROR)
         ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
         ffn_tails, head_tails = torch.stack(self._ffn_tails), torch.stack(self._head_tails)
+        inner_errors = torch.stack(self._query_key_errors), torch.stack(self._value_errors)
         fluctuation = torch.stack(self._fluctuation)
-        measured = (ffn_errors, head_errors, ffn_tails, head_tails, fluctuation, *by_kind.values())
+        measured = (ffn_errors, head_errors, ffn_tails, head_tails, *inner_errors, fluctuation, *by_kind.values())
         for values in measured:  # zeros from all but the owner
             total = values.to(self._machine.device)
             self._machine.workers.sum_(total)
@@ -149,8 +172,12 @@ class LayerProfiler:
             head_errors=head_errors,
             ffn_tails=ffn_tails,
             head_tails=head_tails,
+            query_key_errors=inner_errors[0],
+            value_errors=inner_errors[1],
             ffn_sensitivity=by_kind["ffn"],
             head_sensitivity=by_kind["heads"],
+            query_key_sensitivity=by_kind["queries and keys"],
+            value_sensitivity=by_kind["values"],
             layer_divergence=by_kind["layer"],
             head_divergence=by_kind["no heads"],
             ffn_divergence=by_kind["no ffn"],
@@ -173,11 +200,21 @@ class LayerProfiler:
                 totals[index] += output.divergence(dense, probe.states[sequence]).double().mean()
         return [max(0.0, total / len(self._dense)) for total in totals.tolist()]
 
-    def _statistics(self, tensors: Tensors, dense: Layer) -> tuple[Statistics | None, Statistics]:
-        """Sum statistics of what both writers read, and move the stream on; None for heads that are not profiled."""
+    def _statistics(
+        self, tensors: Tensors, dense: Layer
+    ) -> tuple[Statistics | None, Statistics, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Sum statistics of what both writers read and of queries and keys, and move the stream on.
+
+        None for heads that are not profiled, and for queries and keys that are not or that cannot shrink.
+        """
         shape, machine, stack = self._shape, self._machine, self._stack
         attention, ffn = (stack.index_of(kind) for kind in ("heads", "ffn"))
-        of_heads = self._accumulator(tensors, stack.sublayers[attention]) if "heads" in self._probed else None
+        probes_heads = not {"heads", "inner"}.isdisjoint(self._probed)
+        of_heads = self._accumulator(tensors, stack.sublayers[attention]) if probes_heads else None
+        queries = HeadGramAccumulator(shape.num_attention_heads, shape.head_dim, device=machine.device)
+        keys = HeadGramAccumulator(shape.num_key_value_heads, shape.head_dim, device=machine.device)
+        scores_shrink = self._model.family.reason_against("queries and keys") is None
+        probes_scores = "inner" in self._probed and scores_shrink
         of_neurons = self._accumulator(tensors, stack.sublayers[ffn])
         moments = MomentAccumulator(shape.intermediate_size, device=machine.device)
         cosines, rows = torch.zeros((), dtype=torch.float64, device=machine.device), 0
@@ -190,6 +227,10 @@ class LayerProfiler:
             moved = dense.leave(ffn, attended + dense.write(ffn, neurons).view_as(x))
             if of_heads is not None:
                 of_heads.update_(with_constant_column(heads) if shape.output_bias else heads)
+            if probes_scores:
+                query, key = dense.queries_keys(attention, x)
+                queries.update_(query)
+                keys.update_(key)
             of_neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
             moments.update_(neurons)
             cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
@@ -202,7 +243,8 @@ class LayerProfiler:
         machine.workers.sum_(totals)
         self._influence.append(1 - float(totals[0] / totals[1]))
         neurons = replace(of_neurons.finish(workers=machine.workers), moments=moments.finish(machine.workers))
-        return None if of_heads is None else of_heads.finish(workers=machine.workers), neurons
+        scores = (queries.finish(machine.workers), keys.finish(machine.workers)) if probes_scores else None
+        return None if of_heads is None else of_heads.finish(workers=machine.workers), neurons, scores
 
     def _accumulator(self, tensors: Tensors, sublayer: Sublayer) -> GramAccumulator:
         size = augmented_weight(tensors, sublayer.writer).shape[1]
@@ -247,6 +289,32 @@ class LayerProfiler:
         states = self.states.builder.layer(folded).run(self._stack.index_of("heads"), self._dense)
         states = dense.run(self._stack.index_of("ffn"), states)
         self._probes.append(_Probe("heads", layer, squared_error(factors), states))
+
+    def _profile_values(self, layer: int, tensors: Tensors, statistics: Statistics) -> None:
+        shape, name = self._shape, f"{self._stack.attention.out}.weight"
+        width = shape.num_attention_heads * shape.head_dim
+        weight, gram = tensors[name].to(self._machine.device), statistics.gram[:width, :width]
+        groups, full = shape.num_key_value_heads, shape.head_dim
+        errors = self._value_errors[layer]
+        errors.copy_(value_errors(weight, gram, num_groups=groups, head_dim=full))
+        size = probe_size(errors)
+        _, restricted = value_subspaces(
+            weight, gram, num_groups=groups, head_dim=full, size=size, correct=True, damping=self._damping
+        )
+        self._add_inner_probe("values", layer, float(errors[size]), tensors | {name: restricted.to(weight)})
+
+    def _profile_scores(self, layer: int, tensors: Tensors, query_grams: torch.Tensor, key_grams: torch.Tensor) -> None:
+        rotary, attention = self._stack.rotary, self._stack.attention
+        errors = self._query_key_errors[layer]
+        errors.copy_(query_key_errors(query_grams, key_grams, rotary=rotary))
+        size = probe_size(errors[:: 1 + rotary]) * (1 + rotary)  # rotary pairs stay whole
+        maps = query_key_subspaces(query_grams, key_grams, size=size, rotary=rotary)
+        reduced, _ = with_smaller_scores(tensors, attention, self._shape.heads_per_group, maps)
+        self._add_inner_probe("queries and keys", layer, float(errors[size]), reduced)
+
+    def _add_inner_probe(self, kind: str, layer: int, error: float, tensors: Tensors) -> None:
+        reduced = self.states.builder.layer(tensors)
+        self._probes.append(_Probe(kind, layer, error, reduced.run_all(self._dense)))
 
     def _errors_of_groups(self, evidence: Evidence, weight: torch.Tensor, statistics: Statistics) -> torch.Tensor:
         """Return the least-squares error of every number of kept KV groups, `(groups + 1,)`, from one factorisation.
@@ -306,7 +374,7 @@ def head_tail(evidence: Evidence, columns: torch.Tensor) -> float:
 
 def probes_per_layer(kinds: Sequence[str]) -> int:
     """Return how many probes every layer adds for these kinds of `PROBED_KINDS`."""
-    return len(kinds) + ("sublayer" in kinds)
+    return len(kinds) + ("sublayer" in kinds) + ("inner" in kinds)
 
 
 def squared_error(factors: Factors) -> float:

@@ -119,6 +119,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "smaller values": ("llama", PER_LAYER | {"value_size": 6}),
     "smaller queries and keys": ("llama", PER_LAYER | {"query_key_size": 4}),
     "smaller queries and keys, opt": ("opt", PER_LAYER | {"query_key_size": 4}),
+    "planned sizes inside heads": ("llama", PER_LAYER | {"inner_sizes": "sensitivity"}),
     "large": ("large", {"num_sequences": 8, "sequence_length": 128}),
     "large, leverage": ("large", {"ffn": "leverage", "num_sequences": 8, "sequence_length": 128}),
     "large, flap": ("large", {"recipe": "flap", "num_sequences": 8, "sequence_length": 128}),

@@ -57,6 +57,11 @@ SHARED: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "sparse signs": (2, ["--sparsity=0.15", "--set=sketch=sparse-sign", "--set=sketch_size=100"], {}),
     "moments": (3, ["--sparsity=0.1", "--recipe=flap", "--form=per-layer", "--round-to=1"], {"mlp_bias": True}),
     "held-out text": (2, ["--sparsity=0.15", "--set=damping=auto", "--batch-size=1"], {}),
+    "sizes inside heads by a profile": (
+        2,
+        ["--sparsity=0.1", "--form=per-layer", "--round-to=4", "--set=inner_sizes=sensitivity"],
+        {},
+    ),
     "inside heads": (3, ["--set=value_size=4", "--set=query_key_size=4", "--form=per-layer"], {}),
 }
 
