@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, build_model, silence, topics
+from safetensors.torch import save_file
 
 from oneshot import OneshotError, compress
+from oneshot.checkpoint.join import stored_tensors
 from oneshot.errors import PlanError
 from oneshot.evaluation.models import load_model
 from oneshot.export import gguf as form
@@ -220,6 +223,22 @@ def test_panels_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = gguf_tensors.quantised(values)
     monkeypatch.setattr(gguf_tensors, "PANEL_VALUES", 5 * 64)
     assert np.array_equal(gguf_tensors.quantised(values), whole)
+
+
+def test_beside_a_tensor_only_its_quantised_bytes_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(1024, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    save_file({"weight": values}, tmp_path / "part.safetensors")
+    (tensor,) = stored_tensors(tmp_path / "part.safetensors")
+    monkeypatch.setattr(gguf_tensors, "PANEL_VALUES", 2**16)
+    gguf_tensors.quantised(np.ones((1, 32), np.float32))  # imports
+    tracemalloc.start()
+    written = gguf_tensors.read_stored(tensor, "Q8_0", None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert written.nbytes == values.numel() // 32 * 34
+    assert peak < tensor.num_bytes + written.nbytes + 2 * 2**20
 
 
 def test_the_size_of_q8_0_is_predicted(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
