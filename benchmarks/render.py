@@ -24,6 +24,7 @@ from tables.quality import (
     tokens_table,
     wikitext2_table,
 )
+from tables.quantise import quantise_table
 from tables.runs import (
     faults_table,
     kills_table,
@@ -39,6 +40,7 @@ KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs" / "claims.md",
+    ROOT / "docs" / "engines.md",
     ROOT / "docs" / "experiments.md",
     ROOT / "docs" / "gpu.md",
     ROOT / "docs" / "guides" / "form.md",
@@ -88,6 +90,7 @@ TABLES = {
     **{f"claims_{group}": (partial(claims_table, group), "claims") for group in ("ffn", "inner", "allocation")},
     "gpu_counts": (gpu_counts_table, "gpu_counts"),
     "sums": (sums_table, "sums"),
+    "quantise": (quantise_table, "quantise"),
 }
 
 

@@ -1,7 +1,8 @@
 """Ask vLLM in its own environment: `python ask_vllm.py REQUEST.json ANSWER.json`.
 
-The request has `folder`, `implementation` (auto or transformers), `prompts` (lists of token ids) and `max_tokens`. The
-answer has, for every prompt, the log-probability of each of its tokens after the first, and the greedy continuation.
+The request has `folder`, `implementation` (auto or transformers), `dtype`, `prompts` (lists of token ids) and
+`max_tokens`. The answer has, for every prompt, the log-probability of each of its tokens after the first, and the
+greedy continuation.
 """
 
 import json
@@ -25,7 +26,7 @@ def main() -> None:
         request["folder"],
         model_impl=request["implementation"],
         trust_remote_code=True,
-        dtype="float32",
+        dtype=request["dtype"],
         enforce_eager=True,
         max_model_len=request["max_length"],
         max_num_seqs=4,

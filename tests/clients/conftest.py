@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from engines import CONTEXT, Answer
+from servers import environment_of_others, serving
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = Path(os.environ.get("ONESHOT_CLIENTS", ROOT / ".clients"))
 VLLM_PYTHON, LLAMA_PROGRAMS = CLIENTS / "vllm" / "bin" / "python", CLIENTS / "llama.cpp" / "bin"
 ASK_VLLM = Path(__file__).parent / "ask_vllm.py"
-START_SECONDS = 120
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,22 +35,29 @@ def program(path: Path) -> Path:
 
 @pytest.fixture
 def ask_vllm(tmp_path: Path) -> Callable[..., list[Answer]]:
-    """`ask_vllm(folder, prompts, max_tokens, implementation=…)` -> an answer for every prompt."""
+    """`ask_vllm(folder, prompts, max_tokens, implementation=…, dtype=…)` -> an answer for every prompt."""
 
-    def ask(folder: Path, prompts: list[list[int]], max_tokens: int, *, implementation: str = "auto") -> list[Answer]:
+    def ask(
+        folder: Path,
+        prompts: list[list[int]],
+        max_tokens: int,
+        *,
+        implementation: str = "auto",
+        dtype: str = "float32",
+    ) -> list[Answer]:
         request, answer = tmp_path / "request.json", tmp_path / "answer.json"
         content = {
             "folder": str(folder),
             "prompts": prompts,
             "max_tokens": max_tokens,
             "implementation": implementation,
+            "dtype": dtype,
             "max_length": 512,
         }
         request.write_text(json.dumps(content))
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
             [program(VLLM_PYTHON), ASK_VLLM, request, answer],
-            env=environment | {"OMP_NUM_THREADS": "1"},
+            env=environment_of_others(),
             capture_output=True,
             text=True,
             check=False,
@@ -67,33 +72,19 @@ def ask_vllm(tmp_path: Path) -> Callable[..., list[Answer]]:
 @contextmanager
 def llama_server(path: Path) -> Iterator[Callable[[str, Answer], Answer]]:
     """Yield a function that posts JSON to a running llama-server and returns its answer."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = ["--port", str(port), "-c", "2048", "-np", "1", "-t", "1", "-fa", "off", "--cache-type-k", "f32"]
-    command = [program(LLAMA_PROGRAMS / "llama-server"), "-m", path, *options, "--cache-type-v", "f32"]
-    address = f"http://127.0.0.1:{port}"
-    with path.with_suffix(".log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        try:
-            for _ in range(START_SECONDS):
-                assert server.poll() is None, path.with_suffix(".log").read_text()[-2000:]
-                try:
-                    urllib.request.urlopen(f"{address}/health", timeout=5)
-                    break
-                except OSError:
-                    time.sleep(1)
+    options = ["-c", "2048", "-np", "1", "-t", "1", "-fa", "off", "--cache-type-k", "f32", "--cache-type-v", "f32"]
+    command = [program(LLAMA_PROGRAMS / "llama-server"), "-m", path, *options]
+    with serving(command, path.with_suffix(".log")) as address:
 
-            def post(place: str, content: Answer) -> Answer:
-                request = urllib.request.Request(
-                    f"{address}{place}", json.dumps(content).encode(), {"Content-Type": "application/json"}
-                )
-                with urllib.request.urlopen(request, timeout=300) as reply:
-                    answer: Answer = json.loads(reply.read())
-                    return answer
+        def post(place: str, content: Answer) -> Answer:
+            request = urllib.request.Request(
+                f"{address}{place}", json.dumps(content).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=300) as reply:
+                answer: Answer = json.loads(reply.read())
+                return answer
 
-            yield post
-        finally:
-            server.terminate()
+        yield post
 
 
 @pytest.fixture
