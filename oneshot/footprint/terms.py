@@ -12,6 +12,7 @@ from oneshot.stream.output_head import VOCABULARY_PANEL
 HEAP_BLOCK_BYTES = 32 * 2**20  # smaller blocks stay in glibc's heap when they are freed
 FLOAT, DOUBLE = 4, 8
 BUCKET_BYTES = 48  # of one distance: integers of 64 bits and their temporaries
+UNEQUAL_LENGTHS = 1.25  # memory of a batch's activations, if the gaps between blocks of many sizes stay in the heap
 PIVOT_ROWS = 72  # of a Gram, beside which a device takes pivots in the Gram's own memory
 
 BATCH = ("--batch-size", "--sequence-length")
@@ -69,7 +70,8 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
     kept_by_heap = tokens * itemsize * hidden < HEAP_BLOCK_BYTES
     passed = attention + ffn if kept_by_heap else max(attention, ffn)
     streams += itemsize * hidden * (shape.num_decoder_layers > 0)  # the memory
-    return Term(tokens * (streams + passed) + positions, computed=True, knobs=BATCH)
+    gaps = 1.0 if shape.causal or work.on_cuda else UNEQUAL_LENGTHS
+    return Term(gaps * tokens * (streams + passed) + positions, computed=True, knobs=BATCH)
 
 
 def gram(work: Work, size: int, *, residual: bool) -> Term:
