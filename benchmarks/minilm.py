@@ -10,11 +10,13 @@ import importlib.util
 import itertools
 import json
 import random
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from diagonal import write_diagonal
 from harness import append_row, parser, provenance
 
 from oneshot import Config, compress
@@ -23,12 +25,14 @@ from oneshot.evaluation import evaluate
 JUDGED = 200
 JUDGED_TOGETHER = 10  # models that are kept until they are judged
 CALIBRATION_TOKENS = 9_000
+LONGEST = 256  # tokens of an example
 ONE_HEAD_SIZE = {"ffn": "none", "allocation": "uniform", "parameters": 20_932_000, "heads": "id"}  # 12 -> 6 heads
 HALF_FFN = {"parameters": 19_170_000, "round_to": 768, "allocation": "uniform"}  # 1536 -> 768 neurons
 ROTATED = {"recipe": "group-pca", "group_size": 1}
 INNER = {"ffn": "none", "correction": "none"}
 
-# What is measured: a claim's letter, a name, and options of `Config.of`; the form is per-layer.
+# What is measured: a claim's letter, a name, and options of `Config.of`; the form is per-layer. `diagonal`: the
+# coordinates of TCSP's diagonal form, which is a baseline of `diagonal.py` and no option of the package.
 VARIANTS: dict[str, dict[str, Any]] = {
     "ffn/two-stream": HALF_FFN,
     "ffn/same-layer": HALF_FFN | {"correction": "same-layer"},
@@ -53,6 +57,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hidden/coordinates-288": ROTATED | {"hidden_size": 288, "hidden": "coordinates"},
     "hidden/random-288": ROTATED | {"hidden_size": 288, "hidden": "random", "group_size": 0},
     "hidden/corrected-288": ROTATED | {"hidden_size": 288, "correction": "two-stream"},
+    "hidden/diagonal-288": {"diagonal": 288, "rescaled": False},
+    "hidden/diagonal-288-rescaled": {"diagonal": 288, "rescaled": True},
     "hidden/adaptive": ROTATED | {"sparsity": 0.2},
     "values/24-heads-output": INNER | {"value_size": 24},
     "values/24-heads-none": INNER | {"value_size": 24, "value_weights": "none"},
@@ -107,6 +113,40 @@ def write_calibration(pairs: list[tuple[str, str]], path: Path, seed: int) -> Pa
     return path
 
 
+def write_variant(dense: Path, text: Path, folder: Path, settings: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Write a compressed model, and return its sizes."""
+    settings = dict(settings)
+    sequences = -(-settings.pop("tokens", CALIBRATION_TOKENS) // LONGEST)
+    if "diagonal" in settings:
+        return write_diagonal(
+            dense,
+            text,
+            folder,
+            size=settings["diagonal"],
+            rescaled=settings["rescaled"],
+            num_tokens=sequences * LONGEST,
+            longest=LONGEST,
+            seed=seed,
+        )
+    config = Config.of(
+        str(dense),
+        str(folder),
+        calibration=str(text),
+        num_sequences=sequences,
+        sequence_length=LONGEST,
+        seed=seed,
+        dtype="float32",
+        **settings,
+    )
+    report = compress(config)
+    assert report.calibration is not None
+    return {
+        "stored_parameters": report.stored_parameters["compressed"],
+        "sparsity": report.sparsity["reached"],
+        "tokens": report.calibration["num_tokens"],
+    }
+
+
 def main() -> None:
     """Measure the chosen variants."""
     options = parser(__doc__)
@@ -127,32 +167,13 @@ def main() -> None:
             rows, folders = [], []
             for number, name in enumerate(some):
                 settings = {"form": "per-layer"} | VARIANTS[name]
-                tokens = settings.pop("tokens", CALIBRATION_TOKENS)
-                config = Config.of(
-                    str(dense),
-                    f"{scratch}/{number}",
-                    calibration=str(text),
-                    num_sequences=-(-tokens // 256),
-                    sequence_length=256,
-                    seed=seed,
-                    dtype="float32",
-                    overwrite=True,
-                    **settings,
-                )
-                report = compress(config)
-                assert report.calibration is not None
-                folders.append(config.output)
-                rows.append(
-                    {
-                        "variant": name,
-                        "seed": seed,
-                        "settings": settings,
-                        "stored_parameters": report.stored_parameters["compressed"],
-                        "sparsity": report.sparsity["reached"],
-                        "tokens": report.calibration["num_tokens"],
-                    }
-                )
-            judging = {"sequence_length": 256, "dtype": "float32"}
+                folder = Path(scratch) / f"seed-{seed}" / str(number)
+                folder.parent.mkdir(exist_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
+                sizes = write_variant(dense, text, folder, settings, seed)
+                folders.append(str(folder))
+                rows.append({"variant": name, "seed": seed, "settings": settings, **sizes})
+            judging = {"sequence_length": LONGEST, "dtype": "float32"}
             found = evaluate(folders, [str(judged)], baseline=str(dense), **judging)
             rows.append({"variant": "dense", "seed": seed})
             for row, result in zip(rows, found, strict=True):

@@ -22,6 +22,7 @@ from oneshot.footprint.work import Work
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.latency import WIDTHS
 from oneshot.profiling.profiler import PROBE_SEQUENCES, probes_per_layer
+from oneshot.text import size_of_records
 from oneshot.text.self_written import DOCUMENT_TOKENS, SELF, document_bytes
 
 SLACK_BYTES = 128 * 2**20
@@ -31,7 +32,9 @@ REPORT_BYTES = 64 * 2**20  # matplotlib draws a finished run
 LOADED_BYTES = 10 * 10**9  # two files of the usual size
 HUB_TEXT_BYTES = 256 * 2**20  # a shuffle buffer of documents, and pyarrow's
 VOCABULARY_BYTES = 6000  # a token of the tokenizer, while a GGUF file is written
-TEXT_FACTOR = 180  # bytes for a byte of a text file that is tokenised as one document
+TEXT_FACTOR = 180  # bytes for a byte of a document that is tokenised at once, such as a text file
+RECORD_BYTES = 400  # of a record beside its text, which takes up to four bytes a letter and its line
+RECORD_FACTOR = 5
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,9 @@ def _reading(source: str) -> Stage:
     size = HUB_TEXT_BYTES
     if source == "builtin":
         size = 0
+    elif Path(source).suffix in (".jsonl", ".json") and os.path.isfile(source):
+        number, longest = size_of_records(Path(source))
+        size = RECORD_BYTES * number + RECORD_FACTOR * os.path.getsize(source) + TEXT_FACTOR * longest
     elif Path(source).suffix and os.path.isfile(source):
         size = TEXT_FACTOR * os.path.getsize(source)
     return Stage("reading the text", (Term(size, knobs=("--calibration",)),), has_states=False)
@@ -158,6 +164,8 @@ def _profile(work: Work) -> list[Stage]:
         (terms.correction(work, size, kept, residual=False) for kept in (size // 2, 3 * size // 4)), key=terms.size_of
     )
     logits = (Term(work.outside_bytes), terms.output_head(work), *terms.predictions(work), probes)
+    if work.grid.family.head is None:  # last states are compared, without a head
+        logits = (Term(3 * FLOAT * length * shape.hidden_size, computed=True, knobs=LENGTH), probes)
     return [
         *(
             _profiled_embedding(work, probes)

@@ -15,7 +15,7 @@ from oneshot.text.packing import (
 )
 from oneshot.text.pairs import load_pairs
 from oneshot.text.self_written import SELF, documents_together, write_text
-from oneshot.text.sources import iter_documents, iter_pairs, read_rows, whole_letters
+from oneshot.text.sources import iter_documents, iter_pairs, read_rows, size_of_records, whole_letters
 from oneshot.text.tokenizers import load_tokenizer, needs_conversion
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "padded",
     "read_rows",
     "shares",
+    "size_of_records",
     "special_tokens",
     "split_sources",
     "token_hash",

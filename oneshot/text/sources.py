@@ -143,6 +143,24 @@ def _text_pieces(path: Path) -> Iterator[str]:
         raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
 
 
+def size_of_records(path: Path) -> tuple[int, int]:
+    """Return the number of records of a file of JSON lines and the bytes of the longest; it holds one line at a time.
+
+    An array of objects counts as one record. Raises `CalibrationError` for a file that cannot be read.
+    """
+    _check_file(path)
+    number = longest = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if number == 0 and line.lstrip().startswith(b"["):
+                    return 1, path.stat().st_size
+                number, longest = number + 1, max(longest, len(line))
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
+    return number, longest
+
+
 def _json_rows(path: Path) -> list[dict[str, Any]]:
     """Read one object per line, or one array of objects."""
     rows: list[Any] = []

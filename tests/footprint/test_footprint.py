@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, cpu_machine
+from factories import MakeCheckpoint, MakeConfig, cpu_machine, topics
 from safetensors.torch import load_file, save_file
 
 from oneshot import Config, Footprint, MachineOptions, compress, predict
@@ -82,6 +82,35 @@ def test_no_run_takes_more_than_predicted(
     command = [sys.executable, "-c", MEASURE, json.dumps(runs)]
     found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path.cwd()).stdout
     for name, line in zip(MEASURED_RUNS, found.splitlines(), strict=True):
+        predicted, measured, stage = json.loads(line)
+        assert 0.6 < measured / predicted <= 1, f"{name}: {measured / predicted:.2f}, {stage}"
+
+
+ENCODER_RUNS: dict[str, dict[str, Any]] = {
+    "by a profile": {"form": "per-layer"},
+    "heads": {"form": "per-layer", "heads": "id", "allocation": "uniform"},
+    "hidden size": {"form": "per-layer", "recipe": "group-pca", "group_size": 1, "correction": "two-stream"},
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks of children are read from /proc")
+def test_no_run_of_an_encoder_takes_more_than_predicted(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Texts of many lengths, in a file whose size says nothing about the tokens of a document."""
+    folder = make_checkpoint(family="bert", model_class="BertModel", layers=3, **(MEASURED_MODEL | {"tied": False}))
+    lines = [line for line in topics().splitlines() if line.strip()]
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"text": line}) for line in lines * 4))
+    assert text.stat().st_size > 2**20
+    sizes = {"num_sequences": 128, "sequence_length": 64, "batch_size": 64, "calibration": str(text)}
+    runs = [
+        flat_options(make_config(folder, **(sizes | {"output": str(tmp_path / name)} | changes)))
+        for name, changes in ENCODER_RUNS.items()
+    ]
+    command = [sys.executable, "-c", MEASURE, json.dumps(runs)]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path.cwd()).stdout
+    for name, line in zip(ENCODER_RUNS, found.splitlines(), strict=True):
         predicted, measured, stage = json.loads(line)
         assert 0.6 < measured / predicted <= 1, f"{name}: {measured / predicted:.2f}, {stage}"
 
