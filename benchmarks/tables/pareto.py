@@ -81,12 +81,13 @@ def _cell(cell: str, row: Row) -> str:
 def _setting() -> str:
     """Return what the rows have in common, for captions."""
     rows = pareto_rows()
-    compressed = next((row for row in rows if row["series"] != "dense"), None)
-    text = f"compressed on {compressed['calibration_tokens']:,} tokens of {compressed['calibration']}; " * bool(
-        compressed
-    )
+    texts = {
+        f"compressed on {row['calibration_tokens']:,} tokens of {row['calibration']}; "
+        for row in rows[1:]
+        if row["asked"]
+    }
     version = rows[0]["llama_cpp"].removeprefix("version: ")
-    return f"{text}{rows[0]['model']}, llama.cpp {version}; {origin(rows)}"
+    return f"{''.join(sorted(texts))}{rows[0]['model']}, llama.cpp {version}; {origin(rows)}"
 
 
 def pareto_table() -> str:
