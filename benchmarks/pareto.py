@@ -219,6 +219,10 @@ def speed(files: Files, path: Path) -> dict[str, float]:
 
 def measure_speeds(files: Files, variants: list[Variant]) -> None:
     """Measure all files in turn, several times, with the dense F16 file before the files of every model."""
+    for variant in variants:
+        for kind in files.arguments.types:
+            if not files.path(variant, kind).exists():
+                files.make(variant, kind)
     dense: dict[Variant, list[dict[str, float]]] = {variant: [] for variant in variants}
     found: dict[tuple[Variant, str], list[dict[str, float]]] = {}
     for _ in range(files.arguments.rounds):
