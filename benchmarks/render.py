@@ -6,7 +6,7 @@ import sys
 from functools import partial
 
 from harness import ROOT, quality_rows, read_rows
-from plot import LAYERS, QUALITY, layers_svg, quality_svg
+from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
 from tables.claims import claims_table
 from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, sums_table
 from tables.hidden_size import hidden_error_table, hidden_size_table
@@ -15,6 +15,7 @@ from tables.kernels import kernels_table, pivot_quality_table, pivots_table
 from tables.minilm import minilm_table
 from tables.other_tools import broad_tools_table, narrow_tools_table, summary_table
 from tables.paired import paired_parts_table
+from tables.pareto import pareto_fallback_table, pareto_frontier_table, pareto_rows, pareto_speed_table, pareto_table
 from tables.quality import (
     combined_table,
     forms_table,
@@ -28,11 +29,9 @@ from tables.quantise import quantise_table
 from tables.runs import (
     faults_table,
     kills_table,
-    llama_cpp_table,
     memory_table,
     overhead_table,
     processes_table,
-    quantising_sentences,
 )
 from tables.tasks import written_table
 
@@ -59,7 +58,6 @@ TABLES = {
     "summary": (summary_table, "other_tools"),
     "broad_tools": (broad_tools_table, "other_tools"),
     "narrow_tools": (narrow_tools_table, "other_tools"),
-    "quantising": (quantising_sentences, "llama_cpp"),
     "quality": (quality_table, "quality"),
     "forms": (forms_table, "quality"),
     "tokens": (tokens_table, "quality"),
@@ -79,7 +77,10 @@ TABLES = {
     "faults": (faults_table, "faults"),
     "kills": (kills_table, "kills"),
     "processes": (processes_table, "processes"),
-    "llama_cpp": (llama_cpp_table, "llama_cpp"),
+    "pareto": (pareto_table, "pareto"),
+    "pareto_speed": (pareto_speed_table, "pareto"),
+    "pareto_fallback": (pareto_fallback_table, "pareto"),
+    "pareto_frontier": (pareto_frontier_table, "pareto"),
     "sketch_quality": (sketch_table, "sketch_quality"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),
@@ -121,11 +122,15 @@ def main() -> int:
         stale = stale or before != after
         if not check:
             document.write_text(after)
+    drawings = {}
     if rows := quality_rows():
-        for path, drawing in ((QUALITY, quality_svg(rows[0])), (LAYERS, layers_svg(rows))):
-            stale = stale or not path.exists() or path.read_text() != drawing
-            if not check:
-                path.write_text(drawing)
+        drawings |= {QUALITY: quality_svg(rows[0]), LAYERS: layers_svg(rows)}
+    if files := pareto_rows():
+        drawings |= {PARETO: pareto_svg(files)}
+    for path, drawing in drawings.items():
+        stale = stale or not path.exists() or path.read_text() != drawing
+        if not check:
+            path.write_text(drawing)
     return int(check and stale)
 
 

@@ -1,4 +1,4 @@
-"""Tables of what runs take and survive (time, memory, faults, processes), and of results in llama.cpp."""
+"""Tables of what runs take and survive: time, memory, faults, processes."""
 
 from statistics import fmean
 
@@ -112,47 +112,4 @@ def processes_table() -> str:
         ["text", "tokens", "processes", "same bytes as one", "one process", "so many processes"],
         lines,
         f"{rows[0]['model']}, from start to end of the command; {origin(rows)}.",
-    )
-
-
-def quantising_sentences() -> str:
-    """Return file size and perplexity of the quantised, the compressed and the quantised compressed model."""
-    dense, compressed = _llama_cpp_rows()
-    plain, small = "F32", "Q4_K_M"
-
-    def costs(row: Row, kind: str) -> str:
-        ratio = row["types"][kind]["perplexity"] / dense["types"][plain]["perplexity"]
-        return f"{row['types'][kind]['file_bytes'] / 1e6:.0f} MB at {ratio:.2f} × the perplexity"
-
-    whole = dense["types"][plain]["file_bytes"] / 1e6
-    removed = 1 - compressed["stored_parameters"] / dense["stored_parameters"]
-    return (
-        f"For example, {dense['model']} in llama.cpp: type {small} shrinks the file from {whole:.0f} MB ({plain}) to "
-        f"{costs(dense, small)}. Removing {removed:.0%} "
-        f"of the parameters gives {costs(compressed, plain)}. Both together give {costs(compressed, small)}. The "
-        f"compressed model was calibrated on {compressed['calibration_tokens']:,} tokens, a quarter of the default."
-    )
-
-
-def _llama_cpp_rows() -> tuple[Row, Row]:
-    """Return the newest rows of the dense and the compressed model."""
-    dense, compressed = sorted(latest(read_rows("llama_cpp"), "dense"), key=lambda row: not row["dense"])
-    return dense, compressed
-
-
-def llama_cpp_table() -> str:
-    """Perplexity and file size of the dense and the compressed model in llama.cpp, beside transformers."""
-    dense, compressed = _llama_cpp_rows()
-    lines = []
-    for row in (dense, compressed):
-        cells = [f"{found['perplexity']:.2f} ({found['file_bytes'] / 1e6:.0f} MB)" for found in row["types"].values()]
-        name = "dense" if row["dense"] else "compressed"
-        lines.append([name, f"{row['stored_parameters'] / 1e6:.1f} M", f"{row['transformers_perplexity']:.2f}", *cells])
-    return markdown(
-        ["model", "stored parameters", "transformers, fp32", *(f"llama.cpp, {kind}" for kind in dense["types"])],
-        lines,
-        f"Perplexity on the second halves of the first {dense['chunks']} chunks of {dense['context']} tokens of "
-        f"WikiText-2's test text, and file sizes; compressed on {compressed['calibration_tokens']:,} tokens of "
-        f"{compressed['calibration']}; {dense['model']}, llama.cpp {dense['llama_cpp'].removeprefix('version: ')}; "
-        f"{origin([dense, compressed])}.",
     )
