@@ -21,7 +21,10 @@ def pareto_rows() -> list[Row]:
     dense = [row for row in rows if row["series"] == "dense" and row["type"] == "F16"]
     if not dense:
         return []
-    speeds = {_key(row): _speeds(row) for row in read_rows("pareto_speed")}
+    rounds: dict[tuple[str, ...], list[Row]] = {}
+    for row in read_rows("pareto_speed"):
+        rounds.setdefault(_key(row), []).append(row)
+    speeds = {key: _speeds(found) for key, found in rounds.items()}
     judged = [row for row in rows if all(row[name] == dense[0][name] for name in ("windows", "context", "texts"))]
     judged = [
         row | {"score": score(row["perplexity"], dense[0]["perplexity"])["score"]} | speeds.get(_key(row), {})
@@ -36,12 +39,12 @@ def _key(row: Row) -> tuple[str, ...]:
     return tuple(str(row[name]) for name in KEYS)
 
 
-def _speeds(row: Row) -> Row:
-    """Return medians of tokens per second, and of their ratios to the dense F16 file of the same round."""
+def _speeds(rounds: list[Row]) -> Row:
+    """Return medians of tokens per second, and of their ratios to the dense F16 file just before."""
     found: Row = {}
     for name in ("prefill", "decode"):
-        pairs = [(one[name], dense[name]) for one, dense in zip(row["rounds"], row["dense_rounds"], strict=True)]
-        found |= {name: median(own for own, _ in pairs), f"{name}_ratio": median(own / dense for own, dense in pairs)}
+        found[name] = median(row[name] for row in rounds)
+        found[f"{name}_ratio"] = median(row[name] / row["dense"][name] for row in rounds)
     return found
 
 
@@ -107,11 +110,11 @@ def pareto_speed_table() -> str:
     measured = read_rows("pareto_speed")
     if not measured:
         return "Not measured yet."
-    newest = measured[-1]
+    newest, dense = measured[-1], [row for row in measured if _key(row) == _key(rows[0])]
     return _matrix(
         "{prefill_ratio:.2f} · {decode_ratio:.2f}",
         f"Speed of prefill ({newest['prefill_tokens']} tokens) · of decoding ({newest['decode_tokens']} tokens) by "
-        f"llama-bench, ÷ the dense F16 file's in the same round; medians of {len(newest['rounds'])} rounds. The dense "
+        f"llama-bench, ÷ the dense F16 file's just before; medians of {len(dense)} rounds. The dense "
         f"F16 file has {rows[0].get('prefill', 0):,.0f} and {rows[0].get('decode', 0):,.0f} tokens/s; "
         f"{origin(measured)}.",
     )
