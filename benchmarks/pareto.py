@@ -2,7 +2,8 @@
 
 `pareto.py quality` writes the missing files of every model into `--folder` and adds one row for each file to
 `pareto.jsonl`. `pareto.py speed` measures these files with llama-bench and adds one row for each to
-`pareto_speed.jsonl`. A file with a row is not judged again, so an interrupted call continues. Needs a source tree of
+`pareto_speed.jsonl`; call it several times on a quiet machine, the tables have the medians. A file with a row of
+`quality` is not judged again, so an interrupted call continues. Needs a source tree of
 llama.cpp with its programs in `build/bin`, and what its converter imports (`pip install sentencepiece`).
 """
 
@@ -218,23 +219,18 @@ def speed(files: Files, path: Path) -> dict[str, float]:
 
 
 def measure_speeds(files: Files, variants: list[Variant]) -> None:
-    """Measure all files in turn, several times, with the dense F16 file before the files of every model."""
+    """Measure every file once, with the dense F16 file before the files of every model."""
     for variant in variants:
         for kind in files.arguments.types:
             if not files.path(variant, kind).exists():
                 files.make(variant, kind)
-    dense: dict[Variant, list[dict[str, float]]] = {variant: [] for variant in variants}
-    found: dict[tuple[Variant, str], list[dict[str, float]]] = {}
-    for _ in range(files.arguments.rounds):
-        for variant in variants:
-            dense[variant].append(speed(files, files.path(DENSE, "F16")))
-            for kind in files.arguments.types:
-                found.setdefault((variant, kind), []).append(speed(files, files.path(variant, kind)))
     version = run([files.program("llama-perplexity"), "--version"]).splitlines()[0]
-    for (variant, kind), rounds in found.items():
-        row = provenance(model="SmolLM2-135M-Instruct", llama_cpp=version) | variant.record | {"type": kind}
-        row |= {"prefill_tokens": PREFILL, "decode_tokens": DECODE, "rounds": rounds, "dense_rounds": dense[variant]}
-        append_row("pareto_speed", row | {"threads": files.arguments.threads})
+    for variant in variants:
+        dense = speed(files, files.path(DENSE, "F16"))
+        for kind in files.arguments.types:
+            row = provenance(model="SmolLM2-135M-Instruct", llama_cpp=version) | variant.record | {"type": kind}
+            row |= {"prefill_tokens": PREFILL, "decode_tokens": DECODE, "dense": dense}
+            append_row("pareto_speed", row | speed(files, files.path(variant, kind)))
 
 
 def main() -> None:
@@ -247,7 +243,6 @@ def main() -> None:
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
     options.add_argument("--windows", type=int, default=2, help=f"windows of {CONTEXT} tokens of every text")
-    options.add_argument("--rounds", type=int, default=3)
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     files = Files(arguments)

@@ -21,7 +21,7 @@ def pareto_rows() -> list[Row]:
     dense = [row for row in rows if row["series"] == "dense" and row["type"] == "F16"]
     if not dense:
         return []
-    speeds = {_key(row): _speeds(row) for row in read_rows("pareto_speed")}
+    speeds = _speeds(read_rows("pareto_speed"))
     judged = [row for row in rows if all(row[name] == dense[0][name] for name in ("windows", "context", "texts"))]
     judged = [
         row | {"score": score(row["perplexity"], dense[0]["perplexity"])["score"]} | speeds.get(_key(row), {})
@@ -36,12 +36,19 @@ def _key(row: Row) -> tuple[str, ...]:
     return tuple(str(row[name]) for name in KEYS)
 
 
-def _speeds(row: Row) -> Row:
-    """Return medians of tokens per second, and of their ratios to the dense F16 file of the same round."""
-    found: Row = {}
+def _speeds(rows: list[Row]) -> dict[tuple[str, ...], Row]:
+    """Return each file's medians of tokens per second, and their ratios to the dense F16 file's median."""
+    rounds: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        rounds.setdefault(_key(row), []).append(row)
+    found: dict[tuple[str, ...], Row] = {key: {} for key in rounds}
     for name in ("prefill", "decode"):
-        pairs = [(one[name], dense[name]) for one, dense in zip(row["rounds"], row["dense_rounds"], strict=True)]
-        found |= {name: median(own for own, _ in pairs), f"{name}_ratio": median(own / dense for own, dense in pairs)}
+        dense = median(row["dense"][name] for row in rows) if rows else 1.0
+        for key, measured in rounds.items():
+            found[key][name] = median(row[name] for row in measured)
+            found[key][f"{name}_ratio"] = found[key][name] / dense
+            if key == ("dense", "0.0", "F16"):
+                found[key] |= {name: dense, f"{name}_ratio": 1.0}
     return found
 
 
@@ -107,11 +114,11 @@ def pareto_speed_table() -> str:
     measured = read_rows("pareto_speed")
     if not measured:
         return "Not measured yet."
-    newest = measured[-1]
+    newest, dense = measured[-1], [row for row in measured if _key(row) == _key(rows[0])]
     return _matrix(
         "{prefill_ratio:.2f} · {decode_ratio:.2f}",
         f"Speed of prefill ({newest['prefill_tokens']} tokens) · of decoding ({newest['decode_tokens']} tokens) by "
-        f"llama-bench, ÷ the dense F16 file's in the same round; medians of {len(newest['rounds'])} rounds. The dense "
+        f"llama-bench, ÷ the dense F16 file's; medians of {len(dense)} rounds. The dense "
         f"F16 file has {rows[0].get('prefill', 0):,.0f} and {rows[0].get('decode', 0):,.0f} tokens/s; "
         f"{origin(measured)}.",
     )
