@@ -127,6 +127,12 @@ def pivoted(rows: int, columns: int, rank: int) -> int:
     return rank * (rows + columns - rank)
 
 
+def saved_by_rank(weight: torch.Tensor, rank: int) -> int:
+    """Return how many numbers fewer a weight of a rank is stored in."""
+    rows, columns = weight.shape
+    return weight.numel() - pivoted(rows, columns, rank)
+
+
 def probes_of_layer(
     model: Model, builder: LayerBuilder, number: int, tensors: Tensors, sums: Sums, x: torch.Tensor
 ) -> Iterator[Probe]:
@@ -174,32 +180,25 @@ def probes_of_layer(
         yield Probe("linear map", number, rank, saved, with_map(torch.cat((reduced, constant.unsqueeze(0)))))
 
     for rank in OUTPUT_RANKS:
-        saved = out.numel() - pivoted(*out.shape, rank)
+        saved = saved_by_rank(out, rank)
         yield Probe("rank of o", number, rank, saved, with_linear(mixer.out, low_rank(out, gram, rank)))
     values = projections[mixer.v]
     per_head = out.double().view(width, groups, -1, size)
     metric = torch.block_diag(*torch.einsum("dgah,dgai->ghi", per_head, per_head))
     for rank in VALUE_RANKS:
         reduced = low_rank(values, sums.mapped[:-1, :-1], rank, metric)
-        saved = values.numel() - pivoted(*values.shape, rank)
+        saved = saved_by_rank(values, rank)
         yield Probe("rank of v", number, rank, saved, with_linear(mixer.v, reduced))
     stacked = torch.cat((projections[mixer.q], projections[mixer.k]))
-    metric = (
-        torch.cat(
-            (
-                pair_energies(sums.keys, size).repeat_interleave(len(sums.queries) // groups, 0),
-                pair_energies(sums.queries, size).unflatten(0, (groups, -1)).sum(1),
-            )
-        )
-        .flatten()
-        .diag()
-    )
+    of_queries = pair_energies(sums.keys, size).repeat_interleave(len(sums.queries) // groups, 0)
+    of_keys = pair_energies(sums.queries, size).unflatten(0, (groups, -1)).sum(1)
+    metric = torch.cat((of_queries, of_keys)).flatten().diag()
     for rank in QUERY_KEY_RANKS:
         query, key = low_rank(stacked, sums.mapped[:-1, :-1], rank, metric).split(
             (len(projections[mixer.q]), len(projections[mixer.k]))
         )
         changed = {f"{mixer.q}.weight": query.float(), f"{mixer.k}.weight": key.float()}
-        saved = stacked.numel() - pivoted(*stacked.shape, rank)
+        saved = saved_by_rank(stacked, rank)
         yield Probe("rank of q and k", number, rank, saved, builder.layer(tensors | changed).run_all(x))
 
     down = tensors[f"{stack.ffn.down}.weight"]
@@ -207,9 +206,9 @@ def probes_of_layer(
     for kept in WIDTHS:
         columns = order[:kept].sort().values
         factors = correct(down, columns, sums.neurons, correction="same-layer", damping=DAMPING)
-        reduced = builder.layer(fold_sublayer(tensors, stack.sublayers[ffn], shape, factors))
+        narrower = builder.layer(fold_sublayer(tensors, stack.sublayers[ffn], shape, factors))
         saved = 3 * width * (shape.intermediate_size - kept)
-        yield Probe("FFN neurons", number, kept, saved, reduced.run_all(x))
+        yield Probe("FFN neurons", number, kept, saved, narrower.run_all(x))
 
 
 @torch.inference_mode()

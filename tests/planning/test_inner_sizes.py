@@ -124,8 +124,8 @@ def value_maps(rows: np.ndarray, weight: np.ndarray, size: int) -> tuple[np.ndar
         heads = range(group * PER_GROUP, (group + 1) * PER_GROUP)
         pooled = np.concatenate([rows[:, SIZE * head : SIZE * (head + 1)] for head in heads])
         outputs = np.concatenate([weight[:, SIZE * head : SIZE * (head + 1)] for head in heads])
-        left = np.linalg.qr(pooled, mode="r")  # pooled = Q left, and outputs likewise
-        u, values, _ = np.linalg.svd(left @ np.linalg.qr(outputs, mode="r").T)
+        left, right = (scipy.linalg.qr(matrix, mode="r")[0][:SIZE] for matrix in (pooled, outputs))
+        u, values, _ = np.linalg.svd(left @ right.T)  # of pooled @ outputs.T
         best = np.linalg.solve(left, u[:, :size]) @ u[:, :size].T @ left
         maps += [best] * PER_GROUP
         energies.append(values**2)
