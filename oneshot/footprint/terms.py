@@ -72,7 +72,7 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
     kept_by_heap = tokens * itemsize * hidden < HEAP_BLOCK_BYTES
     passed = attention + ffn if kept_by_heap else max(attention, ffn)
     streams += itemsize * hidden * (shape.num_decoder_layers > 0)  # the memory
-    needed = tokens * (streams + passed) + positions
+    needed: float = tokens * (streams + passed) + positions
     if not shape.causal and not work.on_cuda:
         needed += GAPS_OF_ACTIVATIONS * tokens * (streams + passed) + GAPS_OF_TEXT * sum(work.store_bytes)
     return Term(needed, computed=True, knobs=BATCH)
