@@ -23,7 +23,7 @@ from harness import KINDS, Row, add_text_options, append_row, kind_text, parser,
 from oneshot import Config, compress_sizes, profile
 from oneshot.checkpoint import locate_checkpoint
 
-TYPES = ("F16", "Q8_0", "Q6_K", "Q4_K_M", "Q3_K_M", "Q2_K")
+TYPES = ("F16", "Q8_0", "Q6_K", "Q4_K_M", "Q3_K_M", "Q2_K", "Q4_0-pure")
 CONTEXT = 1024  # tokens of a window; llama-perplexity scores its second half
 SERIES = {"stock": ("stock", 64), "per-layer": ("gguf", 64), "per-layer, widths × 256": ("gguf", 256)}
 PREFILL, DECODE = 512, 64  # tokens that llama-bench reads and writes
@@ -116,7 +116,9 @@ class Files:
         plain = self.path(variant, "F16")
         if not plain.exists():
             self._make_plain(variant, plain)
-        printed = run([self.program("llama-quantize"), plain, path, kind, self.arguments.threads])
+        name, _, pure = kind.partition("-")  # without "pure", llama-quantize gives some tensors a larger type
+        flags = ["--pure"] if pure else []
+        printed = run([self.program("llama-quantize"), *flags, plain, path, name, self.arguments.threads])
         fallbacks = re.search(r"WARNING: (\d+) of \d+ tensor\(s\) required fallback", printed)
         return 0 if fallbacks is None else int(fallbacks[1])
 

@@ -15,7 +15,7 @@ from tables.pareto import by_model, frontier, pareto_rows
 
 QUALITY, LAYERS, PARETO = RESULTS / "quality.svg", RESULTS / "layers.svg", RESULTS / "pareto.svg"
 SIZE_COLOURS = {0.0: "0.15", 0.1: "tab:blue", 0.2: "tab:orange", 0.3: "tab:red"}
-TYPE_MARKERS = {"F16": "o", "Q8_0": "s", "Q6_K": "D", "Q4_K_M": "^", "Q3_K_M": "v", "Q2_K": "X"}
+TYPE_MARKERS = {"F16": "o", "Q8_0": "s", "Q6_K": "D", "Q4_K_M": "^", "Q3_K_M": "v", "Q2_K": "X", "Q4_0-pure": "*"}
 
 
 @contextmanager
