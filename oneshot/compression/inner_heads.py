@@ -253,5 +253,6 @@ def query_key_errors(query_grams: torch.Tensor, key_grams: torch.Tensor, *, rota
 
 def _left_over(energies: torch.Tensor) -> torch.Tensor:
     """Return the share of the energies `(n,)` after the first k, for every k, float64 `(n + 1,)` on the host."""
-    beyond = torch.cat((energies.flip(0).cumsum(0).flip(0), energies.new_zeros(1)))
-    return (beyond / beyond[0].clamp_min(torch.finfo(torch.float64).tiny)).cpu()
+    on_host = energies.cpu()  # a cumulative sum on CUDA is not deterministic
+    beyond = torch.cat((on_host.flip(0).cumsum(0).flip(0), on_host.new_zeros(1)))
+    return beyond / beyond[0].clamp_min(torch.finfo(torch.float64).tiny)

@@ -362,7 +362,7 @@ def test_per_layer_sizes_are_the_best_of_all(seed: int, share: float, unit: Any)
     target = dense - share * shape.stack().all_layer_parameters()
     heads = [(2, 2), (4, 2)] if unit == "query-head" else [(2, 1), (4, 2)]
     layers = [LayerPlan(width, *each) for width in (4, 8, 12) for each in heads]
-    ranks = [1, 2, 3, 4, 8]  # fewer parameters than 10 rows of 8
+    ranks = [1, 2, 3, 4, 5, 8]  # fewer parameters than 10 rows of 8
     tables = [(8,) * 6 + pair for pair in itertools.product(ranks, ranks)]
     embeddings = [tuple(TableShape(10, rank) for rank in each) for each in tables]
     plans = [
