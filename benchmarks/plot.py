@@ -106,10 +106,9 @@ def pareto_svg(rows: list[Row]) -> str:
             axes.grid(alpha=0.3, which="both")
         panels[0].set_ylabel("perplexity ÷ dense F16's, geometric mean over five texts")
         panels[0].legend(fontsize="small")
-        for kind, marker in TYPE_MARKERS.items():
-            panels[1].plot([], [], marker, color="0.5", label=kind)
-        panels[1].plot([], [], color="tab:green", lw=7, alpha=0.25, label="no file beats these")
-        panels[1].legend(fontsize="small")
+        keys = [panels[1].plot([], [], marker, color="0.5", label=kind)[0] for kind, marker in TYPE_MARKERS.items()]
+        keys += panels[1].plot([], [], color="tab:green", lw=7, alpha=0.25, label="no file beats these")
+        panels[1].legend(handles=keys, fontsize="x-small", loc="upper left")
         panels[1].set_title(f"{rows[0]['model']} in llama.cpp (lower is better; left: smaller, right: faster)")
     return file.getvalue()
 

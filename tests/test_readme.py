@@ -23,7 +23,7 @@ DOCUMENTS = [
 ]
 FOREIGN = {
     *("--model", "--model_args", "--multi_gpu", "--num_processes", "--nproc-per-node"),  # lm_eval, accelerate, torchrun
-    *("--outtype", "--outfile"),  # llama.cpp
+    *("--outtype", "--outfile", "--pure"),  # llama.cpp
     *("--enforce-eager", "--model-impl", "--trust-remote-code"),  # vLLM
     *("--tiny", "--bundle", "--card-gib", "--host-gib"),  # scripts in benchmarks/
 }

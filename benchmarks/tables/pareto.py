@@ -37,7 +37,7 @@ def _key(row: Row) -> tuple[str, ...]:
 
 
 def _speeds(rows: list[Row]) -> dict[tuple[str, ...], Row]:
-    """Return each file's medians of tokens per second, and their ratios to the dense F16 file's median."""
+    """Return each file's medians of tokens per second, and of their ratios to the dense F16 file just before."""
     rounds: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         rounds.setdefault(_key(row), []).append(row)
@@ -46,7 +46,7 @@ def _speeds(rows: list[Row]) -> dict[tuple[str, ...], Row]:
         dense = median(row["dense"][name] for row in rows) if rows else 1.0
         for key, measured in rounds.items():
             found[key][name] = median(row[name] for row in measured)
-            found[key][f"{name}_ratio"] = found[key][name] / dense
+            found[key][f"{name}_ratio"] = median(row[name] / row["dense"][name] for row in measured)
             if key == ("dense", "0.0", "F16"):
                 found[key] |= {name: dense, f"{name}_ratio": 1.0}
     return found
