@@ -70,7 +70,9 @@ def add_machine(parser: argparse.ArgumentParser) -> Any:
 
 def add_output_form(group: Any) -> None:
     """Add how weights are written."""
-    group.add_argument("--save-dtype", choices=get_args(SaveDtype), default="keep", help="of the stored weights")
+    dtypes = get_args(SaveDtype)
+    shown = f"of the stored weights: {', '.join(dtypes)}"
+    group.add_argument("--save-dtype", choices=dtypes, default="keep", metavar="DTYPE", help=shown)
     group.add_argument("--max-shard-size", help="of one weight file, such as 2GB (default: 5GB)")
     group.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     group.add_argument("--resume", action="store_true", help="continue an interrupted run if there is one")
