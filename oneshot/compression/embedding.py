@@ -12,6 +12,7 @@ That is r² numbers less, and nothing is lost.
 from collections.abc import Iterable
 
 import torch
+from oneshot_kernels import suffix_sums
 
 from oneshot.compression.fold import PANEL_ROWS, times
 from oneshot.families import TableShape
@@ -41,7 +42,7 @@ def range_errors(
     errors = torch.zeros(len(ranges), width + 1, dtype=torch.float64)
     for index, part in enumerate(ranges):
         _, energies = _decompose(embedding[part], probabilities[part], root)
-        errors[index, :-1] = energies.cpu().flip(0).cumsum(0).flip(0)  # not deterministic on CUDA
+        errors[index] = suffix_sums(energies.cpu())
     errors /= errors[:, 0].sum().clamp_min(torch.finfo(errors.dtype).tiny)  # the rows may all be zero
     for token in whole:
         errors[token // ranges[0].stop, :-1] = torch.inf

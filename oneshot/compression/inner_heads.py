@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from oneshot_kernels import suffix_sums
 
 from oneshot.compression.statistics import HeadGramAccumulator
 from oneshot.families import Attention, ModelShape
@@ -253,6 +254,5 @@ def query_key_errors(query_grams: torch.Tensor, key_grams: torch.Tensor, *, rota
 
 def _left_over(energies: torch.Tensor) -> torch.Tensor:
     """Return the share of the energies `(n,)` after the first k, for every k, float64 `(n + 1,)` on the host."""
-    on_host = energies.cpu()  # a cumulative sum on CUDA is not deterministic
-    beyond = torch.cat((on_host.flip(0).cumsum(0).flip(0), on_host.new_zeros(1)))
+    beyond = suffix_sums(energies.cpu())
     return beyond / beyond[0].clamp_min(torch.finfo(torch.float64).tiny)

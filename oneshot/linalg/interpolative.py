@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from oneshot_kernels import pivoted_qr
+from oneshot_kernels import pivoted_qr, suffix_sums
 
 from oneshot.linalg.psd import RidgeFactor
 
@@ -97,9 +97,8 @@ def nested_errors(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     # summed on the host, because a sum of one row on CUDA is not deterministic
     energies = (factor @ weight.double().T).square().sum(1).cpu()
-    missed = energies.flip(0).cumsum(0).flip(0)
-    total = missed[0].clamp_min(torch.finfo(missed.dtype).tiny)
-    return torch.cat((missed / total, missed.new_zeros(1)))
+    missed = suffix_sums(energies)
+    return missed / missed[0].clamp_min(torch.finfo(missed.dtype).tiny)
 
 
 def trailing_norms(factor: torch.Tensor, column_weights: torch.Tensor) -> torch.Tensor:
@@ -113,4 +112,4 @@ def trailing_norms(factor: torch.Tensor, column_weights: torch.Tensor) -> torch.
     """
     weights = column_weights.double()
     energies = torch.cat([(rows * weights).square().sum(1) for rows in factor.split(PANEL_ROWS)]).cpu()
-    return torch.cat((energies.flip(0).cumsum(0).flip(0).sqrt(), energies.new_zeros(1)))
+    return suffix_sums(energies).sqrt()
