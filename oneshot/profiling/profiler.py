@@ -141,7 +141,7 @@ class LayerProfiler:
                 self._profile_heads(layer, tensors, dense, heads)
             if heads is not None and "inner" in self._probed:
                 self._profile_values(layer, tensors, heads)
-            if scores is not None:
+            if scores:
                 self._profile_scores(layer, tensors, *scores)
         if workers.owns(self._stack.position(layer, ffn)):
             release_heap()
@@ -163,10 +163,10 @@ class LayerProfiler:
         inner_errors = torch.stack(self._query_key_errors), torch.stack(self._value_errors)
         fluctuation = torch.stack(self._fluctuation)
         measured = (ffn_errors, head_errors, ffn_tails, head_tails, *inner_errors, fluctuation, *by_kind.values())
-        for values in measured:  # zeros from all but the owner
-            total = values.to(self._machine.device)
-            self._machine.workers.sum_(total)
-            values.copy_(total)
+        together = torch.cat([values.flatten() for values in measured]).to(self._machine.device)
+        self._machine.workers.sum_(together)  # zeros from all but the owner
+        for values, total in zip(measured, together.cpu().split([one.numel() for one in measured]), strict=True):
+            values.copy_(total.view_as(values))
         return Profile(
             ffn_errors=ffn_errors,
             head_errors=head_errors,
@@ -200,21 +200,19 @@ class LayerProfiler:
                 totals[index] += output.divergence(dense, probe.states[sequence]).double().mean()
         return [max(0.0, total / len(self._dense)) for total in totals.tolist()]
 
-    def _statistics(
-        self, tensors: Tensors, dense: Layer
-    ) -> tuple[Statistics | None, Statistics, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Sum statistics of what both writers read and of queries and keys, and move the stream on.
+    def _statistics(self, tensors: Tensors, dense: Layer) -> tuple[Statistics | None, Statistics, list[torch.Tensor]]:
+        """Sum statistics of what both writers read and Grams of queries and keys, and move the stream on.
 
-        None for heads that are not profiled, and for queries and keys that are not or that cannot shrink.
+        None for heads that are not profiled; no Grams for queries and keys that are not or that cannot shrink.
         """
         shape, machine, stack = self._shape, self._machine, self._stack
         attention, ffn = (stack.index_of(kind) for kind in ("heads", "ffn"))
         probes_heads = not {"heads", "inner"}.isdisjoint(self._probed)
         of_heads = self._accumulator(tensors, stack.sublayers[attention]) if probes_heads else None
-        queries = HeadGramAccumulator(shape.num_attention_heads, shape.head_dim, device=machine.device)
-        keys = HeadGramAccumulator(shape.num_key_value_heads, shape.head_dim, device=machine.device)
-        scores_shrink = self._model.family.reason_against("queries and keys") is None
-        probes_scores = "inner" in self._probed and scores_shrink
+        of_scores: list[HeadGramAccumulator] = []
+        if "inner" in self._probed and self._model.family.reason_against("queries and keys") is None:
+            counts = shape.num_attention_heads, shape.num_key_value_heads
+            of_scores = [HeadGramAccumulator(count, shape.head_dim, device=machine.device) for count in counts]
         of_neurons = self._accumulator(tensors, stack.sublayers[ffn])
         moments = MomentAccumulator(shape.intermediate_size, device=machine.device)
         cosines, rows = torch.zeros((), dtype=torch.float64, device=machine.device), 0
@@ -227,10 +225,9 @@ class LayerProfiler:
             moved = dense.leave(ffn, attended + dense.write(ffn, neurons).view_as(x))
             if of_heads is not None:
                 of_heads.update_(with_constant_column(heads) if shape.output_bias else heads)
-            if probes_scores:
-                query, key = dense.queries_keys(attention, x)
-                queries.update_(query)
-                keys.update_(key)
+            if of_scores:
+                for grams, projected in zip(of_scores, dense.queries_keys(attention, x), strict=True):
+                    grams.update_(projected)
             of_neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
             moments.update_(neurons)
             cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
@@ -243,7 +240,7 @@ class LayerProfiler:
         machine.workers.sum_(totals)
         self._influence.append(1 - float(totals[0] / totals[1]))
         neurons = replace(of_neurons.finish(workers=machine.workers), moments=moments.finish(machine.workers))
-        scores = (queries.finish(machine.workers), keys.finish(machine.workers)) if probes_scores else None
+        scores = [grams.finish(machine.workers) for grams in of_scores]
         return None if of_heads is None else of_heads.finish(workers=machine.workers), neurons, scores
 
     def _accumulator(self, tensors: Tensors, sublayer: Sublayer) -> GramAccumulator:
