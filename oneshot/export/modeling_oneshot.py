@@ -186,7 +186,7 @@ class OneshotCoordinates(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `(…, rank)` -> `(…, width)`."""
         every = torch.cat((rows, nn.functional.linear(rows, self.weight)), dim=-1)
-        return every[..., self.columns.argsort()]
+        return torch.empty_like(every).index_copy(-1, self.columns, every)
 
     def transposed(self, states: torch.Tensor) -> torch.Tensor:
         """States `(…, width)` -> `(…, rank)`: what the head multiplies with rows instead of the states."""

@@ -9,10 +9,10 @@ import torch
 
 from oneshot.checkpoint import Checkpoint
 from oneshot.config import SaveDtype
+from oneshot.export.gguf_tensors import BLOCK, BLOCK_BYTES
 
 logger = logging.getLogger(__name__)
 
-Q8_0_BYTES = 34 / 32  # a block of 32 values
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Tensors = dict[str, torch.Tensor]
@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 def expected_bytes(save_dtype: SaveDtype, checkpoint: Checkpoint, parameters: int) -> int:
     """Return the bytes of weight files with so many parameters, without their headers."""
     if save_dtype == "q8_0":
-        return round(parameters * Q8_0_BYTES)
+        return round(parameters * BLOCK_BYTES / BLOCK)
     if save_dtype in SAVED_DTYPES:
         return parameters * SAVED_DTYPES[save_dtype].itemsize
     return round(checkpoint.num_bytes * parameters / checkpoint.num_parameters)

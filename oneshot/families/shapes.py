@@ -70,8 +70,8 @@ class LayerShape:
 class TableShape:
     """State the rows and the rank of a range of the vocabulary.
 
-    Below the full width the table has the range's rows at `rank` of the coordinates. A matrix makes the others of them,
-    and the coordinates' numbers are stored, too.
+    Below the full width the table has the range's rows at `rank` of the coordinates. A matrix makes the others of them.
+    The coordinates' numbers are also stored.
     """
 
     rows: int

@@ -110,8 +110,8 @@ def _head_sizes(shape: ModelShape, head_unit: str) -> list[Sizes]:
 def _inner_sizes(grid: Grid) -> list[Sizes]:
     """Return the sizes of queries and keys with those of values, in steps down to half; one that is not given is whole.
 
-    Below half a profile's sensitivities no longer hold (docs/experiments.md). Rotary pairs stay whole, and so do the
-    queries and keys of a family that cannot have smaller ones.
+    A profile measures sensitivities at three quarters, and they were not checked below half. Rotary pairs stay
+    whole, and so do the queries and keys of a family that cannot have smaller ones.
     """
     size = grid.shape.head_dim
     step = default_round_to(size)
