@@ -5,7 +5,6 @@
 A row goes to `results/before_after.jsonl`. CPU seconds, because other work on the machine does not change them much.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -14,11 +13,10 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from harness import ROOT, append_row, parser, provenance, smollm2_gguf
+from harness import ROOT, append_row, parser, provenance, read_report, smollm2_gguf
 
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.evaluation import load_model, load_windows, perplexity
-from oneshot.report.card import REPORT_NAME
 from oneshot.text import load_tokenizer
 
 
@@ -31,7 +29,7 @@ def run(tree: Path, checkpoint: Path, output: Path, arguments: list[str]) -> tup
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"{tree}: the compression failed")
-    report = json.loads((output / REPORT_NAME).read_text())
+    report = read_report(output)
     return usage.ru_utime + usage.ru_stime, max(layer["peak_bytes"] for layer in report["layers"])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from harness import (
+    FFN_CLAIMS,
     add_compression_options,
     append_row,
     judge,
@@ -36,14 +37,7 @@ OWN_SIZES = {"sparsity": 0.2, "form": "per-layer", "embedding": "none"}
 
 # What is measured: a group of comparable variants, a name, and options of `Config.of`.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "ffn/two-stream": NARROW,
-    "ffn/same-layer": NARROW | {"correction": "same-layer"},
-    "ffn/none": NARROW | {"correction": "none"},
-    "ffn/two-stream-whole-residual": NARROW | {"residual_weight": 1.0},
-    "ffn/stat-target": NARROW | {"residual_weight": 1.0, "residual_target": "sublayer", "damping": 1e-6},
-    "ffn/tcsp-score": NARROW | {"ffn": "tcsp-score", "correction": "none"},
-    "ffn/tcsp-score-corrected": NARROW | {"ffn": "tcsp-score"},
-    "ffn/grouped-sketch": NARROW | {"pivoting": "grouped", "sketch": "count"},
+    **{f"ffn/{name}": NARROW | changes for name, changes in FFN_CLAIMS.items()},
     "inner/values-48": WHOLE_FFN | {"value_size": 48},
     "inner/queries-and-keys-48": WHOLE_FFN | {"query_key_size": 48},
     "inner/neurons": OWN_SIZES | {"sparsity": None, "parameters": EQUAL_SIZE, "allocation": "uniform", "round_to": 1},

@@ -40,7 +40,7 @@ def paired_difference(differences: np.ndarray) -> Difference:
     Windows and seeds are both random effects, each crossed with the other, because one seed moves all windows together
     and one window is hard for all seeds. The variance of the mean is estimated from the mean squares of the two-way
     analysis of variance, and its degrees of freedom as in Satterthwaite (1946), Biometrics Bulletin 2, equation 17.
-    A mean square below that of the rest counts as the rest, so no component is negative. With one seed this is
+    A mean square below the residual's counts as the residual's, so no component is negative. With one seed this is
     the paired t-test over the windows.
 
     Args:

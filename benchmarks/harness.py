@@ -23,6 +23,7 @@ from oneshot.config import FormName
 from oneshot.evaluation import TextScore, load_model, load_windows, relative_score, score_windows
 from oneshot.evaluation.comparison import text_record
 from oneshot.export import stated_shape
+from oneshot.report.card import REPORT_NAME
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,6 +47,21 @@ RENAMED = {
 
 # (name, tokens) of the text that the default recipe is shown with
 USUAL_CALIBRATIONS = (("general.jsonl", 131072), ("general.jsonl+self", 131072))
+
+
+# Changes of a method that reduces FFN neurons, whose effects the papers claim (`claims.py`, `minilm.py`).
+FFN_CLAIMS: dict[str, dict[str, Any]] = {
+    "two-stream": {},
+    "same-layer": {"correction": "same-layer"},
+    "none": {"correction": "none"},
+    "two-stream-whole-residual": {"residual_weight": 1.0},
+    "stat-target": {"residual_weight": 1.0, "residual_target": "sublayer", "damping": 1e-6},
+    "unweighted-pivots": {"pivot_weights": "none", "correction": "none"},
+    "random": {"ffn": "random"},
+    "tcsp-score": {"ffn": "tcsp-score", "correction": "none"},
+    "tcsp-score-corrected": {"ffn": "tcsp-score"},
+    "grouped-sketch": {"pivoting": "grouped", "sketch": "count"},
+}
 
 
 def smollm2_gguf() -> Path:
@@ -250,7 +266,7 @@ def judge(report: Report, windows: dict[str, torch.Tensor], dense: Path) -> dict
     scores = text_scores(output, windows, baseline=dense)
     measures = ("top1_agreement", "kl_divergence")
     likeness = {measure: {name: getattr(one, measure) for name, one in scores.items()} for measure in measures}
-    return sizes | calibration_record(report) | losses(scores) | likeness
+    return sizes | calibration_record(report.to_dict()) | losses(scores) | likeness
 
 
 def text_scores(
@@ -282,11 +298,17 @@ def flops_ratio(folder: Path, dense: Path, length: int) -> float:
     return operations(folder) / operations(dense)
 
 
-def calibration_record(report: Report) -> dict[str, Any]:
-    """What a row says of the text that a compressed model was calibrated on."""
-    calibration = report.calibration or {}
+def read_report(folder: Path) -> Row:
+    """Read the report beside a compressed model."""
+    report: Row = json.loads((folder / REPORT_NAME).read_text())
+    return report
+
+
+def calibration_record(report: Row) -> Row:
+    """A row's record of the text that a compressed model was calibrated on, from the model's report."""
+    calibration = report["calibration"] or {}
     return {
-        "calibration": Path(report.config["text"]["calibration"]).name,
+        "calibration": Path(report["config"]["text"]["calibration"]).name,
         "calibration_tokens": calibration.get("num_tokens"),
         "calibration_hash": calibration.get("token_hash"),
     }

@@ -1,4 +1,4 @@
-"""What parts of one layer's attention cost if they alone are reduced, in nats per million parameters saved.
+"""The cost of parts of one layer's attention if they alone are reduced, in nats per million parameters saved.
 
 Every reduction is computed from the statistics of `--num-sequences` sequences and judged on `--probe-sequences` others:
 the KL divergence of the model's output from the dense one's. All other layers stay dense, as in a profile. FFN neurons
@@ -18,6 +18,7 @@ from oneshot.compression.correction import correct
 from oneshot.compression.fold import fold_sublayer
 from oneshot.compression.inner_heads import InnerMaps, fold_inner, query_key_subspaces, value_subspaces
 from oneshot.compression.statistics import GramAccumulator, HeadGramAccumulator, Statistics
+from oneshot.linalg.low_rank import roots
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.machine import Machine
@@ -57,7 +58,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Sums:
-    """What the reductions of a layer need: sums over the text of the statistics.
+    """The sums over the text of the statistics, from which the reductions of a layer are computed.
 
     Attributes:
         heads, neurons: of what `o_proj` and `down_proj` read. mapped: of what attention reads, beside ones, with
@@ -100,18 +101,11 @@ def read_text(model: Model, layer: Layer, batches: list[torch.Tensor]) -> Sums:
     return Sums(heads.finish(), neurons.finish(), mapped, crossed, queries.finish(), keys.finish())
 
 
-def root(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the square root of a positive semi-definite matrix and its inverse, in float64."""
-    values, vectors = torch.linalg.eigh(gram.double())
-    roots = values.clamp_min(values[-1] * 1e-7).sqrt()
-    return (vectors * roots) @ vectors.T, (vectors / roots) @ vectors.T
-
-
 def low_rank(weight: torch.Tensor, gram: torch.Tensor, rank: int, metric: torch.Tensor | None = None) -> torch.Tensor:
     """Return the matrix of a rank nearest to `weight (m, n)` for inputs of this Gram and outputs in this metric."""
-    input_root, input_inverse = root(gram)
+    input_root, input_inverse = roots(gram)
     output = torch.eye(len(weight), dtype=torch.float64) if metric is None else metric
-    output_root, output_inverse = root(output)
+    output_root, output_inverse = roots(output)
     left, values, right = torch.linalg.svd(output_root @ weight.double() @ input_root, full_matrices=False)
     return output_inverse @ (left[:, :rank] * values[:rank]) @ right[:rank] @ input_inverse
 

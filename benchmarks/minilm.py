@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from diagonal import write_diagonal
-from harness import append_row, parser, provenance
+from harness import FFN_CLAIMS, append_row, parser, provenance
 
 from oneshot import Config, compress
 from oneshot.evaluation import evaluate
@@ -34,16 +34,7 @@ INNER = {"ffn": "none", "correction": "none"}
 # What is measured: a claim's letter, a name, and options of `Config.of`; the form is per-layer. `diagonal`: the
 # coordinates of TCSP's diagonal form, which is a baseline of `diagonal.py` and no option of the package.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "ffn/two-stream": HALF_FFN,
-    "ffn/same-layer": HALF_FFN | {"correction": "same-layer"},
-    "ffn/none": HALF_FFN | {"correction": "none"},
-    "ffn/two-stream-whole-residual": HALF_FFN | {"residual_weight": 1.0},
-    "ffn/stat-target": HALF_FFN | {"residual_weight": 1.0, "residual_target": "sublayer", "damping": 1e-6},
-    "ffn/unweighted-pivots": HALF_FFN | {"pivot_weights": "none", "correction": "none"},
-    "ffn/random": HALF_FFN | {"ffn": "random"},
-    "ffn/tcsp-score": HALF_FFN | {"ffn": "tcsp-score", "correction": "none"},
-    "ffn/tcsp-score-corrected": HALF_FFN | {"ffn": "tcsp-score"},
-    "ffn/grouped-sketch": HALF_FFN | {"pivoting": "grouped", "sketch": "count"},
+    **{f"ffn/{name}": HALF_FFN | changes for name, changes in FFN_CLAIMS.items()},
     "heads/two-step": ONE_HEAD_SIZE | {"correction": "same-layer"},
     "heads/head-level": ONE_HEAD_SIZE | {"heads_correction": "head-level"},
     "heads/two-stream": ONE_HEAD_SIZE | {"heads_correction": "two-stream"},

@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import KINDS, Row, add_text_options, append_row, kind_text, parser, provenance, read_rows, smollm2_gguf
+from harness import (
+    KINDS,
+    Row,
+    add_text_options,
+    append_row,
+    calibration_record,
+    kind_text,
+    parser,
+    provenance,
+    read_report,
+    read_rows,
+    smollm2_gguf,
+)
 
 from oneshot import Config, compress_sizes, profile
 from oneshot.checkpoint import locate_checkpoint
@@ -76,30 +88,25 @@ class Files:
         if not missing:
             return
         form, round_to = SERIES[series]
-        config = Config.of(
+        own_sizes = {"save_dtype": "float16", "profile": str(self._profile())} if form == "gguf" else {}
+        output = self.folder / f"{form}-{round_to}"
+        compress_sizes(self._config(output, form, missing[0], round_to=round_to, **own_sizes), missing)
+
+    def _config(self, output: Path, form: str, sparsity: float, **more: Any) -> Config:
+        return Config.of(
             checkpoint=str(self.dense()),
-            output=str(self.folder / f"{form}-{round_to}"),
-            sparsity=missing[0],
+            output=str(output),
+            sparsity=sparsity,
             form=form,
-            round_to=round_to,
             calibration=str(self.arguments.data_dir / "general.jsonl"),
             num_sequences=self.arguments.num_sequences,
-            **{"save_dtype": "float16", "profile": str(self._profile())} if form == "gguf" else {},
+            **more,
         )
-        compress_sizes(config, missing)
 
     def _profile(self) -> Path:
         path = self.folder / "profile"
         if not path.exists():
-            config = Config.of(
-                checkpoint=str(self.dense()),
-                output=str(path),
-                sparsity=0.1,
-                form="gguf",
-                calibration=str(self.arguments.data_dir / "general.jsonl"),
-                num_sequences=self.arguments.num_sequences,
-            )
-            profile(config)
+            profile(self._config(path, "gguf", 0.1))
         return path
 
     def path(self, variant: Variant, kind: str) -> Path:
@@ -136,14 +143,8 @@ class Files:
         """Return what a row says of the text that a model was calibrated on."""
         if variant == DENSE:
             return {}
-        report = json.loads((self.folder / variant.name / "oneshot_report.json").read_text())
-        text = report["calibration"]
-        return {
-            "calibration": "general.jsonl",
-            "calibration_tokens": text["num_tokens"],
-            "calibration_hash": text["token_hash"],
-            "seed": report["config"]["seed"],
-        }
+        report = read_report(self.folder / variant.name)
+        return calibration_record(report) | {"seed": report["config"]["seed"]}
 
 
 def run(command: list[Any]) -> str:

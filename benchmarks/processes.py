@@ -3,23 +3,21 @@
 Rows, one for each text and number of processes, go to `results/processes.jsonl`.
 """
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from faults import TELLING, Runs
-from harness import append_row, parser, provenance, smollm2_gguf
+from harness import append_row, parser, provenance, read_report, smollm2_gguf
 from safetensors.torch import load_file
 
 from oneshot.checkpoint import locate_checkpoint
-from oneshot.report.card import REPORT_NAME
 
 
 def compare(one: Path, several: Path) -> dict[str, Any]:
     """Compare two results: if they have one plan and equal files, and the largest relative difference of a tensor."""
-    plans = [json.loads((folder / REPORT_NAME).read_text())["plan"] for folder in (one, several)]
+    plans = [read_report(folder)["plan"] for folder in (one, several)]
     files = [path for path in one.iterdir() if path.name not in TELLING]
     worst = 0.0
     for path in one.glob("*.safetensors"):

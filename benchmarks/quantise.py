@@ -1,4 +1,4 @@
-"""What quantising costs the dense model and compressed models, by the tools that people use.
+"""The cost of quantising the dense model and compressed models, by the tools that people use.
 
 `quantise_with.py` does the work in the environment of these tools (`make clients`). A row for every form and method
 goes to `quantise.jsonl`. `--work` keeps the compressed models, and a later call takes those that are there.
@@ -12,10 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import ROOT, add_text_options, append_row, kind_text, parser, provenance, smollm2_gguf
+from harness import (
+    ROOT,
+    add_text_options,
+    append_row,
+    calibration_record,
+    kind_text,
+    parser,
+    provenance,
+    read_report,
+    smollm2_gguf,
+)
 
 from oneshot import Config, compress
 from oneshot.checkpoint import locate_checkpoint
+from oneshot.report.card import REPORT_NAME
 
 FORMS = ("stock", "nemotron-nas", "per-layer")
 BY_TRANSFORMERS = ("none", "bitsandbytes-int8", "bitsandbytes-nf4", "torchao-int8", "torchao-int4")
@@ -42,17 +53,11 @@ def compressed(form: str, dense: Path, work: Path, arguments: Any) -> Path:
 
 def of_report(folder: Path) -> dict[str, Any]:
     """Return what a row says of a compressed model, from its report; of the dense model, that it is dense."""
-    path = folder / "oneshot_report.json"
-    if not path.exists():
+    if not (folder / REPORT_NAME).exists():
         return {"form": "dense"}
-    report = json.loads(path.read_text())
-    return {
-        "form": report["config"]["form"],
-        "sparsity": report["config"]["target"]["sparsity"],
-        "calibration": Path(report["config"]["text"]["calibration"]).name,
-        "calibration_tokens": report["calibration"]["num_tokens"],
-        "calibration_hash": report["calibration"]["token_hash"],
-    }
+    report = read_report(folder)
+    config = report["config"]
+    return {"form": config["form"], "sparsity": config["target"]["sparsity"]} | calibration_record(report)
 
 
 def measure(folder: Path, method: str, scratch: Path, arguments: Any) -> dict[str, Any]:

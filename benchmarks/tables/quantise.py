@@ -37,8 +37,8 @@ def quantise_table() -> str:
         lines,
         f"Perplexity ÷ the dense model's {dense['perplexity']:.2f}, and bytes of the weight files. {dense['model']}, "
         f"compressed by {compressed['sparsity']:.0%} from little text ({compressed['calibration_tokens']:,} tokens of "
-        f"{compressed['calibration']}): read down a column (–: not measured), and "
-        f"see the results for the quality of compression. "
-        f"First {dense['windows']} windows of 512 tokens of WikiText-2's test text, in bfloat16; groups of 64; "
+        f"{compressed['calibration']}): read down a column (–: not measured), and see the results "
+        f"for the quality of compression. First {dense['windows']} windows of 512 tokens of WikiText-2's test text, "
+        "in bfloat16; groups of 64; "
         f"{tools}; {origin(rows)}.",
     )

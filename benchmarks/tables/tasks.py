@@ -44,7 +44,7 @@ def written_table() -> str:
 
 
 def _same_documents(row: Row, dense: Row, kind: str) -> bool:
-    """Whether a row has the dense row's tasks of a kind, on as many documents."""
+    """Return whether a row has the dense row's tasks of a kind, on as many documents."""
     own, others = (task_values(one.get("tasks", {}), kind) for one in (row, dense))
     return bool(own) and own.keys() == others.keys() and row["task_limit"] == dense["task_limit"]
 

@@ -13,8 +13,8 @@ def value_subspace(gram: torch.Tensor, output_gram: torch.Tensor, size: int) -> 
     Args:
         gram: `ZᵀZ (h, h)`. output_gram: `W Wᵀ (h, h)` of the part of `o_proj` that reads the head, `W (h, D)`.
     """
-    root, inverse_root = _roots(gram)
-    output_root, _ = _roots(output_gram)
+    root, inverse_root = roots(gram)
+    output_root, _ = roots(output_gram)
     left = torch.linalg.svd(root @ output_root).U[:, :size]
     orthonormal, triangular = torch.linalg.qr(inverse_root @ left)
     return orthonormal, triangular @ left.T @ root
@@ -26,7 +26,7 @@ def product_energies(left_gram: torch.Tensor, right_gram: torch.Tensor) -> torch
     What is beyond the first k is the squared error of `value_subspace` and `query_key_maps` at rank k (Eckart and
     Young 1936).
     """
-    return torch.linalg.svdvals(_roots(left_gram)[0] @ _roots(right_gram)[0]).square()
+    return torch.linalg.svdvals(roots(left_gram)[0] @ roots(right_gram)[0]).square()
 
 
 def query_key_maps(query_gram: torch.Tensor, key_gram: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,8 +38,8 @@ def query_key_maps(query_gram: torch.Tensor, key_gram: torch.Tensor, size: int) 
     Args:
         query_gram, key_gram: `QᵀQ` and `KᵀK (h, h)`.
     """
-    query_root, query_inverse = _roots(query_gram)
-    key_root, key_inverse = _roots(key_gram)
+    query_root, query_inverse = roots(query_gram)
+    key_root, key_inverse = roots(key_gram)
     left, values, right = torch.linalg.svd(key_root @ query_root)
     scale = values[:size].sqrt().unsqueeze(1)
     return scale * (right[:size] @ query_inverse), scale * (left[:, :size].T @ key_inverse)
@@ -69,7 +69,7 @@ def rotary_pair_energies(query_energy: torch.Tensor, key_energy: torch.Tensor) -
     return queries.sum(0) * keys
 
 
-def _roots(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def roots(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `G^½` and its inverse in float64; directions below rounding count as rounding."""
     values, vectors = torch.linalg.eigh(gram.double())
     floor = values[-1].clamp_min(torch.finfo(values.dtype).tiny) * len(gram) * torch.finfo(torch.float32).eps
