@@ -71,6 +71,14 @@ def silence(model: Any, *, attention: Sequence[int] = (), ffn: Sequence[int] = (
             torch.nn.init.zeros_(linear.bias)
 
 
+def assert_cache_changes_nothing(model: Any, tokens: int, **inputs: Any) -> None:
+    """Assert that a model writes so many tokens greedily with a cache as without one."""
+    written = [
+        model.generate(**inputs, max_new_tokens=tokens, do_sample=False, use_cache=cached) for cached in (True, False)
+    ]
+    assert torch.equal(*written)
+
+
 def build_model(
     family: str = "llama",
     *,

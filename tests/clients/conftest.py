@@ -69,12 +69,16 @@ def ask_vllm(tmp_path: Path) -> Callable[..., list[Answer]]:
     return ask
 
 
+def llama_command(path: Path) -> list[str | Path]:
+    """Return the command of llama-server for a file, with as little rounding as it can have."""
+    options = ["-c", "2048", "-np", "1", "-t", "1", "-fa", "off", "--cache-type-k", "f32", "--cache-type-v", "f32"]
+    return [program(LLAMA_PROGRAMS / "llama-server"), "-m", path, *options]
+
+
 @contextmanager
 def llama_server(path: Path) -> Iterator[Callable[[str, Answer], Answer]]:
     """Yield a function that posts JSON to a running llama-server and returns its answer."""
-    options = ["-c", "2048", "-np", "1", "-t", "1", "-fa", "off", "--cache-type-k", "f32", "--cache-type-v", "f32"]
-    command = [program(LLAMA_PROGRAMS / "llama-server"), "-m", path, *options]
-    with serving(command, path.with_suffix(".log")) as address:
+    with serving(llama_command(path), path.with_suffix(".log")) as address:
 
         def post(place: str, content: Answer) -> Answer:
             request = urllib.request.Request(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LLAMA_PROGRAMS, VLLM_PYTHON, program
+from conftest import VLLM_PYTHON, llama_command, program
 from engines import run_oneshot
 from servers import environment_of_others, serving
 
@@ -144,9 +144,7 @@ def test_llama_server_has_the_words_of_hf(results: Path, task_files: dict[str, P
     """llama-server returns no log-probabilities of prompts, so only tasks that generate text can judge it."""
     folder, task = results / "nemotron-nas", task_files["words"]
     metrics, answers = with_hf(folder, task, tmp_path / "hf")
-    model = results / "gguf" / "model.gguf"
-    server = [program(LLAMA_PROGRAMS / "llama-server"), "-m", model, "-c", "2048", "-np", "1", "-t", "1", "-fa", "off"]
-    with serving([*server, "--cache-type-k", "f32", "--cache-type-v", "f32"], tmp_path / "server.log") as address:
+    with serving(llama_command(results / "gguf" / "model.gguf"), tmp_path / "server.log") as address:
         metrics_served, answers_served = over_http(address, folder, task, tmp_path / "http")
     assert answers_served == answers
     assert metrics_served == pytest.approx(metrics)

@@ -3,40 +3,30 @@
 import importlib
 import math
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from rows import KINDS, quality_row
 from scipy import stats
-
-KINDS = ("wikitext2", "lambada", "boolq", "piqa", "pydoc")
 
 
 @pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("compare")
+def compare(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_module("compare")
 
 
 def row(seed: int, losses: np.ndarray, **changes: Any) -> dict[str, Any]:
     """A row as `quality.py` writes it; losses `(5, windows)` of a model, beside a dense model with losses of 1."""
     per_text = dict(zip(KINDS, losses.tolist(), strict=True))
-    return {
-        "date": "2026-01-01",
-        "commit": "abc",
-        "dirty": False,
-        "device": "a machine",
-        "threads": 1,
-        "model": "tiny",
-        "max_windows": 4,
+    own = {
         "texts": {kind: {"token_hash": kind} for kind in KINDS},
         "recipe": "oneshot",
         "form": "per-layer",
         "settings": {},
         "asked": 0.2,
-        "sparsity": 0.2,
         "seed": seed,
         "calibration": "general.jsonl+self",
         "calibration_tokens": 131072,
@@ -45,7 +35,8 @@ def row(seed: int, losses: np.ndarray, **changes: Any) -> dict[str, Any]:
         "score": math.exp(losses.mean() - 1),
         "worst": "piqa",
         "worst_ratio": 2.0,
-    } | changes
+    }
+    return quality_row(**own | changes)
 
 
 def test_one_seed_is_the_paired_t_test_of_scipy(compare: ModuleType) -> None:

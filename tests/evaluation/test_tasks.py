@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig
+from rows import quality_row
 
 from oneshot import compress
 from oneshot.errors import ConfigError
@@ -85,12 +86,6 @@ STOCK: dict[str, list[tuple[list[tuple[str, str]], int]]] = {
         ([("He raised his brows when he saw", " the\n\nsea")], 0),
     ],
 }
-
-
-@pytest.fixture
-def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("harness")
 
 
 @pytest.fixture
@@ -225,18 +220,9 @@ def test_evaluation_windows_are_the_first_of_each_kind(
 
 
 def row(recipe: str, **changes: Any) -> dict[str, Any]:
-    kinds = ("wikitext2", "lambada", "boolq", "piqa", "pydoc")
-    return {
-        "date": "2026-01-01",
-        "commit": "abc",
-        "dirty": False,
-        "device": "a machine",
-        "threads": 1,
-        "model": "tiny",
+    own = {
         "sequence_length": 1024,
         "max_windows": 8,
-        "texts": {"wikitext2": {"token_hash": "1"}},
-        "recipe": recipe,
         "form": "stock",
         "settings": {},
         "asked": 0.1,
@@ -244,11 +230,11 @@ def row(recipe: str, **changes: Any) -> dict[str, Any]:
         "stored_parameters": 90_000_000,
         "calibration": "general.jsonl",
         "calibration_tokens": 131072,
-        "perplexity": dict.fromkeys(kinds, 20.0),
         "score": 2.0,
         "worst": "piqa",
         "worst_ratio": 2.0,
-    } | changes
+    }
+    return quality_row(recipe, **own | changes)
 
 
 def test_table_and_plot_show_only_comparable_rows(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """benchmarks/train_small.py: examples are right and held out, and stock classes load what it saves."""
 
-import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,9 +10,8 @@ import pytest
 
 
 @pytest.fixture
-def train_small(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    module = importlib.import_module("train_small")
+def train_small(benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = benchmark_module("train_small")
     monkeypatch.setattr(module, "EVALUATED", 100)
     monkeypatch.setattr(module, "CALIBRATED", 100)
     return module

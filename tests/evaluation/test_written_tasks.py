@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint
+from rows import quality_row
 
 from oneshot.cli.evaluate import main
 from oneshot.evaluation import load_model, run_tasks
@@ -24,12 +25,6 @@ SENTENCES = (
     {"context_options": ["Sarah met Maria, so Sarah", "Sarah met Maria, so Maria"], "continuation": "ran.", "gold": 0},
     {"context_options": ["A", "B"], "continuation": "is it.", "gold": 0},
 )
-
-
-@pytest.fixture
-def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("harness")
 
 
 def write_lines(path: Path, rows: Any) -> None:
@@ -126,22 +121,7 @@ def test_evaluate_shows_exact_match(
 
 
 def row(recipe: str, tasks: dict[str, dict[str, float]], **changes: Any) -> dict[str, Any]:
-    kinds = ("wikitext2", "lambada", "boolq", "piqa", "pydoc")
-    return {
-        "date": "2026-01-01",
-        "commit": "abc",
-        "dirty": False,
-        "device": "a machine",
-        "threads": 1,
-        "model": "tiny",
-        "max_windows": 4,
-        "texts": {"wikitext2": {"token_hash": "1"}},
-        "recipe": recipe,
-        "sparsity": 0.2,
-        "perplexity": dict.fromkeys(kinds, 20.0),
-        "tasks": tasks,
-        "task_limit": 100,
-    } | changes
+    return quality_row(recipe, **{"tasks": tasks, "task_limit": 100} | changes)
 
 
 def results(written: tuple[float, float], chosen: tuple[float, float]) -> dict[str, dict[str, float]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeConfig, cpu_machine
+from factories import MakeConfig, assert_cache_changes_nothing, cpu_machine
 from safetensors.torch import load_file, save_file
 from strategies import TOLERANCES
 from t5_models import (
@@ -217,10 +217,7 @@ def test_fewer_neurons_load_and_generate(
     for layer in report.layers:
         assert 0 < layer.sublayers[0].predicted_error < 1.2
     batch = {name: ids for name, ids in padded_batch().items() if not name.startswith("decoder")}
-    written = [
-        result.generate(**batch, max_new_tokens=8, do_sample=False, use_cache=cached) for cached in (True, False)
-    ]
-    assert torch.equal(*written)
+    assert_cache_changes_nothing(result, 8, **batch)
     assert "T5ForConditionalGeneration.from_pretrained" in (Path(config.output) / "README.md").read_text()
 
 
@@ -419,11 +416,7 @@ def test_directions_are_those_of_the_normed_hidden_states(
     embedding = stock.shared.weight.double()
     inside = embedding @ basis @ basis.T
     torch.testing.assert_close(result.shared.weight @ result.shared.weight.T, (inside @ inside.T).float())
-    written = [
-        result.generate(input_ids=padded_batch()["input_ids"], max_new_tokens=6, do_sample=False, use_cache=cached)
-        for cached in (True, False)
-    ]
-    assert torch.equal(*written)
+    assert_cache_changes_nothing(result, 6, input_ids=padded_batch()["input_ids"])
 
 
 @torch.inference_mode()
