@@ -103,7 +103,7 @@ def described_work(model: Model, memory: int, changes: dict[str, Any]) -> tuple[
     grid = FORMS[config.form].grid(model)
     method = grid.settle(config.method)
     plan = make_plan(grid, method, config.target, budget=parameter_budget(config.target, model.shape.stack()))
-    schedule = make_schedule(method, plan, grid, has_profile=False)
+    schedule = make_schedule(method, plan, grid, num_tokens=config.text.num_tokens, has_profile=False)
     machine = Machine(torch.device("cuda", 0), torch.bfloat16, Path(), batch_size=config.machine.batch_size)
     return config, describe_work(config, model, method, grid, schedule, plan, machine)
 

@@ -206,7 +206,9 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
 
 
 def _schedule(config: Config, run: Run, plan: Plan) -> Schedule:
-    return make_schedule(run.method, plan, run.grid, has_profile=config.profile is not None)
+    return make_schedule(
+        run.method, plan, run.grid, num_tokens=config.text.num_tokens, has_profile=config.profile is not None
+    )
 
 
 def _refuse_place(config: Config, run: Run) -> None:
@@ -302,7 +304,7 @@ def _compress_layers(
             model,
             machine,
             run.text,
-            two=schedule.two_streams,
+            dense_every=schedule.dense_every,
             compressed_embedding=first,
             compressed_norm=norm,
         )

@@ -11,6 +11,9 @@ from oneshot.planning import Grid, Plan
 from oneshot.profiling import PROBED_KINDS
 from oneshot.recipes import Method
 
+# With much text the dense stream has only half of it: the residual is a small part of the target (docs/experiments.md).
+DENSE_EVERY = 2
+DENSE_TOKENS_PER_NEURON = 32  # that it needs to have
 
 @dataclass(frozen=True)
 class Schedule:
@@ -22,6 +25,7 @@ class Schedule:
         profiles_embedding: whether that profile also measures the embedding.
         finds_subspaces: whether the hidden size shrinks.
         streams: how many streams of hidden states pass the layers; 0 if the layers do not read the text.
+        dense_every: the dense stream has one of so many batches; 0 without a dense stream.
         finds_shared_heads: whether heads are chosen beforehand, for all layers of a stack.
         solves_heads: whether the output linear of attention changes in any layer.
         corrects_up: whether `up_proj` is corrected in any layer.
@@ -32,6 +36,7 @@ class Schedule:
     profiles_embedding: bool = False
     finds_subspaces: bool = False
     streams: int = 0
+    dense_every: int = 0
     finds_shared_heads: bool = False
     solves_heads: bool = False
     corrects_up: bool = False
@@ -52,16 +57,22 @@ class Schedule:
         return self.streams == 2
 
     @property
+    def dense_share(self) -> float:
+        """Return the share of the text that the dense stream has."""
+        return 1 / self.dense_every if self.two_streams else 0.0
+
+    @property
     def may_rank_embedding(self) -> bool:
         """Return whether a profile may give ranks to the embedding."""
         return self.plans_by_profile and self.profiles_embedding
 
 
-def make_schedule(method: Method, plan: Plan, grid: Grid, *, has_profile: bool) -> Schedule:
+def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, has_profile: bool) -> Schedule:
     """Return the stages of a run with a plan, made for equal layers if a profile will decide their sizes.
 
     Args:
-        method: settled for the grid. has_profile: whether the profile is given, so that none is made.
+        method: settled for the grid. num_tokens: of the text that is asked for. has_profile: whether the profile is
+            given, so that none is made.
     """
     shape = grid.shape
     by_profile = method.reads_profile and plan.reduces_sublayers(shape)
@@ -78,6 +89,9 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, has_profile: bool) 
         "sublayer": method.leaves_out_sublayers,
         "inner": method.plans_inner_sizes,
     }
+    follows_dense = reads and method.follows_dense
+    share_suffices = num_tokens >= DENSE_EVERY * DENSE_TOKENS_PER_NEURON * shape.intermediate_size
+    needs_all = slices or method.holds_out or method.residual_target != "stream"
     fewer_heads = any(plan.layers[layer].num_attention_heads < shape.num_attention_heads for layer in plan.kept_layers)
     kinds = tuple(kind for kind in PROBED_KINDS if chosen[kind]) if by_profile and not has_profile else ()
     return Schedule(
@@ -85,7 +99,8 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, has_profile: bool) 
         profiled_kinds=kinds,
         profiles_embedding=by_profile and method.embedding != "none",
         finds_subspaces=slices,
-        streams=(2 if method.follows_dense else 1) if reads else 0,
+        streams=(2 if follows_dense else 1) if reads else 0,
+        dense_every=(DENSE_EVERY if share_suffices and not needs_all else 1) if follows_dense else 0,
         finds_shared_heads=fewer_heads and grid.family.shares_heads,
         solves_heads=method.reduces_heads or reduces_values or sliced_correction,
         corrects_up=method.up_steps > 0 and not slices and shape.gated and shrinks and method.reduces_ffn,

@@ -43,13 +43,13 @@ def schedule_of(
     grid = grid_of(form, shape)
     method = grid.settle(config.method)
     plan = make_plan(grid, method, config.target)
-    return make_schedule(method, plan, grid, has_profile=has_profile), plan
+    return make_schedule(method, plan, grid, num_tokens=config.text.num_tokens, has_profile=has_profile), plan
 
 
 # (form, recipe, options) -> the attributes of the schedule that differ from an empty one
 CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     # equal layers: no profile
-    ("stock", "oneshot", {}, {"streams": 2}),
+    ("stock", "oneshot", {}, {"streams": 2, "dense_every": 2}),
     ("stock", "oneshot", {"sparsity": 0.0}, {}),
     ("stock", "oneshot", {"correction": "same-layer"}, {"streams": 1}),
     ("stock", "oneshot", {"correction": "none"}, {"streams": 1}),
@@ -58,13 +58,13 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("stock", "magnitude", {}, {}),
     ("stock", "magnitude", {"correction": "bias"}, {"streams": 1}),
     ("stock", "magnitude", {"heads": "magnitude"}, {"streams": 1, "solves_heads": True}),
-    ("stock", "stat", {}, {"streams": 2, "solves_heads": True}),
+    ("stock", "stat", {}, {"streams": 2, "dense_every": 1, "solves_heads": True}),
     ("stock", "stat", {"sparsity": 0.0}, {"solves_heads": True}),
     # up_proj
-    ("stock", "oneshot", {"up_steps": 2}, {"streams": 2, "corrects_up": True}),
+    ("stock", "oneshot", {"up_steps": 2}, {"streams": 2, "dense_every": 2, "corrects_up": True}),
     ("stock", "oneshot", {"up_steps": 2, "correction": "same-layer"}, {"streams": 1, "corrects_up": True}),
     ("stock", "oneshot", {"up_steps": 2, "sparsity": 0.0}, {}),
-    ("per-layer", "oneshot", {"up_steps": 2, "value_size": 4}, {"streams": 2, "solves_heads": True}),
+    ("per-layer", "oneshot", {"up_steps": 2, "value_size": 4}, {"streams": 2, "dense_every": 2, "solves_heads": True}),
     # the hidden size
     ("stock", "tcsp", {}, {"finds_subspaces": True}),
     ("per-layer", "group-pca", {"group_size": 2}, {"finds_subspaces": True}),
@@ -72,7 +72,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         "stock",
         "tcsp",
         {"correction": "two-stream"},
-        {"finds_subspaces": True, "streams": 2, "solves_heads": True},
+        {"finds_subspaces": True, "streams": 2, "dense_every": 1, "solves_heads": True},
     ),
     (
         "stock",
@@ -81,8 +81,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         {"finds_subspaces": True, "streams": 1},
     ),
     # sizes inside heads
-    ("per-layer", "oneshot", {"value_size": 4}, {"streams": 2, "solves_heads": True}),
-    ("per-layer", "oneshot", {"query_key_size": 4}, {"streams": 2}),
+    ("per-layer", "oneshot", {"value_size": 4}, {"streams": 2, "dense_every": 2, "solves_heads": True}),
+    ("per-layer", "oneshot", {"query_key_size": 4}, {"streams": 2, "dense_every": 2}),
     ("per-layer", "magnitude", {"query_key_size": 4}, {"streams": 1}),
     ("per-layer", "magnitude", {"value_size": 4}, {"streams": 1, "solves_heads": True}),
     # a profile decides
@@ -90,13 +90,13 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         "per-layer",
         "oneshot",
         {},
-        {"plans_by_profile": True, "profiled_kinds": (FFN,), "profiles_embedding": True, "streams": 2},
+        {"plans_by_profile": True, "profiled_kinds": (FFN,), "profiles_embedding": True, "streams": 2, "dense_every": 2},
     ),
     (
         "per-layer",
         "oneshot",
         {"up_steps": 2, "embedding": "none"},
-        {"plans_by_profile": True, "profiled_kinds": (FFN,), "streams": 2, "corrects_up": True},
+        {"plans_by_profile": True, "profiled_kinds": (FFN,), "streams": 2, "dense_every": 2, "corrects_up": True},
     ),
     (
         "per-layer",
@@ -106,17 +106,17 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
             "plans_by_profile": True,
             "profiled_kinds": (FFN, HEADS),
             "profiles_embedding": True,
-            "streams": 2,
+            "streams": 2, "dense_every": 2,
             "solves_heads": True,
         },
     ),
     ("per-layer", "oneshot", {"sparsity": 0.0}, {}),
-    ("per-layer", "oneshot", {"allocation": "uniform"}, {"streams": 2}),
+    ("per-layer", "oneshot", {"allocation": "uniform"}, {"streams": 2, "dense_every": 2}),
     (
         "per-layer",
         "oneshot",
         {"inner_sizes": "sensitivity", "embedding": "none"},
-        {"plans_by_profile": True, "profiled_kinds": (FFN, INNER), "streams": 2, "solves_heads": True},
+        {"plans_by_profile": True, "profiled_kinds": (FFN, INNER), "streams": 2, "dense_every": 2, "solves_heads": True},
     ),
     (
         "per-layer",
@@ -130,14 +130,14 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         "stock",
         "stat",
         {"allocation": "sensitivity"},
-        {"plans_by_profile": True, "profiled_kinds": (FFN, HEADS), "streams": 2, "solves_heads": True},
+        {"plans_by_profile": True, "profiled_kinds": (FFN, HEADS), "streams": 2, "dense_every": 1, "solves_heads": True},
     ),
     # whole layers
     (
         "stock",
         "oneshot",
         {"depth": "sensitivity"},
-        {"plans_by_profile": True, "profiled_kinds": (FFN, LAYER), "streams": 2},
+        {"plans_by_profile": True, "profiled_kinds": (FFN, LAYER), "streams": 2, "dense_every": 2},
     ),
     ("stock", "oneshot", {"depth": "sensitivity", "sparsity": 0.0}, {}),
     (
@@ -156,7 +156,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         "stock",
         "oneshot",
         {"depth": "sensitivity", "ffn": "none", "heads": "id", "sparsity": 0.1},
-        {"plans_by_profile": True, "profiled_kinds": (HEADS, LAYER), "streams": 2, "solves_heads": True},
+        {"plans_by_profile": True, "profiled_kinds": (HEADS, LAYER), "streams": 2, "dense_every": 2, "solves_heads": True},
     ),
 ]
 
@@ -274,4 +274,4 @@ def test_the_plan_of_a_target_without_sparsity_is_scheduled() -> None:
     grid = grid_of("per-layer")
     method = grid.settle(find_recipe("oneshot"))
     plan = make_plan(grid, method, Target(value_size=4))
-    assert make_schedule(method, plan, grid, has_profile=False) == Schedule(streams=2, solves_heads=True)
+    assert make_schedule(method, plan, grid, num_tokens=1000, has_profile=False) == Schedule(streams=2, dense_every=1, solves_heads=True)

@@ -45,18 +45,18 @@ class CompressedLayer:
 
 
 class _Pass:
-    """A sublayer that the compressed stream has to pass; it measures the error on the last batch.
+    """A sublayer that the compressed stream has to pass; it measures the error on the judged batch.
 
-    `target`: what the sublayer should add to the last batch; None if the sublayer is unchanged.
+    `target`: what the sublayer should add to that batch; None if the sublayer is unchanged.
     """
 
     def __init__(self, task: SublayerTask, layer: Layer, target: torch.Tensor | None = None) -> None:
         self._task, self._layer, self._target = task, layer, target
         self.error: float | None = None
 
-    def __call__(self, x: torch.Tensor, is_last: bool) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, is_judged: bool) -> torch.Tensor:
         total = self._layer.sum(self._task.index, x)
-        if is_last and self._target is not None:
+        if is_judged and self._target is not None:
             self.error = relative_error(self._target, total - x)
         return self._task.enter(self._layer.leave(self._task.index, total))
 
@@ -313,12 +313,12 @@ class LayerCompressor:
         return gamma, self._subspaces.basis(encoder.position(stack.first_layer))
 
     def _input_reports(self, layer: int, dense: Layer | None) -> list[SublayerReport]:
-        """Report what the subspaces leave out of the dense stream before every norm, measured on its last batch."""
+        """Report what the subspaces leave out of the dense stream before every norm, measured on the judged batch."""
         if self._subspaces is None:
             return []
         x = None
         if dense is not None and self._states is not None:
-            _, x = self._states.read_last()
+            _, x = self._states.read_judged()
         reports, stack = [], self._model.family.stack_of(layer)
         for index, sublayer in enumerate(stack.sublayers):
             position = stack.position(layer, index)

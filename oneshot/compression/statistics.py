@@ -37,6 +37,7 @@ class Statistics:
         residual: `Aᵀ(Y − A Wᵀ) (n, d)` float32: the part of the target that the linear's own output lacks; or None.
         residual_energy: `‖Y − A Wᵀ‖²`, a float64 scalar; zero without a residual.
         num_rows: tokens seen.
+        num_targets: tokens that had a target. The residual and its energy are theirs, scaled to `num_rows`.
         sketch: `S A (s, n)` float32, only for pivots; or None.
         moments: of the activations; or None.
         value_grams: `VᵀV (G, h, h)` float32 of the values of every KV group, before the softmax weighs them; or None.
@@ -47,6 +48,7 @@ class Statistics:
     residual: torch.Tensor | None
     residual_energy: torch.Tensor
     num_rows: int
+    num_targets: int = 0
     sketch: torch.Tensor | None = None
     moments: Moments | None = None
     value_grams: torch.Tensor | None = None
@@ -54,69 +56,63 @@ class Statistics:
 
 
 class GramAccumulator:
-    """Sum `G = AᵀA` and, for a two-stream target `Y`, `C = AᵀY` over rows (STAT section 3.1).
+    """Sum `G = AᵀA` and, for a two-stream target `Y`, `R = Aᵀ(Y − A Wᵀ)` over rows (STAT section 3.1).
 
     Products of a batch are float32 and their sums float64, on the device of the activations. Accumulators over
     different batches merge by addition, in any order.
 
     Args:
         size: `n`, the number of activations (plus one for a constant column if the linear has a bias).
-        output_size: `d` if there is a target, None otherwise.
+        output_size: `d` if rows may have a target, None otherwise.
     """
 
     def __init__(self, size: int, *, output_size: int | None, device: torch.device) -> None:
         self._gram = torch.zeros(size, size, dtype=torch.float64, device=device)
-        self._cross = (
+        self._residual = (
             None if output_size is None else torch.zeros(size, output_size, dtype=torch.float64, device=device)
         )
-        self._target_energy = torch.zeros((), dtype=torch.float64, device=device)
-        self._num_rows = 0
+        self._energy = torch.zeros((), dtype=torch.float64, device=device)
+        self._num_rows = self._num_targets = 0
 
-    def update_(self, activations: torch.Tensor, target: torch.Tensor | None = None) -> None:
-        """Add a batch of rows: `activations (m, n)`, and `target (m, d)` if there is one."""
+    def update_(self, activations: torch.Tensor, lost: torch.Tensor | None = None) -> None:
+        """Add a batch of rows: `activations (m, n)`, and `lost (m, d)`, their `Y − A Wᵀ`, if they have a target."""
         add_gram_(self._gram, activations)
-        if self._cross is not None:
-            if target is None:
-                raise ValueError("this accumulator has a target: give its rows")
-            add_product_(self._cross, activations, target)
-            self._target_energy += target.float().square().sum()
         self._num_rows += len(activations)
+        if lost is not None:
+            assert self._residual is not None
+            add_product_(self._residual, activations, lost)
+            self._energy += lost.float().square().sum()
+            self._num_targets += len(activations)
 
     def merge_(self, other: "GramAccumulator") -> None:
         """Add the statistics of other rows: `stats(X1) + stats(X2) == stats([X1; X2])`."""
         self._gram += other._gram
-        if self._cross is not None and other._cross is not None:
-            self._cross += other._cross
-        self._target_energy += other._target_energy
+        if self._residual is not None and other._residual is not None:
+            self._residual += other._residual
+        self._energy += other._energy
         self._num_rows += other._num_rows
+        self._num_targets += other._num_targets
 
-    def finish(self, weight: torch.Tensor | None = None, workers: Workers = ALONE) -> Statistics:
+    def finish(self, workers: Workers = ALONE) -> Statistics:
         """Return the sums over the rows of all workers as a record.
-
-        With a target, `weight` is the linear's `W (d, n)`. The residual `R = Aᵀ(Y − A Wᵀ)` is `C − G Wᵀ`, so no row
-        passes through the linear.
 
         Raises `CheckpointError` if the activations were not finite.
         """
-        num_rows = torch.tensor(self._num_rows, device=self._gram.device)
-        workers.sum_(self._gram, self._target_energy, num_rows, *([] if self._cross is None else [self._cross]))
+        counts = torch.tensor([self._num_rows, self._num_targets], device=self._gram.device)
+        workers.sum_(self._gram, self._energy, counts, *([] if self._residual is None else [self._residual]))
+        num_rows, num_targets = counts.tolist()
         gram = finished_gram(self._gram)
         del self._gram
         if not torch.isfinite(torch.stack(gram.aminmax())).all():
             raise CheckpointError(
                 "The activations overflow to NaN or Inf; run with --dtype float32 or check the weights."
             )
-        if self._cross is None:
-            return Statistics(gram, None, self._target_energy, int(num_rows))
-        if weight is None:
-            raise ValueError("this accumulator has a target: give the linear's weight")
-        cross = as_float32(self._cross)
-        del self._cross
-        columns = weight.to(gram.device).T.to(gram.dtype)
-        reached = (cross * columns).sum(dtype=torch.float64)
-        residual = cross.addmm_(gram, columns, alpha=-1)
-        energy = self._target_energy - reached - (residual * columns).sum(dtype=torch.float64)
-        return Statistics(gram, residual, energy.clamp_min(0), int(num_rows))
+        if self._residual is None:
+            return Statistics(gram, None, self._energy, num_rows)
+        scale = num_rows / num_targets
+        residual = as_float32(self._residual).mul_(scale)
+        del self._residual
+        return Statistics(gram, residual, scale * self._energy, num_rows, num_targets)
 
 
 class SplitAccumulator:
@@ -132,16 +128,16 @@ class SplitAccumulator:
         self._rest, self._held_out = (GramAccumulator(size, output_size=output_size, device=device) for _ in range(2))
         self._batch = first_batch
 
-    def update_(self, activations: torch.Tensor, target: torch.Tensor | None = None) -> None:
+    def update_(self, activations: torch.Tensor, lost: torch.Tensor | None = None) -> None:
         """Add a batch of rows."""
         part = self._held_out if self._batch % HELD_OUT_EVERY == 0 else self._rest
-        part.update_(activations, target)
+        part.update_(activations, lost)
         self._batch += 1
 
-    def finish(self, weight: torch.Tensor | None = None, workers: Workers = ALONE) -> Statistics:
+    def finish(self, workers: Workers = ALONE) -> Statistics:
         """Return the sums over all rows of all workers, and as `held_out` the sums over the slice."""
         self._rest.merge_(self._held_out)
-        return replace(self._rest.finish(weight, workers), held_out=self._held_out.finish(weight, workers))
+        return replace(self._rest.finish(workers), held_out=self._held_out.finish(workers))
 
 
 class SketchAccumulator:

@@ -144,8 +144,10 @@ class SublayerTask:
 
     def measure(
         self, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass
-    ) -> tuple[Statistics, torch.Tensor]:
-        """Sum the statistics of what the writer reads; also return what the sublayer should add to the last batch.
+    ) -> tuple[Statistics, torch.Tensor | None]:
+        """Sum the statistics of what the writer reads; also return what the sublayer should add to the judged batch.
+
+        None if this worker has no batch of the dense stream, which makes the target.
 
         Args:
             current: the layer that the compressed stream passes. reference: the layer before any reduction, which
@@ -158,27 +160,33 @@ class SublayerTask:
         if self.selector in MOMENT_SELECTORS:
             moments = MomentAccumulator(self.num_columns, device=self.machine.device)
         values = self._value_accumulator()
-        for x, _ in states.read():
-            inner, target = current.inner(self.index, x), None
-            if self.follows_dense:
-                target = self._target(x, dense).flatten(0, -2)
-            accumulator.update_(with_constant_column(inner) if has_bias else inner, target)
+        judged = target = None
+        for x, dense_state in states.read():
+            inner, lost = current.inner(self.index, x), None
+            if dense_state is not None or not states.has_dense:
+                judged = x
+            if self.follows_dense and dense_state is not None:
+                target = self._target(x, dense)
+                lost = target.flatten(0, -2) - current.write(self.index, inner)
+            accumulator.update_(with_constant_column(inner) if has_bias else inner, lost)
             if sketch is not None:
                 sketch.update_(inner)
             if moments is not None:
                 moments.update_(inner)
             if values is not None:
                 values.update_(current.values(self.index, x))
-        last = self._target(x, dense) if self.follows_dense else reference.sum(self.index, x) - x
+        if not self.follows_dense:
+            assert judged is not None
+            target = reference.sum(self.index, judged) - judged
         workers = self.machine.workers
         statistics = replace(
-            self._reachable(accumulator.finish(weight, workers)),
+            self._reachable(accumulator.finish(workers)),
             sketch=None if sketch is None else sketch.finish(workers),
             moments=None if moments is None else moments.finish(workers),
             value_grams=None if values is None else values.finish(workers),
         )
         self._warn_if_dead(statistics.gram)
-        return statistics, last
+        return statistics, target
 
     def solve(
         self, tensors: Tensors, statistics: Statistics | None
@@ -213,13 +221,13 @@ class SublayerTask:
             return x
         return self.subspaces.enter(x, self.position + 1)
 
-    def residual_weight(self, num_columns: int, num_tokens: int | None) -> float:
-        """Return the share of the dense stream's residual in the target; less of it if tokens are few.
+    def residual_weight(self, num_columns: int, num_tokens: int) -> float:
+        """Return the share of the dense stream's residual in the target; less of it if its tokens are few.
 
-        With little text the residual is mostly noise, so it is left out below `TOKENS_PER_NEURON` tokens for each
+        From few tokens the residual is mostly noise, so it is left out below `TOKENS_PER_NEURON` of them for each
         column. A stream inside subspaces has more to correct and takes the whole share, and so does STAT's own target.
         """
-        if num_tokens is None or self.corrects_slices or self.method.residual_target == "sublayer":
+        if not num_tokens or self.corrects_slices or self.method.residual_target == "sublayer":
             return self.method.residual_weight
         return self.method.residual_weight * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / num_tokens)
 
@@ -322,7 +330,7 @@ class SublayerTask:
             correction = "same-layer"
         if correction == "bias" and not has_bias:
             correction = "none"
-        share = self.residual_weight(weight.shape[1], None if statistics is None else statistics.num_rows)
+        share = self.residual_weight(weight.shape[1], 0 if statistics is None else statistics.num_targets)
         damping = self.method.fixed_damping
         if statistics is not None and statistics.held_out is not None:
             damping = best_damping(weight, columns, statistics, correction=correction, residual_weight=share)

@@ -38,7 +38,7 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
     """
     mixer = task.stack.ffn
     dense, machine = states.dense_layer(tensors), task.machine
-    share = task.residual_weight(task.num_columns, states.num_tokens)
+    share = task.residual_weight(task.num_columns, round(states.num_tokens * states.dense_share))
     step = up_proj_step(
         states,
         task.index,
@@ -56,11 +56,13 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
     current, weight = states.layer(folded), augmented_weight(folded, mixer.down).to(machine.device)
     has_bias = f"{mixer.down}.bias" in folded
     accumulator = GramAccumulator(weight.shape[1], output_size=weight.shape[0], device=machine.device)
+    if states.has_dense:
+        share /= states.dense_share  # batches of the dense stream stand for the others
     for h, dense_state in states.read():
         neurons = current.inner(task.index, h)
-        target = target_rows(dense, task.index, h, dense_state, share)
-        accumulator.update_(with_constant_column(neurons) if has_bias else neurons, target)
-    statistics = accumulator.finish(weight, machine.workers)
+        lost = target_rows(dense, task.index, h, dense_state, share) - current.write(task.index, neurons)
+        accumulator.update_(with_constant_column(neurons) if has_bias else neurons, lost)
+    statistics = accumulator.finish(machine.workers)
     columns, damping = torch.arange(weight.shape[1], device=machine.device), task.method.fixed_damping
     factors = task.shared(lambda: correct(weight, columns, statistics, correction="two-stream", damping=damping))
     return task.fold(folded, factors), replace(factors, predicted_error=None)

@@ -196,10 +196,11 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
     hidden, schedule, method = shape.hidden_size, work.schedule, work.method
     seconds: defaultdict[str, float] = defaultdict(float)
     if schedule.streams:
-        moves = 1 + (kept / size) + schedule.two_streams + method.reduces_heads / 2
-        seconds["forward"] += moves * tokens * forward / rates.stream
-        seconds["sums"] += (_gram(size, tokens) + tokens * 2 * size * hidden * schedule.two_streams) / rates.sums
-        numbers = size**2 / 2 + size * hidden * schedule.two_streams
+        share, product = schedule.dense_share, 2 * size * hidden  # of a token's neurons with its target
+        moves = 1 + (kept / size) + share + method.reduces_heads / 2
+        seconds["forward"] += tokens * (moves * forward + share * product) / rates.stream
+        seconds["sums"] += (_gram(size, tokens) + tokens * share * product) / rates.sums
+        numbers = size**2 / 2 + share * size * hidden
         seconds["sums"] += math.ceil(tokens / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
     if method.reduces_ffn and method.ffn not in WEIGHT_SELECTORS:
         if method.sketch == "none":

@@ -100,9 +100,14 @@ class Work:
     def store_bytes(self) -> list[int]:
         """Return the bytes of each activation store that exists at the same time, at most."""
         one = self.shape.hidden_size * self.dtype.itemsize * self.text.sequence_length
+        sequences = self.text.num_sequences
+        if self.schedule.two_streams:
+            batches = math.ceil(sequences / self.machine.batch_size)
+            of_dense = self.machine.batch_size * math.ceil(batches / self.schedule.dense_every)
+            return [one * sequences, one * min(sequences, of_dense)]
         if self.schedule.streams or self.schedule.finds_subspaces:
-            return [one * self.text.num_sequences] * max(1, self.schedule.streams)
-        counted = min(STATISTICS_SEQUENCES, self.text.num_sequences)
+            return [one * sequences]
+        counted = min(STATISTICS_SEQUENCES, sequences)
         return [one * counted] if self.schedule.makes_profile else []
 
     @property

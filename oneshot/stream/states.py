@@ -1,14 +1,14 @@
 """The hidden states of the calibration text on their way through the model, layer by layer.
 
 The *compressed* stream has the hidden states of the compressed model. The *dense* stream has those of the untouched
-model; it exists only if a correction's target comes from it. Sublayers are deferred: a pass over the text that has to
-read the states anyway also moves them through the sublayers that are waiting.
+model; it exists only if a correction's target comes from it, and may have only each n-th batch. Sublayers are deferred:
+a pass over the text that has to read the states anyway also moves them through the sublayers that are waiting.
 
 An encoder–decoder is passed stack by stack. Each stream's final states of the encoder stay, as the memory that the
 decoder's cross-attention reads in that stream.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from oneshot.stream.layers import Layer, LayerBuilder, Memory
 from oneshot.stream.store import ActivationStore
 from oneshot.text import Batch, Text
 
-Step = Callable[[torch.Tensor, bool], torch.Tensor]  # (a batch of states, whether it is the last) -> the next states
+# (a batch of states, whether errors are measured on it) -> the next states
+Step = Callable[[torch.Tensor, bool], torch.Tensor]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -32,12 +33,13 @@ class States:
     if there are fewer batches than workers, batches are smaller.
 
     Args:
-        two: whether the dense stream exists.
+        dense_every: the dense stream has the first of so many batches of the whole text; 0: it does not exist.
         compressed_embedding: the embedding `(N, D)` of the compressed stream; None for the dense model's.
         compressed_norm: makes the compressed stream's norm of the embeddings from the dense one; None for the same.
 
     Attributes:
         stack: the stack that the states are in. num_tokens: tokens of all workers.
+        dense_share: the share of all tokens that the dense stream has.
         part: this worker's sequences of the whole text. first_batch, first_row: indices in it of the first batch and of
             the first token of the part.
         passes: how many passes over the text make a layer; `advance` receives tokens divided by it.
@@ -51,7 +53,7 @@ class States:
         machine: Machine,
         text: Text,
         *,
-        two: bool = False,
+        dense_every: int = 0,
         compressed_embedding: torch.Tensor | None = None,
         compressed_norm: Callable[[Any], Any] | None = None,
         advance: Callable[[float], None] = lambda tokens: None,
@@ -72,79 +74,81 @@ class States:
         self.builder = LayerBuilder(model, machine, text.longest)
         self.passes, self.advance = 1.0, advance
         self._model, self.stack = model, model.family.stack
-        self._steps: list[Step] = []
-        self._dense_steps: list[Step] = []
         embedding = model.read_embedding()
         first = embedding if compressed_embedding is None else compressed_embedding
-        self._batches = [
-            replace(batch, rows=slice(batch.rows.start - self.first_row, batch.rows.stop - self.first_row))
-            for batch in own
-        ]
         norm = self.builder.embedding_norm
         own_norm = norm if compressed_norm is None else compressed_norm(norm)
-        self._stores = [self._embedded(first, own_norm)] + ([self._embedded(embedding, norm)] if two else [])
-        self._memories: list[_StoredMemory] = []
+        self._batches = _rebased(own)
+        self._compressed = _Stream(dict(enumerate(self._batches)), self._embedded(self._batches, first, own_norm))
+        self._dense: _Stream | None = None
+        numbers = self._every(dense_every) if dense_every else []
+        if numbers:
+            batches = _rebased(own[number] for number in numbers)
+            of_number = dict(zip(numbers, batches, strict=True))
+            self._dense = _Stream(of_number, self._embedded(batches, embedding, norm))
+        self._judged = numbers[-1] if numbers else len(own) - 1
+        self.dense_share = _num_tokens(everywhere[::dense_every]) / _num_tokens(everywhere) if dense_every else 0.0
         # every layer advances by all tokens, though an encoder passes only those of the source
         part_tokens = text.part(self.part).num_tokens
         self._progress = part_tokens / self._batches[-1].rows.stop
 
     @property
     def has_dense(self) -> bool:
-        """Return whether the dense stream exists."""
-        return len(self._stores) == 2
+        """Return whether this worker has a batch of the dense stream."""
+        return self._dense is not None
 
     def enter_decoder(self) -> None:
         """Go on to the decoder: the encoder's final norm gives its memory, and its states are the targets' embeddings.
 
         Nothing may be deferred.
         """
-        assert not self._steps
-        assert not self._dense_steps
+        self._assert_settled()
         norm = self.builder.final_norm(self.stack)
-        for store in self._stores:
-            for batch in self._batches:
-                states = store.read(batch.rows).unflatten(0, batch.token_ids.shape)
-                store.write(batch.rows, norm(states))
-            self._memories.append(_StoredMemory(store))
-        self.stack = self._model.family.last_stack
         source_tokens = self._batches[-1].rows.stop
-        self._batches = [batch.decoder for batch in self._batches if batch.decoder is not None]
+        self.stack = self._model.family.last_stack
+        self._batches = _of_decoder(self._batches)
         self._progress *= source_tokens / self._batches[-1].rows.stop
         embedding = self._model.read_embedding()
-        self._stores = [self._embedded(embedding, None) for _ in self._stores]
+        for stream in (self._compressed, self._dense):
+            if stream is not None:
+                stream.enter_decoder(norm, lambda batches: self._embedded(batches, embedding, None))
 
     def layer(self, tensors: Tensors) -> Layer:
         """Return a layer of the present stack that the compressed stream passes."""
-        return self.builder.layer(tensors, self.stack, self._memory(0))
+        return self.builder.layer(tensors, self.stack, self._compressed.memory)
 
     def dense_layer(self, tensors: Tensors) -> Layer:
         """Return a layer of the present stack that the dense stream passes, or the only stream if there is one."""
-        return self.builder.layer(tensors, self.stack, self._memory(-1))
+        stream = self._compressed if self._dense is None else self._dense
+        return self.builder.layer(tensors, self.stack, stream.memory)
 
     def as_compressed(self, dense: Layer) -> Layer:
         """Return a layer with the same weights as a dense one that the compressed stream passes."""
-        return dense.reading(self._memory(0))
+        return dense.reading(self._compressed.memory)
 
     def defer(self, step: Step) -> None:
         """Let the next pass move the compressed stream through a step before it reads the states."""
-        self._steps.append(step)
+        self._compressed.steps.append(step)
 
     def defer_dense(self, step: Step) -> None:
         """Let the next pass move the dense stream, if it exists, through a step."""
-        if self.has_dense:
-            self._dense_steps.append(step)
+        if self._dense is not None:
+            self._dense.steps.append(step)
 
     def read(self, every: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Yield batches `(sequences, length, D)` of the compressed and the dense stream, after the deferred steps.
 
-        `every`: yield only the first of so many batches of the whole text; nothing may be deferred then.
+        The second is None for batches that the dense stream does not have. `every`: yield only the first of so many
+        batches of the whole text; nothing may be deferred then.
         """
-        assert every == 1 or not (self._steps or self._dense_steps)
-        steps, self._steps = self._steps, []
-        dense_steps, self._dense_steps = self._dense_steps, []
-        for batch in self._every(every):
-            x = self._moved(0, batch, steps)
-            yield x, self._moved(1, batch, dense_steps) if self.has_dense else None
+        if every > 1:
+            self._assert_settled()
+        compressed, dense = self._compressed, self._dense
+        steps, dense_steps = compressed.take_steps(), [] if dense is None else dense.take_steps()
+        for number in self._every(every):
+            is_judged = number == self._judged
+            x = compressed.moved(number, steps, is_judged)
+            yield x, dense.moved(number, dense_steps, is_judged) if dense and number in dense.batches else None
             self.advance(self._progress * x.shape[0] * x.shape[1] / self.passes)
 
     def settle(self) -> None:
@@ -154,16 +158,13 @@ class States:
 
     def share_read(self, every: int) -> float:
         """Return the share of this worker's tokens that `read(every)` yields."""
-        read = sum(batch.token_ids.numel() for batch in self._every(every))
-        return read / sum(batch.token_ids.numel() for batch in self._batches)
+        return _num_tokens(self._batches[number] for number in self._every(every)) / _num_tokens(self._batches)
 
-    def read_last(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the last batch of both streams; nothing may be deferred."""
-        assert not (self._steps)
-        assert not (self._dense_steps)
-        return self._moved(0, self._batches[-1], []), (
-            self._moved(1, self._batches[-1], []) if self.has_dense else None
-        )
+    def read_judged(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the batch of both streams that errors are measured on; nothing may be deferred."""
+        self._assert_settled()
+        x = self._compressed.moved(self._judged, [], True)
+        return x, None if self._dense is None else self._dense.moved(self._judged, [], True)
 
     def sums_of_embeddings(self, embedding: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the sums of the embeddings, `(sequences, length, D)`, before any norm, batch by batch."""
@@ -172,42 +173,91 @@ class States:
 
     def close(self) -> None:
         """Release the activations."""
-        for store in (*self._stores, *(memory.store for memory in self._memories)):
-            store.close()
+        for stream in (self._compressed, self._dense):
+            if stream is not None:
+                stream.close()
 
-    def _every(self, every: int) -> list[Batch]:
-        """Return this worker's batches among each `every`-th of the whole text."""
-        return self._batches[-self.first_batch % every :: every]
+    def _every(self, every: int) -> list[int]:
+        """Return the numbers of this worker's batches among each `every`-th of the whole text."""
+        return list(range(-self.first_batch % every, len(self._batches), every))
 
-    def _embedded(self, embedding: torch.Tensor, norm: Any) -> ActivationStore:
+    def _assert_settled(self) -> None:
+        for stream in (self._compressed, self._dense):
+            assert stream is None or not stream.steps
+
+    def _embedded(self, batches: list[Batch], embedding: torch.Tensor, norm: Any) -> ActivationStore:
         """Return the states before the first layer of a stack; `norm`: what follows the sum of the embeddings."""
-        store = ActivationStore(self._batches[-1].rows.stop, self._model.shape.hidden_size, self.machine)
-        for batch in self._batches:
+        store = ActivationStore(batches[-1].rows.stop, self._model.shape.hidden_size, self.machine)
+        for batch in batches:
             total = self.builder.sum_embeddings(embedding, batch)
             store.write(batch.rows, total if norm is None else norm(total))
         return store
 
-    def _memory(self, stream: int) -> Memory | None:
-        return self._memories[stream].present if self._memories else None
 
-    def _moved(self, stream: int, batch: Batch, steps: list[Step]) -> torch.Tensor:
-        if self._memories:
+class _Stream:
+    """The stored states of one stream's `batches`, by their number among the worker's, and its deferred steps.
+
+    `memory`: the encoder's output that belongs to the present batch; None before the decoder.
+    """
+
+    def __init__(self, batches: dict[int, Batch], store: ActivationStore) -> None:
+        self.batches, self._store, self._encoded = batches, store, list[ActivationStore]()
+        self.steps: list[Step] = []
+        self.memory: Memory | None = None
+
+    def take_steps(self) -> list[Step]:
+        """Return the deferred steps; those that are deferred from now on wait for the next pass."""
+        steps, self.steps = self.steps, []
+        return steps
+
+    def moved(self, number: int, steps: list[Step], is_judged: bool) -> torch.Tensor:
+        """Return a batch's states after the steps, and store them."""
+        batch = self.batches[number]
+        if self.memory is not None:
             assert batch.source is not None
-            self._memories[stream].read(batch.source)
-        x = self._stores[stream].read(batch.rows).unflatten(0, batch.token_ids.shape)
+            self.memory.states = _read(self._encoded[0], batch.source)
+        x = _read(self._store, batch)
         for step in steps:
-            x = step(x, batch is self._batches[-1])
+            x = step(x, is_judged)
         if steps:
-            self._stores[stream].write(batch.rows, x)
+            self._store.write(batch.rows, x)
         return x
 
+    def enter_decoder(self, norm: Any, embedded: Callable[[list[Batch]], ActivationStore]) -> None:
+        """Keep the encoder's states after its final norm as memory, and go on with the targets' embeddings."""
+        for batch in self.batches.values():
+            self._store.write(batch.rows, norm(_read(self._store, batch)))
+        batches = _of_decoder(self.batches.values())
+        self._encoded, self.memory = [self._store], Memory(torch.empty(0))
+        self.batches, self._store = dict(zip(self.batches, batches, strict=True)), embedded(batches)
 
-class _StoredMemory:
-    """The encoder's output of one stream, and the part of it that belongs to the present batch."""
+    def close(self) -> None:
+        for store in (self._store, *self._encoded):
+            store.close()
 
-    def __init__(self, store: ActivationStore) -> None:
-        self.store, self.present = store, Memory(torch.empty(0))
 
-    def read(self, source: Batch) -> None:
-        """Make a batch of the source the present one."""
-        self.present.states = self.store.read(source.rows).unflatten(0, source.token_ids.shape)
+def _read(store: ActivationStore, batch: Batch) -> torch.Tensor:
+    return store.read(batch.rows).unflatten(0, batch.token_ids.shape)
+
+
+def _rebased(batches: Iterable[Batch]) -> list[Batch]:
+    """Return batches whose rows start at 0 and follow each other, and so do a decoder's."""
+    listed, row, decoder_row = list[Batch](), 0, 0
+    for batch in batches:
+        own = replace(batch, rows=slice(row, row + batch.token_ids.numel()))
+        row = own.rows.stop
+        if batch.decoder is not None:
+            rows = slice(decoder_row, decoder_row + batch.decoder.token_ids.numel())
+            own = replace(own, decoder=replace(batch.decoder, rows=rows, source=own))
+            decoder_row = rows.stop
+        listed.append(own)
+    return listed
+
+
+def _of_decoder(batches: Iterable[Batch]) -> list[Batch]:
+    return [batch.decoder for batch in batches if batch.decoder is not None]
+
+
+def _num_tokens(batches: Iterable[Batch]) -> int:
+    """Return the tokens of batches, without a decoder's."""
+    return sum(batch.token_ids.numel() for batch in batches)

@@ -109,9 +109,9 @@ def test_predicted_error_equals_measured_error(correction: Correction, seed: int
     plain = torch.from_numpy(activations[:, :NEURONS])
     expected = activations @ weight.T + (residual if two_streams else 0)
     accumulator.update_(
-        with_constant_column(plain) if bias else plain, torch.from_numpy(expected) if two_streams else None
+        with_constant_column(plain) if bias else plain, torch.from_numpy(residual) if two_streams else None
     )
-    statistics = accumulator.finish(torch.from_numpy(weight))
+    statistics = accumulator.finish()
     factors = correct(torch.from_numpy(weight), kept_columns, statistics, correction=correction, damping=1e-2)
     assert factors.predicted_error == pytest.approx(
         measured_error(activations, factors, expected), rel=1e-3, abs=TOLERANCES["float32 error"]

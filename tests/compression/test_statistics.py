@@ -21,59 +21,74 @@ from oneshot.compression.statistics import (
 CPU = torch.device("cpu")
 
 
-def accumulate(rows: torch.Tensor, target: torch.Tensor, cuts: list[int]) -> GramAccumulator:
-    accumulator = GramAccumulator(rows.shape[1], output_size=target.shape[1], device=CPU)
+def accumulate(rows: torch.Tensor, lost: torch.Tensor, cuts: list[int]) -> GramAccumulator:
+    accumulator = GramAccumulator(rows.shape[1], output_size=lost.shape[1], device=CPU)
     edges = [0, *sorted(cuts), len(rows)]
     for start, stop in itertools.pairwise(edges):
-        accumulator.update_(rows[start:stop], target[start:stop])
+        accumulator.update_(rows[start:stop], lost[start:stop])
     return accumulator
 
 
-def assert_sums(accumulator: GramAccumulator, rows: Matrix, target: Matrix, seed: int) -> None:
-    """Check that `finish` for a linear `W` returns `AᵀA`, `Aᵀ(Y − A Wᵀ)` and `‖Y − A Wᵀ‖²` over all rows."""
-    weight = np.random.default_rng(seed + 1).standard_normal((target.shape[1], rows.shape[1]))
-    reached = rows @ weight.T
-    statistics = accumulator.finish(torch.from_numpy(weight))
-    largest = max(float(np.abs(part).max()) for part in (rows, target, reached))
+def assert_sums(accumulator: GramAccumulator, rows: Matrix, lost: Matrix) -> None:
+    """Check that `finish` returns `AᵀA`, `AᵀL` and `‖L‖²` over all rows, `L` what each lacks of its target."""
+    statistics = accumulator.finish()
+    largest = max(float(np.abs(part).max()) for part in (rows, lost))
     for got, expected in (
         (statistics.gram, rows.T @ rows),
-        (statistics.residual, rows.T @ (target - reached)),
-        (statistics.residual_energy, np.square(target - reached).sum()),
+        (statistics.residual, rows.T @ lost),
+        (statistics.residual_energy, np.square(lost).sum()),
     ):
         assert got is not None
         assert np.abs(got.numpy() - expected).max() <= TOLERANCES["float32 sums"] * largest**2 * rows.size
-    assert statistics.num_rows == len(rows)
+    assert statistics.num_rows == statistics.num_targets == len(rows)
 
 
 @given(matrix=matrices(), seed=st.integers(0, 100), cuts=st.lists(st.integers(0, 16), max_size=4))
 def test_sums_do_not_depend_on_batches(matrix: Matrix, seed: int, cuts: list[int]) -> None:
-    target = np.random.default_rng(seed).standard_normal((len(matrix), 5))
+    lost = np.random.default_rng(seed).standard_normal((len(matrix), 5))
     cuts = [min(cut, len(matrix)) for cut in cuts]
-    accumulator = accumulate(torch.from_numpy(matrix), torch.from_numpy(target), cuts)
-    assert_sums(accumulator, matrix, target, seed)
+    accumulator = accumulate(torch.from_numpy(matrix), torch.from_numpy(lost), cuts)
+    assert_sums(accumulator, matrix, lost)
 
 
 @given(matrix=matrices(), seed=st.integers(0, 100), cut=st.integers(0, 30))
 def test_merged_sums_equal_sums_over_all_rows(matrix: Matrix, seed: int, cut: int) -> None:
-    target = np.random.default_rng(seed).standard_normal((len(matrix), 5))
-    rows, expected = torch.from_numpy(matrix), torch.from_numpy(target)
+    lost = np.random.default_rng(seed).standard_normal((len(matrix), 5))
+    rows, lacking = torch.from_numpy(matrix), torch.from_numpy(lost)
     cut = min(cut, len(matrix))
-    first, second = accumulate(rows[:cut], expected[:cut], []), accumulate(rows[cut:], expected[cut:], [])
+    first, second = accumulate(rows[:cut], lacking[:cut], []), accumulate(rows[cut:], lacking[cut:], [])
     first.merge_(second)
-    assert_sums(first, matrix, target, seed)
+    assert_sums(first, matrix, lost)
+
+
+@given(seed=st.integers(0, 100), num_targets=st.integers(1, 7))
+def test_rows_with_a_target_stand_for_the_others(seed: int, num_targets: int) -> None:
+    """The residual of some batches is scaled to all rows, and the Gram is that of all rows."""
+    rng = np.random.default_rng(seed)
+    rows, lost = rng.standard_normal((8, 3, 4)), rng.standard_normal((num_targets, 3, 5))
+    accumulator = GramAccumulator(4, output_size=5, device=CPU)
+    for number, batch in enumerate(torch.from_numpy(rows)):
+        accumulator.update_(batch, torch.from_numpy(lost[number]) if number < num_targets else None)
+    statistics = accumulator.finish()
+    assert (statistics.num_rows, statistics.num_targets) == (8 * 3, num_targets * 3)
+    residual = 8 / num_targets * np.einsum("bri,brj->ij", rows[:num_targets], lost)
+    np.testing.assert_allclose(statistics.gram, np.einsum("bri,brj->ij", rows, rows), atol=1e-4)
+    assert statistics.residual is not None
+    np.testing.assert_allclose(statistics.residual, residual, atol=1e-4)
+    assert float(statistics.residual_energy) == pytest.approx(8 / num_targets * np.square(lost).sum(), rel=1e-4)
 
 
 @given(seed=st.integers(0, 100), num_batches=st.integers(1, 20), targeted=st.booleans())
 def test_every_eighth_batch_is_also_summed_alone(seed: int, num_batches: int, targeted: bool) -> None:
     rng = np.random.default_rng(seed)
-    rows, target, weight = (rng.standard_normal(size) for size in ((num_batches, 3, 4), (num_batches, 3, 5), (5, 4)))
+    rows, lost = (rng.standard_normal(size) for size in ((num_batches, 3, 4), (num_batches, 3, 5)))
     accumulator = SplitAccumulator(4, output_size=5 if targeted else None, device=CPU)
-    for batch, expected in zip(torch.from_numpy(rows), torch.from_numpy(target), strict=True):
-        accumulator.update_(batch, expected if targeted else None)
-    statistics = accumulator.finish(torch.from_numpy(weight))
+    for batch, lacking in zip(torch.from_numpy(rows), torch.from_numpy(lost), strict=True):
+        accumulator.update_(batch, lacking if targeted else None)
+    statistics = accumulator.finish()
     assert statistics.held_out is not None
     for got, slice_ in ((statistics, slice(None)), (statistics.held_out, slice(None, None, 8))):
-        activations, residual = rows[slice_].reshape(-1, 4), (target - rows @ weight.T)[slice_].reshape(-1, 5)
+        activations, residual = rows[slice_].reshape(-1, 4), lost[slice_].reshape(-1, 5)
         assert got.num_rows == len(activations)
         np.testing.assert_allclose(got.gram, activations.T @ activations, atol=1e-4)
         assert (got.residual is not None) == targeted
@@ -102,27 +117,6 @@ def test_the_constant_column_holds_sums_and_count() -> None:
     gram = accumulator.finish().gram
     np.testing.assert_allclose(gram[-1, :-1].numpy(), rows.sum(0).numpy(), rtol=1e-4, atol=1e-4)
     assert float(gram[-1, -1]) == 50
-
-
-def test_a_target_cannot_be_forgotten() -> None:
-    accumulator = GramAccumulator(3, output_size=2, device=CPU)
-    with pytest.raises(ValueError, match="give its rows"):
-        accumulator.update_(torch.ones(4, 3))
-    accumulator.update_(torch.ones(4, 3), torch.ones(4, 2))
-    with pytest.raises(ValueError, match="give the linear's weight"):
-        accumulator.finish()
-
-
-@given(matrix=matrices(), seed=st.integers(0, 100))
-def test_a_target_that_the_linear_reaches_has_no_residual(matrix: Matrix, seed: int) -> None:
-    """Two equal streams have no residual, and rounding makes no negative energy."""
-    weight = np.random.default_rng(seed).standard_normal((5, matrix.shape[1]))
-    reached = matrix @ weight.T
-    statistics = accumulate(torch.from_numpy(matrix), torch.from_numpy(reached), []).finish(torch.from_numpy(weight))
-    assert statistics.residual is not None
-    largest = max(float(np.abs(part).max()) for part in (matrix, reached)) ** 2 * matrix.size
-    assert float(statistics.residual.abs().max()) <= TOLERANCES["float32 sums"] * largest
-    assert 0 <= float(statistics.residual_energy) <= TOLERANCES["float32 sums"] * largest * 5
 
 
 @pytest.mark.parametrize("nonzeros", [1, 4])

@@ -145,7 +145,7 @@ def test_streams_of_examples_equal_a_padded_batch(model: Model, stock: Any, tmp_
     """Examples of five lengths pass in batches of one length each; transformers pads them and masks."""
     lengths = torch.tensor([4, 9, 9, 9, 20])
     text = Text(TOKEN_IDS, "text", lengths, None)
-    states = States(model, cpu_machine(tmp_path, batch_size=1), text, two=True)
+    states = States(model, cpu_machine(tmp_path, batch_size=1), text, dense_every=1)
     mask = torch.arange(20) < lengths.unsqueeze(1)
     expected = stock(TOKEN_IDS, attention_mask=mask, output_hidden_states=True).hidden_states
     assert_close(torch.cat([x.flatten(0, 1) for x, _ in states.read()]), expected[0][mask])

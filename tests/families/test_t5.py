@@ -28,9 +28,10 @@ from oneshot.checkpoint import Model, open_model
 from oneshot.compression import LayerCompressor
 from oneshot.config import Config
 from oneshot.errors import CalibrationError, CheckpointError, OneshotError
+from oneshot.machine import Workers
 from oneshot.pipeline import predict, profile
 from oneshot.planning import HiddenPlan
-from oneshot.stream import States
+from oneshot.stream import Layer, States, Step
 from oneshot.text import Text, load_pairs
 
 NUM_LAYERS = ENCODER_LAYERS + DECODER_LAYERS
@@ -106,7 +107,7 @@ def test_streams_of_examples_equal_a_padded_batch(model: Model, stock: Any, tmp_
     batch = padded_batch()
     expected = stock(**batch, output_hidden_states=True)
     source, target = batch["attention_mask"].bool(), batch["decoder_attention_mask"].bool()
-    states = States(model, cpu_machine(tmp_path, batch_size=2), padded_text(), two=True)
+    states = States(model, cpu_machine(tmp_path, batch_size=2), padded_text(), dense_every=1)
 
     def rows(stream: int) -> torch.Tensor:
         return torch.cat([pair[stream].flatten(0, 1) for pair in states.read()])
@@ -127,6 +128,39 @@ def test_streams_of_examples_equal_a_padded_batch(model: Model, stock: Any, tmp_
     norm, head = states.builder.final_norm(states.stack), model.read_head()
     scale = 32**-0.5 if stock.config.__dict__.get("scale_decoder_outputs") else 1.0
     assert_close(scale * norm(rows(0)) @ head.T, expected.logits[target])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dense_every", [1, 2])
+def test_workers_have_parts_of_the_streams(dense_every: int, model: Model, tmp_path: Path) -> None:
+    """Both streams, in the encoder and in the decoder, where the parts start in the middle of the text."""
+    *shares, whole = (
+        States(
+            model,
+            cpu_machine(tmp_path, batch_size=1, workers=workers),
+            padded_text(),
+            dense_every=dense_every,
+        )
+        for workers in (Workers(0, 2), Workers(1, 2), Workers())
+    )
+    for number in range(ENCODER_LAYERS, NUM_LAYERS):
+        for states in (*shares, whole):
+            if number == ENCODER_LAYERS:
+                states.enter_decoder()
+            layer, dense = (build(model.read_layer(number)) for build in (states.layer, states.dense_layer))
+            states.defer(layer_step(layer))
+            states.defer_dense(layer_step(dense))
+    expected = list(whole.read())
+    found = [pair for states in shares for pair in states.read()]
+    assert len(found) == len(expected)
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(ours[0], theirs[0])
+        assert (ours[1] is None) == (theirs[1] is None) == (number % dense_every > 0)
+        assert ours[1] is None or torch.equal(ours[1], ours[0])
+
+
+def layer_step(layer: Layer) -> Step:
+    return lambda x, _: layer.run_all(x)
 
 
 @torch.inference_mode()
@@ -347,8 +381,8 @@ def test_the_stored_model_has_the_streams_logits(
     close = States.close
 
     def keep_last(self: States) -> None:
-        if not self._steps:  # the choice of shared heads leaves the last layer out
-            last.append((self.read_last()[0], self))
+        if not self._compressed.steps:  # the choice of shared heads leaves the last layer out
+            last.append((self.read_judged()[0], self))
         close(self)
 
     monkeypatch.setattr(States, "close", keep_last)

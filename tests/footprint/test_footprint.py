@@ -344,7 +344,7 @@ def on_cuda(scratch: Path, recipe: str = "oneshot", batch_size: int = 4) -> Work
     method = grid.settle(config.method)
     plan = Plan((LayerPlan(6144, 32, 8),) * SHAPE.num_hidden_layers, "query-head")
     return Work(
-        schedule=make_schedule(method, plan, grid, has_profile=False),
+        schedule=make_schedule(method, plan, grid, num_tokens=config.text.num_tokens, has_profile=False),
         method=method,
         text=config.text,
         machine=cpu_machine(scratch, batch_size=batch_size, device=torch.device("cuda"), dtype=torch.bfloat16),

@@ -62,6 +62,12 @@ SHARED: dict[str, tuple[int, list[str], dict[str, Any]]] = {
         ["--sparsity=0.1", "--form=per-layer", "--round-to=4", "--set=inner_sizes=sensitivity"],
         {},
     ),
+    # 64 tokens for a neuron; the second process has no batch of the dense stream
+    "a dense stream of every other batch": (
+        3,
+        ["--sparsity=0.15", "--up-steps=1", "--num-sequences=64", "--batch-size=16"],
+        {"width": 32},
+    ),
     "inside heads": (3, ["--set=value_size=4", "--set=query_key_size=4", "--form=per-layer"], {}),
 }
 

@@ -267,10 +267,10 @@ def test_deferred_steps_move_both_streams(
 ) -> None:
     """The dense stream equals the stock model's states; the compressed one passes other weights and embeddings."""
     stock = build_model(**options)
-    model, states = make_states(make_checkpoint(**options), tmp_path, two=True)
+    model, states = make_states(make_checkpoint(**options), tmp_path, dense_every=1)
     other_embedding = model.read_embedding() + 0.1
     states.close()
-    _, states = make_states(make_checkpoint(**options), tmp_path, two=True, compressed_embedding=other_embedding)
+    _, states = make_states(make_checkpoint(**options), tmp_path, dense_every=1, compressed_embedding=other_embedding)
     writers = [f"{sublayer.writer}.weight" for sublayer in model.family.stack.sublayers]
     hidden = stock(SEQUENCES, output_hidden_states=True).hidden_states
     stock.get_input_embeddings().weight.copy_(other_embedding)
@@ -293,7 +293,7 @@ def test_deferred_steps_move_both_streams(
     compressed, dense = read_all(states)
     torch.testing.assert_close(compressed, other_hidden[2], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(dense, hidden[2], rtol=1e-4, atol=1e-4)
-    last, last_dense = states.read_last()
+    last, last_dense = states.read_judged()
     assert torch.equal(last, compressed[6:])
     assert last_dense is not None
     assert dense is not None
@@ -307,8 +307,8 @@ def test_steps_run_once_and_know_the_last_batch(make_checkpoint: MakeCheckpoint,
     calls: list[tuple[str, int, bool]] = []
 
     def step(name: str) -> Any:
-        def add_one(x: torch.Tensor, is_last: bool) -> torch.Tensor:
-            calls.append((name, len(x), is_last))
+        def add_one(x: torch.Tensor, is_judged: bool) -> torch.Tensor:
+            calls.append((name, len(x), is_judged))
             return x + 1
 
         return add_one
@@ -323,8 +323,8 @@ def test_steps_run_once_and_know_the_last_batch(make_checkpoint: MakeCheckpoint,
         if number == 0:
             states.defer(step("third"))
     expected = [
-        (name, size, is_last)
-        for size, is_last in ((2, False), (2, False), (2, False), (1, True))
+        (name, size, is_judged)
+        for size, is_judged in ((2, False), (2, False), (2, False), (1, True))
         for name in ("first", "second")
     ]
     assert calls == expected
@@ -338,6 +338,37 @@ def test_steps_run_once_and_know_the_last_batch(make_checkpoint: MakeCheckpoint,
     states.settle()
     assert len(calls) == 12
     torch.testing.assert_close(read_all(states)[0], start + 3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_dense_stream_may_have_every_nth_batch(size: int, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Batches 0 and 2 of four have it, whoever reads them; errors are measured on the last of them."""
+    folder = make_checkpoint()
+    _, whole = make_states(folder, tmp_path)
+    start, _ = read_all(whole)
+    found = []
+    for rank in range(size):
+        _, states = make_states(folder, tmp_path, workers=Workers(rank, size), dense_every=2)
+        assert states.dense_share == 4 / 7
+        numbers = range(states.first_batch, states.first_batch + len(list(states.read())))
+        with_dense = [number for number in numbers if number % 2 == 0]
+        assert states.has_dense == bool(with_dense)
+        judged: list[bool] = []
+        states.defer(lambda x, is_judged, judged=judged: (judged.append(is_judged), x + 1)[1])  # type: ignore[misc]
+        states.defer_dense(lambda x, _: x + 2)
+        found += list(states.read())
+        assert [number for number, is_judged in zip(numbers, judged, strict=True) if is_judged] == (
+            with_dense or list(numbers)
+        )[-1:]
+        x, dense = states.read_judged()
+        assert (dense is not None) == states.has_dense
+        if dense is not None:
+            torch.testing.assert_close(dense, x + 1)
+    assert [dense is not None for _, dense in found] == [True, False, True, False]
+    torch.testing.assert_close(torch.cat([x for x, _ in found]), start + 1)
+    dense_batches = [dense for _, dense in found if dense is not None]
+    torch.testing.assert_close(torch.cat(dense_batches), start[[0, 1, 4, 5]] + 2)
 
 
 def test_only_every_nth_batch_is_read(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
