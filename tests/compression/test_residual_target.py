@@ -56,6 +56,29 @@ def test_the_corrected_writer_equals_least_squares_towards_its_target(
     torch.testing.assert_close(weight, expected, rtol=2e-3, atol=2e-3)
 
 
+def test_with_much_text_every_other_batch_stands_for_the_residual(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """The Gram and the dense output have all tokens; the residual has those of two of four batches, twice."""
+    checkpoint = make_checkpoint(width=64, layers=2)
+    settings = {"correction": "two-stream", "residual_weight": 1.0, "damping": 1e-7, "batch_size": 64}
+    config = make_config(checkpoint, num_sequences=256, sparsity=0.15, **settings)
+    compress(config)
+    token_ids = calibration_tokens(config)
+    assert len(token_ids) == 256
+    assert token_ids.numel() >= 64 * 64
+    dense, compressed = hooked(checkpoint, token_ids), hooked(Path(config.output), token_ids)
+    own = compressed_output_of_all_neurons(checkpoint, compressed["before"])
+    residual = dense["before"] + dense["output"] - compressed["before"] - own
+    has_dense = (torch.arange(256) // 64 % 2 == 0).repeat_interleave(token_ids.shape[1]).double().unsqueeze(1)
+    share = 1 - 4 * 64 / (token_ids.numel() / 2)
+    neurons = compressed["neurons"]
+    expected = torch.linalg.solve(neurons.T @ neurons, neurons.T @ (own + 2 * share * has_dense * residual)).T
+    result = AutoModelForCausalLM.from_pretrained(config.output, dtype=torch.float32)
+    weight = result.model.layers[LAYER].mlp.down_proj.weight.detach().double()
+    torch.testing.assert_close(weight, expected, rtol=2e-3, atol=2e-3)
+
+
 @torch.inference_mode()
 def compressed_output_of_all_neurons(checkpoint: Path, before: torch.Tensor) -> torch.Tensor:
     """Return what the dense FFN gives on the compressed stream."""
