@@ -6,6 +6,7 @@ from harness import KINDS, Row, latest, quality_rows, read_rows, task_values, va
 
 from tables.cells import TEXTS, markdown, origin, rounded, score_cell, scores, settings, standard_error
 
+LITTLE_TEXT = 32_768  # tokens
 WIKITEXT2 = "wikitext2_valid.txt"  # calibrated on what other tools are calibrated on
 
 
@@ -95,6 +96,24 @@ def forms_table() -> str:
         [[*key, *(score_cell(found[size]) for size in sizes)] for key, found in sorted(scores.items())],
         "Perplexity ÷ dense, geometric mean over five kinds of text; `general.jsonl+self`, "
         f"{rows[0]['calibration_tokens']:,} tokens; {rows[0]['model']}.",
+    )
+
+
+def same_text_table() -> str:
+    """Return the scores of forms, roundings and the recipe `stat` from equally little text, by size."""
+    sizes = (0.1, 0.2, 0.3)
+    rows = [row for row in quality_rows() if row.get("calibration_tokens") == LITTLE_TEXT]
+    rows = [row for row in rows if row["recipe"] in ("oneshot", "stat") and row["calibration"] == "general.jsonl"]
+    found: dict[tuple[str, str, str], dict[float, Row]] = {}
+    for row in rows:
+        if row["asked"] in sizes:
+            found.setdefault((row["recipe"], row["form"], settings(row) or "–"), {})[row["asked"]] = row
+    by_score = sorted(found.items(), key=lambda item: (item[0][0], item[1].get(0.2, {}).get("score", 0.0)))
+    return markdown(
+        ["recipe", "form", "further settings", *(f"{size:.0%} removed" for size in sizes)],
+        [[*key, *(score_cell(of[size], 3) if size in of else "–" for size in sizes)] for key, of in by_score],
+        f"Perplexity ÷ dense, geometric mean over five kinds of text; `general.jsonl`, {LITTLE_TEXT:,} tokens; "
+        f"{rows[0]['model']}; {origin(rows)}.",
     )
 
 
