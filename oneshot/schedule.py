@@ -15,6 +15,7 @@ from oneshot.recipes import Method
 DENSE_EVERY = 2
 DENSE_TOKENS_PER_NEURON = 32  # that it needs to have
 
+
 @dataclass(frozen=True)
 class Schedule:
     """The stages of a run.

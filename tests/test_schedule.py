@@ -90,7 +90,13 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         "per-layer",
         "oneshot",
         {},
-        {"plans_by_profile": True, "profiled_kinds": (FFN,), "profiles_embedding": True, "streams": 2, "dense_every": 2},
+        {
+            "plans_by_profile": True,
+            "profiled_kinds": (FFN,),
+            "profiles_embedding": True,
+            "streams": 2,
+            "dense_every": 2,
+        },
     ),
     (
         "per-layer",
@@ -106,7 +112,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
             "plans_by_profile": True,
             "profiled_kinds": (FFN, HEADS),
             "profiles_embedding": True,
-            "streams": 2, "dense_every": 2,
+            "streams": 2,
+            "dense_every": 2,
             "solves_heads": True,
         },
     ),
@@ -116,7 +123,13 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         "per-layer",
         "oneshot",
         {"inner_sizes": "sensitivity", "embedding": "none"},
-        {"plans_by_profile": True, "profiled_kinds": (FFN, INNER), "streams": 2, "dense_every": 2, "solves_heads": True},
+        {
+            "plans_by_profile": True,
+            "profiled_kinds": (FFN, INNER),
+            "streams": 2,
+            "dense_every": 2,
+            "solves_heads": True,
+        },
     ),
     (
         "per-layer",
@@ -130,7 +143,13 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         "stock",
         "stat",
         {"allocation": "sensitivity"},
-        {"plans_by_profile": True, "profiled_kinds": (FFN, HEADS), "streams": 2, "dense_every": 1, "solves_heads": True},
+        {
+            "plans_by_profile": True,
+            "profiled_kinds": (FFN, HEADS),
+            "streams": 2,
+            "dense_every": 1,
+            "solves_heads": True,
+        },
     ),
     # whole layers
     (
@@ -156,7 +175,13 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         "stock",
         "oneshot",
         {"depth": "sensitivity", "ffn": "none", "heads": "id", "sparsity": 0.1},
-        {"plans_by_profile": True, "profiled_kinds": (HEADS, LAYER), "streams": 2, "dense_every": 2, "solves_heads": True},
+        {
+            "plans_by_profile": True,
+            "profiled_kinds": (HEADS, LAYER),
+            "streams": 2,
+            "dense_every": 2,
+            "solves_heads": True,
+        },
     ),
 ]
 
@@ -274,4 +299,6 @@ def test_the_plan_of_a_target_without_sparsity_is_scheduled() -> None:
     grid = grid_of("per-layer")
     method = grid.settle(find_recipe("oneshot"))
     plan = make_plan(grid, method, Target(value_size=4))
-    assert make_schedule(method, plan, grid, num_tokens=1000, has_profile=False) == Schedule(streams=2, dense_every=1, solves_heads=True)
+    assert make_schedule(method, plan, grid, num_tokens=1000, has_profile=False) == Schedule(
+        streams=2, dense_every=1, solves_heads=True
+    )
