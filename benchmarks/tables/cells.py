@@ -46,5 +46,5 @@ def origin(rows: list[Row]) -> str:
 
 
 def standard_error(values: Mapping[str, tuple[float, float]]) -> float:
-    """Return that of the mean over tasks of `task_values`: tasks are independent, and each counts alike."""
+    """Return the standard error of the mean over tasks of `task_values`: they are independent, and count alike."""
     return math.hypot(*(error for _, error in values.values())) / len(values)

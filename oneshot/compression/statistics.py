@@ -96,7 +96,8 @@ class GramAccumulator:
     def finish(self, workers: Workers = ALONE) -> Statistics:
         """Return the sums over the rows of all workers as a record.
 
-        Raises `CheckpointError` if the activations were not finite.
+        Raises `CheckpointError` if the activations were not finite, `ValueError` if rows could have a target and none
+        had one.
         """
         counts = torch.tensor([self._num_rows, self._num_targets], device=self._gram.device)
         workers.sum_(self._gram, self._energy, counts, *([] if self._residual is None else [self._residual]))
@@ -109,6 +110,8 @@ class GramAccumulator:
             )
         if self._residual is None:
             return Statistics(gram, None, self._energy, num_rows)
+        if not num_targets:
+            raise ValueError("no row had a target: give what the linear lacks of it")
         scale = num_rows / num_targets
         residual = as_float32(self._residual).mul_(scale)
         del self._residual

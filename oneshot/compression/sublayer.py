@@ -160,11 +160,9 @@ class SublayerTask:
         if self.selector in MOMENT_SELECTORS:
             moments = MomentAccumulator(self.num_columns, device=self.machine.device)
         values = self._value_accumulator()
-        judged = target = None
+        target = None
         for x, dense_state in states.read():
             inner, lost = current.inner(self.index, x), None
-            if dense_state is not None or not states.has_dense:
-                judged = x
             if self.follows_dense and dense_state is not None:
                 target = self._target(x, dense)
                 lost = target.flatten(0, -2) - current.write(self.index, inner)
@@ -176,7 +174,7 @@ class SublayerTask:
             if values is not None:
                 values.update_(current.values(self.index, x))
         if not self.follows_dense:
-            assert judged is not None
+            judged, _ = states.read_judged()
             target = reference.sum(self.index, judged) - judged
         workers = self.machine.workers
         statistics = replace(

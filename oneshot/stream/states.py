@@ -9,7 +9,6 @@ decoder's cross-attention reads in that stream.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from oneshot.errors import CalibrationError
 from oneshot.machine import Machine
 from oneshot.stream.layers import Layer, LayerBuilder, Memory
 from oneshot.stream.store import ActivationStore
-from oneshot.text import Batch, Text
+from oneshot.text import Batch, Text, placed
 
 # (a batch of states, whether errors are measured on it) -> the next states
 Step = Callable[[torch.Tensor, bool], torch.Tensor]
@@ -78,12 +77,12 @@ class States:
         first = embedding if compressed_embedding is None else compressed_embedding
         norm = self.builder.embedding_norm
         own_norm = norm if compressed_norm is None else compressed_norm(norm)
-        self._batches = _rebased(own)
+        self._batches = placed(own)
         self._compressed = _Stream(dict(enumerate(self._batches)), self._embedded(self._batches, first, own_norm))
         self._dense: _Stream | None = None
         numbers = self._every(dense_every) if dense_every else []
         if numbers:
-            batches = _rebased(own[number] for number in numbers)
+            batches = placed(own[number] for number in numbers)
             of_number = dict(zip(numbers, batches, strict=True))
             self._dense = _Stream(of_number, self._embedded(batches, embedding, norm))
         self._judged = numbers[-1] if numbers else len(own) - 1
@@ -238,20 +237,6 @@ class _Stream:
 
 def _read(store: ActivationStore, batch: Batch) -> torch.Tensor:
     return store.read(batch.rows).unflatten(0, batch.token_ids.shape)
-
-
-def _rebased(batches: Iterable[Batch]) -> list[Batch]:
-    """Return batches whose rows start at 0 and follow each other, and so do a decoder's."""
-    listed, row, decoder_row = list[Batch](), 0, 0
-    for batch in batches:
-        own = replace(batch, rows=slice(row, row + batch.token_ids.numel()))
-        row = own.rows.stop
-        if batch.decoder is not None:
-            rows = slice(decoder_row, decoder_row + batch.decoder.token_ids.numel())
-            own = replace(own, decoder=replace(batch.decoder, rows=rows, source=own))
-            decoder_row = rows.stop
-        listed.append(own)
-    return listed
 
 
 def _of_decoder(batches: Iterable[Batch]) -> list[Batch]:

@@ -14,6 +14,8 @@ from oneshot.text.sources import iter_documents
 
 logger = logging.getLogger(__name__)
 
+NO_ROWS = slice(0, 0)  # of a batch that is not placed yet
+
 
 def token_hash(token_ids: torch.Tensor) -> str:
     """Return the SHA-256 of int64 tokens."""
@@ -114,26 +116,37 @@ class Text:
         lengths = self._length_list()
         beside = [0] * len(lengths) if self.decoder is None else self.decoder._length_list()
         longest = self.longest if self.decoder is None else max(self.longest, self.decoder.longest)
-        listed, start, row, decoder_row = [], 0, 0, 0
+        listed, start = list[Batch](), 0
         while start < len(lengths):
             length, decoder_length = lengths[start], beside[start]
             limit = start + max(1, size * longest // max(length, decoder_length))
             stop = start + 1
             while stop < min(limit, len(lengths)) and (lengths[stop], beside[stop]) == (length, decoder_length):
                 stop += 1
-            rows = slice(row, row + (stop - start) * length)
             types = None if self.token_types is None else self.token_types[start:stop, :length]
-            batch = Batch(rows, self.token_ids[start:stop, :length], types)
+            read = None
             if self.decoder is not None:
-                decoder_rows = slice(decoder_row, decoder_row + (stop - start) * decoder_length)
-                read = Batch(decoder_rows, self.decoder.token_ids[start:stop, :decoder_length], source=batch)
-                batch, decoder_row = replace(batch, decoder=read), decoder_rows.stop
-            listed.append(batch)
-            start, row = stop, rows.stop
-        return listed
+                read = Batch(NO_ROWS, self.decoder.token_ids[start:stop, :decoder_length])
+            listed.append(Batch(NO_ROWS, self.token_ids[start:stop, :length], types, decoder=read))
+            start = stop
+        return placed(listed)
 
     def _length_list(self) -> list[int]:
         return [self.longest] * self.num_sequences if self.lengths is None else self.lengths.tolist()
+
+
+def placed(batches: Iterable[Batch]) -> list[Batch]:
+    """Return batches whose rows start at 0 and follow each other, and so do those of their decoders."""
+    listed, row, decoder_row = list[Batch](), 0, 0
+    for batch in batches:
+        own = replace(batch, rows=slice(row, row + batch.token_ids.numel()))
+        row = own.rows.stop
+        if batch.decoder is not None:
+            rows = slice(decoder_row, decoder_row + batch.decoder.token_ids.numel())
+            own = replace(own, decoder=replace(batch.decoder, rows=rows, source=own))
+            decoder_row = rows.stop
+        listed.append(own)
+    return listed
 
 
 def special_tokens(tokenizer: Any, vocab_size: int) -> list[int]:

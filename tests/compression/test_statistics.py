@@ -61,6 +61,13 @@ def test_merged_sums_equal_sums_over_all_rows(matrix: Matrix, seed: int, cut: in
     assert_sums(first, matrix, lost)
 
 
+def test_a_target_cannot_be_forgotten() -> None:
+    accumulator = GramAccumulator(3, output_size=2, device=CPU)
+    accumulator.update_(torch.ones(4, 3))
+    with pytest.raises(ValueError, match="no row had a target"):
+        accumulator.finish()
+
+
 @given(seed=st.integers(0, 100), num_targets=st.integers(1, 7))
 def test_rows_with_a_target_stand_for_the_others(seed: int, num_targets: int) -> None:
     """The residual of some batches is scaled to all rows, and the Gram is that of all rows."""

@@ -358,6 +358,20 @@ def test_mt5_is_compressed_into_itself(make_config: MakeConfig, pairs: str, tmp_
     assert result.config.d_ff < 64
 
 
+def test_errors_of_cross_attention_are_measured_beside_their_own_source(
+    make_config: MakeConfig, folder: Path, pairs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They belong to the last batch with a dense stream, and not to the last one that was read."""
+    monkeypatch.setattr("oneshot.schedule.DENSE_TOKENS_PER_NEURON", 0)
+    changes: dict[str, Any] = {"ffn": "none", "heads": "id", "sparsity": 0.1, "correction": "two-stream"}
+    report = compress(small_run(make_config, folder, calibration=pairs, batch_size=2, **changes))
+    sublayers = [sublayer for layer in report.layers for sublayer in layer.sublayers if sublayer.kind == "cross-heads"]
+    assert len(sublayers) == DECODER_LAYERS
+    for sublayer in sublayers:
+        assert sublayer.measured_error is not None
+        assert sublayer.measured_error < 1
+
+
 # -- heads, sizes inside heads, the hidden size -----------------------------------------------------------------------
 
 SMALLER: list[dict[str, Any]] = [
