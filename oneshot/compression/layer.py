@@ -174,7 +174,7 @@ class LayerCompressor:
                 maps[task.index] = self._with_heads(task, kept, units)
             del statistics
             if task.corrects_up:
-                working, factors = correct_up(task, tensors, working, states)
+                working, factors = correct_up(task, tensors, working, states, factors)
             release_heap()
             current = self._current(layer, working, states)
             solved.append((task, factors, _Pass(task, current, target)))
