@@ -89,6 +89,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
         "layer": method.leaves_out_layers,
         "sublayer": method.leaves_out_sublayers,
         "inner": method.plans_inner_sizes,
+        "rank": method.ranks_attention,
     }
     follows_dense = reads and method.follows_dense
     share_suffices = num_tokens >= DENSE_EVERY * DENSE_TOKENS_PER_NEURON * shape.intermediate_size

@@ -17,11 +17,10 @@ from oneshot_kernels import suffix_sums
 from oneshot.compression.fold import PANEL_ROWS, times
 from oneshot.families import TableShape
 from oneshot.linalg.interpolative import spanning_columns
+from oneshot.linalg.low_rank import damped_root
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.machine.transfer import as_like
 from oneshot.planning import vocabulary_ranges
-
-DAMPING = 1e-4  # of the head's Gram, in units of its mean diagonal; no direction may be free
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,7 +37,7 @@ def range_errors(
         whole: tokens whose ranges must stay whole (a chat's marks); any rank below D has an infinite error there.
     """
     ranges, width = vocabulary_ranges(len(embedding)), embedding.shape[1]
-    root = _root(gram)
+    root = damped_root(gram)
     errors = torch.zeros(len(ranges), width + 1, dtype=torch.float64)
     for index, part in enumerate(ranges):
         _, energies = _decompose(embedding[part], probabilities[part], root)
@@ -60,7 +59,7 @@ def reduce_embedding(
     columns at the pivots of `V = Pᵀ L⁻¹`, and the map the transposed coefficients of the others. Arguments as in
     `range_errors`.
     """
-    root = _root(gram)
+    root = damped_root(gram)
     reduced: Tensors = {}
     for index, (part, table) in enumerate(zip(vocabulary_ranges(len(embedding)), tables, strict=True)):
         rows = embedding[part]
@@ -100,14 +99,6 @@ def _map(index: int) -> str:
 
 def _columns(index: int) -> str:
     return f"model.embed_tokens.maps.{index}.columns"
-
-
-def _root(gram: torch.Tensor) -> torch.Tensor:
-    """Return the lower Cholesky factor `L` of the damped Gram, `L Lᵀ ≈ H`, float64."""
-    damped = gram.double().clone()
-    mean = damped.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)  # the states may all be zero
-    damped.diagonal().add_(DAMPING * mean)
-    return torch.linalg.cholesky(damped)
 
 
 def _decompose(

@@ -7,10 +7,12 @@ from types import MappingProxyType
 import torch
 
 from oneshot.checkpoint import Model
+from oneshot.compression.attention_ranks import AttentionAccumulator, find_ranks, with_ranks
 from oneshot.compression.correction import Factors
 from oneshot.compression.fold import confine, cut_heads, fold_hidden, to_rms_norms, without_sublayer
 from oneshot.compression.fold_post_norm import fold_post_norm
 from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, reduce_queries_keys
+from oneshot.compression.statistics import batches_apart
 from oneshot.compression.sublayer import SublayerTask, relative_error
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.compression.up_proj import correct_up, up_passes
@@ -25,7 +27,7 @@ from oneshot.stream import DensePass, Layer, States
 
 Tensors = dict[str, torch.Tensor]
 
-# the working layer, maps of the heads of its sublayers by their index, what was lost
+# the working layer, what its attentions store instead, by their index, what was lost
 Solved = tuple[Tensors, dict[int, InnerMaps], list[SublayerReport]]
 
 INPUT_KINDS = {"heads": "attention input", "cross-heads": "cross-attention input", "ffn": "ffn input"}
@@ -157,6 +159,9 @@ class LayerCompressor:
             if task.is_attention and task.kept.query_key_size is not None:
                 working, maps[task.index] = self._reduce_queries_keys(task, working, states, current)
                 current = self._current(layer, working, states)
+            if task.has_ranks:
+                working, maps[task.index] = self._reduce_ranks(task, working, states, current)
+                current = self._current(layer, working, states)
             states.defer_dense(dense_pass)  # to the pass that measures, which reads what it keeps
             if not task.is_solved:
                 states.defer(_Pass(task, current))
@@ -233,7 +238,8 @@ class LayerCompressor:
     def _passes(self, tasks: list[SublayerTask], states: States) -> float:
         """Return how many passes over the text the layer takes."""
         tasks = [task for task in tasks if not task.is_left_out]
-        extra = sum(task.is_attention and task.kept.query_key_size is not None for task in tasks)
+        extra: float = sum(task.is_attention and task.kept.query_key_size is not None for task in tasks)
+        extra += sum(1 + states.share_read(self._ranks_every(states)) for task in tasks if task.has_ranks)
         return 1 + extra + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
 
     def _reduce_queries_keys(
@@ -252,6 +258,24 @@ class LayerCompressor:
             rotary=task.stack.rotary,
             share=task.shared,
         )
+
+    def _ranks_every(self, states: States) -> int:
+        """Return n if each n-th batch is read for the ranks of attention's linears."""
+        return batches_apart(states.num_tokens, self._model.shape.hidden_size)
+
+    def _reduce_ranks(
+        self, task: SublayerTask, working: Tensors, states: States, current: Layer
+    ) -> tuple[Tensors, InnerMaps]:
+        """Return the layer with linears of low rank in its attention, and what it stores instead of whole ones."""
+        mixer, kept = task.sublayer.mixer, task.kept
+        assert isinstance(mixer, Attention)
+        states.settle()
+        sums = AttentionAccumulator(self._model.shape, task.index, self._machine.device)
+        for x, _ in states.read(self._ranks_every(states)):
+            sums.update_(current, x)
+        grams = sums.finish(self._machine.workers)
+        ranks = task.shared(lambda: find_ranks(working, mixer, grams, kept.query_key_rank, kept.output_rank))
+        return with_ranks(working, mixer, ranks), InnerMaps(ranks=ranks)
 
     def _confined(self, layer: int, tensors: Tensors) -> Tensors:
         """Return the layer with outputs inside the subspaces that read them."""

@@ -110,6 +110,11 @@ class SublayerTask:
         return self.kept.value_size if self.is_attention else None
 
     @property
+    def has_ranks(self) -> bool:
+        """Return whether linears of attention get smaller ranks."""
+        return self.is_attention and (self.kept.query_key_rank is not None or self.kept.output_rank is not None)
+
+    @property
     def corrects_slices(self) -> bool:
         """Return whether the writer is corrected for a smaller hidden size, even if all its columns stay."""
         return self.subspaces is not None and self.method.follows_dense

@@ -5,26 +5,14 @@ from dataclasses import replace
 import torch
 
 from oneshot.compression.correction import Factors
-from oneshot.compression.statistics import with_constant_column
+from oneshot.compression.statistics import batches_apart, with_constant_column
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.linalg.conjugate_gradients import conjugate_gradients
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.linalg.sums import add_gram_, add_product_, as_float32, finished_gram
 from oneshot.stream import Layer, States
 
-TOKENS_PER_NEURON = 16  # that the correction reads (docs/experiments.md)
-
 Tensors = dict[str, torch.Tensor]
-
-
-def batches_apart(num_tokens: int, num_neurons: int, dense_every: int) -> int:
-    """Return n if every n-th batch of the text corrects `up_proj`: no more than it needs, and all with a dense stream.
-
-    Args:
-        num_tokens: of the text. num_neurons: of the dense FFN. dense_every: as in `States`.
-    """
-    apart = max(dense_every, 1)
-    return apart * max(1, num_tokens // (apart * TOKENS_PER_NEURON * num_neurons))
 
 
 def up_passes(task: SublayerTask, states: States) -> float:
@@ -151,6 +139,7 @@ def up_proj_step(
 
     return conjugate_gradients(as_float32(gradient), curvature, precondition, steps=steps)
 
+
 def down_proj_step(
     states: States,
     index: int,
@@ -165,8 +154,8 @@ def down_proj_step(
 ) -> torch.Tensor:
     """Return what to add to `down_proj` after `up_proj` has changed.
 
-    `down_proj` solved its least squares over all text, so that the gradient there was zero. Now the gradient is what the
-    change of `up_proj` made of it. That difference is measured on the batches that are read, which leaves out most of
+    `down_proj` solved its least squares over all text, so that the gradient there was zero. Now it is what the change
+    of `up_proj` made of it. That difference is measured on the batches that are read, which leaves out most of
     the noise of so few (a control variate), and one Newton step follows it.
 
     Args:

@@ -48,6 +48,50 @@ class OneshotConfig(LlamaConfig):
         """Heads need not divide the hidden size here."""
 
 
+class OneshotCoordinates(nn.Module):
+    """From `rank` coordinates to all: those are read as they are, and the others are linear in them.
+
+    `columns` lists the coordinates, first those that are read, then those that `weight (others, rank)` makes.
+    """
+
+    def __init__(self, rank: int, width: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.weight = nn.Parameter(torch.empty(width - rank, rank))
+        self.columns: torch.Tensor
+        self.register_buffer("columns", torch.arange(width))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `(…, rank)` -> `(…, width)`."""
+        every = torch.cat((rows, nn.functional.linear(rows, self.weight)), dim=-1)
+        return torch.empty_like(every).index_copy(-1, self.columns, every)
+
+    def transposed(self, states: torch.Tensor) -> torch.Tensor:
+        """States `(…, width)` -> `(…, rank)`: what the head multiplies with rows instead of the states."""
+        read, others = states[..., self.columns].tensor_split([self.rank], dim=-1)
+        return read + others @ self.weight
+
+
+class OneshotLowRank(nn.Module):
+    """A linear of low rank: `read` makes some of its outputs, and `map` the others from them."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int, bias: bool) -> None:
+        super().__init__()
+        self.read = nn.Linear(inputs, rank, bias=False)
+        self.map = OneshotCoordinates(rank, outputs)
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows `(…, inputs)` -> `(…, outputs)`."""
+        rows = self.map(self.read(x))
+        return rows if self.bias is None else rows + self.bias
+
+
+def linear_of(inputs: int, outputs: int, rank: int, bias: bool) -> nn.Module:
+    """Return a linear of this rank; 0 for a whole one."""
+    return OneshotLowRank(inputs, outputs, rank, bias) if rank else nn.Linear(inputs, outputs, bias=bias)
+
+
 class OneshotAttention(nn.Module):
     """Grouped-query attention with sizes of its own, and rotary pairs chosen by each KV group where they are fewer."""
 
@@ -61,10 +105,13 @@ class OneshotAttention(nn.Module):
         self.scaling = config.head_dim**-0.5
         self.rotary = config.num_positions == 0
         width, bias = sizes["hidden_size"], sizes["attention_bias"]
-        self.q_proj = nn.Linear(width, heads * self.query_key_size, bias=bias)
-        self.k_proj = nn.Linear(width, groups * self.query_key_size, bias=bias)
+        self.scores = heads * self.query_key_size, groups * self.query_key_size
+        rank = sizes["query_key_rank"]
+        self.qk_proj: Any = OneshotLowRank(width, sum(self.scores), rank, bias) if rank else None
+        self.q_proj, self.k_proj = (None if rank else nn.Linear(width, size, bias=bias) for size in self.scores)
         self.v_proj = nn.Linear(width, groups * self.value_size, bias=bias)
-        self.o_proj = nn.Linear(heads * self.value_size, sizes["middle_size"], bias=sizes["output_bias"])
+        read, written = heads * self.value_size, sizes["middle_size"]
+        self.o_proj = linear_of(read, written, sizes["output_rank"], sizes["output_bias"])
         norms = sizes["query_key_norms"]
         self.q_norm = LlamaRMSNorm(self.query_key_size, eps=config.rms_norm_eps) if norms else nn.Identity()
         self.k_norm = LlamaRMSNorm(self.query_key_size, eps=config.rms_norm_eps) if norms else nn.Identity()
@@ -82,8 +129,12 @@ class OneshotAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape = hidden_states.shape[:-1]
-        queries = self.q_norm(self.q_proj(hidden_states).view(*shape, -1, self.query_key_size)).transpose(1, 2)
-        keys = self.k_norm(self.k_proj(hidden_states).view(*shape, -1, self.query_key_size)).transpose(1, 2)
+        if self.q_proj is not None and self.k_proj is not None:
+            queries, keys = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        else:
+            queries, keys = self.qk_proj(hidden_states).split(self.scores, dim=-1)
+        queries = self.q_norm(queries.view(*shape, -1, self.query_key_size)).transpose(1, 2)
+        keys = self.k_norm(keys.view(*shape, -1, self.query_key_size)).transpose(1, 2)
         values = self.v_proj(hidden_states).view(*shape, -1, self.value_size).transpose(1, 2)
         if self.rotary:
             cos, sin = (self.of_group(table) for table in position_embeddings)
@@ -168,30 +219,6 @@ class OneshotDecoderLayer(nn.Module):
 def norm_of(config: OneshotConfig, width: int) -> LlamaRMSNorm:
     """Return an RMSNorm whose epsilon suits a mean over `width` instead of `norm_width` squares."""
     return LlamaRMSNorm(width, eps=config.rms_norm_eps * config.norm_width / width)
-
-
-class OneshotCoordinates(nn.Module):
-    """From `rank` coordinates to all: those are read as they are, and the others are linear in them.
-
-    `columns` lists the coordinates, first those that are read, then those that `weight (others, rank)` makes.
-    """
-
-    def __init__(self, rank: int, width: int) -> None:
-        super().__init__()
-        self.rank = rank
-        self.weight = nn.Parameter(torch.empty(width - rank, rank))
-        self.columns: torch.Tensor
-        self.register_buffer("columns", torch.arange(width))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows `(…, rank)` -> `(…, width)`."""
-        every = torch.cat((rows, nn.functional.linear(rows, self.weight)), dim=-1)
-        return torch.empty_like(every).index_copy(-1, self.columns, every)
-
-    def transposed(self, states: torch.Tensor) -> torch.Tensor:
-        """States `(…, width)` -> `(…, rank)`: what the head multiplies with rows instead of the states."""
-        read, others = states[..., self.columns].tensor_split([self.rank], dim=-1)
-        return read + others @ self.weight
 
 
 class OneshotEmbedding(nn.Module):

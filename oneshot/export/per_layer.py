@@ -44,6 +44,7 @@ class PerLayerForm(LlamaLayers):
             heads_differ=True,
             sublayers_optional=True,
             inner_sizes=True,
+            attention_ranks=True,
             subspaces_differ=True,
             embedding_ranks=True,
             replaces_layer_norms=True,
@@ -145,7 +146,7 @@ def per_layer_shape(config: dict[str, Any]) -> StackShape:
     names = {field.name for field in fields(LayerShape)} - set(NOT_IN_LAYERS)
     embedding = tuple(TableShape(**table) for table in config.get("embedding") or ())
     return StackShape(
-        tuple(LayerShape(**{name: layer[name] for name in names}) for layer in config["layers"]),
+        tuple(LayerShape(**{name: layer[name] for name in names & layer.keys()}) for layer in config["layers"]),
         config["vocab_size"],
         "mapped" if config["head_map"] else "tied" if config["tie_word_embeddings"] or embedding else "own",
         head_bias=config["head_bias"],

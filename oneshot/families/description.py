@@ -84,6 +84,11 @@ class Attention:
         """Return the name under which kept rotary pairs are stored; only some forms have it."""
         return f"{self.module}.rotary_pairs"
 
+    @property
+    def queries_keys(self) -> str:
+        """Return the linear of queries and keys together; only some forms have it."""
+        return f"{self.module}.qk_proj"
+
 
 @dataclass(frozen=True)
 class FeedForward:

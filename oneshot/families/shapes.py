@@ -14,6 +14,9 @@ class LayerShape:
     `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and the FFN's. `norm_bias`:
     the norms store a bias. `query_key_norms`: queries and keys are normed, each by one weight for all heads.
     `gated`: the FFN has a gate beside its up projection. `norm_weights`: norms have a weight for every coordinate.
+    `query_key_rank`: of the queries' and the keys' linear together, `output_rank`: of attention's output linear; 0 for
+    whole ones. A linear of low rank stores so many of its outputs, a matrix that makes the others from them, and their
+    numbers.
     `cross_attention`: the layer also has attention over the encoder's output, of the same sizes. `num_buckets`: rows of
     a stored table of relative positions, with a column for every head.
 
@@ -40,13 +43,17 @@ class LayerShape:
     norm_weights: bool = True
     cross_attention: bool = False
     num_buckets: int = 0
+    query_key_rank: int = 0
+    output_rank: int = 0
 
     def linear_parameters(self) -> int:
         """Return the stored parameters of the layer's linears, shortcuts included."""
         heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
-        projected = (heads + groups) * self.query_key_size + groups * self.value_size
-        attention = projected * (self.hidden_size + self.attention_bias)
-        attention += self.middle_size * (heads * self.value_size + self.output_bias * (heads > 0))
+        attends = heads > 0
+        scores, values, read = (heads + groups) * self.query_key_size, groups * self.value_size, heads * self.value_size
+        attention = values * self.hidden_size + (scores + values) * self.attention_bias
+        attention += _of_rank(self.hidden_size, scores, self.query_key_rank)
+        attention += _of_rank(read, self.middle_size, self.output_rank) + self.middle_size * self.output_bias * attends
         inputs, bias = 1 + self.gated, self.mlp_bias * (width > 0)
         mlp = inputs * width * (self.middle_size + bias) + self.output_size * (width + bias)
         shortcuts = self.attention_shortcut * self.hidden_size * self.middle_size
@@ -58,12 +65,21 @@ class LayerShape:
         attends, has_ffn = self.num_attention_heads > 0, self.intermediate_size > 0
         widths = self.hidden_size * (1 + self.cross_attention) * attends + self.middle_size * has_ffn
         norms = widths * (self.norm_weights + self.norm_bias) + self.num_buckets * self.num_attention_heads
-        pairs = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
-        return self.linear_parameters() + norms + pairs + 2 * self.query_key_size * self.query_key_norms * attends
+        numbers = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
+        numbers += (
+            (self.query_key_rank > 0) * (self.num_attention_heads + self.num_key_value_heads) * self.query_key_size
+        )
+        numbers += (self.output_rank > 0) * self.middle_size
+        return self.linear_parameters() + norms + numbers + 2 * self.query_key_size * self.query_key_norms * attends
 
     def key_value_size(self) -> int:
         """Return the values that one token takes in the layer's KV cache, and one of the source in cross-attention."""
         return (1 + self.cross_attention) * self.num_key_value_heads * (self.query_key_size + self.value_size)
+
+
+def _of_rank(inputs: int, outputs: int, rank: int) -> int:
+    """Return the numbers of a linear of this rank; 0 for a whole one."""
+    return rank * (inputs + outputs - rank) if rank else inputs * outputs
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from oneshot_kernels import cholesky_pivots_
 
-from oneshot.compression.up_proj import batches_apart
+from oneshot.compression.statistics import batches_apart
 from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store

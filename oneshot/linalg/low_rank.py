@@ -1,6 +1,8 @@
-"""Low rank inside attention heads, from Grams: subspaces of values, and of queries and keys together."""
+"""Low rank from Grams: of a linear's inputs, and inside heads of values, and of queries and keys together."""
 
 import torch
+
+ROOT_DAMPING = 1e-4  # in units of the Gram's mean diagonal; no direction of the inputs may be free
 
 
 def value_subspace(gram: torch.Tensor, output_gram: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,6 +69,14 @@ def rotary_pair_energies(query_energy: torch.Tensor, key_energy: torch.Tensor) -
     queries = query_energy[:, :halves] + query_energy[:, halves:]
     keys = key_energy[:halves] + key_energy[halves:]
     return queries.sum(0) * keys
+
+
+def damped_root(gram: torch.Tensor) -> torch.Tensor:
+    """Return the lower Cholesky factor `L` of the damped Gram of a linear's inputs, `L Lᵀ ≈ H`, float64."""
+    damped = gram.double().clone()
+    mean = damped.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)  # the inputs may all be zero
+    damped.diagonal().add_(ROOT_DAMPING * mean)
+    return torch.linalg.cholesky(damped)
 
 
 def roots(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,7 +31,8 @@ class HiddenPlan:
 class LayerPlan:
     """The kept FFN width and heads of one layer; zero if the FFN, attention or both are left out.
 
-    `query_key_size` and `value_size` are kept per head; None for all.
+    `query_key_size` and `value_size` are kept per head; None for all. `query_key_rank` and `output_rank` are those of
+    attention's linears; None for whole ones.
     """
 
     intermediate_size: int
@@ -39,6 +40,8 @@ class LayerPlan:
     num_key_value_heads: int
     query_key_size: int | None = None
     value_size: int | None = None
+    query_key_rank: int | None = None
+    output_rank: int | None = None
 
     @property
     def is_left_out(self) -> bool:
@@ -100,6 +103,11 @@ class Plan:
     def reduces_values(self) -> bool:
         """Return whether values have fewer coordinates in any layer."""
         return any(layer.value_size is not None for layer in self.layers)
+
+    @property
+    def ranks_attention(self) -> bool:
+        """Return whether a linear of attention has a smaller rank in any layer."""
+        return any(layer.query_key_rank or layer.output_rank for layer in self.layers)
 
     def shrinks_layers(self, shape: ModelShape) -> bool:
         """Return whether any layer that stays loses neurons or heads."""

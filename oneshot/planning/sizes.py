@@ -77,6 +77,8 @@ def make_plan(
             "give larger ones."
         )
 
+    states_inner = target.query_key_size is not None or target.value_size is not None
+
     def shrink(plan: Plan) -> Plan:
         return meet_budget(
             grid,
@@ -89,6 +91,7 @@ def make_plan(
             reduce_embedding=method.embedding != "none",
             leave_out_sublayers=method.leaves_out_sublayers,
             reduce_inner=method.plans_inner_sizes,
+            reduce_ranks=method.ranks_attention and not states_inner and target.budget != "latency",
         )
 
     if method.leaves_out_sublayers and target.budget == "latency":

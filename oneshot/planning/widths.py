@@ -33,6 +33,7 @@ def meet_budget(
     reduce_embedding: bool = False,
     leave_out_sublayers: bool = False,
     reduce_inner: bool = False,
+    reduce_ranks: bool = False,
 ) -> Plan:
     """Return the plan with fewer neurons and heads that meets the budget; FFN widths are multiples of `round_to`.
 
@@ -41,7 +42,7 @@ def meet_budget(
     the plan of least damage within the budget is chosen, among equal layers unless the form lets layers differ.
     `reduce_embedding`: ranks of the vocabulary's ranges are chosen together with these sizes. `leave_out_sublayers`:
     with damages, the sizes zero of an FFN and of attention also count. `reduce_inner`: with damages, each layer's sizes
-    inside heads are also chosen if the form lets them differ.
+    inside heads are also chosen if the form lets them differ. `reduce_ranks`: and so are ranks of attention's linears.
 
     Args:
         plan: what is decided already, with all neurons and heads.
@@ -77,6 +78,7 @@ def meet_budget(
             reduce_heads=reduce_heads,
             leaves_out=leaves_out,
             reduce_inner=reduce_inner and grid.inner_sizes_differ,
+            reduce_ranks=reduce_ranks and len(damages.output_ranks) > 0,
         )
     if not reduce_heads:
         return _with_width(grid, plan, budget, step)
@@ -124,6 +126,16 @@ def _inner_sizes(grid: Grid) -> list[Sizes]:
     )
     values = [{"value_size": kept} for kept in range(-(-size // 2), size, step)]
     return [score | value for score in ({}, *scores) for value in ({}, *values)]
+
+
+def _ranks(errors: torch.Tensor) -> list[int | None]:
+    """Return the ranks of a linear with these `errors (layers, n + 1)`, in steps from a quarter of n; None for whole.
+
+    A profile measures sensitivities at half of it.
+    """
+    full = errors.shape[1] - 1
+    step = default_round_to(full)
+    return [*range(step * -(-full // (4 * step)), full, step), None]
 
 
 def _heads_of(kept: LayerPlan) -> Sizes:
@@ -208,6 +220,7 @@ def _spread(
     reduce_heads: bool,
     leaves_out: bool = False,
     reduce_inner: bool = False,
+    reduce_ranks: bool = False,
 ) -> Plan:
     """Return each layer's own sizes with the least sum of damages within the budget (`linalg.allocation`)."""
     shape = grid.shape
@@ -221,7 +234,15 @@ def _spread(
     attention = [kept | sizes for kept in heads for sizes in inner]
     if leaves_out:
         widths, attention = [0, *widths], [NO_HEADS, *attention]
-    kinds = [{"intermediate_size": width} for width in widths], attention
+    linears = (
+        [("query_key_rank", damages.query_key_ranks), ("output_rank", damages.output_ranks)] if reduce_ranks else []
+    )
+    ranks = [(name, of_linear, _ranks(of_linear)) for name, of_linear in linears]
+    kinds = [
+        [{"intermediate_size": width} for width in widths],
+        attention,
+        *([{name: rank} for rank in options] for name, _, options in ranks),
+    ]
     total = budget.measure(grid.stack(plan))
     tables: list[np.ndarray] = []
     costs: list[np.ndarray] = []
@@ -238,17 +259,18 @@ def _spread(
         if leaves_out:
             lost = torch.cat((damages.heads[layer, :1], lost))
         tables += [damages.ffn[layer, widths].numpy(), lost[barred.get(layer, 0) :].numpy()]
+        tables += [of_linear[layer, [rank or -1 for rank in options]].numpy() for _, of_linear, options in ranks]
         if not prices or plan.hidden is not None:  # layers are equal unless the hidden size differs
             before, after = plan.layers[:layer], plan.layers[layer + 1 :]
             prices = []
             for choices in kinds:
-                options = [replace(plan, layers=(*before, replace(kept, **choice), *after)) for choice in choices]
-                prices.append(np.array([budget.measure(grid.stack(option)) - total for option in options]))
-        costs += [prices[0], prices[1][barred.get(layer, 0) :]]
-    whole = tuple(ranks[-1] for ranks in ranges)
-    for index, ranks in enumerate(ranges):
-        tables.append(damages.embedding[index, [table.rank for table in ranks]].numpy())
-        plans = [replace(plan, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in ranks]
+                smaller = [replace(plan, layers=(*before, replace(kept, **choice), *after)) for choice in choices]
+                prices.append(np.array([budget.measure(grid.stack(option)) - total for option in smaller]))
+        costs += [prices[0], prices[1][barred.get(layer, 0) :], *prices[2:]]
+    whole = tuple(options[-1] for options in ranges)
+    for index, of_range in enumerate(ranges):
+        tables.append(damages.embedding[index, [table.rank for table in of_range]].numpy())
+        plans = [replace(plan, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in of_range]
         costs.append(np.array([budget.measure(grid.stack(option)) - total for option in plans]))
     chosen = least_damage(tables, costs, budget.target - total)
     if chosen is None:
@@ -257,11 +279,13 @@ def _spread(
             f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(least)} at best; "
             "ask for a smaller --sparsity, or allow --set heads=id as well."
         )
-    layers, blocks = list(plan.layers), chosen[: 2 * len(plan.kept_layers)]
-    for layer, width, unit in zip(plan.kept_layers, blocks[::2], blocks[1::2], strict=True):
-        attends = attention[unit + barred.get(layer, 0)]
-        layers[layer] = replace(layers[layer], intermediate_size=widths[width], **attends)
+    layers = list(plan.layers)
+    of_layers, of_ranges = np.split(chosen, [len(kinds) * len(plan.kept_layers)])
+    for layer, indices in zip(plan.kept_layers, of_layers.reshape(-1, len(kinds)), strict=True):
+        indices[1] += barred.get(layer, 0)
+        for choices, index in zip(kinds, indices, strict=True):
+            layers[layer] = replace(layers[layer], **choices[index])
     if not any(layer.num_attention_heads for layer in layers):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
-    embedding = tuple(ranks[chosen_rank] for ranks, chosen_rank in zip(ranges, chosen[len(blocks) :], strict=True))
+    embedding = tuple(of_range[index] for of_range, index in zip(ranges, of_ranges, strict=True))
     return replace(plan, layers=tuple(layers), embedding=() if embedding == whole else embedding)

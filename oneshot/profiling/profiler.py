@@ -13,6 +13,15 @@ import torch
 from torch.nn import functional
 
 from oneshot.checkpoint import Model
+from oneshot.compression.attention_ranks import (
+    AttentionAccumulator,
+    AttentionGrams,
+    Ranks,
+    of_rank,
+    query_key_weights,
+    rank_errors,
+    with_ranks,
+)
 from oneshot.compression.correction import Factors, correct
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
 from oneshot.compression.inner_heads import (
@@ -30,7 +39,7 @@ from oneshot.compression.statistics import (
     Statistics,
     with_constant_column,
 )
-from oneshot.families import Sublayer
+from oneshot.families import ModelShape, Sublayer
 from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing_norms
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import Machine
@@ -44,9 +53,11 @@ from oneshot.text import Text
 
 STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections
 PROBE_SEQUENCES = 2
-PROBED_KINDS = ("ffn", "heads", "layer", "sublayer", "inner")
+PROBED_KINDS = ("ffn", "heads", "layer", "sublayer", "inner", "rank")
 LEFT_OUT_SUBLAYERS = ("no heads", "no ffn")  # the probes of `sublayer`
 INNER_SIZES = ("queries and keys", "values")  # the probes of `inner`
+RANKS = ("rank of queries and keys", "rank of output")  # the probes of `rank`
+RANK_SHARE = 1 / 2  # of a linear's full rank stays in its probe
 PROBE_SHARE = 3 / 4  # of a sublayer's neurons or heads stays in its probe; less if the error is too small
 MIN_PROBE_ERROR = 1e-4  # relative and squared: below this the divergence is rounding noise
 
@@ -101,6 +112,8 @@ class LayerProfiler:
         self._head_tails: list[torch.Tensor] = []
         self._query_key_errors: list[torch.Tensor] = []
         self._value_errors: list[torch.Tensor] = []
+        self._query_key_rank_errors: list[torch.Tensor] = []
+        self._output_rank_errors: list[torch.Tensor] = []
         self._fluctuation: list[torch.Tensor] = []
         self._influence: list[float] = []
         self._probes: list[_Probe] = []
@@ -122,7 +135,7 @@ class LayerProfiler:
         dense, workers = self.states.builder.layer(tensors), self._machine.workers
         for probe in self._probes:
             probe.states.copy_(dense.run_all(probe.states))
-        heads, neurons, scores = self._statistics(tensors, dense)
+        heads, neurons, scores, grams = self._statistics(tensors, dense)
         attention, ffn = (self._stack.index_of(kind) for kind in ("heads", "ffn"))
         attended = dense.run(attention, self._dense)
         for curves in (self._head_errors, self._head_tails):
@@ -131,6 +144,10 @@ class LayerProfiler:
             curves.append(torch.zeros(self._shape.intermediate_size + 1, dtype=torch.float64))
         for curves in (self._query_key_errors, self._value_errors):
             curves.append(torch.zeros(self._shape.head_dim + 1, dtype=torch.float64))
+        for curves, full in zip(
+            (self._query_key_rank_errors, self._output_rank_errors), full_ranks(self._shape), strict=True
+        ):
+            curves.append(torch.zeros(full + 1, dtype=torch.float64))
         self._fluctuation.append(torch.zeros(self._shape.intermediate_size, dtype=torch.float64))
         if workers.owns(self._stack.position(layer, attention)):
             if "layer" in self._probed:
@@ -143,6 +160,8 @@ class LayerProfiler:
                 self._profile_values(layer, tensors, heads)
             if scores:
                 self._profile_scores(layer, tensors, *scores)
+            if grams is not None:
+                self._profile_ranks(layer, tensors, grams)
         if workers.owns(self._stack.position(layer, ffn)):
             release_heap()
             if "sublayer" in self._probed:
@@ -154,15 +173,17 @@ class LayerProfiler:
         """Return the profile; the probes pass the final norm and the output head."""
         divergences = self._divergences()
         self.states.close()
-        kinds = (*PROBED_KINDS, *LEFT_OUT_SUBLAYERS, *INNER_SIZES)
+        kinds = (*PROBED_KINDS, *LEFT_OUT_SUBLAYERS, *INNER_SIZES, *RANKS)
         by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in kinds}
         for probe, divergence in zip(self._probes, divergences, strict=True):
             by_kind[probe.kind][probe.layer] = divergence / max(probe.error, MIN_PROBE_ERROR)
         ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
         ffn_tails, head_tails = torch.stack(self._ffn_tails), torch.stack(self._head_tails)
         inner_errors = torch.stack(self._query_key_errors), torch.stack(self._value_errors)
+        rank_errors = torch.stack(self._query_key_rank_errors), torch.stack(self._output_rank_errors)
         fluctuation = torch.stack(self._fluctuation)
-        measured = (ffn_errors, head_errors, ffn_tails, head_tails, *inner_errors, fluctuation, *by_kind.values())
+        curves = (ffn_errors, head_errors, ffn_tails, head_tails, *inner_errors, *rank_errors, fluctuation)
+        measured = (*curves, *by_kind.values())
         together = torch.cat([values.flatten() for values in measured]).to(self._machine.device)
         self._machine.workers.sum_(together)  # zeros from all but the owner
         for values, total in zip(measured, together.cpu().split([one.numel() for one in measured]), strict=True):
@@ -174,10 +195,14 @@ class LayerProfiler:
             head_tails=head_tails,
             query_key_errors=inner_errors[0],
             value_errors=inner_errors[1],
+            query_key_rank_errors=rank_errors[0],
+            output_rank_errors=rank_errors[1],
             ffn_sensitivity=by_kind["ffn"],
             head_sensitivity=by_kind["heads"],
             query_key_sensitivity=by_kind["queries and keys"],
             value_sensitivity=by_kind["values"],
+            query_key_rank_sensitivity=by_kind["rank of queries and keys"],
+            output_rank_sensitivity=by_kind["rank of output"],
             layer_divergence=by_kind["layer"],
             head_divergence=by_kind["no heads"],
             ffn_divergence=by_kind["no ffn"],
@@ -200,10 +225,13 @@ class LayerProfiler:
                 totals[index] += output.divergence(dense, probe.states[sequence]).double().mean()
         return [max(0.0, total / len(self._dense)) for total in totals.tolist()]
 
-    def _statistics(self, tensors: Tensors, dense: Layer) -> tuple[Statistics | None, Statistics, list[torch.Tensor]]:
+    def _statistics(
+        self, tensors: Tensors, dense: Layer
+    ) -> tuple[Statistics | None, Statistics, list[torch.Tensor], AttentionGrams | None]:
         """Sum statistics of what both writers read and Grams of queries and keys, and move the stream on.
 
-        None for heads that are not profiled; no Grams for queries and keys that are not or that cannot shrink.
+        None for heads that are not profiled; no Grams for queries and keys that are not or that cannot shrink. The last
+        ones are for ranks of attention's linears; None if these are not profiled or cannot be smaller.
         """
         shape, machine, stack = self._shape, self._machine, self._stack
         attention, ffn = (stack.index_of(kind) for kind in ("heads", "ffn"))
@@ -213,6 +241,9 @@ class LayerProfiler:
         if "inner" in self._probed and self._model.family.reason_against("queries and keys") is None:
             counts = shape.num_attention_heads, shape.num_key_value_heads
             of_scores = [HeadGramAccumulator(count, shape.head_dim, device=machine.device) for count in counts]
+        of_ranks: AttentionAccumulator | None = None
+        if "rank" in self._probed and stack.rotary:
+            of_ranks = AttentionAccumulator(shape, attention, machine.device)
         of_neurons = self._accumulator(tensors, stack.sublayers[ffn])
         moments = MomentAccumulator(shape.intermediate_size, device=machine.device)
         cosines, rows = torch.zeros((), dtype=torch.float64, device=machine.device), 0
@@ -228,6 +259,8 @@ class LayerProfiler:
             if of_scores:
                 for grams, projected in zip(of_scores, dense.queries_keys(attention, x), strict=True):
                     grams.update_(projected)
+            if of_ranks is not None:
+                of_ranks.update_(dense, x, heads)
             of_neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
             moments.update_(neurons)
             cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
@@ -241,7 +274,12 @@ class LayerProfiler:
         self._influence.append(1 - float(totals[0] / totals[1]))
         neurons = replace(of_neurons.finish(workers=machine.workers), moments=moments.finish(machine.workers))
         scores = [grams.finish(machine.workers) for grams in of_scores]
-        return None if of_heads is None else of_heads.finish(workers=machine.workers), neurons, scores
+        return (
+            None if of_heads is None else of_heads.finish(workers=machine.workers),
+            neurons,
+            scores,
+            None if of_ranks is None else of_ranks.finish(machine.workers),
+        )
 
     def _accumulator(self, tensors: Tensors, sublayer: Sublayer) -> GramAccumulator:
         size = augmented_weight(tensors, sublayer.writer).shape[1]
@@ -309,6 +347,21 @@ class LayerProfiler:
         reduced, _ = with_smaller_scores(tensors, attention, self._shape.heads_per_group, maps)
         self._add_inner_probe("queries and keys", layer, float(errors[size]), reduced)
 
+    def _profile_ranks(self, layer: int, tensors: Tensors, grams: AttentionGrams) -> None:
+        attention = self._stack.attention
+        together = torch.cat([tensors[f"{linear}.weight"] for linear in (attention.q, attention.k)])
+        inputs = (
+            (together, grams.inputs, query_key_weights(grams)),
+            (tensors[f"{attention.out}.weight"], grams.heads, None),
+        )
+        curves = self._query_key_rank_errors[layer], self._output_rank_errors[layer]
+        for kind, errors, (weight, gram, weights) in zip(RANKS, curves, inputs, strict=True):
+            errors.copy_(rank_errors(weight, gram, weights))
+            rank = probe_size(errors, RANK_SHARE)
+            smaller = of_rank(weight, gram, rank, weights)
+            ranks = Ranks(output=smaller) if weights is None else Ranks(queries_keys=smaller)
+            self._add_inner_probe(kind, layer, float(errors[rank]), with_ranks(tensors, attention, ranks))
+
     def _add_inner_probe(self, kind: str, layer: int, error: float, tensors: Tensors) -> None:
         reduced = self.states.builder.layer(tensors)
         self._probes.append(_Probe(kind, layer, error, reduced.run_all(self._dense)))
@@ -371,7 +424,7 @@ def head_tail(evidence: Evidence, columns: torch.Tensor) -> float:
 
 def probes_per_layer(kinds: Sequence[str]) -> int:
     """Return how many probes every layer adds for these kinds of `PROBED_KINDS`."""
-    return len(kinds) + ("sublayer" in kinds) + ("inner" in kinds)
+    return len(kinds) + ("sublayer" in kinds) + ("inner" in kinds) + ("rank" in kinds)
 
 
 def squared_error(factors: Factors) -> float:
@@ -380,11 +433,17 @@ def squared_error(factors: Factors) -> float:
     return factors.predicted_error**2
 
 
-def probe_size(errors: torch.Tensor) -> int:
-    """Return how many of a sublayer's n units stay in its probe: `PROBE_SHARE`, or the most with enough error.
+def full_ranks(shape: ModelShape) -> tuple[int, int]:
+    """Return the full ranks of the queries' and keys' linear together, and of attention's output linear."""
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    return min(hidden, (heads + shape.num_key_value_heads) * shape.head_dim), min(hidden, heads * shape.head_dim)
+
+
+def probe_size(errors: torch.Tensor, share: float = PROBE_SHARE) -> int:
+    """Return how many of a sublayer's n units stay in its probe: this share, or the most with enough error.
 
     `errors (n + 1,)`: relative squared errors by kept units, falling.
     """
     units = len(errors) - 1
-    largest = min(units - 1, max(1, round(PROBE_SHARE * units)))
+    largest = min(units - 1, max(1, round(share * units)))
     return max(1, int((errors[1 : largest + 1] >= MIN_PROBE_ERROR).sum()))

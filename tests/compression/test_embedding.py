@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from oneshot import OneshotError, compress
-from oneshot.compression.embedding import DAMPING, expanded, range_errors, reduce_embedding
+from oneshot.compression.embedding import expanded, range_errors, reduce_embedding
 from oneshot.evaluation import load_model
 from oneshot.export.modeling_oneshot import OneshotEmbedding, OneshotTiedHead
 from oneshot.families import TableShape
+from oneshot.linalg.low_rank import ROOT_DAMPING
 from oneshot.pipeline import profile
 from oneshot.planning.vocabulary import NUM_RANGES, smaller_tables, table_options, vocabulary_ranges
 from oneshot.profiling import load_profile
@@ -40,7 +41,7 @@ def problem(vocabulary: int, width: int, seed: int) -> tuple[torch.Tensor, torch
 
 def singular_values(embedding: Any, gram: Any, probabilities: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return NumPy's singular values of a range's rows weighted on both sides, and the weighted rows."""
-    gram = gram + DAMPING * np.diag(gram).mean() * np.eye(len(gram))
+    gram = gram + ROOT_DAMPING * np.diag(gram).mean() * np.eye(len(gram))
     weights = np.sqrt((probabilities + probabilities.mean()) / 2)
     values, vectors = np.linalg.eigh(gram)
     matrix = np.sqrt(weights)[:, None] * embedding.astype(np.float64) @ (vectors * np.sqrt(values)) @ vectors.T

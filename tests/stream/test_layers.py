@@ -352,7 +352,9 @@ def test_the_dense_stream_may_have_every_nth_batch(size: int, make_checkpoint: M
         _, states = make_states(folder, tmp_path, workers=Workers(rank, size), dense_every=2)
         numbers = range(states.first_batch, states.first_batch + len(list(states.read())))
         with_dense = [number for number in numbers if number % 2 == 0]
-        assert [number for number, (_, dense) in zip(numbers, states.read(), strict=True) if dense is not None] == with_dense
+        assert [
+            number for number, (_, dense) in zip(numbers, states.read(), strict=True) if dense is not None
+        ] == with_dense
         judged: list[bool] = []
         states.defer(lambda x, is_judged, judged=judged: (judged.append(is_judged), x + 1)[1])  # type: ignore[misc]
         states.defer_dense(lambda x, _: x + 2)
