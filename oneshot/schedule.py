@@ -82,7 +82,9 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
     reduces_values = plan.reduces_values or plans_inner
     sliced_correction = slices and method.follows_dense
     shrinks = plan.shrinks_layers(shape) or (by_profile and method.reduces_sublayers)
-    reads = reduces_values or plan.reduces_queries_keys or sliced_correction or (shrinks and needs_statistics(method))
+    ranks = plan.ranks_attention or (by_profile and method.ranks_attention)
+    reads = reduces_values or plan.reduces_queries_keys or ranks or sliced_correction
+    reads = reads or (shrinks and needs_statistics(method))
     chosen = {
         "ffn": method.reduces_ffn,
         "heads": method.reduces_heads,

@@ -297,7 +297,6 @@ def test_what_cannot_have_ranks_is_refused(
         {"heads": "id"},
         {"depth": "sublayers"},
         {"value_size": 4},
-        {"budget": "latency", "sparsity": 0.05},
     ],
     ids=str,
 )
