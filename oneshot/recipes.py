@@ -19,7 +19,7 @@ Sketch = Literal["none", "count", "sparse-sign"]
 Allocation = Literal["auto", "uniform", "error", "stat", "stat-reversed", "block-influence", "flap", "sensitivity"]
 Depth = Literal["sensitivity", "sublayers", "none"]
 InnerSizes = Literal["sensitivity", "none"]
-AttentionRanks = Literal["auto", "sensitivity", "none"]
+Ranks = Literal["auto", "sensitivity", "none"]
 TokenWeighting = Literal["unit", "raw"]
 ResidualTarget = Literal["stream", "sublayer"]
 PivotWeights = Literal["output", "none"]
@@ -73,8 +73,8 @@ class Method:
             or the FFN of a layer by itself (SP3 section 3.2).
         inner_sizes: `sensitivity` also gives every layer its own sizes of queries and keys, and of values, if a profile
             says that it costs less.
-        attention_ranks: `sensitivity` also gives every layer its own ranks of `q_proj` and `k_proj` together, and of
-            `o_proj`, if a profile says that it costs less; `auto`: if the form can hold it.
+        ranks: `sensitivity` also gives linears of every layer their own ranks if a profile says that it costs less: of
+            queries and keys, of attention's output, of gate and up; `auto`: if the form can hold them.
     """
 
     ffn: Selector
@@ -102,7 +102,7 @@ class Method:
     layer_allocation: Allocation = "sensitivity"
     depth: Depth = "none"
     inner_sizes: InnerSizes = "none"
-    attention_ranks: AttentionRanks = "none"
+    ranks: Ranks = "none"
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -125,10 +125,10 @@ class Method:
                 "--set inner_sizes=sensitivity needs hidden=none and allocation=sensitivity; set them, or give "
                 "value_size= and query_key_size=."
             )
-        if self.attention_ranks == "sensitivity" and not self.may_rank_attention:
+        if self.plans_ranks and not self.may_plan_ranks:
             raise ConfigError(
-                "--set attention_ranks=sensitivity needs allocation=sensitivity and whole heads in every layer; set "
-                "heads, hidden and inner_sizes to none, and leave out depth=sublayers."
+                "--set ranks=sensitivity needs a selector for ffn, allocation=sensitivity, and whole heads; set heads, "
+                "hidden and inner_sizes to none, and leave out depth=sublayers."
             )
         if self.up_steps and (not self.reduces_ffn or not self.solves or self.hidden != "none"):
             raise ConfigError(
@@ -184,15 +184,15 @@ class Method:
         return self.inner_sizes != "none"
 
     @property
-    def may_rank_attention(self) -> bool:
-        """Return whether nothing else speaks against ranks of attention's linears."""
-        whole = not (self.reduces_heads or self.slices or self.plans_inner_sizes or self.leaves_out_sublayers)
-        return whole and self.allocation in (AUTO, "sensitivity")
+    def may_plan_ranks(self) -> bool:
+        """Return whether nothing else speaks against ranks of linears: they are planned beside FFN widths alone."""
+        others = self.reduces_heads or self.slices or self.plans_inner_sizes or self.leaves_out_sublayers
+        return self.reduces_ffn and not others and self.allocation in (AUTO, "sensitivity")
 
     @property
-    def ranks_attention(self) -> bool:
-        """Return whether a profile decides ranks of attention's linears; `attention_ranks` must be settled."""
-        return self.attention_ranks == "sensitivity"
+    def plans_ranks(self) -> bool:
+        """Return whether a profile decides ranks of linears; `ranks` must be settled."""
+        return self.ranks == "sensitivity"
 
     @property
     def solves(self) -> bool:
@@ -225,7 +225,7 @@ class Method:
 
 
 RECIPES = {
-    "oneshot": Method(ffn="id", heads="none", correction="two-stream", embedding="auto", attention_ranks="auto"),
+    "oneshot": Method(ffn="id", heads="none", correction="two-stream", embedding="auto", ranks="auto"),
     "stat": Method(
         ffn="id",
         heads="id",

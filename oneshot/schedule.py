@@ -82,7 +82,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
     reduces_values = plan.reduces_values or plans_inner
     sliced_correction = slices and method.follows_dense
     shrinks = plan.shrinks_layers(shape) or (by_profile and method.reduces_sublayers)
-    ranks = plan.ranks_attention or (by_profile and method.ranks_attention)
+    ranks = plan.has_ranks or (by_profile and method.plans_ranks)
     reads = reduces_values or plan.reduces_queries_keys or ranks or sliced_correction
     reads = reads or (shrinks and needs_statistics(method))
     chosen = {
@@ -91,7 +91,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
         "layer": method.leaves_out_layers,
         "sublayer": method.leaves_out_sublayers,
         "inner": method.plans_inner_sizes,
-        "rank": method.ranks_attention,
+        "rank": method.plans_ranks,
     }
     follows_dense = reads and method.follows_dense
     share_suffices = num_tokens >= DENSE_EVERY * DENSE_TOKENS_PER_NEURON * shape.intermediate_size

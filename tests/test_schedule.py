@@ -276,7 +276,7 @@ def test_the_run_follows_its_schedule(
     monkeypatch.setattr(
         pipeline, "make_schedule", recorded("schedules", pipeline.make_schedule, lambda schedule, _: schedule)
     )
-    monkeypatch.setattr(pipeline, "States", recorded("streams", States, lambda states, _: 1 + bool(states.dense_every)))
+    monkeypatch.setattr(pipeline, "States", recorded("streams", States, lambda states, _: 1 + states.has_dense))
     monkeypatch.setattr(pipeline, "find_subspaces", recorded("subspaces", pipeline.find_subspaces))
     monkeypatch.setattr(layer_module, "correct_up", recorded("up", layer_module.correct_up))
     monkeypatch.setattr("oneshot.run.load_text", recorded("texts", run.load_text))

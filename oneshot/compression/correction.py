@@ -23,7 +23,6 @@ class Factors:
         predicted_error: relative Frobenius error of the sublayer's output from the statistics; None without them.
         condition_number, max_interpolation: of the ridged skeleton Gram, of T; None if nothing was solved.
         damping: of the ridge; None if nothing was solved.
-        residual_weight: share of the dense stream's residual in the target that was solved for.
     """
 
     kept_columns: torch.Tensor
@@ -33,7 +32,6 @@ class Factors:
     max_interpolation: float | None = None
     eigenvalue_fallback: bool = False
     damping: float | None = None
-    residual_weight: float = 0.0
 
 
 def correct(
@@ -81,8 +79,7 @@ def correct(
     if step is not None:
         corrected += residual_weight * step.T
     error = _error_if_known(dense, corrected, kept_columns, statistics)
-    share = 0.0 if step is None else residual_weight
-    return Factors(kept_columns, corrected, error, condition_number, max_interpolation, fallback, damping, share)
+    return Factors(kept_columns, corrected, error, condition_number, max_interpolation, fallback, damping)
 
 
 def correct_heads(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from oneshot_kernels import suffix_sums
 
-from oneshot.compression.attention_ranks import NO_RANKS, Ranks, fold_ranks
 from oneshot.compression.statistics import HeadGramAccumulator
 from oneshot.families import Attention, ModelShape
 from oneshot.linalg.low_rank import (
@@ -35,7 +34,6 @@ class InnerMaps:
             pairs are kept.
         values: `(G, h, v)` with orthonormal columns: `v' = v Q`.
         rotary_pairs: int64 `(G, k / 2)`: the pairs that each KV group keeps.
-        ranks: linears of low rank.
         heads: the query heads that these maps are of, in a layer that still has all; None if it has only these.
     """
 
@@ -43,7 +41,6 @@ class InnerMaps:
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
     rotary_pairs: torch.Tensor | None = None
-    ranks: Ranks = NO_RANKS
     heads: torch.Tensor | None = None
 
 
@@ -61,8 +58,7 @@ def keep_heads(maps: InnerMaps, heads: torch.Tensor, heads_per_group: int) -> In
 def fold_inner(tensors: Tensors, attention: Attention, maps: InnerMaps) -> Tensors:
     """Return the linears of smaller heads for a layer whose full heads compute the same (SP3 equations 13, 15, 16).
 
-    Linears of low rank are stored as such. The writer must ignore what is outside the values' subspaces. Its columns
-    are rewritten for the inner coordinates.
+    The writer must ignore what is outside the values' subspaces. Its columns are rewritten for the inner coordinates.
     """
     folded = dict(tensors)
     for linear, maps_of_heads in ((attention.q, maps.queries), (attention.k, maps.keys)):
@@ -78,7 +74,7 @@ def fold_inner(tensors: Tensors, attention: Attention, maps: InnerMaps) -> Tenso
         folded[f"{attention.out}.weight"] = torch.einsum("dhi,hij->dhj", per_head, basis).flatten(1).to(weight)
     if maps.rotary_pairs is not None:
         folded[attention.rotary_pairs] = maps.rotary_pairs
-    return fold_ranks(folded, attention, maps.ranks)
+    return folded
 
 
 def _map_rows_(tensors: Tensors, linear: str, maps: torch.Tensor) -> None:

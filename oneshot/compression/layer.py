@@ -7,16 +7,16 @@ from types import MappingProxyType
 import torch
 
 from oneshot.checkpoint import Model
-from oneshot.compression.attention_ranks import AttentionAccumulator, find_ranks, with_ranks
 from oneshot.compression.correction import Factors
 from oneshot.compression.fold import confine, cut_heads, fold_hidden, to_rms_norms, without_sublayer
 from oneshot.compression.fold_post_norm import fold_post_norm
 from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, reduce_queries_keys
+from oneshot.compression.ranks import Factored, RankAccumulator, fold_ranks, with_ranks
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.sublayer import SublayerTask, relative_error
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.compression.up_proj import correct_up, up_passes
-from oneshot.families import Attention, Stack
+from oneshot.families import Attention, RankedKind, Stack
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader, to_host
@@ -27,8 +27,10 @@ from oneshot.stream import DensePass, Layer, States
 
 Tensors = dict[str, torch.Tensor]
 
-# the working layer, what its attentions store instead, by their index, what was lost
-Solved = tuple[Tensors, dict[int, InnerMaps], list[SublayerReport]]
+Ranks = dict[RankedKind, Factored]
+
+# the working layer, maps of heads and linears of low rank of its sublayers by their index, what was lost
+Solved = tuple[Tensors, dict[int, InnerMaps], dict[int, Ranks], list[SublayerReport]]
 
 INPUT_KINDS = {"heads": "attention input", "cross-heads": "cross-attention input", "ffn": "ffn input"}
 
@@ -121,10 +123,10 @@ class LayerCompressor:
         uploaded = self._upload(tensors)
         working = self._confined(layer, uploaded)
         if self._states is None:
-            working, maps, reports = self._by_weights(layer, working, tasks)
+            working, maps, ranks, reports = self._by_weights(layer, working, tasks)
         else:
-            working, maps, reports = self._by_text(layer, uploaded, working, tasks, self._states)
-        folded, working = self._fold(layer, tensors, uploaded, working, maps)
+            working, maps, ranks, reports = self._by_text(layer, uploaded, working, tasks, self._states)
+        folded, working = self._fold(layer, tensors, uploaded, working, maps, ranks)
         return CompressedLayer(folded, working, reports)
 
     def _by_weights(self, layer: int, working: Tensors, tasks: list[SublayerTask]) -> Solved:
@@ -136,7 +138,7 @@ class LayerCompressor:
                 working = task.fold(working, factors)
                 maps[task.index] = self._with_heads(task, InnerMaps(), units)
                 reports.append(_report(task, factors, None))
-        return working, maps, reports + _left_out(tasks)
+        return working, maps, {}, reports + _left_out(tasks)
 
     def _by_text(
         self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
@@ -149,7 +151,7 @@ class LayerCompressor:
         if self._norms_inside:
             current = self._current(layer, working, states)
         inputs = self._input_reports(layer, dense)
-        maps: dict[int, InnerMaps] = {}
+        maps, ranks = dict[int, InnerMaps](), dict[int, Ranks]()
         solved = []
         for task in tasks:
             dense_pass = DensePass(task.index, dense)
@@ -159,8 +161,8 @@ class LayerCompressor:
             if task.is_attention and task.kept.query_key_size is not None:
                 working, maps[task.index] = self._reduce_queries_keys(task, working, states, current)
                 current = self._current(layer, working, states)
-            if task.has_ranks:
-                working, maps[task.index] = self._reduce_ranks(task, working, states, current)
+            if task.ranks:
+                working, ranks[task.index] = self._reduce_ranks(task, working, states, current)
                 current = self._current(layer, working, states)
             states.defer_dense(dense_pass)  # to the pass that measures, which reads what it keeps
             if not task.is_solved:
@@ -173,20 +175,22 @@ class LayerCompressor:
             release_heap()
             units, factors, values = task.solve(working, statistics)
             working = task.fold(working, factors)
+            if task.is_reduced and not task.is_attention:
+                ranks[task.index] = {kind: one.rows(units) for kind, one in ranks.get(task.index, {}).items()}
             if task.is_attention:
                 kept = keep_heads(maps.get(task.index, InnerMaps()), units, self._model.shape.heads_per_group)
                 kept = kept if values is None else replace(kept, values=values)
                 maps[task.index] = self._with_heads(task, kept, units)
             del statistics
             if task.corrects_up:
-                working, factors = correct_up(task, tensors, working, states, factors)
+                working, factors = correct_up(task, tensors, working, states)
             release_heap()
             current = self._current(layer, working, states)
             solved.append((task, factors, _Pass(task, current, target)))
             states.defer(solved[-1][2])
         states.settle()
         reports = [_report(task, factors, passed.error) for task, factors, passed in solved]
-        return working, maps, inputs + reports + _left_out(tasks)
+        return working, maps, ranks, inputs + reports + _left_out(tasks)
 
     @staticmethod
     def _with_heads(task: SublayerTask, maps: InnerMaps, heads: torch.Tensor) -> InnerMaps:
@@ -239,7 +243,7 @@ class LayerCompressor:
         """Return how many passes over the text the layer takes."""
         tasks = [task for task in tasks if not task.is_left_out]
         extra: float = sum(task.is_attention and task.kept.query_key_size is not None for task in tasks)
-        extra += sum(1 + states.share_read(self._ranks_every(states)) for task in tasks if task.has_ranks)
+        extra += sum(1 + states.share_read(self._ranks_every(states)) for task in tasks if task.ranks)
         return 1 + extra + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
 
     def _reduce_queries_keys(
@@ -260,22 +264,21 @@ class LayerCompressor:
         )
 
     def _ranks_every(self, states: States) -> int:
-        """Return n if each n-th batch is read for the ranks of attention's linears."""
+        """Return n if each n-th batch is read for the ranks of linears."""
         return batches_apart(states.num_tokens, self._model.shape.hidden_size)
 
     def _reduce_ranks(
         self, task: SublayerTask, working: Tensors, states: States, current: Layer
-    ) -> tuple[Tensors, InnerMaps]:
-        """Return the layer with linears of low rank in its attention, and what it stores instead of whole ones."""
-        mixer, kept = task.sublayer.mixer, task.kept
-        assert isinstance(mixer, Attention)
+    ) -> tuple[Tensors, Ranks]:
+        """Return the layer whose sublayer has linears of low rank, and these."""
+        mixer = task.sublayer.mixer
         states.settle()
-        sums = AttentionAccumulator(self._model.shape, task.index, self._machine.device)
+        sums = RankAccumulator(self._model.shape, task.sublayer, task.index, self._machine.device)
         for x, _ in states.read(self._ranks_every(states)):
             sums.update_(current, x)
-        grams = sums.finish(self._machine.workers)
-        ranks = task.shared(lambda: find_ranks(working, mixer, grams, kept.query_key_rank, kept.output_rank))
-        return with_ranks(working, mixer, ranks), InnerMaps(ranks=ranks)
+        linears = sums.finish(self._machine.workers, working)
+        ranks = task.shared(lambda: {kind: linears[kind].nearest(rank) for kind, rank in task.ranks.items()})
+        return with_ranks(working, mixer, ranks), ranks
 
     def _confined(self, layer: int, tensors: Tensors) -> Tensors:
         """Return the layer with outputs inside the subspaces that read them."""
@@ -288,7 +291,13 @@ class LayerCompressor:
         return confined
 
     def _fold(
-        self, layer: int, tensors: Tensors, uploaded: Tensors, working: Tensors, maps: dict[int, InnerMaps]
+        self,
+        layer: int,
+        tensors: Tensors,
+        uploaded: Tensors,
+        working: Tensors,
+        maps: dict[int, InnerMaps],
+        ranks: dict[int, Ranks],
     ) -> tuple[Tensors, Tensors]:
         """Return what the checkpoint stores (smaller coordinates, the dtypes of the input) and `working`, on the host.
 
@@ -302,6 +311,7 @@ class LayerCompressor:
                 if heads is not None:
                     folded = cut_heads(folded, sublayer, self._model.shape, heads)
                 folded = fold_inner(folded, sublayer.mixer, maps[index])
+            folded = fold_ranks(folded, sublayer.mixer, ranks.get(index, {}))
         if self._grid.folds_layer_norms:
             folded = to_rms_norms(folded, stack)
         if self._subspaces is not None:

@@ -13,7 +13,7 @@ from oneshot.linalg.sums import add_gram_, add_product_, add_sketch_, as_float32
 from oneshot.machine import ALONE, Workers
 
 HELD_OUT_EVERY = 8  # batches
-TOKENS_PER_COLUMN = 16  # that suffice where a solution stays near a good one (docs/experiments.md)
+TOKENS_PER_COLUMN = 16  # that suffice for the principal directions of a Gram
 
 
 @dataclass(frozen=True)
@@ -212,15 +212,9 @@ class HeadGramAccumulator:
         return as_float32(self._grams)
 
 
-def batches_apart(num_tokens: int, num_columns: int, dense_every: int = 1) -> int:
-    """Return n if every n-th batch of the text suffices for statistics of so many columns.
-
-    Args:
-        num_tokens: of the text. dense_every: one of so many batches has a dense stream, which all n-th batches need; 0
-            without a dense stream.
-    """
-    apart = max(dense_every, 1)
-    return apart * max(1, num_tokens // (apart * TOKENS_PER_COLUMN * num_columns))
+def batches_apart(num_tokens: int, num_columns: int) -> int:
+    """Return n if every n-th batch of the text suffices for the Gram of so many columns."""
+    return max(1, num_tokens // (TOKENS_PER_COLUMN * num_columns))
 
 
 def with_constant_column(activations: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from oneshot.compression.statistics import (
     with_constant_column,
 )
 from oneshot.compression.subspaces import StreamSubspaces
-from oneshot.families import Attention, FeedForward, ModelShape, Stack, Sublayer
+from oneshot.families import Attention, FeedForward, ModelShape, RankedKind, Stack, Sublayer
 from oneshot.machine import Machine
 from oneshot.planning import LayerPlan, Plan
 from oneshot.recipes import MOMENT_SELECTORS, TOKENS_PER_NEURON, WEIGHT_SELECTORS, Method, Selector
@@ -110,9 +110,10 @@ class SublayerTask:
         return self.kept.value_size if self.is_attention else None
 
     @property
-    def has_ranks(self) -> bool:
-        """Return whether linears of attention get smaller ranks."""
-        return self.is_attention and (self.kept.query_key_rank is not None or self.kept.output_rank is not None)
+    def ranks(self) -> dict[RankedKind, int]:
+        """Return the ranks of the sublayer's linears that are not whole."""
+        kinds = ("query_key", "output") if self.is_attention else ("gate", "up")
+        return {kind: rank for kind, rank in self.kept.ranks.items() if kind in kinds}
 
     @property
     def corrects_slices(self) -> bool:

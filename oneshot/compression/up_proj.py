@@ -1,68 +1,71 @@
-"""The correction of `up_proj` by least squares over the kept neurons, and of `down_proj` for what that changes."""
+"""The correction of `up_proj` by least squares over the kept neurons, after that of `down_proj`."""
 
 from dataclasses import replace
 
 import torch
 
-from oneshot.compression.correction import Factors
-from oneshot.compression.statistics import batches_apart, with_constant_column
+from oneshot.compression.correction import Factors, correct
+from oneshot.compression.fold import augmented_weight
+from oneshot.compression.statistics import GramAccumulator, with_constant_column
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.linalg.conjugate_gradients import conjugate_gradients
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.linalg.sums import add_gram_, add_product_, as_float32, finished_gram
+from oneshot.recipes import TOKENS_PER_NEURON
 from oneshot.stream import Layer, States
+
+UP_BATCHES = 2  # one of so many batches corrects `up_proj`
 
 Tensors = dict[str, torch.Tensor]
 
 
+def batches_apart(task: SublayerTask, states: States) -> int:
+    """Return n if every n-th batch corrects `up_proj`; 1 if fewer batches had too few tokens for the neurons."""
+    needed = TOKENS_PER_NEURON * task.num_columns
+    return UP_BATCHES if states.num_tokens >= UP_BATCHES * needed else 1
+
+
 def up_passes(task: SublayerTask, states: States) -> float:
     """Return how many passes over the text `correct_up` takes."""
-    every = batches_apart(states.num_tokens, task.num_columns, states.dense_every)
-    return (2 + task.method.up_steps) * states.share_read(every)
+    return 1 + (1 + task.method.up_steps) * states.share_read(batches_apart(task, states))
 
 
-def correct_up(
-    task: SublayerTask, tensors: Tensors, folded: Tensors, states: States, factors: Factors
-) -> tuple[Tensors, Factors]:
-    """Return the `folded` layer with a corrected `up_proj` and the `down_proj` that follows it, and its factors.
+def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: States) -> tuple[Tensors, Factors]:
+    """Return the `folded` layer with a corrected `up_proj`, and its output linear solved again.
 
-    Args:
-        tensors: of the dense layer. factors: what `correct` solved for `folded`.
-
-    The new factors state no error, because their statistics are those of the old `up_proj`.
+    The factors state no error, because their statistics measure against a part of the target. `tensors` are the dense
+    layer's.
     """
-    mixer, machine = task.stack.ffn, task.machine
-    dense, before = states.dense_layer(tensors), states.layer(folded)
-    every = batches_apart(states.num_tokens, task.num_columns, states.dense_every)
-    up_step = up_proj_step(
+    mixer = task.stack.ffn
+    dense, machine = states.dense_layer(tensors), task.machine
+    share = task.residual_weight(task.num_columns, round(states.num_tokens * states.dense_share))
+    step = up_proj_step(
         states,
         task.index,
         dense,
-        before,
+        states.layer(folded),
         folded[f"{mixer.down}.weight"].to(machine.device, machine.dtype),
         steps=task.method.up_steps,
-        every=every,
-        residual_weight=factors.residual_weight,
+        every=batches_apart(task, states),
+        residual_weight=share,
         damping=task.method.fixed_damping,
     )
-    up_step = task.shared(lambda: up_step)  # rounding would differ between workers
+    step = task.shared(lambda: step)  # rounding would differ between workers
     up = folded[f"{mixer.up}.weight"]
-    folded = folded | {f"{mixer.up}.weight": (up.to(up_step) + up_step).to(up)}
-    down_step = down_proj_step(
-        states,
-        task.index,
-        dense,
-        before,
-        states.layer(folded),
-        factors.weight.shape,
-        every=every,
-        residual_weight=factors.residual_weight,
-        damping=task.method.fixed_damping,
-    )
-    columns = torch.arange(factors.weight.shape[1], device=factors.kept_columns.device)
-    weight = task.shared(lambda: factors.weight + down_step)
-    factors = replace(factors, weight=weight, predicted_error=None)
-    return task.fold(folded, replace(factors, kept_columns=columns)), factors
+    folded = folded | {f"{mixer.up}.weight": (up.to(step) + step).to(up)}
+    current, weight = states.layer(folded), augmented_weight(folded, mixer.down).to(machine.device)
+    has_bias = f"{mixer.down}.bias" in folded
+    accumulator = GramAccumulator(weight.shape[1], output_size=weight.shape[0], device=machine.device)
+    if states.has_dense:
+        share /= states.dense_share  # batches of the dense stream stand for the others
+    for h, dense_state in states.read():
+        neurons = current.inner(task.index, h)
+        lost = target_rows(dense, task.index, h, dense_state, share) - current.write(task.index, neurons)
+        accumulator.update_(with_constant_column(neurons) if has_bias else neurons, lost)
+    statistics = accumulator.finish(machine.workers)
+    columns, damping = torch.arange(weight.shape[1], device=machine.device), task.method.fixed_damping
+    factors = task.shared(lambda: correct(weight, columns, statistics, correction="two-stream", damping=damping))
+    return task.fold(folded, factors), replace(factors, predicted_error=None)
 
 
 def target_rows(
@@ -138,46 +141,3 @@ def up_proj_step(
         return inputs_factor.solve(gates_factor.solve(residual).T).T.float()
 
     return conjugate_gradients(as_float32(gradient), curvature, precondition, steps=steps)
-
-
-def down_proj_step(
-    states: States,
-    index: int,
-    dense: Layer,
-    before: Layer,
-    current: Layer,
-    size: torch.Size,
-    *,
-    every: int,
-    residual_weight: float,
-    damping: float,
-) -> torch.Tensor:
-    """Return what to add to `down_proj` after `up_proj` has changed.
-
-    `down_proj` solved its least squares over all text, so that the gradient there was zero. Now it is what the change
-    of `up_proj` made of it. That difference is measured on the batches that are read, which leaves out most of
-    the noise of so few (a control variate), and one Newton step follows it.
-
-    Args:
-        before, current: the layer before `up_proj` changed, and after. size: `(D, k)`, with one column more for a bias.
-        damping: ridge of the Newton step, that of the least squares. Others as in `up_proj_step`.
-
-    Returns:
-        `(D, k)` float64. Cost: one pass of these batches through the dense FFN and twice through the kept neurons.
-    """
-    output_size, num_columns = size
-    device, workers = states.machine.device, states.machine.workers
-    gram, change = (
-        torch.zeros(num_columns, columns, dtype=torch.float64, device=device) for columns in (num_columns, output_size)
-    )
-    for h, dense_state in states.read(every):
-        target = target_rows(dense, index, h, dense_state, residual_weight)
-        old, new = (layer.inner(index, h) for layer in (before, current))
-        lost_before, lost = target - before.write(index, old), target - current.write(index, new)
-        if num_columns > new.shape[1]:
-            old, new = with_constant_column(old), with_constant_column(new)
-        add_gram_(gram, new)
-        add_product_(change, new, lost)
-        add_product_(change, old, -lost_before)
-    workers.sum_(gram, change)
-    return RidgeFactor(finished_gram(gram), damping).solve(as_float32(change)).T

@@ -168,8 +168,8 @@ class OneshotMLP(nn.Module):
     def __init__(self, config: OneshotConfig, sizes: dict[str, Any]) -> None:
         super().__init__()
         width, middle, bias = sizes["intermediate_size"], sizes["middle_size"], sizes["mlp_bias"]
-        self.gate_proj = nn.Linear(middle, width, bias=bias) if sizes["gated"] else None
-        self.up_proj = nn.Linear(middle, width, bias=bias)
+        self.gate_proj = linear_of(middle, width, sizes["gate_rank"], bias) if sizes["gated"] else None
+        self.up_proj = linear_of(middle, width, sizes["up_rank"], bias)
         self.down_proj = nn.Linear(width, sizes["output_size"], bias=bias)
         self.act_fn = ACT2FN[config.hidden_act]
 

@@ -44,7 +44,7 @@ class PerLayerForm(LlamaLayers):
             heads_differ=True,
             sublayers_optional=True,
             inner_sizes=True,
-            attention_ranks=True,
+            ranks=True,
             subspaces_differ=True,
             embedding_ranks=True,
             replaces_layer_norms=True,

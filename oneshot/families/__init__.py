@@ -13,7 +13,7 @@ from oneshot.families.reading import (
     read_shape,
     stated_class,
 )
-from oneshot.families.shapes import LayerShape, ModelShape, StackShape, TableShape
+from oneshot.families.shapes import RANKED_KINDS, LayerShape, ModelShape, RankedKind, StackShape, TableShape
 
 __all__ = [
     "BERT",
@@ -22,6 +22,7 @@ __all__ = [
     "FAMILIES",
     "LLAMA",
     "NAS_MODEL_TYPE",
+    "RANKED_KINDS",
     "Attention",
     "Description",
     "Feature",
@@ -29,6 +30,7 @@ __all__ = [
     "LayerShape",
     "ModelShape",
     "Norm",
+    "RankedKind",
     "Sizes",
     "Stack",
     "StackShape",

@@ -1,6 +1,11 @@
 """Sizes of models, dense and compressed."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+# linears that may have low rank: of queries and keys together, of attention's output, gate and up of an FFN
+RankedKind = Literal["query_key", "output", "gate", "up"]
+RANKED_KINDS: tuple[RankedKind, ...] = get_args(RankedKind)
 
 
 @dataclass(frozen=True)
@@ -14,9 +19,8 @@ class LayerShape:
     `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and the FFN's. `norm_bias`:
     the norms store a bias. `query_key_norms`: queries and keys are normed, each by one weight for all heads.
     `gated`: the FFN has a gate beside its up projection. `norm_weights`: norms have a weight for every coordinate.
-    `query_key_rank`: of the queries' and the keys' linear together, `output_rank`: of attention's output linear; 0 for
-    whole ones. A linear of low rank stores so many of its outputs, a matrix that makes the others from them, and their
-    numbers.
+    `query_key_rank` (of both linears together), `output_rank`, `gate_rank`, `up_rank`: of linears with low rank; 0 for
+    whole ones. Such a linear stores so many of its outputs, a matrix that makes the others of them, and their order.
     `cross_attention`: the layer also has attention over the encoder's output, of the same sizes. `num_buckets`: rows of
     a stored table of relative positions, with a column for every head.
 
@@ -45,17 +49,20 @@ class LayerShape:
     num_buckets: int = 0
     query_key_rank: int = 0
     output_rank: int = 0
+    gate_rank: int = 0
+    up_rank: int = 0
 
     def linear_parameters(self) -> int:
         """Return the stored parameters of the layer's linears, shortcuts included."""
         heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
-        attends = heads > 0
-        scores, values, read = (heads + groups) * self.query_key_size, groups * self.value_size, heads * self.value_size
-        attention = values * self.hidden_size + (scores + values) * self.attention_bias
-        attention += _of_rank(self.hidden_size, scores, self.query_key_rank)
-        attention += _of_rank(read, self.middle_size, self.output_rank) + self.middle_size * self.output_bias * attends
-        inputs, bias = 1 + self.gated, self.mlp_bias * (width > 0)
-        mlp = inputs * width * (self.middle_size + bias) + self.output_size * (width + bias)
+        scores, values = (heads + groups) * self.query_key_size, groups * self.value_size
+        attention = _of_rank(scores, self.hidden_size, self.query_key_rank) + values * self.hidden_size
+        attention += (scores + values) * self.attention_bias + self.middle_size * self.output_bias * (heads > 0)
+        attention += _of_rank(self.middle_size, heads * self.value_size, self.output_rank)
+        bias = self.mlp_bias * (width > 0)
+        mlp = _of_rank(width, self.middle_size, self.up_rank) + self.output_size * (width + bias) + width * bias
+        if self.gated:
+            mlp += _of_rank(width, self.middle_size, self.gate_rank) + width * bias
         shortcuts = self.attention_shortcut * self.hidden_size * self.middle_size
         shortcuts += self.ffn_shortcut * self.middle_size * self.output_size
         return (1 + self.cross_attention) * attention + mlp + shortcuts
@@ -65,21 +72,22 @@ class LayerShape:
         attends, has_ffn = self.num_attention_heads > 0, self.intermediate_size > 0
         widths = self.hidden_size * (1 + self.cross_attention) * attends + self.middle_size * has_ffn
         norms = widths * (self.norm_weights + self.norm_bias) + self.num_buckets * self.num_attention_heads
-        numbers = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
-        numbers += (
+        orders = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
+        orders += (
             (self.query_key_rank > 0) * (self.num_attention_heads + self.num_key_value_heads) * self.query_key_size
         )
-        numbers += (self.output_rank > 0) * self.middle_size
-        return self.linear_parameters() + norms + numbers + 2 * self.query_key_size * self.query_key_norms * attends
+        orders += (self.output_rank > 0) * self.middle_size
+        orders += ((self.gate_rank > 0) + (self.up_rank > 0)) * self.intermediate_size
+        return self.linear_parameters() + norms + orders + 2 * self.query_key_size * self.query_key_norms * attends
 
     def key_value_size(self) -> int:
         """Return the values that one token takes in the layer's KV cache, and one of the source in cross-attention."""
         return (1 + self.cross_attention) * self.num_key_value_heads * (self.query_key_size + self.value_size)
 
 
-def _of_rank(inputs: int, outputs: int, rank: int) -> int:
+def _of_rank(rows: int, columns: int, rank: int) -> int:
     """Return the numbers of a linear of this rank; 0 for a whole one."""
-    return rank * (inputs + outputs - rank) if rank else inputs * outputs
+    return rank * (rows + columns - rank) if rank else rows * columns
 
 
 @dataclass(frozen=True)

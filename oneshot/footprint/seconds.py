@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from oneshot_kernels import cholesky_pivots_
 
-from oneshot.compression.statistics import batches_apart
+from oneshot.compression.up_proj import UP_BATCHES
 from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
@@ -217,9 +217,11 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         if rates.on_device:
             seconds["condition"] += _condition(kept)
     if schedule.corrects_up:
-        steps, read = method.up_steps, tokens / batches_apart(tokens, size, schedule.dense_every)
-        seconds["up_proj"] += read * 2 * hidden * (6 * size + (12 + 5 * steps) * kept) / rates.stream
-        seconds["up_proj"] += read * 2 * kept * (kept + 2 * hidden) / rates.sums
+        steps = method.up_steps
+        there_and_back = 2 * hidden * (3 * size + (6 + 5 * steps) * kept)
+        again = 2 * hidden * (3 * size + 2 * kept)
+        seconds["up_proj"] += tokens * (there_and_back / UP_BATCHES + again) / rates.stream
+        seconds["up_proj"] += tokens * (kept**2 / UP_BATCHES + kept * (kept + 2 * hidden)) / rates.sums
         seconds["up_proj"] += (2 * kept**3 / 3 + 2 * (2 + steps) * kept**2 * hidden) / rates.double
     if schedule.finds_subspaces:
         seconds["solve"] += 6 * hidden * shape.layer_parameters() / rates.double

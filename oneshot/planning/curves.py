@@ -33,13 +33,13 @@ class Profile:
         query_key_errors, value_errors: `(layers, h + 1)`: what every size of queries and keys loses of the scores, and
             every size of values of attention's output (`inner_heads.query_key_errors`, `value_errors`); zeros if they
             were not profiled.
-        query_key_rank_errors, output_rank_errors: `(layers, n + 1)`: what every rank of the queries' and keys' linears
-            together, and of attention's output linear, loses of the outputs (`attention_ranks.rank_errors`); zeros if
-            they were not profiled.
-        query_key_sensitivity, value_sensitivity, query_key_rank_sensitivity, output_rank_sensitivity: `(layers,)`: as
-            `ffn_sensitivity`, per unit of these errors.
+        query_key_sensitivity, value_sensitivity: `(layers,)`: as `ffn_sensitivity`, per unit of these errors.
         ffn_sensitivity, head_sensitivity: `(layers,)`: mean KL divergence (nats per token) of the model's output from
             the dense one's if only this sublayer is reduced, per unit of its relative squared error.
+        rank_errors: `(layers, kinds, D + 1)`: mean squared error of the sublayer's output for every rank of a linear of
+            each of `RANKED_KINDS`; zeros if they were not profiled.
+        stream_sensitivity: `(layers,)`: the same divergence per unit of mean squared error that the reduced FFN adds to
+            the stream.
         layer_divergence: `(layers,)`: the same divergence if only this layer is left out.
         head_divergence, ffn_divergence: `(layers,)`: the same divergence if only the layer's attention, or only its
             FFN, is left out.
@@ -60,14 +60,12 @@ class Profile:
     head_tails: torch.Tensor
     query_key_errors: torch.Tensor
     value_errors: torch.Tensor
-    query_key_rank_errors: torch.Tensor
-    output_rank_errors: torch.Tensor
     ffn_sensitivity: torch.Tensor
     head_sensitivity: torch.Tensor
     query_key_sensitivity: torch.Tensor
     value_sensitivity: torch.Tensor
-    query_key_rank_sensitivity: torch.Tensor
-    output_rank_sensitivity: torch.Tensor
+    rank_errors: torch.Tensor
+    stream_sensitivity: torch.Tensor
     layer_divergence: torch.Tensor
     head_divergence: torch.Tensor
     ffn_divergence: torch.Tensor

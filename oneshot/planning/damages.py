@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from oneshot.families import ModelShape
+from oneshot.families import RANKED_KINDS, ModelShape
 from oneshot.planning.curves import Profile
 from oneshot.planning.grid import Grid
 from oneshot.planning.plan import Plan
@@ -22,9 +22,9 @@ class Damages:
     """The predicted loss of keeping k neurons, `ffn (layers, n + 1)`, or k head units, `heads (layers, units + 1)`.
 
     `layers (layers,)`: of leaving out a whole layer. `embedding (ranges, D + 1)`: of rank r of a range of the
-    vocabulary. `queries_keys`, `values (layers, h + 1)`: of sizes inside heads. `query_key_ranks`, `output_ranks
-    (layers, n + 1)`: of ranks of attention's linears. All are in nats per token, as only sensitivities are; the last
-    five are empty if they are unknown.
+    vocabulary. `queries_keys`, `values (layers, h + 1)`: of sizes inside heads. `ranks (layers, kinds, D + 1)`: of
+    linears of each of `RANKED_KINDS`. All are in nats per token, as only sensitivities are; the last four are empty if
+    they are unknown.
     """
 
     ffn: torch.Tensor
@@ -33,8 +33,7 @@ class Damages:
     embedding: torch.Tensor
     queries_keys: torch.Tensor = UNKNOWN
     values: torch.Tensor = UNKNOWN
-    query_key_ranks: torch.Tensor = UNKNOWN
-    output_ranks: torch.Tensor = UNKNOWN
+    ranks: torch.Tensor = UNKNOWN
 
 
 def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Damages:
@@ -72,8 +71,7 @@ def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Da
         embedding=EMBEDDING_CAUTION * profile.embedding_sensitivity * profile.embedding_errors,
         queries_keys=profile.query_key_sensitivity.unsqueeze(1) * profile.query_key_errors,
         values=profile.value_sensitivity.unsqueeze(1) * profile.value_errors,
-        query_key_ranks=profile.query_key_rank_sensitivity.unsqueeze(1) * profile.query_key_rank_errors,
-        output_ranks=profile.output_rank_sensitivity.unsqueeze(1) * profile.output_rank_errors,
+        ranks=profile.stream_sensitivity.view(-1, 1, 1) * profile.rank_errors,
     )
 
 
@@ -131,8 +129,8 @@ def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
             total += float(damages.queries_keys[layer, kept.query_key_size])
         if kept.value_size is not None and len(damages.values):
             total += float(damages.values[layer, kept.value_size])
-        if kept.query_key_rank is not None and len(damages.query_key_ranks):
-            total += float(damages.query_key_ranks[layer, kept.query_key_rank])
-        if kept.output_rank is not None and len(damages.output_ranks):
-            total += float(damages.output_ranks[layer, kept.output_rank])
+        if len(damages.ranks):
+            total += sum(
+                float(damages.ranks[layer, RANKED_KINDS.index(kind), rank]) for kind, rank in kept.ranks.items()
+            )
     return total

@@ -22,7 +22,7 @@ class Grid:
         first_layer_attends: whether the first layer must have attention all the same; engines rely on it.
         inner_sizes: whether heads can have other sizes for queries, keys and values. equal_inner_sizes: whether these
             must be one size.
-        attention_ranks: whether every layer's attention can have linears of low rank.
+        ranks: whether linears of every layer can have their own ranks.
         subspaces_differ: whether the residual stream can change its subspace between sublayers.
         embedding_ranks: whether ranges of the vocabulary can have their own ranks.
         replaces_layer_norms: whether LayerNorms become RMSNorms, whose biases go into the linears.
@@ -40,7 +40,7 @@ class Grid:
     first_layer_attends: bool = False
     inner_sizes: bool = False
     equal_inner_sizes: bool = False
-    attention_ranks: bool = False
+    ranks: bool = False
     subspaces_differ: bool = False
     embedding_ranks: bool = False
     replaces_layer_norms: bool = False
@@ -63,9 +63,9 @@ class Grid:
         return self.embedding_ranks and self.shape.tied and not self.shape.layer_norms
 
     @property
-    def ranks_attention(self) -> bool:
-        """Return whether this model's attention can have linears of low rank: its scores must be of rotary pairs."""
-        return self.attention_ranks and self.family.stack.rotary and not self.shape.layer_norms
+    def has_ranks(self) -> bool:
+        """Return whether linears of this model can have low rank: with rotary pairs, RMSNorms, and FFNs with a gate."""
+        return self.ranks and self.family.stack.rotary and self.shape.gated and not self.shape.layer_norms
 
     def reason_against_heads(self) -> str | None:
         """Return a sentence why no head can be removed, with the remedy; None if heads can.
@@ -88,6 +88,8 @@ class Grid:
                 value_size=plan.layers[layer].value_size or shape.head_dim,
                 query_key_rank=plan.layers[layer].query_key_rank or 0,
                 output_rank=plan.layers[layer].output_rank or 0,
+                gate_rank=plan.layers[layer].gate_rank or 0,
+                up_rank=plan.layers[layer].up_rank or 0,
                 rotary_selected=plan.layers[layer].query_key_size is not None and self.family.stack.rotary,
                 norm_bias=shape.layer_norms and not self.replaces_layer_norms,
             )
@@ -162,8 +164,8 @@ class Grid:
             raise ConfigError(self._needing("depth=sublayers", "set depth=sensitivity"))
         if method.plans_inner_sizes and not self.inner_sizes_differ:
             raise ConfigError(self._needing("inner_sizes=sensitivity", "leave it out"))
-        if method.ranks_attention and not self.ranks_attention:
-            raise ConfigError(self._needing("attention_ranks=sensitivity", "leave it out"))
+        if method.plans_ranks and not self.has_ranks:
+            raise ConfigError(self._needing("ranks=sensitivity", "leave it out"))
         if method.embedding not in (AUTO, "none"):
             if not self.embedding_ranks:
                 raise ConfigError(self._needing(f"embedding={method.embedding}", "leave it out"))
@@ -177,9 +179,9 @@ class Grid:
         if method.reads_profile and (reason := self.family.reason_against("profile")) is not None:
             raise PlanError(reason)
         by_sensitivity = method.allocation == "sensitivity" and not method.slices
-        if method.attention_ranks == AUTO:
-            ranks = self.ranks_attention and by_sensitivity and method.may_rank_attention
-            method = replace(method, attention_ranks="sensitivity" if ranks else "none")
+        if method.ranks == AUTO:
+            ranks = self.has_ranks and by_sensitivity and method.may_plan_ranks
+            method = replace(method, ranks="sensitivity" if ranks else "none")
         if method.embedding == AUTO:
             return replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")
         return method

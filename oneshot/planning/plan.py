@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from oneshot.families import ModelShape, TableShape
+from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, TableShape
 from oneshot.recipes import Method
 
 
@@ -31,8 +31,8 @@ class HiddenPlan:
 class LayerPlan:
     """The kept FFN width and heads of one layer; zero if the FFN, attention or both are left out.
 
-    `query_key_size` and `value_size` are kept per head; None for all. `query_key_rank` and `output_rank` are those of
-    attention's linears; None for whole ones.
+    `query_key_size` and `value_size` are kept per head; None for all. The ranks are those of linears with low rank;
+    None for whole ones.
     """
 
     intermediate_size: int
@@ -42,6 +42,14 @@ class LayerPlan:
     value_size: int | None = None
     query_key_rank: int | None = None
     output_rank: int | None = None
+    gate_rank: int | None = None
+    up_rank: int | None = None
+
+    @property
+    def ranks(self) -> dict[RankedKind, int]:
+        """Return the ranks of the linears that are not whole."""
+        of_kinds = {kind: getattr(self, f"{kind}_rank") for kind in RANKED_KINDS}
+        return {kind: rank for kind, rank in of_kinds.items() if rank is not None}
 
     @property
     def is_left_out(self) -> bool:
@@ -105,9 +113,9 @@ class Plan:
         return any(layer.value_size is not None for layer in self.layers)
 
     @property
-    def ranks_attention(self) -> bool:
-        """Return whether a linear of attention has a smaller rank in any layer."""
-        return any(layer.query_key_rank or layer.output_rank for layer in self.layers)
+    def has_ranks(self) -> bool:
+        """Return whether a linear has low rank in any layer."""
+        return any(layer.ranks for layer in self.layers)
 
     def shrinks_layers(self, shape: ModelShape) -> bool:
         """Return whether any layer that stays loses neurons or heads."""

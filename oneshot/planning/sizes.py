@@ -7,7 +7,7 @@ from typing import Any
 
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
-from oneshot.families import ModelShape, StackShape
+from oneshot.families import RANKED_KINDS, ModelShape, StackShape
 from oneshot.planning.budget import Budget
 from oneshot.planning.curves import Profile
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
@@ -77,7 +77,10 @@ def make_plan(
             "give larger ones."
         )
 
-    states_inner = target.query_key_size is not None or target.value_size is not None
+    plans_ranks = method.plans_ranks and not plan.reduces_queries_keys and not plan.reduces_values
+    ranked_kinds = RANKED_KINDS if plans_ranks and target.budget != "latency" else ()
+    if method.up_steps:  # they would give the linear its full rank again
+        ranked_kinds = tuple(kind for kind in ranked_kinds if kind != "up")
 
     def shrink(plan: Plan) -> Plan:
         return meet_budget(
@@ -91,7 +94,7 @@ def make_plan(
             reduce_embedding=method.embedding != "none",
             leave_out_sublayers=method.leaves_out_sublayers,
             reduce_inner=method.plans_inner_sizes,
-            reduce_ranks=method.ranks_attention and not states_inner and target.budget != "latency",
+            ranked_kinds=ranked_kinds,
         )
 
     if method.leaves_out_sublayers and target.budget == "latency":

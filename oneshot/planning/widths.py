@@ -1,6 +1,7 @@
 """FFN neurons and heads for a budget: equal layers, or each layer's own sizes if damages are known."""
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 
 from oneshot.errors import PlanError
-from oneshot.families import ModelShape, TableShape
+from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, TableShape
 from oneshot.linalg.allocation import least_damage
 from oneshot.planning.budget import Budget, default_round_to
 from oneshot.planning.damages import Damages, predicted_damage
@@ -33,7 +34,7 @@ def meet_budget(
     reduce_embedding: bool = False,
     leave_out_sublayers: bool = False,
     reduce_inner: bool = False,
-    reduce_ranks: bool = False,
+    ranked_kinds: Sequence[RankedKind] = (),
 ) -> Plan:
     """Return the plan with fewer neurons and heads that meets the budget; FFN widths are multiples of `round_to`.
 
@@ -42,7 +43,8 @@ def meet_budget(
     the plan of least damage within the budget is chosen, among equal layers unless the form lets layers differ.
     `reduce_embedding`: ranks of the vocabulary's ranges are chosen together with these sizes. `leave_out_sublayers`:
     with damages, the sizes zero of an FFN and of attention also count. `reduce_inner`: with damages, each layer's sizes
-    inside heads are also chosen if the form lets them differ. `reduce_ranks`: and so are ranks of attention's linears.
+    inside heads are also chosen if the form lets them differ. `ranked_kinds`: with damages, each layer's ranks of these
+    linears are also chosen.
 
     Args:
         plan: what is decided already, with all neurons and heads.
@@ -78,7 +80,7 @@ def meet_budget(
             reduce_heads=reduce_heads,
             leaves_out=leaves_out,
             reduce_inner=reduce_inner and grid.inner_sizes_differ,
-            reduce_ranks=reduce_ranks and len(damages.output_ranks) > 0,
+            ranked_kinds=ranked_kinds if grid.has_ranks and len(damages.ranks) else (),
         )
     if not reduce_heads:
         return _with_width(grid, plan, budget, step)
@@ -128,14 +130,16 @@ def _inner_sizes(grid: Grid) -> list[Sizes]:
     return [score | value for score in ({}, *scores) for value in ({}, *values)]
 
 
-def _ranks(errors: torch.Tensor) -> list[int | None]:
-    """Return the ranks of a linear with these `errors (layers, n + 1)`, in steps from a quarter of n; None for whole.
+def _ranks(shape: ModelShape, kind: RankedKind) -> list[int | None]:
+    """Return the ranks of a linear, None for whole, in steps of about a sixteenth from a quarter of the hidden size.
 
-    A profile measures sensitivities at half of it.
+    A profile measures what half of it costs.
     """
-    full = errors.shape[1] - 1
-    step = default_round_to(full)
-    return [*range(step * -(-full // (4 * step)), full, step), None]
+    hidden, heads = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    smallest = {"query_key": heads, "output": heads}.get(kind, shape.intermediate_size)
+    step = default_round_to(hidden)
+    step *= max(1, hidden // (16 * step))
+    return [*range(step * -(-hidden // (4 * step)), min(hidden, smallest), step), None]
 
 
 def _heads_of(kept: LayerPlan) -> Sizes:
@@ -220,7 +224,7 @@ def _spread(
     reduce_heads: bool,
     leaves_out: bool = False,
     reduce_inner: bool = False,
-    reduce_ranks: bool = False,
+    ranked_kinds: Sequence[RankedKind] = (),
 ) -> Plan:
     """Return each layer's own sizes with the least sum of damages within the budget (`linalg.allocation`)."""
     shape = grid.shape
@@ -234,23 +238,19 @@ def _spread(
     attention = [kept | sizes for kept in heads for sizes in inner]
     if leaves_out:
         widths, attention = [0, *widths], [NO_HEADS, *attention]
-    linears = (
-        [("query_key_rank", damages.query_key_ranks), ("output_rank", damages.output_ranks)] if reduce_ranks else []
+    # what an FFN and what attention may be: own sizes, and ranks of their linears
+    sublayers = (
+        _Options(grid, [{"intermediate_size": width} for width in widths], _of(("gate", "up"), ranked_kinds)),
+        _Options(grid, attention, _of(("query_key", "output"), ranked_kinds)),
     )
-    ranks = [(name, of_linear, _ranks(of_linear)) for name, of_linear in linears]
-    kinds = [
-        [{"intermediate_size": width} for width in widths],
-        attention,
-        *([{name: rank} for rank in options] for name, _, options in ranks),
-    ]
     total = budget.measure(grid.stack(plan))
     tables: list[np.ndarray] = []
     costs: list[np.ndarray] = []
+    chosen_from: list[np.ndarray] = []
     prices: list[np.ndarray] = []
     # the first options of heads that a layer does not have
     barred = {plan.kept_layers[0]: 1} if leaves_out and grid.first_layer_attends else {}
     for layer in plan.kept_layers:
-        kept = plan.layers[layer]
         lost = damages.heads[layer, columns]
         if reduce_inner:
             of_sizes = damages.queries_keys[layer, [sizes.get("query_key_size", -1) for sizes in inner]]
@@ -258,19 +258,20 @@ def _spread(
             lost = (lost.unsqueeze(1) + of_sizes).flatten()
         if leaves_out:
             lost = torch.cat((damages.heads[layer, :1], lost))
-        tables += [damages.ffn[layer, widths].numpy(), lost[barred.get(layer, 0) :].numpy()]
-        tables += [of_linear[layer, [rank or -1 for rank in options]].numpy() for _, of_linear, options in ranks]
         if not prices or plan.hidden is not None:  # layers are equal unless the hidden size differs
-            before, after = plan.layers[:layer], plan.layers[layer + 1 :]
-            prices = []
-            for choices in kinds:
-                smaller = [replace(plan, layers=(*before, replace(kept, **choice), *after)) for choice in choices]
-                prices.append(np.array([budget.measure(grid.stack(option)) - total for option in smaller]))
-        costs += [prices[0], prices[1][barred.get(layer, 0) :], *prices[2:]]
-    whole = tuple(options[-1] for options in ranges)
-    for index, of_range in enumerate(ranges):
-        tables.append(damages.embedding[index, [table.rank for table in of_range]].numpy())
-        plans = [replace(plan, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in of_range]
+            prices = [options.prices(plan, layer, budget) for options in sublayers]
+        for options, own, price, first in zip(
+            sublayers, (damages.ffn[layer, widths], lost), prices, (0, barred.get(layer, 0)), strict=True
+        ):
+            table = options.damages(own.numpy(), damages.ranks[layer] if ranked_kinds else damages.ranks)
+            worth = first + _undominated(table[first:], price[first:])
+            tables.append(table[worth])
+            costs.append(price[worth])
+            chosen_from.append(worth)
+    whole = tuple(ranks[-1] for ranks in ranges)
+    for index, ranks in enumerate(ranges):
+        tables.append(damages.embedding[index, [table.rank for table in ranks]].numpy())
+        plans = [replace(plan, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in ranks]
         costs.append(np.array([budget.measure(grid.stack(option)) - total for option in plans]))
     chosen = least_damage(tables, costs, budget.target - total)
     if chosen is None:
@@ -280,12 +281,62 @@ def _spread(
             "ask for a smaller --sparsity, or allow --set heads=id as well."
         )
     layers = list(plan.layers)
-    of_layers, of_ranges = np.split(chosen, [len(kinds) * len(plan.kept_layers)])
-    for layer, indices in zip(plan.kept_layers, of_layers.reshape(-1, len(kinds)), strict=True):
-        indices[1] += barred.get(layer, 0)
-        for choices, index in zip(kinds, indices, strict=True):
-            layers[layer] = replace(layers[layer], **choices[index])
+    blocks = [worth[index] for worth, index in zip(chosen_from, chosen, strict=False)]
+    for layer, ffn, attends in zip(plan.kept_layers, blocks[::2], blocks[1::2], strict=True):
+        layers[layer] = replace(layers[layer], **sublayers[0].sizes(ffn), **sublayers[1].sizes(attends))
     if not any(layer.num_attention_heads for layer in layers):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
-    embedding = tuple(of_range[index] for of_range, index in zip(ranges, of_ranges, strict=True))
+    embedding = tuple(ranks[rank] for ranks, rank in zip(ranges, chosen[len(blocks) :], strict=True))
     return replace(plan, layers=tuple(layers), embedding=() if embedding == whole else embedding)
+
+
+def _of(kinds: Sequence[RankedKind], planned: Sequence[RankedKind]) -> list[RankedKind]:
+    return [kind for kind in kinds if kind in planned]
+
+
+class _Options:
+    """What a sublayer may be: each of its `own` sizes, with every combination of ranks of the linears of `kinds`."""
+
+    def __init__(self, grid: Grid, own: list[Sizes], kinds: Sequence[RankedKind]) -> None:
+        self._grid, self._own, self._kinds = grid, own, kinds
+        self._ranks = [_ranks(grid.shape, kind) for kind in kinds]
+        self._shape = (len(own), *(len(ranks) for ranks in self._ranks))
+
+    def sizes(self, option: int) -> Sizes:
+        """Return the fields of an option."""
+        own, *ranks = np.unravel_index(option, self._shape)
+        chosen = zip(self._kinds, self._ranks, ranks, strict=True)
+        return self._own[own] | {f"{kind}_rank": of_kind[rank] for kind, of_kind, rank in chosen}
+
+    def damages(self, own: np.ndarray, of_ranks: torch.Tensor) -> np.ndarray:
+        """Return the damage of every option from those of the own sizes, and `(kinds, D + 1)` of all ranks."""
+        total = own
+        for kind, ranks in zip(self._kinds, self._ranks, strict=True):
+            lost = [0.0 if rank is None else float(of_ranks[RANKED_KINDS.index(kind), rank]) for rank in ranks]
+            total = np.add.outer(total, lost)
+        return total.ravel()
+
+    def prices(self, plan: Plan, layer: int, budget: Budget) -> np.ndarray:
+        """Return what every option adds to the budget's measure of the plan; what ranks of two linears add, adds up."""
+        kept = plan.layers[layer]
+
+        def measure(sizes: Sizes) -> float:
+            layers = (*plan.layers[:layer], replace(kept, **sizes), *plan.layers[layer + 1 :])
+            return budget.measure(self._grid.stack(replace(plan, layers=layers)))
+
+        own = np.array([measure(sizes) for sizes in self._own])
+        total = own - budget.measure(self._grid.stack(plan))
+        for number, (kind, ranks) in enumerate(zip(self._kinds, self._ranks, strict=True)):
+            added = [
+                [0.0 if rank is None else measure(sizes | {f"{kind}_rank": rank}) - alone for rank in ranks]
+                for sizes, alone in zip(self._own, own, strict=True)
+            ]
+            total = np.expand_dims(total, -1) + np.expand_dims(np.array(added), tuple(range(1, number + 1)))
+        return total.ravel()
+
+
+def _undominated(damages: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Return the indices of the options that no other beats in both, ascending by cost."""
+    order = np.lexsort((damages, costs))
+    best = np.minimum.accumulate(np.concatenate(([np.inf], damages[order][:-1])))
+    return order[damages[order] < best]

@@ -13,15 +13,6 @@ import torch
 from torch.nn import functional
 
 from oneshot.checkpoint import Model
-from oneshot.compression.attention_ranks import (
-    AttentionAccumulator,
-    AttentionGrams,
-    Ranks,
-    of_rank,
-    query_key_weights,
-    rank_errors,
-    with_ranks,
-)
 from oneshot.compression.correction import Factors, correct
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
 from oneshot.compression.inner_heads import (
@@ -31,6 +22,7 @@ from oneshot.compression.inner_heads import (
     value_subspaces,
     with_smaller_scores,
 )
+from oneshot.compression.ranks import RankAccumulator, Ranked, with_ranks
 from oneshot.compression.selection import Evidence, column_scores, group_order, select_heads
 from oneshot.compression.statistics import (
     GramAccumulator,
@@ -39,7 +31,7 @@ from oneshot.compression.statistics import (
     Statistics,
     with_constant_column,
 )
-from oneshot.families import ModelShape, Sublayer
+from oneshot.families import RANKED_KINDS, RankedKind, Sublayer
 from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing_norms
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import Machine
@@ -56,9 +48,8 @@ PROBE_SEQUENCES = 2
 PROBED_KINDS = ("ffn", "heads", "layer", "sublayer", "inner", "rank")
 LEFT_OUT_SUBLAYERS = ("no heads", "no ffn")  # the probes of `sublayer`
 INNER_SIZES = ("queries and keys", "values")  # the probes of `inner`
-RANKS = ("rank of queries and keys", "rank of output")  # the probes of `rank`
-RANK_SHARE = 1 / 2  # of a linear's full rank stays in its probe
 PROBE_SHARE = 3 / 4  # of a sublayer's neurons or heads stays in its probe; less if the error is too small
+RANK_SHARE = 1 / 2  # of a linear's full rank stays where its error is measured
 MIN_PROBE_ERROR = 1e-4  # relative and squared: below this the divergence is rounding noise
 
 Tensors = dict[str, torch.Tensor]
@@ -68,13 +59,15 @@ Tensors = dict[str, torch.Tensor]
 class _Probe:
     """Hidden states of the probe sequences in a model with one sublayer reduced, or one layer left out.
 
-    `error` is the relative squared error of the reduced sublayer's own output.
+    `error` is the relative squared error of the reduced sublayer's own output. `energy`: its mean squared error on the
+    probe sequences; only of FFNs.
     """
 
     kind: str
     layer: int
     error: float
     states: torch.Tensor
+    energy: float = 0.0
 
 
 class LayerProfiler:
@@ -112,8 +105,7 @@ class LayerProfiler:
         self._head_tails: list[torch.Tensor] = []
         self._query_key_errors: list[torch.Tensor] = []
         self._value_errors: list[torch.Tensor] = []
-        self._query_key_rank_errors: list[torch.Tensor] = []
-        self._output_rank_errors: list[torch.Tensor] = []
+        self._rank_errors: list[torch.Tensor] = []
         self._fluctuation: list[torch.Tensor] = []
         self._influence: list[float] = []
         self._probes: list[_Probe] = []
@@ -122,6 +114,11 @@ class LayerProfiler:
     def head_units(self) -> int:
         """Return the removable units of a layer: KV groups or heads of a group."""
         return self._shape.num_key_value_heads if self._head_unit == "kv-group" else self._shape.heads_per_group
+
+    @property
+    def _has_ranks(self) -> bool:
+        """Return whether ranks of linears are profiled."""
+        return "rank" in self._probed and self._stack.rotary and self._shape.gated
 
     @property
     def num_probe_tokens(self) -> int:
@@ -135,7 +132,7 @@ class LayerProfiler:
         dense, workers = self.states.builder.layer(tensors), self._machine.workers
         for probe in self._probes:
             probe.states.copy_(dense.run_all(probe.states))
-        heads, neurons, scores, grams = self._statistics(tensors, dense)
+        heads, neurons, scores, linears = self._statistics(tensors, dense)
         attention, ffn = (self._stack.index_of(kind) for kind in ("heads", "ffn"))
         attended = dense.run(attention, self._dense)
         for curves in (self._head_errors, self._head_tails):
@@ -144,10 +141,7 @@ class LayerProfiler:
             curves.append(torch.zeros(self._shape.intermediate_size + 1, dtype=torch.float64))
         for curves in (self._query_key_errors, self._value_errors):
             curves.append(torch.zeros(self._shape.head_dim + 1, dtype=torch.float64))
-        for curves, full in zip(
-            (self._query_key_rank_errors, self._output_rank_errors), full_ranks(self._shape), strict=True
-        ):
-            curves.append(torch.zeros(full + 1, dtype=torch.float64))
+        self._rank_errors.append(torch.zeros(len(RANKED_KINDS), self._shape.hidden_size + 1, dtype=torch.float64))
         self._fluctuation.append(torch.zeros(self._shape.intermediate_size, dtype=torch.float64))
         if workers.owns(self._stack.position(layer, attention)):
             if "layer" in self._probed:
@@ -160,30 +154,32 @@ class LayerProfiler:
                 self._profile_values(layer, tensors, heads)
             if scores:
                 self._profile_scores(layer, tensors, *scores)
-            if grams is not None:
-                self._profile_ranks(layer, tensors, grams)
+            self._profile_ranks(layer, tensors, dense, attention, linears.pop(attention, {}), self._dense)
         if workers.owns(self._stack.position(layer, ffn)):
             release_heap()
             if "sublayer" in self._probed:
                 self._probes.append(_Probe("no ffn", layer, 1.0, attended.clone()))
-            self._profile_ffn(layer, tensors, neurons, attended)
+            self._profile_ranks(layer, tensors, dense, ffn, linears.pop(ffn, {}), attended)
+            self._profile_ffn(layer, tensors, dense, neurons, attended)
         self._dense = dense.run(ffn, attended)
 
     def finish(self, origin: ProfileOrigin, embedding: EmbeddingProfile) -> Profile:
         """Return the profile; the probes pass the final norm and the output head."""
         divergences = self._divergences()
         self.states.close()
-        kinds = (*PROBED_KINDS, *LEFT_OUT_SUBLAYERS, *INNER_SIZES, *RANKS)
+        kinds = (*PROBED_KINDS, *LEFT_OUT_SUBLAYERS, *INNER_SIZES)
         by_kind = {kind: torch.zeros(len(self._influence), dtype=torch.float64) for kind in kinds}
+        of_stream = torch.zeros(len(self._influence), dtype=torch.float64)
         for probe, divergence in zip(self._probes, divergences, strict=True):
             by_kind[probe.kind][probe.layer] = divergence / max(probe.error, MIN_PROBE_ERROR)
+            if probe.energy:
+                of_stream[probe.layer] = divergence / probe.energy
         ffn_errors, head_errors = torch.stack(self._ffn_errors), torch.stack(self._head_errors)
         ffn_tails, head_tails = torch.stack(self._ffn_tails), torch.stack(self._head_tails)
         inner_errors = torch.stack(self._query_key_errors), torch.stack(self._value_errors)
-        rank_errors = torch.stack(self._query_key_rank_errors), torch.stack(self._output_rank_errors)
-        fluctuation = torch.stack(self._fluctuation)
-        curves = (ffn_errors, head_errors, ffn_tails, head_tails, *inner_errors, *rank_errors, fluctuation)
-        measured = (*curves, *by_kind.values())
+        rank_errors, fluctuation = torch.stack(self._rank_errors), torch.stack(self._fluctuation)
+        curves = (ffn_errors, head_errors, ffn_tails, head_tails, *inner_errors, rank_errors, fluctuation)
+        measured = (*curves, of_stream, *by_kind.values())
         together = torch.cat([values.flatten() for values in measured]).to(self._machine.device)
         self._machine.workers.sum_(together)  # zeros from all but the owner
         for values, total in zip(measured, together.cpu().split([one.numel() for one in measured]), strict=True):
@@ -195,14 +191,12 @@ class LayerProfiler:
             head_tails=head_tails,
             query_key_errors=inner_errors[0],
             value_errors=inner_errors[1],
-            query_key_rank_errors=rank_errors[0],
-            output_rank_errors=rank_errors[1],
             ffn_sensitivity=by_kind["ffn"],
             head_sensitivity=by_kind["heads"],
             query_key_sensitivity=by_kind["queries and keys"],
             value_sensitivity=by_kind["values"],
-            query_key_rank_sensitivity=by_kind["rank of queries and keys"],
-            output_rank_sensitivity=by_kind["rank of output"],
+            rank_errors=rank_errors,
+            stream_sensitivity=of_stream,
             layer_divergence=by_kind["layer"],
             head_divergence=by_kind["no heads"],
             ffn_divergence=by_kind["no ffn"],
@@ -227,11 +221,11 @@ class LayerProfiler:
 
     def _statistics(
         self, tensors: Tensors, dense: Layer
-    ) -> tuple[Statistics | None, Statistics, list[torch.Tensor], AttentionGrams | None]:
+    ) -> tuple[Statistics | None, Statistics, list[torch.Tensor], dict[int, dict[RankedKind, Ranked]]]:
         """Sum statistics of what both writers read and Grams of queries and keys, and move the stream on.
 
         None for heads that are not profiled; no Grams for queries and keys that are not or that cannot shrink. The last
-        ones are for ranks of attention's linears; None if these are not profiled or cannot be smaller.
+        ones are linears that may have low rank, by their sublayer; none if ranks are not profiled or not possible.
         """
         shape, machine, stack = self._shape, self._machine, self._stack
         attention, ffn = (stack.index_of(kind) for kind in ("heads", "ffn"))
@@ -241,9 +235,12 @@ class LayerProfiler:
         if "inner" in self._probed and self._model.family.reason_against("queries and keys") is None:
             counts = shape.num_attention_heads, shape.num_key_value_heads
             of_scores = [HeadGramAccumulator(count, shape.head_dim, device=machine.device) for count in counts]
-        of_ranks: AttentionAccumulator | None = None
-        if "rank" in self._probed and stack.rotary:
-            of_ranks = AttentionAccumulator(shape, attention, machine.device)
+        of_ranks: dict[int, RankAccumulator] = {}
+        if self._has_ranks:
+            of_ranks = {
+                index: RankAccumulator(shape, stack.sublayers[index], index, machine.device)
+                for index in (attention, ffn)
+            }
         of_neurons = self._accumulator(tensors, stack.sublayers[ffn])
         moments = MomentAccumulator(shape.intermediate_size, device=machine.device)
         cosines, rows = torch.zeros((), dtype=torch.float64, device=machine.device), 0
@@ -259,8 +256,9 @@ class LayerProfiler:
             if of_scores:
                 for grams, projected in zip(of_scores, dense.queries_keys(attention, x), strict=True):
                     grams.update_(projected)
-            if of_ranks is not None:
-                of_ranks.update_(dense, x, heads)
+            if of_ranks:
+                of_ranks[attention].update_(dense, x, heads)
+                of_ranks[ffn].update_(dense, attended)
             of_neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
             moments.update_(neurons)
             cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
@@ -274,12 +272,8 @@ class LayerProfiler:
         self._influence.append(1 - float(totals[0] / totals[1]))
         neurons = replace(of_neurons.finish(workers=machine.workers), moments=moments.finish(machine.workers))
         scores = [grams.finish(machine.workers) for grams in of_scores]
-        return (
-            None if of_heads is None else of_heads.finish(workers=machine.workers),
-            neurons,
-            scores,
-            None if of_ranks is None else of_ranks.finish(machine.workers),
-        )
+        linears = {index: sums.finish(machine.workers, tensors) for index, sums in of_ranks.items()}
+        return None if of_heads is None else of_heads.finish(workers=machine.workers), neurons, scores, linears
 
     def _accumulator(self, tensors: Tensors, sublayer: Sublayer) -> GramAccumulator:
         size = augmented_weight(tensors, sublayer.writer).shape[1]
@@ -347,20 +341,26 @@ class LayerProfiler:
         reduced, _ = with_smaller_scores(tensors, attention, self._shape.heads_per_group, maps)
         self._add_inner_probe("queries and keys", layer, float(errors[size]), reduced)
 
-    def _profile_ranks(self, layer: int, tensors: Tensors, grams: AttentionGrams) -> None:
-        attention = self._stack.attention
-        together = torch.cat([tensors[f"{linear}.weight"] for linear in (attention.q, attention.k)])
-        inputs = (
-            (together, grams.inputs, query_key_weights(grams)),
-            (tensors[f"{attention.out}.weight"], grams.heads, None),
-        )
-        curves = self._query_key_rank_errors[layer], self._output_rank_errors[layer]
-        for kind, errors, (weight, gram, weights) in zip(RANKS, curves, inputs, strict=True):
-            errors.copy_(rank_errors(weight, gram, weights))
+    def _profile_ranks(
+        self,
+        layer: int,
+        tensors: Tensors,
+        dense: Layer,
+        index: int,
+        linears: dict[RankedKind, Ranked],
+        x: torch.Tensor,
+    ) -> None:
+        """Measure what one rank of each linear changes in the sublayer's output, from the stream `x` before it."""
+        if not linears:
+            return
+        mixer, whole = self._stack.sublayers[index].mixer, dense.sum(index, x)
+        for kind, linear in linears.items():
+            errors = linear.errors()
             rank = probe_size(errors, RANK_SHARE)
-            smaller = of_rank(weight, gram, rank, weights)
-            ranks = Ranks(output=smaller) if weights is None else Ranks(queries_keys=smaller)
-            self._add_inner_probe(kind, layer, float(errors[rank]), with_ranks(tensors, attention, ranks))
+            reduced = self.states.builder.layer(with_ranks(tensors, mixer, {kind: linear.nearest(rank)}))
+            energy = mean_energy(reduced.sum(index, x) - whole)
+            scaled = errors * (energy / float(errors[rank].clamp_min(torch.finfo(errors.dtype).tiny)))
+            self._rank_errors[layer][RANKED_KINDS.index(kind), : len(errors)] = scaled
 
     def _add_inner_probe(self, kind: str, layer: int, error: float, tensors: Tensors) -> None:
         reduced = self.states.builder.layer(tensors)
@@ -378,7 +378,9 @@ class LayerProfiler:
         errors = nested_errors(ordered_factor(statistics.gram, order), weight[:, order])
         return errors[len(bias) :: len(columns) // len(groups)]
 
-    def _profile_ffn(self, layer: int, tensors: Tensors, statistics: Statistics, attended: torch.Tensor) -> None:
+    def _profile_ffn(
+        self, layer: int, tensors: Tensors, dense: Layer, statistics: Statistics, attended: torch.Tensor
+    ) -> None:
         shape, index = self._shape, self._stack.index_of("ffn")
         sublayer = self._stack.sublayers[index]
         weight = augmented_weight(tensors, sublayer.writer).to(self._machine.device)
@@ -397,7 +399,8 @@ class LayerProfiler:
         columns = order[: probe_size(self._ffn_errors[layer])].sort().values
         factors = self._correct(weight, columns, statistics, shape.mlp_bias)
         reduced = self.states.builder.layer(fold_sublayer(tensors, sublayer, shape, factors))
-        self._probes.append(_Probe("ffn", layer, squared_error(factors), reduced.run(index, attended)))
+        energy = mean_energy(reduced.sum(index, attended) - dense.sum(index, attended)) if self._has_ranks else 0.0
+        self._probes.append(_Probe("ffn", layer, squared_error(factors), reduced.run(index, attended), energy))
 
     def _correct(self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics, has_bias: bool) -> Factors:
         if has_bias:
@@ -424,7 +427,7 @@ def head_tail(evidence: Evidence, columns: torch.Tensor) -> float:
 
 def probes_per_layer(kinds: Sequence[str]) -> int:
     """Return how many probes every layer adds for these kinds of `PROBED_KINDS`."""
-    return len(kinds) + ("sublayer" in kinds) + ("inner" in kinds) + ("rank" in kinds)
+    return len(kinds) + ("sublayer" in kinds) + ("inner" in kinds) - ("rank" in kinds)
 
 
 def squared_error(factors: Factors) -> float:
@@ -433,10 +436,9 @@ def squared_error(factors: Factors) -> float:
     return factors.predicted_error**2
 
 
-def full_ranks(shape: ModelShape) -> tuple[int, int]:
-    """Return the full ranks of the queries' and keys' linear together, and of attention's output linear."""
-    hidden, heads = shape.hidden_size, shape.num_attention_heads
-    return min(hidden, (heads + shape.num_key_value_heads) * shape.head_dim), min(hidden, heads * shape.head_dim)
+def mean_energy(rows: torch.Tensor) -> float:
+    """Return the mean over tokens of the squared norms, for `(…, D)`."""
+    return float(rows.double().square().sum(-1).mean())
 
 
 def probe_size(errors: torch.Tensor, share: float = PROBE_SHARE) -> int:

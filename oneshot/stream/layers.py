@@ -289,6 +289,13 @@ class Layer:
         normed = self.normed(index, x).flatten(0, -2)
         return normed, self._part(mixer.activation)(self._part(mixer.gate)(normed))
 
+    def neuron_factors(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the factors of an FFN's neurons, `(tokens, n)`: the gate's activations, and what it multiplies."""
+        mixer = self._stack.sublayers[index].mixer
+        assert isinstance(mixer, FeedForward)
+        inputs, gates = self.gates(index, x)
+        return gates, self._part(mixer.up)(inputs)
+
     def replace_norms(self, replacement: Callable[[int, Any], nn.Module]) -> None:
         """Replace the norm of every sublayer by `replacement(index, norm)`."""
         for index in range(len(self._stack.sublayers)):

@@ -38,7 +38,7 @@ class States:
 
     Attributes:
         stack: the stack that the states are in. num_tokens: tokens of all workers.
-        dense_every: as given.
+        dense_share: the share of all tokens that the dense stream has.
         part: this worker's sequences of the whole text. first_batch, first_row: indices in it of the first batch and of
             the first token of the part.
         passes: how many passes over the text make a layer; `advance` receives tokens divided by it.
@@ -86,10 +86,15 @@ class States:
             of_number = dict(zip(numbers, batches, strict=True))
             self._dense = _Stream(of_number, self._embedded(batches, embedding, norm))
         self._judged = numbers[-1] if numbers else len(own) - 1
-        self.dense_every = dense_every
+        self.dense_share = _num_tokens(everywhere[::dense_every]) / _num_tokens(everywhere) if dense_every else 0.0
         # every layer advances by all tokens, though an encoder passes only those of the source
         part_tokens = text.part(self.part).num_tokens
         self._progress = part_tokens / self._batches[-1].rows.stop
+
+    @property
+    def has_dense(self) -> bool:
+        """Return whether this worker has a batch of the dense stream."""
+        return self._dense is not None
 
     def enter_decoder(self) -> None:
         """Go on to the decoder: the encoder's final norm gives its memory, and its states are the targets' embeddings.

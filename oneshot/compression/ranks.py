@@ -1,0 +1,180 @@
+"""Linears of low rank: queries and keys together, attention's output, and the gate and up projections.
+
+`W (m, n)` becomes the matrix of rank r with the least error of its outputs, `min ‖diag(w)^½ (W − W_r) H^½‖_F`. `H` is
+the Gram of what the linear reads. Its rows count by what they do:
+
+- a query by the energy of the keys that it meets in the scores, and a key by that of the queries; rotation mixes the
+  two coordinates of a pair, which share theirs;
+- a row of `gate_proj` by the energy of the neuron's other factor, and of the column of `down_proj` that reads the
+  neuron; a row of `up_proj` likewise;
+- the rows of `o_proj` equally.
+
+With the principal directions `P` of `diag(w)^½ W L`, `L Lᵀ = H`, the best matrix is `W L P Pᵀ L⁻¹` (Eckart and Young
+1936). It is stored as r of its rows, from which a matrix makes the others: `r (m + n − r)` numbers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from oneshot_kernels import suffix_sums
+
+from oneshot.compression.statistics import GramAccumulator, HeadGramAccumulator
+from oneshot.families import Attention, FeedForward, ModelShape, RankedKind, Sublayer
+from oneshot.linalg.interpolative import spanning_columns
+from oneshot.linalg.low_rank import damped_root
+from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.machine import Workers
+from oneshot.machine.transfer import as_like
+from oneshot.stream import Layer
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Factored:
+    """A matrix of low rank, `outputs (m, r) @ inputs (r, n)`; both float64."""
+
+    outputs: torch.Tensor
+    inputs: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        """Return the matrix `(m, n)`, float64."""
+        return self.outputs @ self.inputs
+
+    def rows(self, kept: torch.Tensor) -> "Factored":
+        """Return the matrix of these rows."""
+        return Factored(self.outputs[kept], self.inputs)
+
+    def stored(self, linear: str, like: torch.Tensor) -> Tensors:
+        """Return the rows that are stored, what makes the others from them, and the order of both, as forms name them.
+
+        The first two have the dtype of `like`.
+        """
+        read, others, coefficients = spanning_columns(self.outputs.T)
+        return {
+            f"{linear}.read.weight": as_like(self.outputs[read] @ self.inputs, like).contiguous(),
+            f"{linear}.map.weight": as_like(coefficients.T, like).contiguous(),
+            f"{linear}.map.columns": torch.cat((read, others)),
+        }
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A linear that may have low rank: `weight (m, n)`, the `gram (n, n)` of its inputs, and its rows' weights."""
+
+    weight: torch.Tensor
+    gram: torch.Tensor
+    row_weights: torch.Tensor
+
+    def errors(self) -> torch.Tensor:
+        """Return the share of the outputs' weighted energy that every rank loses; float64 `(min(m, n) + 1,)`, host."""
+        _, energies, _ = self._decomposed
+        lost = suffix_sums(energies[: min(self.weight.shape)].cpu())
+        return lost / lost[0].clamp_min(torch.finfo(lost.dtype).tiny)
+
+    def nearest(self, rank: int) -> Factored:
+        """Return the nearest matrix of a rank."""
+        directions, _, root = self._decomposed
+        directions = directions[:, :rank]
+        inputs = torch.linalg.solve_triangular(root.T, directions, upper=True).T
+        return Factored(self.weight.double() @ root @ directions, inputs)
+
+    @cached_property
+    def _decomposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the principal directions of `diag(w)^½ W L` and their energies, float64, and the root `L`."""
+        root, dense = damped_root(self.gram), self.weight.double()
+        inside = root.T @ (dense.T @ (self.row_weights.double().unsqueeze(1) * dense)) @ root
+        directions = principal_directions(inside)
+        return directions, energies_along(inside, directions), root
+
+
+class RankAccumulator:
+    """Sum over batches what the ranks of a sublayer's linears are computed from."""
+
+    def __init__(self, shape: ModelShape, sublayer: Sublayer, index: int, device: torch.device) -> None:
+        self._index, self._mixer = index, sublayer.mixer
+        self._inputs = GramAccumulator(shape.hidden_size, output_size=None, device=device)
+        if isinstance(self._mixer, Attention):
+            size, heads, groups = shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
+            self._heads = GramAccumulator(heads * size, output_size=None, device=device)
+            self._grams = [HeadGramAccumulator(count, size, device=device) for count in (heads, groups)]
+        else:
+            self._energies = torch.zeros(2, shape.intermediate_size, dtype=torch.float64, device=device)
+
+    def update_(self, layer: Layer, x: torch.Tensor, inner: torch.Tensor | None = None) -> None:
+        """Add a batch of the stream before the sublayer; `inner`: what attention's output linear reads, if known."""
+        self._inputs.update_(layer.normed(self._index, x).flatten(0, -2))
+        if isinstance(self._mixer, Attention):
+            self._heads.update_(layer.inner(self._index, x) if inner is None else inner)
+            for grams, rows in zip(self._grams, layer.queries_keys(self._index, x), strict=True):
+                grams.update_(rows)
+        else:
+            for total, rows in zip(self._energies, layer.neuron_factors(self._index, x), strict=True):
+                total += rows.float().square().sum(0)
+
+    def finish(self, workers: Workers, tensors: Tensors) -> dict[RankedKind, Ranked]:
+        """Return the sublayer's linears with the sums of all workers; `tensors` are the layer's."""
+        inputs = self._inputs.finish(workers).gram
+        if isinstance(self._mixer, Attention):
+            heads, (queries, keys) = self._heads.finish(workers).gram, (one.finish(workers) for one in self._grams)
+            together = torch.cat([tensors[f"{linear}.weight"] for linear in (self._mixer.q, self._mixer.k)])
+            output = tensors[f"{self._mixer.out}.weight"]
+            return {
+                "query_key": Ranked(together.to(inputs), inputs, _query_key_weights(queries, keys)),
+                "output": Ranked(output.to(heads), heads, inputs.new_ones(len(output))),
+            }
+        workers.sum_(self._energies)
+        assert self._mixer.gate is not None
+        gates, ups = self._energies * tensors[f"{self._mixer.down}.weight"].to(inputs).double().square().sum(0)
+        return {
+            "gate": Ranked(tensors[f"{self._mixer.gate}.weight"].to(inputs), inputs, ups),
+            "up": Ranked(tensors[f"{self._mixer.up}.weight"].to(inputs), inputs, gates),
+        }
+
+
+def with_ranks(tensors: Tensors, mixer: Attention | FeedForward, ranks: Mapping[RankedKind, Factored]) -> Tensors:
+    """Return the layer whose whole linears are these matrices of low rank."""
+    changed = dict(tensors)
+    for kind, factored in ranks.items():
+        names = [f"{linear}.weight" for linear in _linears(mixer, kind)]
+        parts = factored.whole().split([len(tensors[name]) for name in names])
+        changed |= {name: as_like(part, tensors[name]) for name, part in zip(names, parts, strict=True)}
+    return changed
+
+
+def fold_ranks(tensors: Tensors, mixer: Attention | FeedForward, ranks: Mapping[RankedKind, Factored]) -> Tensors:
+    """Return the layer with these linears stored as low rank; those of queries and keys become one."""
+    folded = dict(tensors)
+    for kind, factored in ranks.items():
+        linears = _linears(mixer, kind)
+        stored = mixer.queries_keys if isinstance(mixer, Attention) and kind == "query_key" else linears[0]
+        weights = [folded.pop(f"{linear}.weight") for linear in linears]
+        biases = [folded.pop(f"{linear}.bias") for linear in linears if f"{linear}.bias" in folded]
+        folded |= factored.stored(stored, weights[0])
+        if biases:
+            folded[f"{stored}.bias"] = torch.cat(biases)
+    return folded
+
+
+def _linears(mixer: Attention | FeedForward, kind: RankedKind) -> list[str]:
+    """Return the linears of a kind."""
+    if isinstance(mixer, Attention):
+        return [mixer.q, mixer.k] if kind == "query_key" else [mixer.out]
+    assert mixer.gate is not None
+    return [mixer.gate if kind == "gate" else mixer.up]
+
+
+def _query_key_weights(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the weights of the rows of queries and keys, float64 `((H + G)·h,)`, from their Grams by head."""
+    of_queries, of_keys = _pair_energies(queries), _pair_energies(keys)
+    per_group = len(of_queries) // len(of_keys)
+    met_by_keys = of_queries.unflatten(0, (-1, per_group)).sum(1)
+    return torch.cat((of_keys.repeat_interleave(per_group, 0), met_by_keys)).flatten()
+
+
+def _pair_energies(grams: torch.Tensor) -> torch.Tensor:
+    """Return half the energy of every coordinate's rotary pair, float64 `(heads, h)`; p and p + h/2 are a pair."""
+    energies = grams.double().diagonal(dim1=1, dim2=2).unflatten(1, (2, -1)).sum(1) / 2
+    return energies.repeat(1, 2)
