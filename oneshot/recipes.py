@@ -74,7 +74,8 @@ class Method:
         inner_sizes: `sensitivity` also gives every layer its own sizes of queries and keys, and of values, if a profile
             says that it costs less.
         ranks: `sensitivity` also gives linears of every layer their own ranks if a profile says that it costs less: of
-            queries and keys, of attention's output, of gate and up; `auto`: if the form can hold them.
+            queries and keys, of attention's output, of gate and up; `auto`: if the form can hold them and the method
+            corrects what they lose.
     """
 
     ffn: Selector

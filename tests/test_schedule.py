@@ -24,7 +24,7 @@ UNTIED = ModelShape(4, 64, 256, 8, 4, 8, vocab_size=100)
 OPT_SHAPE = ModelShape(
     4, 64, 256, 8, 8, 8, True, True, True, vocab_size=100, tied=True, layer_norms=True, gated=False, num_positions=50
 )
-FFN, HEADS, LAYER, SUBLAYER, INNER = "ffn", "heads", "layer", "sublayer", "inner"
+FFN, HEADS, LAYER, SUBLAYER, INNER, RANK = "ffn", "heads", "layer", "sublayer", "inner", "rank"
 
 
 def grid_of(form: str, shape: ModelShape = TIED) -> Grid:
@@ -92,7 +92,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         {},
         {
             "plans_by_profile": True,
-            "profiled_kinds": (FFN,),
+            "profiled_kinds": (FFN, RANK),
             "profiles_embedding": True,
             "streams": 2,
             "dense_every": 2,
@@ -102,7 +102,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         "per-layer",
         "oneshot",
         {"up_steps": 2, "embedding": "none"},
-        {"plans_by_profile": True, "profiled_kinds": (FFN,), "streams": 2, "dense_every": 2, "corrects_up": True},
+        {"plans_by_profile": True, "profiled_kinds": (FFN, RANK), "streams": 2, "dense_every": 2, "corrects_up": True},
     ),
     (
         "per-layer",
@@ -210,7 +210,7 @@ def test_a_given_profile_only_removes_the_profiled_kinds(
 def test_only_a_tied_embedding_without_layer_norms_is_profiled(shape: ModelShape, ranked: bool) -> None:
     schedule, _ = schedule_of("per-layer", "oneshot", shape=shape, sparsity=0.1)
     assert schedule.profiles_embedding == ranked
-    assert schedule.profiled_kinds == (FFN,)
+    assert schedule.profiled_kinds == ((FFN, RANK) if shape.gated else (FFN,))
     alone = profile_schedule(grid_of("stock", shape))
     assert alone == Schedule(profiled_kinds=PROBED_KINDS, profiles_embedding=ranked)
     assert alone.reads_text
@@ -235,6 +235,7 @@ def test_combinations_of_selectors_and_corrections() -> None:
         assert schedule.streams == (0 if by_weights else 2 if correction == "two-stream" else 1)
         assert schedule.plans_by_profile == (form == "per-layer")
         probed = {FFN: ffn != "none", HEADS: heads != "none", LAYER: False, SUBLAYER: False, INNER: False}
+        probed[RANK] = probed[FFN] and not probed[HEADS] and correction in ("same-layer", "two-stream")
         kinds = tuple(kind for kind in PROBED_KINDS if probed[kind])
         assert schedule.profiled_kinds == (kinds if form == "per-layer" else ())
         assert schedule.solves_heads == (heads != "none")

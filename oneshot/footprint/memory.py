@@ -155,11 +155,18 @@ def _profile(work: Work) -> list[Stage]:
         *terms.sums(work, size, residual=False),
         *terms.sums(work, heads + shape.output_bias, residual=False)[:1],
     )
+    linears: tuple[Term, ...] = ()
+    if "rank" in work.schedule.profiled_kinds:
+        columns = (heads, shape.hidden_size, shape.hidden_size)
+        linears = tuple(terms.gram(work, count, residual=False) for count in columns)
+        counted = (*counted, *(terms.sums(work, count, residual=False)[0] for count in columns))
     layer = (*terms.layer(work), terms.layer_copy(work), probes)
     batch = terms.activations(work, shape.intermediate_size)
     weights = 3 * DOUBLE * shape.hidden_size * size
     curves = Term(max((FLOAT + DOUBLE) * size * size, DOUBLE * size * size + weights), computed=True)
     reduced = Term(work.on_cuda * work.layer_bytes, computed=True)
+    if linears:
+        curves = max(curves, terms.directions(work), key=terms.size_of)
     correction = max(
         (terms.correction(work, size, kept, residual=False) for kept in (size // 2, 3 * size // 4)), key=terms.size_of
     )
@@ -175,7 +182,7 @@ def _profile(work: Work) -> list[Stage]:
         Stage("the profile's statistics", (*layer, *counted, batch)),
         Stage(
             "the profile's error curves",
-            (*layer, *grams, max(curves, correction, key=terms.size_of), terms.layer_copy(work), reduced),
+            (*layer, *grams, *linears, max(curves, correction, key=terms.size_of), terms.layer_copy(work), reduced),
         ),
         Stage("the profile's output divergences", logits),
     ]
@@ -236,7 +243,7 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
     size, kept_size = width + shape.mlp_bias, kept + shape.mlp_bias
     heads = shape.num_attention_heads * shape.head_dim + shape.output_bias
     inner = plan.reduces_values or plan.reduces_queries_keys or work.method.plans_inner_sizes
-    reshapes = work.method.reduces_heads or inner
+    reshapes = work.method.reduces_heads or inner or work.method.plans_ranks
     corrects_slices = work.schedule.finds_subspaces and work.schedule.two_streams
     follows = corrects_slices or (work.method.heads_correction == "two-stream" and work.schedule.two_streams)
     base = (*terms.layer(work), terms.bases(work))
@@ -251,6 +258,11 @@ def _layers_at(work: Work, kept: int) -> list[Stage]:
     batch = terms.activations(work, width)
     target = Term(2 * work.batch_tokens * hidden * work.dtype.itemsize, computed=True, knobs=BATCH)
     listed = []
+    if work.method.plans_ranks:
+        read = [term for count in (hidden, heads) for term in terms.sums(work, count, residual=False)]
+        found = (terms.gram(work, hidden, residual=False), terms.gram(work, heads, residual=False))
+        listed.append(Stage("the statistics of the ranks", (*base, *copies, *read, batch)))
+        listed.append(Stage("the linears of low rank", (*base, *copies, *found, terms.directions(work))))
     if work.schedule.streams and work.schedule.solves_heads:
         gram = terms.gram(work, heads, residual=follows)
         chosen = terms.pivoting(work, heads, heads, work.method.heads)

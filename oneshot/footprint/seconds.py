@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from oneshot_kernels import cholesky_pivots_
 
+from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
 from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
@@ -169,10 +170,11 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     layers, size, length = shape.num_hidden_layers, shape.intermediate_size, work.text.sequence_length
     read = min(STATISTICS_SEQUENCES, work.text.num_sequences) * length
     probes = PROBE_SEQUENCES * length * probes_per_layer(kinds) * layers / 2
-    reads_heads = not {"heads", "inner"}.isdisjoint(kinds)
-    grams = _gram(size, read) + reads_heads * _gram(_heads(work), read)
+    columns = [size] + (not {"heads", "inner"}.isdisjoint(kinds)) * [_heads(work)]
+    columns += ("rank" in kinds) * [_heads(work), shape.hidden_size, shape.hidden_size]
+    grams = sum(_gram(count, read) for count in columns)
     logits = 2 * length * shape.vocab_size * shape.hidden_size / rates.energies
-    numbers = (size**2 + reads_heads * _heads(work) ** 2) / 2
+    numbers = sum(count**2 for count in columns) / 2
     added = math.ceil(read / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
     seconds = {
         "forward": layers * (read + probes) * forward / rates.stream,
@@ -182,6 +184,8 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
         "energies": layers * 4 * size**2 * shape.hidden_size / rates.energies,
         "output head": PROBE_SEQUENCES * (probes_per_layer(kinds) * layers + 3) * logits,
     }
+    if "rank" in kinds:
+        seconds["ranks"] = layers * _low_rank(work) / rates.double
     if rates.on_device:
         seconds["condition"] = layers * _condition(3 / 4 * size)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
@@ -223,6 +227,10 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         seconds["up_proj"] += tokens * (there_and_back / UP_BATCHES + again) / rates.stream
         seconds["up_proj"] += tokens * (kept**2 / UP_BATCHES + kept * (kept + 2 * hidden)) / rates.sums
         seconds["up_proj"] += (2 * kept**3 / 3 + 2 * (2 + steps) * kept**2 * hidden) / rates.double
+    if method.plans_ranks:
+        read = tokens / batches_apart(tokens, hidden)
+        grams = 2 * _gram(hidden, read) + _gram(_heads(work), read)
+        seconds["ranks"] += read * forward / rates.stream + grams / rates.sums + _low_rank(work) / rates.double
     if schedule.finds_subspaces:
         seconds["solve"] += 6 * hidden * shape.layer_parameters() / rates.double
     if rates.on_device:
@@ -231,6 +239,13 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
             copied += 2 * (2 + method.reduces_heads + schedule.corrects_up) * sum(work.store_bytes)
         seconds["transfer"] += copied / rates.link
     return seconds
+
+
+def _low_rank(work: Work) -> float:
+    """Return the operations that find the linears of low rank of a layer."""
+    shape = work.shape
+    directions = 4 * 24 * shape.hidden_size**3  # of four linears, and products with their roots
+    return directions + 5 * shape.layer_parameters() * shape.hidden_size
 
 
 def _forward(work: Work) -> float:

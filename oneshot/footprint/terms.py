@@ -159,6 +159,14 @@ def correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     return Term(max(solve, step, errors), computed=True)
 
 
+def directions(work: Work) -> Term:
+    """Return the working memory of the principal directions of a linear, and of its factors."""
+    shape = work.shape
+    size = max(shape.hidden_size, shape.num_attention_heads * shape.head_dim)
+    rows = max(shape.intermediate_size, (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim)
+    return Term(DOUBLE * (6 * size * size + 3 * rows * size), computed=True)
+
+
 def up_proj(work: Work, kept: int) -> tuple[Term, ...]:
     """Return both factors of the preconditioner, what they are made of, and the steps of conjugate gradients."""
     hidden = work.shape.hidden_size

@@ -180,7 +180,7 @@ class Grid:
             raise PlanError(reason)
         by_sensitivity = method.allocation == "sensitivity" and not method.slices
         if method.ranks == AUTO:
-            ranks = self.has_ranks and by_sensitivity and method.may_plan_ranks
+            ranks = self.has_ranks and by_sensitivity and method.may_plan_ranks and method.solves
             method = replace(method, ranks="sensitivity" if ranks else "none")
         if method.embedding == AUTO:
             return replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")
