@@ -30,13 +30,15 @@ class Choice:
         return sorted(latest(same, "seed"), key=lambda row: row["seed"])
 
 
+WHOLE = {"ranks": "none"}
 PARTS = {  # part: with it, without it
-    "a size of its own for every layer": (Choice({"embedding": "none"}), Choice(form="stock")),
-    "ranks of the embedding": (Choice(), Choice({"embedding": "none"})),
-    "half of the text from the model itself": (Choice(), Choice(calibration=BROAD)),
-    "correction": (Choice(), Choice({"correction": "none"})),
-    "a quarter of the residual": (Choice(), Choice({"residual_weight": 0})),
-    "`--up-steps 4`": (Choice({"up_steps": 4}), Choice()),
+    "ranks of linears": (Choice(), Choice(WHOLE)),
+    "a size of its own for every layer": (Choice(WHOLE | {"embedding": "none"}), Choice(form="stock")),
+    "ranks of the embedding": (Choice(WHOLE), Choice(WHOLE | {"embedding": "none"})),
+    "half of the text from the model itself": (Choice(WHOLE), Choice(WHOLE, calibration=BROAD)),
+    "correction": (Choice(WHOLE), Choice(WHOLE | {"correction": "none"})),
+    "a quarter of the residual": (Choice(WHOLE), Choice(WHOLE | {"residual_weight": 0})),
+    "`--up-steps 4`": (Choice(WHOLE | {"up_steps": 4}), Choice(WHOLE)),
 }
 
 
@@ -62,8 +64,8 @@ def paired_parts_table() -> str:
             *(f"{CONFIDENCE:.0%} interval", "p", "change by seed"),
         ],
         lines,
-        f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form; the first part is measured without "
-        "ranks of the embedding, beside the stock form. Scores: mean ± standard deviation over the seeds. The change "
+        f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form; all parts but the first are "
+        "measured without ranks of linears, and the second also without those of the embedding, beside the stock form. Scores: mean ± standard deviation over the seeds. The change "
         "is paired: the same windows, the same seed, with the part and without it; the interval is for other windows "
         "and other seeds, and one that leaves out 0 is set in bold. Rows older than window losses have no test (–). "
         f"{rows[0]['model']}, fp32, first {rows[0]['max_windows']} windows of {len(rows[0]['texts'])} kinds of text; "

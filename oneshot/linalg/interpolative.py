@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from oneshot_kernels import pivoted_qr, suffix_sums
+from oneshot_kernels import suffix_sums
 
 from oneshot.linalg.psd import RidgeFactor
 
@@ -50,8 +50,10 @@ def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float) -> I
 def spanning_columns(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return k columns that span all n, the others, and `T (k, n − k)` with `A[:, others] = A[:, columns] T`.
 
-    Exact, because A has full row rank. T depends on the row space alone. So the pivots are those of an orthonormal
-    basis of it, which keeps T small however A's rows are scaled (Drmač and Gugercin 2016, arXiv 1505.00370).
+    Exact, because A has full row rank. T depends on the row space alone. So the columns are the pivots of an LU
+    factorisation of an orthonormal basis of it, which keeps T small however A's rows are scaled (DEIM: Chaturantabut
+    and Sorensen 2010). Pivoted QR of that basis would make T about a third smaller (Drmač and Gugercin 2016, arXiv
+    1505.00370), and takes about five times as long.
 
     Args:
         matrix: `A (k, n)` float64 of rank k.
@@ -59,11 +61,16 @@ def spanning_columns(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     Returns:
         Two ascending int64 vectors, a partition of the columns, and T in float64.
     """
-    rows = len(matrix)
-    basis = torch.linalg.qr(matrix.T).Q.T
-    order = pivoted_qr(basis.contiguous()).pivots
-    columns, others = order[:rows].sort().values, order[rows:].sort().values
-    return columns, others, torch.linalg.solve(basis[:, columns], basis[:, others])
+    rows, size = matrix.shape
+    factor, swaps = torch.linalg.lu_factor(torch.linalg.qr(matrix.T).Q)
+    order = list(range(size))
+    for row, swapped in enumerate(swaps.tolist()):  # LAPACK counts from one
+        order[row], order[swapped - 1] = order[swapped - 1], order[row]
+    numbers = torch.tensor(order, device=matrix.device)
+    columns, of_columns = numbers[:rows].sort()
+    others, of_others = numbers[rows:].sort()
+    coefficients = torch.linalg.solve_triangular(factor[:rows].mT, factor[rows:].mT, upper=True, unitriangular=True)
+    return columns, others, coefficients[of_columns][:, of_others]
 
 
 def ordered_factor(gram: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "large": {"hidden": 128, "width": 512, "heads": 8, "groups": 4, "vocabulary": 2048, "tied": True},
 }
 PER_LAYER = {"form": "per-layer"}
+WHOLE = {"ranks": "none"}
+
 # name -> (model, options)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "oneshot": ("llama", {}),
@@ -88,10 +90,13 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "oneshot, opt": ("opt", {"sparsity": 0.1}),
     "oneshot, qwen3": ("qwen3", {}),
     "oneshot, a window": ("mistral", {}),
-    "per-layer": ("llama", PER_LAYER),
-    "per-layer, twice the neurons": ("wide", PER_LAYER),
-    "per-layer, twice the batches": ("llama", PER_LAYER | {"num_sequences": 32}),
-    "per-layer, a layer more": ("deep", PER_LAYER),
+    "per-layer": ("llama", PER_LAYER | WHOLE),
+    "per-layer, twice the neurons": ("wide", PER_LAYER | WHOLE),
+    "per-layer, twice the batches": ("llama", PER_LAYER | WHOLE | {"num_sequences": 32}),
+    "per-layer, a layer more": ("deep", PER_LAYER | WHOLE),
+    "ranks": ("llama", PER_LAYER),
+    "ranks, biases": ("biased", PER_LAYER | {"dtype": "float32"}),
+    "ranks, large": ("large", PER_LAYER | {"num_sequences": 8, "sequence_length": 128}),
     "per-layer, embedding": ("tied", PER_LAYER | {"embedding": "low-rank", "num_sequences": 8}),
     "per-layer, heads": ("llama", PER_LAYER | {"heads": "id"}),
     "per-layer, depth": ("llama", PER_LAYER | {"depth": "sensitivity"}),

@@ -23,7 +23,8 @@ WAITS_A_LAYER = {
 }
 WAITS_OF_A_PROFILE = {"sums": 4, "selection": 1, "correction": 10, "fold": 1, "profile": 2}
 LOOPS = ("batches", "neurons", "tokens")
-# Runs with activations on disk, that choose by loops on the host, or that decompose every range of a vocabulary.
+WAITS_OF_RANKS = 80  # of a layer: four linears, twice decomposed
+# Runs with activations on disk, that choose by loops on the host, or that decompose ranges of a vocabulary or linears.
 WAITING = (
     "activations on disk",
     "per-layer, embedding",
@@ -32,6 +33,9 @@ WAITING = (
     "heads obs",
     "sketch, tournament",
     "gram, tournament",
+    "ranks",
+    "ranks, biases",
+    "ranks, large",
 )
 
 
@@ -93,6 +97,12 @@ def test_most_runs_wait_rarely() -> None:
     for name, row in measured().items():
         if name not in WAITING:
             assert sum(row["waits"].values()) < 40 + 65 * row["layers"], name
+
+
+def test_ranks_wait_for_each_linear_and_not_inside() -> None:
+    for name in ("ranks", "ranks, large"):
+        row = measured()[name]
+        assert sum(row["waits"].values()) < 40 + (65 + WAITS_OF_RANKS) * row["layers"], name
 
 
 def _sum(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:

@@ -47,7 +47,7 @@ def test_it_is_the_model_of_the_per_layer_form(
     folder = make_checkpoint(layers=3, **options)
     if recipe == "flap" and options.get("family"):
         pytest.skip("These configs state no biases of the FFN.")
-    settings: dict[str, Any] = {"recipe": recipe, "heads": "none", "embedding": "none"}
+    settings: dict[str, Any] = {"recipe": recipe, "heads": "none", "embedding": "none", "ranks": "none"}
     reports = {
         form: compress(make_config(folder, form=form, output=str(tmp_path / form), **settings))
         for form in ("nemotron-nas", "per-layer")
@@ -145,7 +145,13 @@ def test_whole_layers_are_left_out(make_checkpoint: MakeCheckpoint, make_config:
     for form in ("nemotron-nas", "per-layer"):
         compress(
             make_config(
-                folder, form=form, depth="sensitivity", embedding="none", sparsity=0.45, output=str(tmp_path / form)
+                folder,
+                form=form,
+                depth="sensitivity",
+                embedding="none",
+                ranks="none",
+                sparsity=0.45,
+                output=str(tmp_path / form),
             )
         )
     assert config_of(tmp_path / "nemotron-nas")["num_hidden_layers"] < 4

@@ -259,4 +259,4 @@ def test_spanning_columns_give_the_whole_matrix(rows: int, further: int, conditi
     np.testing.assert_allclose(rebuilt, (matrix / scales)[:, others], atol=1e-6)
     expected = np.linalg.lstsq((matrix / scales)[:, columns], (matrix / scales)[:, others], rcond=None)[0]
     np.testing.assert_allclose(coefficients, expected, atol=1e-6 * max(1.0, np.abs(expected).max(initial=0)))
-    assert np.abs(coefficients).max(initial=0) <= 2.0**rows  # of pivoted QR (Gu and Eisenstat 1996)
+    assert np.abs(coefficients).max(initial=0) <= 2.0**rows  # of partial pivoting
