@@ -13,6 +13,7 @@ from factories import MakeCheckpoint, MakeConfig, build_model, silence, topics
 
 from oneshot import compress
 from oneshot.evaluation.models import load_model
+from oneshot.families import RANKED_KINDS
 from oneshot.text import load_tokenizer
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 10, 24, 32
@@ -82,14 +83,19 @@ class Expected:
         return compared
 
 
+def reduced_ranks(layers: list[dict[str, Any]]) -> set[str]:
+    """Return which linears have low rank in any layer of a per-layer config."""
+    return {f"{kind}_rank" for kind in RANKED_KINDS for layer in layers if layer[f"{kind}_rank"]}
+
+
 class Case:
     """A random model, and how it is compressed."""
 
-    def __init__(self, source: Path, write: Callable[[str], Path], *, leaves_out_sublayers: bool) -> None:
+    def __init__(self, source: Path, write: Callable[..., Path], *, leaves_out_sublayers: bool) -> None:
         self.source, self.write, self.leaves_out_sublayers = source, write, leaves_out_sublayers
 
-    def expected(self, form: str) -> Expected:
-        return Expected(self.write(form), self.source)
+    def expected(self, form: str, **changes: Any) -> Expected:
+        return Expected(self.write(form, **changes), self.source)
 
 
 @pytest.fixture(params=RANDOM)
@@ -103,8 +109,9 @@ def case(
         silence(model, **IDLE)
     source = save_model(model)
 
-    def write(form: str) -> Path:
-        report = compress(make_config(source, form=form, output=str(tmp_path / form), **BY_LAYER | settings))
+    def write(form: str, **changes: Any) -> Path:
+        options = BY_LAYER | settings | changes
+        report = compress(make_config(source, form=form, output=str(tmp_path / form), **options))
         if leaves_out:
             layers = report.plan["layers"]
             for kind, size in (("attention", "num_attention_heads"), ("ffn", "intermediate_size")):
@@ -125,6 +132,7 @@ def test_per_layer_in_vllms_transformers_backend(
     if case.leaves_out_sublayers:
         pytest.skip("This backend needs attention in every layer (docs/engines.md).")
     expected = case.expected("per-layer")
+    assert {"query_key_rank", "output_rank"} & reduced_ranks(expected.model.config.layers)
     answers = ask_vllm(tmp_path / "per-layer", expected.prompts, NEW_TOKENS, implementation="transformers")
     expected.agrees_with_vllm(answers)
 
@@ -132,7 +140,7 @@ def test_per_layer_in_vllms_transformers_backend(
 def test_gguf_in_llama_cpp(
     case: Case, ask_llama: Callable[..., list[Answer]], llama_perplexity: Callable[..., float]
 ) -> None:
-    expected = case.expected("per-layer")
+    expected = case.expected("per-layer", ranks="none")
     path = case.write("gguf") / "model.gguf"
     ours = half_chunk_perplexity(expected.model, expected.token_ids, CHUNKS)
     assert llama_perplexity(path, expected.text, CHUNKS) == pytest.approx(ours, rel=1e-3)
@@ -211,9 +219,11 @@ def test_smollm2_in_every_engine(
     quantise: Callable[..., Path],
     record_property: Callable[[str, object], None],
 ) -> None:
+    plan = ["--sparsity", sparsity, "--profile", smollm2_profile, "--set", "embedding=none"]
+    whole = ["--set", "ranks=none"]
     for form in ("nemotron-nas", "per-layer", "gguf"):
-        plan = ["--sparsity", sparsity, "--profile", smollm2_profile, "--set", "embedding=none"]
-        run_oneshot("compress", smollm2, "--output", tmp_path / form, "--form", form, *plan, *LITTLE_TEXT)
+        run_oneshot("compress", smollm2, "--output", tmp_path / form, "--form", form, *plan, *whole, *LITTLE_TEXT)
+    run_oneshot("compress", smollm2, "--output", tmp_path / "ranks", "--form", "per-layer", *plan, *LITTLE_TEXT)
     expected = Expected(tmp_path / "nemotron-nas", smollm2)
     assert len({block["ffn"]["intermediate_size"] for block in expected.model.config.block_configs}) > 1
     answers = ask_vllm(tmp_path / "nemotron-nas", expected.prompts, NEW_TOKENS)
@@ -221,6 +231,9 @@ def test_smollm2_in_every_engine(
     expected.agrees_with_vllm(answers)
     answers = ask_vllm(tmp_path / "per-layer", expected.prompts, NEW_TOKENS, implementation="transformers")
     expected.agrees_with_vllm(answers)
+    ranked = Expected(tmp_path / "ranks", smollm2)
+    assert {"query_key_rank", "output_rank"} <= reduced_ranks(ranked.model.config.layers)
+    ranked.agrees_with_vllm(ask_vllm(tmp_path / "ranks", ranked.prompts, NEW_TOKENS, implementation="transformers"))
     path = tmp_path / "gguf" / "model.gguf"
     ours = half_chunk_perplexity(expected.model, expected.token_ids, CHUNKS)
     theirs = llama_perplexity(path, expected.text, CHUNKS)
