@@ -1,8 +1,9 @@
-"""The cost of parts of one layer's attention if they alone are reduced, in nats per million parameters saved.
+"""The cost of parts of one layer if they alone are reduced, in nats per million parameters saved.
 
 Every reduction is computed from the statistics of `--num-sequences` sequences and judged on `--probe-sequences` others:
-the KL divergence of the model's output from the dense one's. All other layers stay dense, as in a profile. FFN neurons
-are measured beside them. One row for a run goes to `results/inner_sizes.jsonl`; `render.py` makes a table of it.
+the KL divergence of the model's output from the dense one's, and the mean squared error of the stream after the layer.
+All other layers stay dense, as in a profile. FFN neurons are measured beside them. One row for a run goes to
+`results/inner_sizes.jsonl`; `render.py` makes tables of it.
 """
 
 import tempfile
@@ -17,24 +18,32 @@ from oneshot.checkpoint import Checkpoint, Model, identify, locate_checkpoint
 from oneshot.compression.correction import correct
 from oneshot.compression.fold import fold_sublayer
 from oneshot.compression.inner_heads import InnerMaps, fold_inner, query_key_subspaces, value_subspaces
+from oneshot.compression.ranks import RankAccumulator, Ranked, with_ranks
 from oneshot.compression.statistics import GramAccumulator, HeadGramAccumulator, Statistics
-from oneshot.linalg.low_rank import roots
+from oneshot.families import RankedKind
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.machine import Machine
 from oneshot.machine.device import resolve_device
+from oneshot.machine.workers import ALONE
+from oneshot.profiling.profiler import mean_energy
 from oneshot.recipes import DAMPING
 from oneshot.stream import Layer, LayerBuilder
 from oneshot.text import Text, load_text, load_tokenizer
 
 LAYERS = (0, 1, 3, 8, 15, 22, 29)
-VALUE_SIZES = (56, 48, 32)
-QUERY_KEY_SIZES = (60, 56, 48, 40)
+VALUE_SIZES = (48, 32)
+QUERY_KEY_SIZES = (56, 48)
 WIDTHS = (1440, 1152)
 MAP_RANKS = (96,)
-OUTPUT_RANKS = (384, 288, 192)
-QUERY_KEY_RANKS = (384, 288)
-VALUE_RANKS = (144,)
+RANKS: dict[RankedKind, tuple[int, ...]] = {
+    "query_key": (384, 288, 192),
+    "output": (384, 288, 192),
+    "gate": (512, 448, 384),
+    "up": (512, 448, 384),
+}
+DOWN_RANKS = (512, 448)
+NAMES: dict[RankedKind, str] = {"query_key": "q and k", "output": "o", "gate": "gate", "up": "up"}
 MAP_DAMPING = 1e-3  # of the map in the place of attention: 576 inputs, thousands of tokens
 
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -45,7 +54,8 @@ Tensors = dict[str, torch.Tensor]
 class Probe:
     """The probe sequences' hidden states in a model with one part reduced, and the parameters that this saves.
 
-    `saved_pivoted`: the same if every KV group's values are stored as `[I; C]`, which needs v² numbers fewer.
+    `saved_pivoted`: the same if every KV group's values are stored as `[I; C]`, which needs v² numbers fewer. `energy`:
+    mean squared error of the stream after the layer.
     """
 
     kind: str
@@ -54,6 +64,7 @@ class Probe:
     saved: int
     states: torch.Tensor
     saved_pivoted: int | None = None
+    energy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,8 @@ class Sums:
 
     Attributes:
         heads, neurons: of what `o_proj` and `down_proj` read. mapped: of what attention reads, beside ones, with
-            attention's output as target. queries, keys: Grams of every head before rotation.
+            attention's output as target. queries, keys: Grams of every head before rotation. linears: those that may
+            have low rank.
     """
 
     heads: Statistics
@@ -71,9 +83,10 @@ class Sums:
     crossed: torch.Tensor
     queries: torch.Tensor
     keys: torch.Tensor
+    linears: dict[RankedKind, Ranked]
 
 
-def read_text(model: Model, layer: Layer, batches: list[torch.Tensor]) -> Sums:
+def read_text(model: Model, tensors: Tensors, layer: Layer, batches: list[torch.Tensor]) -> Sums:
     """Return the sums over the text before a layer, and move the text through the layer, in place."""
     shape, device = model.shape, torch.device("cpu")
     attention, ffn = (model.family.stack.index_of(kind) for kind in ("heads", "ffn"))
@@ -81,6 +94,7 @@ def read_text(model: Model, layer: Layer, batches: list[torch.Tensor]) -> Sums:
     neurons = GramAccumulator(shape.intermediate_size, output_size=None, device=device)
     queries = HeadGramAccumulator(shape.num_attention_heads, shape.head_dim, device=device)
     keys = HeadGramAccumulator(shape.num_key_value_heads, shape.head_dim, device=device)
+    ranked = [RankAccumulator(shape, model.family.stack.sublayers[index], index, device) for index in (attention, ffn)]
     mapped = torch.zeros(shape.hidden_size + 1, shape.hidden_size + 1, dtype=torch.float64)
     crossed = torch.zeros(shape.hidden_size + 1, shape.hidden_size, dtype=torch.float64)
     for x in batches:
@@ -90,30 +104,23 @@ def read_text(model: Model, layer: Layer, batches: list[torch.Tensor]) -> Sums:
         queries.update_(query)
         keys.update_(key)
         rows = layer.inner(attention, x)
+        ranked[0].update_(layer, x, rows)
         heads.update_(rows)
         written = layer.write(attention, rows)
         mapped += (read.T @ read).double()
         crossed += (read.T @ written).double()
         x += written.view_as(x)
+        ranked[1].update_(layer, x)
         rows = layer.inner(ffn, x)
         neurons.update_(rows)
         x += layer.write(ffn, rows).view_as(x)
-    return Sums(heads.finish(), neurons.finish(), mapped, crossed, queries.finish(), keys.finish())
+    linears = ranked[0].finish(ALONE, tensors) | ranked[1].finish(ALONE, tensors)
+    return Sums(heads.finish(), neurons.finish(), mapped, crossed, queries.finish(), keys.finish(), linears)
 
 
-def low_rank(weight: torch.Tensor, gram: torch.Tensor, rank: int, metric: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the matrix of a rank nearest to `weight (m, n)` for inputs of this Gram and outputs in this metric."""
-    input_root, input_inverse = roots(gram)
-    output = torch.eye(len(weight), dtype=torch.float64) if metric is None else metric
-    output_root, output_inverse = roots(output)
-    left, values, right = torch.linalg.svd(output_root @ weight.double() @ input_root, full_matrices=False)
-    return output_inverse @ (left[:, :rank] * values[:rank]) @ right[:rank] @ input_inverse
-
-
-def pair_energies(grams: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the mean energy of every coordinate's rotary pair, `(heads, h)`: the rotation mixes the two."""
-    energies = grams.double().diagonal(dim1=1, dim2=2).unflatten(1, (2, size // 2)).sum(1) / 2
-    return energies.repeat(1, 2)
+def low_rank(weight: torch.Tensor, gram: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the matrix of a rank nearest to `weight (m, n)` for inputs of this Gram, float64."""
+    return Ranked(weight, gram, torch.ones(len(weight))).nearest(rank).whole()
 
 
 def pivoted(rows: int, columns: int, rank: int) -> int:
@@ -173,29 +180,17 @@ def probes_of_layer(
         saved = whole - pivoted(width, width, rank) - width
         yield Probe("linear map", number, rank, saved, with_map(torch.cat((reduced, constant.unsqueeze(0)))))
 
-    for rank in OUTPUT_RANKS:
-        saved = saved_by_rank(out, rank)
-        yield Probe("rank of o", number, rank, saved, with_linear(mixer.out, low_rank(out, gram, rank)))
-    values = projections[mixer.v]
-    per_head = out.double().view(width, groups, -1, size)
-    metric = torch.block_diag(*torch.einsum("dgah,dgai->ghi", per_head, per_head))
-    for rank in VALUE_RANKS:
-        reduced = low_rank(values, sums.mapped[:-1, :-1], rank, metric)
-        saved = saved_by_rank(values, rank)
-        yield Probe("rank of v", number, rank, saved, with_linear(mixer.v, reduced))
-    stacked = torch.cat((projections[mixer.q], projections[mixer.k]))
-    of_queries = pair_energies(sums.keys, size).repeat_interleave(len(sums.queries) // groups, 0)
-    of_keys = pair_energies(sums.queries, size).unflatten(0, (groups, -1)).sum(1)
-    metric = torch.cat((of_queries, of_keys)).flatten().diag()
-    for rank in QUERY_KEY_RANKS:
-        query, key = low_rank(stacked, sums.mapped[:-1, :-1], rank, metric).split(
-            (len(projections[mixer.q]), len(projections[mixer.k]))
-        )
-        changed = {f"{mixer.q}.weight": query.float(), f"{mixer.k}.weight": key.float()}
-        saved = saved_by_rank(stacked, rank)
-        yield Probe("rank of q and k", number, rank, saved, builder.layer(tensors | changed).run_all(x))
+    for kind, ranks in RANKS.items():
+        linear, of_kind = sums.linears[kind], mixer if kind in ("query_key", "output") else stack.ffn
+        for rank in ranks:
+            changed = with_ranks(tensors, of_kind, {kind: linear.nearest(rank)})
+            saved = saved_by_rank(linear.weight, rank)
+            yield Probe(f"rank of {NAMES[kind]}", number, rank, saved, builder.layer(changed).run_all(x))
 
     down = tensors[f"{stack.ffn.down}.weight"]
+    for rank in DOWN_RANKS:
+        reduced = low_rank(down, sums.neurons.gram, rank)
+        yield Probe("rank of down", number, rank, saved_by_rank(down, rank), with_linear(stack.ffn.down, reduced))
     order = weighted_pivots(sums.neurons.gram, down.double().norm(dim=0), rank=WIDTHS[0])
     for kept in WIDTHS:
         columns = order[:kept].sort().values
@@ -222,8 +217,12 @@ def measure(model: Model, statistics: Text, probed: Text, layers: list[int], scr
         for probe in probes:
             probe.states = dense.run_all(probe.states)
         if number in layers:
-            sums = read_text(model, dense, batches)
-            probes += probes_of_layer(model, builder, number, tensors, sums, x)
+            sums = read_text(model, tensors, dense, batches)
+            added = list(probes_of_layer(model, builder, number, tensors, sums, x))
+            after = dense.run_all(x)
+            for probe in added:
+                probe.energy = mean_energy(probe.states - after)
+            probes += added
         else:
             for states in batches:
                 states.copy_(dense.run_all(states))
@@ -242,6 +241,7 @@ def measure(model: Model, statistics: Text, probed: Text, layers: list[int], scr
             "saved": probe.saved,
             "saved_pivoted": probe.saved_pivoted,
             "nats": divergence,
+            "energy": probe.energy,
         }
         for probe, divergence in zip(probes, nats, strict=True)
     ]

@@ -10,7 +10,7 @@ from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
 from tables.claims import claims_table
 from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, sums_table
 from tables.hidden_size import hidden_error_table, hidden_size_table
-from tables.inner_sizes import inner_sizes_table
+from tables.inner_sizes import inner_sizes_table, stream_errors_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
 from tables.minilm import minilm_table
 from tables.other_tools import broad_tools_table, narrow_tools_table, summary_table
@@ -75,6 +75,7 @@ TABLES = {
     "hidden_size": (hidden_size_table, "hidden_size"),
     "combined": (combined_table, "quality"),
     "inner_sizes": (inner_sizes_table, "inner_sizes"),
+    "stream_errors": (stream_errors_table, "inner_sizes"),
     "hidden_error": (hidden_error_table, "hidden_size"),
     "faults": (faults_table, "faults"),
     "kills": (kills_table, "kills"),

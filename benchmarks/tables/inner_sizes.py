@@ -1,4 +1,4 @@
-"""Table of what parts of one layer's attention cost."""
+"""Tables of what parts of one layer cost, and of what squared errors in the stream cost."""
 
 from harness import Row, read_rows
 
@@ -25,4 +25,24 @@ def inner_sizes_table() -> str:
         "KL divergence of the output in nats per million parameters saved, if only this part of this layer is reduced; "
         f"{row['model']}, fp32, {row['calibration']}: {row['statistics_tokens']:,} tokens of statistics, "
         f"{row['probe_tokens']:,} other tokens of probes; {origin([row])}.",
+    )
+
+
+def stream_errors_table() -> str:
+    """Return nats per unit of squared error in the stream, relative to those of the layer's FFN neurons."""
+    row = read_rows("inner_sizes")[-1]
+    layers = sorted({probe["layer"] for probe in row["probes"]})
+    worth = {(probe["kind"], probe["size"], probe["layer"]): probe["nats"] / probe["energy"] for probe in row["probes"]}
+    usual = {layer: worth["FFN neurons", min(size for kind, size, _ in worth if kind == "FFN neurons"), layer]
+             for layer in layers}  # fmt: skip
+    lines = [
+        [f"{kind}, {size}", *(f"{worth[kind, size, layer] / usual[layer]:.2f}" for layer in layers)]
+        for kind, size in dict.fromkeys((kind, size) for kind, size, _ in worth)
+        if size and not kind.startswith("linear")
+    ]
+    return markdown(
+        ["part, what stays", *(f"layer {layer}" for layer in layers)],
+        lines,
+        "KL divergence of the output ÷ mean squared error of the stream after the layer, relative to the same quotient of "
+        f"the layer's FFN neurons; {row['model']}, the same run as above; {origin([row])}.",
     )

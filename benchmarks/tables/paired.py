@@ -64,10 +64,11 @@ def paired_parts_table() -> str:
             *(f"{CONFIDENCE:.0%} interval", "p", "change by seed"),
         ],
         lines,
-        f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form; all parts but the first are "
-        "measured without ranks of linears, and the second also without those of the embedding, beside the stock form. Scores: mean ± standard deviation over the seeds. The change "
-        "is paired: the same windows, the same seed, with the part and without it; the interval is for other windows "
-        "and other seeds, and one that leaves out 0 is set in bold. Rows older than window losses have no test (–). "
+        f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form. All parts but the first are measured "
+        "without ranks of linears, and the second also without ranks of the embedding, beside the stock form. Scores: "
+        "mean ± standard deviation over the seeds. The change is paired: the same windows, the same seed, with the "
+        "part and without it; the interval is for other windows and other seeds, and one that leaves out 0 is set in "
+        "bold. Rows older than window losses have no test (–). "
         f"{rows[0]['model']}, fp32, first {rows[0]['max_windows']} windows of {len(rows[0]['texts'])} kinds of text; "
         f"{origin(shown)}.",
     )
