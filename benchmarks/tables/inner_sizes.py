@@ -43,6 +43,6 @@ def stream_errors_table() -> str:
     return markdown(
         ["part, what stays", *(f"layer {layer}" for layer in layers)],
         lines,
-        "KL divergence of the output ÷ mean squared error of the stream after the layer, relative to the same quotient of "
-        f"the layer's FFN neurons; {row['model']}, the same run as above; {origin([row])}.",
+        "KL divergence of the output ÷ mean squared error of the stream after the layer, relative to the same quotient "
+        f"of the layer's FFN neurons; {row['model']}, the same run as above; {origin([row])}.",
     )
