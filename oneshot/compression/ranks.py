@@ -34,13 +34,13 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Factored:
-    """A matrix of low rank, `outputs (m, r) @ inputs (r, n)`; both float64."""
+    """A matrix of low rank, `outputs (m, r) @ inputs (r, n)`; both float64, on CUDA float32."""
 
     outputs: torch.Tensor
     inputs: torch.Tensor
 
     def whole(self) -> torch.Tensor:
-        """Return the matrix `(m, n)`, float64."""
+        """Return the matrix `(m, n)`."""
         return self.outputs @ self.inputs
 
     def rows(self, kept: torch.Tensor) -> "Factored":
@@ -79,14 +79,18 @@ class Ranked:
         directions, _, root = self._decomposed
         directions = directions[:, :rank]
         inputs = torch.linalg.solve_triangular(root.T, directions, upper=True).T
-        return Factored(self.weight.double() @ root @ directions, inputs)
+        return Factored(self.weight.to(root) @ (root @ directions), inputs)
 
     @cached_property
     def _decomposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the principal directions of `diag(w)^½ W L` and their energies, float64, and the root `L`."""
-        root, dense = damped_root(self.gram), self.weight.double()
-        inside = root.T @ (dense.T @ (self.row_weights.double().unsqueeze(1) * dense)) @ root
-        directions = principal_directions(inside)
+        """Return the principal directions of `diag(w)^½ W L`, their energies in float64, and the root `L`.
+
+        On CUDA in float32: the result is stored in at most as many digits, and many cards are slow in float64.
+        """
+        precision = torch.float32 if self.gram.is_cuda else torch.float64
+        root, dense = damped_root(self.gram).to(precision), self.weight.to(precision)
+        inside = root.T @ (dense.T @ (self.row_weights.to(dense).unsqueeze(1) * dense)) @ root
+        directions = principal_directions(inside, precision)
         return directions, energies_along(inside, directions), root
 
 

@@ -185,7 +185,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
         "output head": PROBE_SEQUENCES * (probes_per_layer(kinds) * layers + 3) * logits,
     }
     if "rank" in kinds:
-        seconds["ranks"] = layers * _low_rank(work) / rates.double
+        seconds["ranks"] = layers * _low_rank(work) / rates.energies
     if rates.on_device:
         seconds["condition"] = layers * _condition(3 / 4 * size)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
@@ -230,7 +230,7 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
     if method.plans_ranks:
         read = tokens / batches_apart(tokens, hidden)
         grams = 2 * _gram(hidden, read) + _gram(_heads(work), read)
-        seconds["ranks"] += read * forward / rates.stream + grams / rates.sums + _low_rank(work) / rates.double
+        seconds["ranks"] += read * forward / rates.stream + grams / rates.sums + _low_rank(work) / rates.energies
     if schedule.finds_subspaces:
         seconds["solve"] += 6 * hidden * shape.layer_parameters() / rates.double
     if rates.on_device:
@@ -245,7 +245,8 @@ def _low_rank(work: Work) -> float:
     """Return the operations that find the linears of low rank of a layer."""
     shape = work.shape
     directions = 4 * 24 * shape.hidden_size**3  # of four linears, and products with their roots
-    return directions + 5 * shape.layer_parameters() * shape.hidden_size
+    others = shape.intermediate_size + shape.num_key_value_heads * shape.head_dim  # outputs of down and of values
+    return directions + 4 * (shape.layer_parameters() - others * shape.hidden_size) * shape.hidden_size
 
 
 def _forward(work: Work) -> float:

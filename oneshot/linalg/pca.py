@@ -3,14 +3,14 @@
 import torch
 
 
-def principal_directions(gram: torch.Tensor) -> torch.Tensor:
+def principal_directions(gram: torch.Tensor, precision: torch.dtype = torch.float64) -> torch.Tensor:
     """Return the principal directions of `X` from `gram = XᵀX (n, n)`: orthonormal columns, the strongest first.
 
     The span of the first k holds more of the rows' energy than any other of dimension k (Eckart and Young 1936).
-    Eigendecomposition in float64, about 9 n³ multiply-adds. The sign of each direction is fixed (its largest entry is
-    positive), so that the result does not depend on the solver.
+    Eigendecomposition in this precision, about 9 n³ multiply-adds. The sign of each direction is fixed (its largest
+    entry is positive), so that the result does not depend on the solver.
     """
-    vectors = torch.linalg.eigh(gram.double()).eigenvectors.flip(1)
+    vectors = torch.linalg.eigh(gram.to(precision)).eigenvectors.flip(1)
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     return vectors * largest.sign()
 
@@ -31,4 +31,4 @@ def random_directions(gram: torch.Tensor, seed: int) -> torch.Tensor:
 
 def energies_along(gram: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
     """Return `‖X u‖²` from `gram = XᵀX (n, n)`, for each column `u` of `directions (n, k)`; float64 `(k,)`."""
-    return ((gram.double() @ directions) * directions).sum(0).clamp_min(0)
+    return ((gram.to(directions) @ directions).double() * directions).sum(0).clamp_min(0)

@@ -96,7 +96,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "per-layer, a layer more": ("deep", PER_LAYER | WHOLE),
     "ranks": ("llama", PER_LAYER),
     "ranks, biases": ("biased", PER_LAYER | {"dtype": "float32"}),
-    "ranks, large": ("large", PER_LAYER | {"num_sequences": 8, "sequence_length": 128}),
+    "ranks, large": ("large", PER_LAYER | {"embedding": "none", "num_sequences": 8, "sequence_length": 128}),
     "per-layer, embedding": ("tied", PER_LAYER | {"embedding": "low-rank", "num_sequences": 8}),
     "per-layer, heads": ("llama", PER_LAYER | {"heads": "id"}),
     "per-layer, depth": ("llama", PER_LAYER | {"depth": "sensitivity"}),
