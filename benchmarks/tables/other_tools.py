@@ -28,7 +28,7 @@ def summary_table() -> str:
         f"shares of the stored parameters of {dense['model']}, the embedding included. The five texts are "
         f"{', '.join(KINDS.values())}. The two texts are WikiText-2 and an English text of another kind. `oneshot` "
         "calibrates on `general.jsonl+self`, the other tools on `general.jsonl`. Their rows are single runs of their "
-        "own code, patched for this model.",
+        "own code, patched for this model. The row of `oneshot` on two texts is older than ranks of linears.",
     )
 
 
