@@ -127,12 +127,14 @@ def test_table_of_parts(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     base = draw.normal(1.4, 0.2, (5, 4))
     noise = {seed: draw.normal(0, 0.01, (5, 4)) for seed in range(3)}
     rows = [row(0, np.ones((5, 4)), recipe="dense", sparsity=0.0)]
-    rows += [row(seed, base + noise[seed]) for seed in range(3)]
-    rows += [row(seed, base - 0.1, settings={"up_steps": 4}) for seed in range(3)]
-    rows += [row(seed, base + 2 * noise[seed], settings={"residual_weight": 0}) for seed in range(3)]
-    rows += [row(0, base + 0.2, calibration="general.jsonl")]
+    whole = {"ranks": "none"}
+    rows += [row(seed, base - 0.3) for seed in range(3)]
+    rows += [row(seed, base + noise[seed], settings=whole) for seed in range(3)]
+    rows += [row(seed, base - 0.1, settings=whole | {"up_steps": 4}) for seed in range(3)]
+    rows += [row(seed, base + 2 * noise[seed], settings=whole | {"residual_weight": 0}) for seed in range(3)]
+    rows += [row(0, base + 0.2, settings=whole, calibration="general.jsonl")]
     del rows[-1]["window_losses"]
-    rows += [row(0, base + 0.5, settings={"correction": "none"}, calibration_tokens=4096)]  # fewer tokens
+    rows += [row(0, base + 0.5, settings=whole | {"correction": "none"}, calibration_tokens=4096)]  # fewer tokens
     harness = sys.modules["harness"]
     monkeypatch.setattr(harness, "read_rows", lambda name: rows)
     for name in [name for name in sys.modules if name.startswith("tables")]:
@@ -148,6 +150,8 @@ def test_table_of_parts(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     change = math.expm1(-0.1 - np.mean(list(noise.values())))
     assert steps[4] == f"**−{abs(change):.1%}**"
     assert steps[7].count("−") == 3
+    change = math.expm1(-0.3 - np.mean(list(noise.values())))
+    assert lines["ranks of linears"][4] == f"**−{abs(change):.1%}**"
     residual = lines["a quarter of the residual"]
     assert not residual[4].startswith("**"), "noise is not real"
     assert float(residual[6]) > 0.05
