@@ -135,11 +135,16 @@ def _ranks(shape: ModelShape, kind: RankedKind) -> list[int | None]:
 
     A profile measures what half of it costs.
     """
-    hidden, heads = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    smallest = {"query_key": heads, "output": heads}.get(kind, shape.intermediate_size)
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    rows = {
+        "query_key": (heads + shape.num_key_value_heads) * shape.head_dim,
+        "output": heads * shape.head_dim,
+        "gate": shape.intermediate_size,
+        "up": shape.intermediate_size,
+    }
     step = default_round_to(hidden)
     step *= max(1, hidden // (16 * step))
-    return [*range(step * -(-hidden // (4 * step)), min(hidden, smallest), step), None]
+    return [*range(step * -(-hidden // (4 * step)), min(hidden, rows[kind]), step), None]
 
 
 def _heads_of(kept: LayerPlan) -> Sizes:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oneshot.errors import printable
+from oneshot.families import RANKED_KINDS
 from oneshot.planning import Profile
 from oneshot.report.records import Footprint, Report, SublayerReport
 
@@ -43,6 +44,9 @@ def print_report(report: Report) -> None:
     if report.plan["embedding"]:
         ranks = ", ".join(str(table["rank"]) for table in report.plan["embedding"])
         console.print(f"embedding: ranks {ranks} of {report.dense_shape['hidden_size']} by ranges of the vocabulary")
+    shares = [f"{name} in {count}" for name, count in _low_ranks(report.plan["layers"]).items() if count]
+    if shares:
+        console.print(f"layers with linears of low rank: {', '.join(shares)} of {len(report.plan['layers'])}")
     if report.predicted_divergence is not None:
         shown = ", ".join(f"{name} {value:.3f}" for name, value in report.predicted_divergence.items())
         console.print(f"{divergence_name(report.dense_shape)}: {shown}")
@@ -52,6 +56,13 @@ def print_report(report: Report) -> None:
         f"{report.seconds['total']:.1f} s, peak memory {gibibytes(report.peak_bytes)}"
         + (f" (predicted {report.footprint.host_bytes / 2**30:.2f})" if report.footprint else "")
     )
+
+
+def _low_ranks(layers: list[dict[str, Any]]) -> dict[str, int]:
+    """Return how many layers of a plan have low rank, by kind of linear."""
+    return {
+        kind.replace("_", " and "): sum(layer[f"{kind}_rank"] is not None for layer in layers) for kind in RANKED_KINDS
+    }
 
 
 def print_footprint(footprint: Footprint) -> None:

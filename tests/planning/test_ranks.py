@@ -27,6 +27,7 @@ from oneshot.pipeline import predict, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan
 from oneshot.planning.widths import meet_budget
 from oneshot.profiling.profiler import RANK_SHARE, probe_size
+from oneshot.report.terminal import print_report
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 51).view(2, 24)
@@ -298,6 +299,15 @@ def test_the_stored_numbers_are_those_of_the_plan(make_checkpoint: MakeCheckpoin
             found += rank is not None
             assert rank is None or len(stored[name]) == rank
     assert found > 1
+
+
+def test_the_terminal_counts_them(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = compress(make_config(make_checkpoint(tied=True), **PLANNED, sparsity=0.3, round_to=4))
+    count = sum(layer["query_key_rank"] is not None for layer in report.plan["layers"])
+    print_report(report)
+    assert f"linears of low rank: query and key in {count}" in capsys.readouterr().out
 
 
 def test_a_config_without_ranks_is_of_whole_linears(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
