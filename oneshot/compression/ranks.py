@@ -3,8 +3,8 @@
 `W (m, n)` becomes the matrix of rank r with the least error of its outputs, `min ‖diag(w)^½ (W − W_r) H^½‖_F`. `H` is
 the Gram of what the linear reads. Its rows count by what they do:
 
-- a query by the energy of the keys that it meets in the scores, and a key by that of the queries; rotation mixes the
-  two coordinates of a pair, which share theirs;
+- a query by the energy of the keys that it meets in the scores, and a key by the energy of the queries; rotation
+  mixes the two coordinates of a pair, which share their weight;
 - a row of `gate_proj` by the energy of the neuron's other factor, and of the column of `down_proj` that reads the
   neuron; a row of `up_proj` likewise;
 - the rows of `o_proj` equally.

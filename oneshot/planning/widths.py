@@ -300,7 +300,7 @@ def _of(kinds: Sequence[RankedKind], planned: Sequence[RankedKind]) -> list[Rank
 
 
 class _Options:
-    """What a sublayer may be: each of its `own` sizes, with every combination of ranks of the linears of `kinds`."""
+    """List what a sublayer may be: each of its `own` sizes, with every combination of ranks of `kinds` of linears."""
 
     def __init__(self, grid: Grid, own: list[Sizes], kinds: Sequence[RankedKind]) -> None:
         self._grid, self._own, self._kinds = grid, own, kinds

@@ -399,8 +399,9 @@ class LayerProfiler:
         columns = order[: probe_size(self._ffn_errors[layer])].sort().values
         factors = self._correct(weight, columns, statistics, shape.mlp_bias)
         reduced = self.states.builder.layer(fold_sublayer(tensors, sublayer, shape, factors))
-        energy = mean_energy(reduced.sum(index, attended) - dense.sum(index, attended)) if self._has_ranks else 0.0
-        self._probes.append(_Probe("ffn", layer, squared_error(factors), reduced.run(index, attended), energy))
+        total = reduced.sum(index, attended)
+        energy = mean_energy(total - dense.sum(index, attended)) if self._has_ranks else 0.0
+        self._probes.append(_Probe("ffn", layer, squared_error(factors), reduced.leave(index, total), energy))
 
     def _correct(self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics, has_bias: bool) -> Factors:
         if has_bias:
