@@ -112,8 +112,7 @@ class SublayerTask:
     @property
     def ranks(self) -> dict[RankedKind, int]:
         """Return the ranks of the sublayer's linears that are not whole."""
-        kinds = ("query_key", "output") if self.is_attention else ("gate", "up")
-        return {kind: rank for kind, rank in self.kept.ranks.items() if kind in kinds}
+        return {kind: rank for kind, rank in self.kept.ranks.items() if kind in self.sublayer.mixer.ranked_kinds}
 
     @property
     def corrects_slices(self) -> bool:

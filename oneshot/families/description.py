@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from oneshot.families.shapes import ModelShape
+from oneshot.families.shapes import ModelShape, RankedKind
 
 SublayerKind = Literal["heads", "cross-heads", "ffn"]
 Feature = Literal[
@@ -85,6 +85,11 @@ class Attention:
         return f"{self.module}.rotary_pairs"
 
     @property
+    def ranked_kinds(self) -> tuple[RankedKind, ...]:
+        """Return the kinds of its linears that may have low rank."""
+        return ("query_key", "output")
+
+    @property
     def queries_keys(self) -> str:
         """Return the linear of queries and keys together; only some forms have it."""
         return f"{self.module}.qk_proj"
@@ -102,6 +107,11 @@ class FeedForward:
     @property
     def kind(self) -> SublayerKind:
         return "ffn"
+
+    @property
+    def ranked_kinds(self) -> tuple[RankedKind, ...]:
+        """Return the kinds of its linears that may have low rank."""
+        return ("gate", "up")
 
     @property
     def readers(self) -> tuple[str, ...]:

@@ -243,10 +243,11 @@ def _spread(
     attention = [kept | sizes for kept in heads for sizes in inner]
     if leaves_out:
         widths, attention = [0, *widths], [NO_HEADS, *attention]
+    stack = grid.family.stack
     # what an FFN and what attention may be: own sizes, and ranks of their linears
     sublayers = (
-        _Options(grid, [{"intermediate_size": width} for width in widths], _of(("gate", "up"), ranked_kinds)),
-        _Options(grid, attention, _of(("query_key", "output"), ranked_kinds)),
+        _Options(grid, [{"intermediate_size": width} for width in widths], _of(stack.ffn.ranked_kinds, ranked_kinds)),
+        _Options(grid, attention, _of(stack.attention.ranked_kinds, ranked_kinds)),
     )
     total = budget.measure(grid.stack(plan))
     tables: list[np.ndarray] = []
