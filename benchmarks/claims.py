@@ -28,24 +28,33 @@ from harness import (
 
 from oneshot import Config, compress
 from oneshot.checkpoint import locate_checkpoint
+from oneshot.config import tcsp_options
 from oneshot.text import load_tokenizer
 
 NARROW = {"sparsity": 0.2, "form": "stock"}  # 1536 -> 1024 neurons in every layer
-WHOLE_FFN = {"form": "per-layer", "ffn": "none", "embedding": "none", "allocation": "uniform"}
+NEURONS = {"form": "per-layer", "embedding": "none", "ranks": "none"}  # no other parts than neurons may shrink
+WHOLE_FFN = NEURONS | {"ffn": "none", "allocation": "uniform"}
 EQUAL_SIZE = 131_190_000  # stored parameters: values, or queries and keys, of 48 instead of 64 coordinates
-OWN_SIZES = {"sparsity": 0.2, "form": "per-layer", "embedding": "none"}
+OWN_SIZES = NEURONS | {"sparsity": 0.2}
+SUBSPACES = {"recipe": "group-pca", "sparsity": 0.1}
 
 # What is measured: a group of comparable variants, a name, and options of `Config.of`.
 VARIANTS: dict[str, dict[str, Any]] = {
     **{f"ffn/{name}": NARROW | changes for name, changes in FFN_CLAIMS.items()},
     "inner/values-48": WHOLE_FFN | {"value_size": 48},
     "inner/queries-and-keys-48": WHOLE_FFN | {"query_key_size": 48},
-    "inner/neurons": OWN_SIZES | {"sparsity": None, "parameters": EQUAL_SIZE, "allocation": "uniform", "round_to": 1},
+    "inner/neurons": NEURONS | {"parameters": EQUAL_SIZE, "allocation": "uniform", "round_to": 1},
     "allocation/uniform": OWN_SIZES | {"allocation": "uniform"},
     "allocation/stat": OWN_SIZES | {"allocation": "stat"},
     "allocation/stat-reversed": OWN_SIZES | {"allocation": "stat-reversed"},
     "allocation/error": OWN_SIZES | {"allocation": "error"},
     "allocation/sensitivity": OWN_SIZES | {"allocation": "sensitivity"},
+    **{f"hidden/group-of-{size}": SUBSPACES | {"group_size": size} for size in (1, 2, 4, 8)},
+    "hidden/one-for-all": SUBSPACES | {"group_size": 0},
+    "hidden/group-of-8-equal-widths": {"recipe": "group-pca", "hidden_size": 512},
+    "tcsp/15-15": tcsp_options(15, 15),
+    "tcsp/15-15-corrected": tcsp_options(15, 15) | {"correction": "two-stream"},
+    "tcsp/15-0": tcsp_options(15, 0),
 }
 
 

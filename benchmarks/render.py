@@ -36,6 +36,7 @@ from tables.runs import (
 )
 from tables.tasks import written_table
 
+CLAIM_GROUPS = ("ffn", "inner", "allocation", "hidden", "tcsp")
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
@@ -91,7 +92,7 @@ TABLES = {
         f"minilm_{group}": (partial(minilm_table, group), "minilm")
         for group in ("ffn", "heads", "hidden", "values", "queries", "recipe", "allocation", "tokens")
     },
-    **{f"claims_{group}": (partial(claims_table, group), "claims") for group in ("ffn", "inner", "allocation")},
+    **{f"claims_{group}": (partial(claims_table, group), "claims") for group in CLAIM_GROUPS},
     "gpu_counts": (gpu_counts_table, "gpu_counts"),
     "sums": (sums_table, "sums"),
     "quantise": (quantise_table, "quantise"),
