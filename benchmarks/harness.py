@@ -251,32 +251,36 @@ def latest(rows: list[Row], *keys: str) -> list[Row]:
     return list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
 
 
-def judge(report: Report, windows: dict[str, torch.Tensor], dense: Path) -> dict[str, Any]:
-    """A row's record of a compressed model: its size, its calibration, its perplexities, and how like the dense it is.
+def judge(reports: Sequence[Report], windows: dict[str, torch.Tensor], dense: Path) -> list[dict[str, Any]]:
+    """The rows' records of compressed models: size, calibration, perplexities, and how like the dense model each is.
 
     `top1_agreement` and `kl_divergence` (nats per token) are of the next token, on every text. `flops_ratio` is of the
     layers, with attention's products, for the mean token of a window (STAT section 4).
     """
-    output = Path(report.config["output"])
-    sizes = {
-        "stored_parameters": report.stored_parameters["compressed"],
-        "layer_parameters": report.layer_parameters["compressed"],
-        "flops_ratio": flops_ratio(output, dense, next(iter(windows.values())).shape[1]),
-    }
-    scores = text_scores(output, windows, baseline=dense)
-    measures = ("top1_agreement", "kl_divergence")
-    likeness = {measure: {name: getattr(one, measure) for name, one in scores.items()} for measure in measures}
-    return sizes | calibration_record(report.to_dict()) | losses(scores) | likeness
+    records = []
+    outputs = [Path(report.config["output"]) for report in reports]
+    scores_of_all = text_scores(outputs, windows, baseline=dense)
+    for report, output, scores in zip(reports, outputs, scores_of_all, strict=True):
+        sizes = {
+            "stored_parameters": report.stored_parameters["compressed"],
+            "layer_parameters": report.layer_parameters["compressed"],
+            "flops_ratio": flops_ratio(output, dense, next(iter(windows.values())).shape[1]),
+        }
+        measures = ("top1_agreement", "kl_divergence")
+        likeness = {measure: {name: getattr(one, measure) for name, one in scores.items()} for measure in measures}
+        records.append(sizes | calibration_record(report.to_dict()) | losses(scores) | likeness)
+    return records
 
 
 def text_scores(
-    folder: Path, windows: dict[str, torch.Tensor], *, baseline: Path | None = None
-) -> dict[str, TextScore]:
-    """Score a model on every text, in float32 on the CPU."""
+    folders: Sequence[Path], windows: dict[str, torch.Tensor], *, baseline: Path | None = None
+) -> list[dict[str, TextScore]]:
+    """Score models on every text, in float32 on the CPU; all are in memory together."""
     device, dtype = torch.device("cpu"), torch.float32
-    model = load_model(folder, device=device, dtype=dtype)
+    models = [load_model(folder, device=device, dtype=dtype) for folder in folders]
     other = None if baseline is None else load_model(baseline, device=device, dtype=dtype)
-    return {name: score_windows([model], ids, baseline=other)[0] for name, ids in windows.items()}
+    scores = {name: score_windows(models, ids, baseline=other) for name, ids in windows.items()}
+    return [{name: of_models[index] for name, of_models in scores.items()} for index in range(len(folders))]
 
 
 def losses(scores: Mapping[str, TextScore]) -> Row:
@@ -316,7 +320,7 @@ def calibration_record(report: Row) -> Row:
 
 def perplexities(folder: Path, windows: dict[str, torch.Tensor]) -> dict[str, float]:
     """A model's perplexity on every text, in float32 on the CPU."""
-    return {name: one.perplexity for name, one in text_scores(folder, windows).items()}
+    return {name: one.perplexity for name, one in text_scores([folder], windows)[0].items()}
 
 
 TASK_METRICS = {"chosen": ("acc_norm", "acc"), "written": ("exact_match",)}

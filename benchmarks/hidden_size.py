@@ -74,7 +74,8 @@ def main() -> None:
                     "predicted_error": [one.predicted_error for one in inputs],
                     "measured_error": [one.measured_error for one in inputs],
                 }
-                append_row("hidden_size", shared | row | judge(report, windows, dense))
+                [measured] = judge([report], windows, dense)
+                append_row("hidden_size", shared | row | measured)
 
 
 if __name__ == "__main__":

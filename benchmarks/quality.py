@@ -130,7 +130,7 @@ def main() -> None:
             dense_result = dense_row(shared["texts"], arguments)
         else:
             dense_result = {"recipe": "dense", "sparsity": 0.0, "stored_parameters": Checkpoint(dense).num_parameters}
-            dense_result |= losses(text_scores(dense, windows)) | judge_tasks(dense, arguments, include_path)
+            dense_result |= losses(text_scores([dense], windows)[0]) | judge_tasks(dense, arguments, include_path)
             append_row("quality", shared | dense_result)
         for recipe, form, seed in itertools.product(arguments.recipes, arguments.forms, arguments.seeds):
             config = Config.of(
@@ -147,7 +147,7 @@ def main() -> None:
             )
             by_sizes = arguments.tcsp is not None
             reports = [compress(config)] if by_sizes else compress_sizes(config, arguments.sparsity)
-            for report in reports:
+            for report, measured in zip(reports, judge(reports, windows, dense), strict=True):
                 reached, asked = report.sparsity["reached"], report.sparsity["asked"]
                 row = {
                     "recipe": recipe,
@@ -162,7 +162,6 @@ def main() -> None:
                         for layer in report.layers
                     ],
                 }
-                measured = judge(report, windows, dense)
                 measured |= score(measured["perplexity"], dense_result["perplexity"])
                 measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
                 measured |= retention(measured, dense_result)

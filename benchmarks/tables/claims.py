@@ -10,7 +10,7 @@ from tables.minilm import spread
 
 def claims_table(group: str) -> str:
     """Return the variants of a group."""
-    chosen = [row for row in latest(read_rows("claims"), "variant", "seed") if row["variant"].split("/")[0] == group]
+    chosen = [row for row in latest(read_rows("claims"), "group", "variant", "seed") if row["group"] == group]
     if not chosen:
         return "Not measured yet."
     lines = []
@@ -23,7 +23,7 @@ def claims_table(group: str) -> str:
             ", ".join(str(row["seed"]) for row in same),
         ]
         removed = fmean(row["sparsity"] for row in same)
-        lines.append([name.split("/")[1].replace("-", " "), f"{removed:.1%}", *numbers])
+        lines.append([name.replace("-", " "), f"{removed:.1%}", *numbers])
     titles = ("variant", "stored parameters removed", "score", "KL divergence", "agreement", "seeds")
     tokens, windows = chosen[0]["calibration_tokens"], next(iter(chosen[0]["texts"].values()))["windows"]
     return markdown(

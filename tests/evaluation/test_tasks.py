@@ -315,7 +315,7 @@ def test_a_row_says_how_like_the_dense_model_a_result_is(
     dense = make_checkpoint()
     report = compress(make_config(dense, sparsity=0.2))
     windows = {"text": torch.randint(0, 400, (3, 16), generator=torch.Generator().manual_seed(0))}
-    row = harness.judge(report, windows, dense)
+    [row] = harness.judge([report], windows, dense)
     models = [
         load_model(Path(folder), device=torch.device("cpu"), dtype=torch.float32)
         for folder in (dense, report.config["output"])
