@@ -37,6 +37,7 @@ WHOLE_FFN = NEURONS | {"ffn": "none", "allocation": "uniform"}
 EQUAL_SIZE = 131_190_000  # stored parameters: values, or queries and keys, of 48 instead of 64 coordinates
 OWN_SIZES = NEURONS | {"sparsity": 0.2}
 SUBSPACES = {"recipe": "group-pca", "sparsity": 0.1}
+ONE_SUBSPACE = tcsp_options(15, 0) | {"form": "per-layer"}  # where the embedding stays tied
 
 # options of `Config.of`, by the name of a variant, by group
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -55,10 +56,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "group-of-8-equal-widths": {"recipe": "group-pca", "hidden_size": 512},
     },
     "tcsp": {
-        "15-0": tcsp_options(15, 0),
+        "15-0": ONE_SUBSPACE,
         "15-15": tcsp_options(15, 15),
         "15-15-corrected": tcsp_options(15, 15) | {"correction": "two-stream"},
     },
+    "tokens": {f"{1024 * count}-tokens": ONE_SUBSPACE | {"num_sequences": count} for count in (1, 2, 4, 8, 16)},
 }
 
 
@@ -84,12 +86,11 @@ def main() -> None:
                     str(dense),
                     str(folder / "compressed" / name),
                     calibration=str(arguments.data_dir / "general.jsonl"),
-                    num_sequences=arguments.num_sequences,
                     sequence_length=1024,
                     seed=seed,
                     dtype="float32",
                     overwrite=True,
-                    **changes,
+                    **{"num_sequences": arguments.num_sequences} | changes,
                 )
                 for name, changes in variants.items()
             ]

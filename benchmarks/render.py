@@ -36,7 +36,7 @@ from tables.runs import (
 )
 from tables.tasks import written_table
 
-CLAIM_GROUPS = ("ffn", "inner", "allocation", "hidden", "tcsp")
+CLAIM_GROUPS = ("ffn", "inner", "allocation", "hidden", "tcsp", "tokens")
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",

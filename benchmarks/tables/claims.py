@@ -25,11 +25,13 @@ def claims_table(group: str) -> str:
         removed = fmean(row["sparsity"] for row in same)
         lines.append([name.replace("-", " "), f"{removed:.1%}", *numbers])
     titles = ("variant", "stored parameters removed", "score", "KL divergence", "agreement", "seeds")
-    tokens, windows = chosen[0]["calibration_tokens"], next(iter(chosen[0]["texts"].values()))["windows"]
+    counts = sorted({row["calibration_tokens"] for row in chosen})
+    tokens = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    windows = next(iter(chosen[0]["texts"].values()))["windows"]
     return markdown(
         titles,
         lines,
-        f"SmolLM2-135M-Instruct; calibrated on {tokens:,} tokens of general.jsonl; judged on {windows} windows of 1024 "
+        f"SmolLM2-135M-Instruct; calibrated on {tokens} tokens of general.jsonl; judged on {windows} windows of 1024 "
         "tokens of each of five other kinds of text. Score: perplexity ÷ dense, geometric mean; divergence in nats per "
         f"token; agreement of the next token; {origin(chosen)}.",
     )
