@@ -88,7 +88,6 @@ def main() -> None:
                     calibration=str(arguments.data_dir / "general.jsonl"),
                     sequence_length=1024,
                     seed=seed,
-                    dtype="float32",
                     overwrite=True,
                     **{"num_sequences": arguments.num_sequences} | changes,
                 )
