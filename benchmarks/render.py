@@ -35,6 +35,7 @@ from tables.runs import (
     processes_table,
 )
 from tables.tasks import written_table
+from tables.trained import trained_table
 
 CLAIM_GROUPS = ("ffn", "inner", "allocation", "hidden", "tcsp", "tokens")
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
@@ -93,6 +94,7 @@ TABLES = {
         for group in ("ffn", "heads", "hidden", "values", "queries", "recipe", "allocation", "tokens")
     },
     **{f"claims_{group}": (partial(claims_table, group), "claims") for group in CLAIM_GROUPS},
+    **{f"trained_{model}": (partial(trained_table, model), "trained") for model in ("distilbert", "t5")},
     "gpu_counts": (gpu_counts_table, "gpu_counts"),
     "sums": (sums_table, "sums"),
     "quantise": (quantise_table, "quantise"),
