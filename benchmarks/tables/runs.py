@@ -14,7 +14,8 @@ def overhead_table() -> str:
         seconds = [f"{fmean(row[name]):.0f} s" for name in ("forward_seconds", "whole_forward_seconds")]
         ratios = [f"{row[name]:.2f}" for name in ("ratio", "whole_ratio")]
         total, profile = row["compress_seconds"]["total"], row["compress_seconds"].get("profile")
-        taken = f"{total:.0f} s" if profile is None else f"{total:.0f} s ({profile:.0f} s of it the profile)"
+        taken = f"{row.get('compress_cpu_seconds', total):.0f} s"
+        taken += "" if profile is None else f" ({profile / total:.0%} of it the profile)"
         lines.append([row["recipe"], row["form"], f"{row['num_tokens']:,}", *seconds, taken, *ratios, _operators(row)])
     return markdown(
         [
@@ -22,6 +23,7 @@ def overhead_table() -> str:
             *("compression", "÷ pass, no head", "÷ pass", "costliest operators"),
         ],
         lines,
+        "CPU seconds of one thread; rows older than this measure have seconds of the wall clock. "
         f"{rows[0]['model']}, {origin(rows)}.",
     )
 
