@@ -28,7 +28,7 @@ def trained_table(model: str) -> str:
         same = [row for row in compressed if row["variant"] == name]
         numbers = [spread([row["measures"][measure] for row in same]) for measure in measures]
         lines.append([name, f"{fmean(row['sparsity'] for row in same):.1%}", *numbers])
-    tokens = sorted({row["tokens"] for row in compressed})
+    tokens = sorted({row["tokens"] for row in compressed if row["tokens"]})
     seeds = sorted({row["seed"] for row in compressed})
     return markdown(
         ("variant", "stored parameters removed", *measures),
