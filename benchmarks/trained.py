@@ -16,30 +16,35 @@ from harness import append_row, parser, provenance
 from oneshot import Config, compress
 from oneshot.evaluation import evaluate
 
-CALIBRATED = 256  # examples
+CALIBRATION_TOKENS = 6_000
 LONGEST = 96  # tokens of an example
-HALF_HEADS = {"ffn": "none", "heads": "id", "allocation": "uniform"}  # 4 -> 2 in every layer
+NARROW = {"round_to": 64, "allocation": "uniform", "form": "stock"}
+RECIPES = ("oneshot", "stat", "group-pca", "tcsp")
+TWO_HEADS = {"ffn": "none", "heads": "id", "sparsity": 0.2}  # of 4
 
 # options of `Config.of`, by the name of a variant, by model
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "distilbert": {
-        **{f"oneshot {size:.0%}": {"form": "per-layer", "sparsity": size} for size in (0.1, 0.2, 0.3)},
-        "oneshot with heads 30%": {"form": "per-layer", "sparsity": 0.3, "heads": "id"},
-        "oneshot stock 20%": {"sparsity": 0.2},
-        "uncorrected stock 20%": {"sparsity": 0.2, "correction": "none"},
-        "random stock 20%": {"sparsity": 0.2, "ffn": "random", "correction": "none"},
-        "stat 20%": {"recipe": "stat", "form": "per-layer", "sparsity": 0.2},
-        "group-pca 20%": {"recipe": "group-pca", "group_size": 1, "sparsity": 0.2},
-        "tcsp 20%": {"recipe": "tcsp", "form": "per-layer", "sparsity": 0.2},
+        **{f"{recipe} 30%": {"recipe": recipe, "form": "per-layer", "sparsity": 0.3} for recipe in RECIPES},
+        "oneshot with heads 40%": {"form": "per-layer", "sparsity": 0.4, "heads": "id"},
+        "64 of 512 neurons": NARROW | {"sparsity": 0.3},
+        "64 neurons, uncorrected": NARROW | {"sparsity": 0.3, "correction": "none"},
+        "64 random neurons": NARROW | {"sparsity": 0.3, "ffn": "random"},
+        "own subspaces of 64 of 128": {"recipe": "group-pca", "group_size": 1, "hidden_size": 64},
+        "one subspace of 64": {"recipe": "tcsp", "form": "per-layer", "hidden_size": 64},
     },
     "t5": {
-        **{f"oneshot {size:.0%}": {"sparsity": size} for size in (0.1, 0.2, 0.3)},
-        "uncorrected 20%": {"sparsity": 0.2, "correction": "none"},
-        "random 20%": {"sparsity": 0.2, "ffn": "random", "correction": "none"},
-        "half of the heads": HALF_HEADS | {"sparsity": 0.2},
-        "half of the heads, uncorrected": HALF_HEADS | {"sparsity": 0.2, "correction": "none"},
-        "heads of 24 of 32": {"ffn": "none", "value_size": 24, "query_key_size": 24},
-        "tcsp hidden size 112 of 128": {"recipe": "tcsp", "hidden_size": 112},
+        "oneshot 30%": {"sparsity": 0.3},
+        "oneshot 45%": {"sparsity": 0.45},
+        "45%, uncorrected": {"sparsity": 0.45, "correction": "none"},
+        "45%, random neurons": {"sparsity": 0.45, "ffn": "random"},
+        "stat 30%": {"recipe": "stat", "sparsity": 0.3},
+        "2 of 4 heads": TWO_HEADS,
+        "2 heads, uncorrected": TWO_HEADS | {"correction": "none"},
+        "heads of 16 of 32": {"ffn": "none", "value_size": 16, "query_key_size": 16},
+        "hidden size 96 of 128": {"recipe": "tcsp", "hidden_size": 96},
+        "hidden size 96, corrected": {"recipe": "tcsp", "hidden_size": 96, "correction": "two-stream"},
+        "hidden size 64 of 128": {"recipe": "tcsp", "hidden_size": 64},
     },
 }
 
@@ -62,7 +67,7 @@ def main() -> None:
                     str(dense),
                     str(Path(scratch) / str(number)),
                     calibration=str(arguments.folder / f"{model}-calibration.jsonl"),
-                    num_sequences=CALIBRATED,
+                    num_sequences=CALIBRATION_TOKENS // LONGEST,
                     sequence_length=LONGEST,
                     seed=seed,
                     dtype="float32",
