@@ -37,6 +37,7 @@ WHOLE_FFN = NEURONS | {"ffn": "none", "allocation": "uniform"}
 EQUAL_SIZE = 131_190_000  # stored parameters: values, or queries and keys, of 48 instead of 64 coordinates
 OWN_SIZES = NEURONS | {"sparsity": 0.2}
 SUBSPACES = {"recipe": "group-pca", "sparsity": 0.1}
+OWN_WIDTHS = {"allocation": "error"}
 ONE_SUBSPACE = tcsp_options(15, 0) | {"form": "per-layer"}  # where the embedding stays tied
 
 # options of `Config.of`, by the name of a variant, by group
@@ -51,9 +52,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         name: OWN_SIZES | {"allocation": name} for name in ("uniform", "stat", "stat-reversed", "error", "sensitivity")
     },
     "hidden": {
-        **{f"group-of-{size}": SUBSPACES | {"group_size": size} for size in (1, 2, 4, 8)},
-        "one-for-all": SUBSPACES | {"group_size": 0},
-        "group-of-8-equal-widths": {"recipe": "group-pca", "hidden_size": 512},
+        **{f"groups of {size}": SUBSPACES | {"group_size": size} for size in (1, 2, 4, 8)},
+        **{f"groups of {size}, own widths": SUBSPACES | {"group_size": size} | OWN_WIDTHS for size in (1, 2, 4, 8)},
+        "one for all": SUBSPACES | {"group_size": 0},
     },
     "tcsp": {
         "15-0": ONE_SUBSPACE,

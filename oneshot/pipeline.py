@@ -272,7 +272,7 @@ def _find_subspaces(config: Config, run: Run, plan: Plan) -> tuple[Plan, StreamS
             seed=config.seed,
             advance=progress.advance,
         )
-    if not config.target.states_hidden_size and plan.hidden.num_groups > 1:
+    if method.allocation == "error" and not config.target.states_hidden_size and plan.hidden.num_groups > 1:
         wanted = config.target.wanted_parameters(run.dense.stored_parameters())
         plan = spread_hidden_sizes(
             run.grid, plan, subspaces.energies, target_parameters=wanted, round_to=config.target.round_to

@@ -67,7 +67,8 @@ class Method:
             the `values` themselves (SP3, TCSP).
         value_weights: whether the `output` linear weighs these features (TCSP equation 27; DA-WID equation 9), or not
             (SP3 equation 10; DA-WID equation 21).
-        allocation: how layers share the target: `uniform`, or by a profile (`planning.damages`).
+        allocation: how layers share the target: `uniform`, or by a profile (`planning.damages`). Of groups of
+            subspaces: `uniform`, or the least lost energy (`error`, SP3 section 3.2).
         layer_allocation: what `allocation=auto` means if layers may have different sizes.
         depth: `sensitivity` also leaves out whole layers if a profile says that it costs less; `sublayers`: attention
             or the FFN of a layer by itself (SP3 section 3.2).
@@ -146,6 +147,10 @@ class Method:
             )
         if self.embedding == "low-rank" and (self.hidden != "none" or self.allocation not in ("auto", "sensitivity")):
             raise ConfigError("--set embedding=low-rank needs hidden=none and allocation=sensitivity; set them.")
+        if self.only_slices and self.allocation not in ("auto", "uniform", "error"):
+            raise ConfigError(
+                f"--set allocation={self.allocation} is for neurons and heads; a hidden size has uniform or error."
+            )
         if self.allocation == "flap" and self.reduces_heads:
             raise ConfigError("--set allocation=flap is for FFN neurons alone; set heads=none, or choose another.")
 
@@ -204,6 +209,11 @@ class Method:
     def follows_dense(self) -> bool:
         """Return whether the correction's target comes from the dense stream."""
         return self.correction == "two-stream"
+
+    @property
+    def only_slices(self) -> bool:
+        """Return whether the hidden size is all that shrinks."""
+        return self.slices and not self.reduces_sublayers
 
     @property
     def reads_profile(self) -> bool:

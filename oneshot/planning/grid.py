@@ -175,7 +175,9 @@ class Grid:
             by_profile = method.leaves_out_layers or (self.layers_differ and not method.slices)
             measures = method.leaves_out_layers or method.plans_inner_sizes
             own = "sensitivity" if measures else method.layer_allocation
-            method = replace(method, allocation=own if by_profile else "uniform")
+            # where the stream passes all groups, the narrowest would be a bottleneck (docs/claims.md)
+            otherwise = "error" if method.only_slices and self.family.stack.norms_after else "uniform"
+            method = replace(method, allocation=own if by_profile else otherwise)
         if method.reads_profile and (reason := self.family.reason_against("profile")) is not None:
             raise PlanError(reason)
         by_sensitivity = method.allocation == "sensitivity" and not method.slices

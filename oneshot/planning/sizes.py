@@ -31,7 +31,7 @@ def make_plan(
 
     Sizes that the target states are kept. FFN and heads take what is left; the hidden size does if nothing else is
     reduced. With damages, FFN and heads take the sizes of least predicted damage. If groups of sublayers have their own
-    subspaces, all widths are equal here, and `spread_hidden_sizes` distributes them once the spectra are known.
+    subspaces, all widths are equal here, and `spread_hidden_sizes` may distribute them once the spectra are known.
 
     Args:
         method: settled for this grid (`Grid.settle`).

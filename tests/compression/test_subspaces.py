@@ -296,11 +296,16 @@ def test_the_stored_model_equals_the_streamed_one(
     torch.testing.assert_close(read_by_norm[0], streamed[0], rtol=0, atol=1e-4 * float(streamed[0].abs().max()))
 
 
-def test_a_budget_is_spread_over_the_groups(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
-    config = make_config(make_checkpoint(layers=3), recipe="group-pca", group_size=2, sparsity=0.2)
+@pytest.mark.parametrize("allocation", ["auto", "uniform", "error"])
+def test_a_budget_is_spread_over_the_groups(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, allocation: str
+) -> None:
+    """Groups of a stream that passes them all are equal unless one asks for widths of their own."""
+    folder = make_checkpoint(layers=3)
+    config = make_config(folder, recipe="group-pca", group_size=2, sparsity=0.2, allocation=allocation)
     report = compress(config)
     sizes = report.plan["hidden"]["sizes"]
-    assert len(set(sizes)) > 1
+    assert (len(set(sizes)) > 1) == (allocation == "error")
     stack = per_layer_shape(json.loads((Path(config.output) / "config.json").read_text()))
     assert stack.stored_parameters() == report.stored_parameters["compressed"]
     assert report.sparsity["reached"] == pytest.approx(0.2, abs=0.05)
@@ -343,6 +348,7 @@ def test_hidden_size_and_ffn_together(make_checkpoint: MakeCheckpoint, make_conf
         ({}, {"hidden_size": 28, "sparsity": 0.1}, "--set hidden=pca"),
         ({}, {"hidden": "pca", "sparsity": 0.1}, "Give --set hidden_size="),
         ({}, {"recipe": "tcsp", "hidden_size": 28, "sparsity": 0.1}, "Give either --set hidden_size="),
+        ({}, {"recipe": "group-pca", "sparsity": 0.1, "allocation": "stat"}, "a hidden size has uniform or error"),
         ({}, {"hidden": "pca", "hidden_size": 33, "sparsity": 0.1}, "is above"),
         ({}, {"hidden": "pca", "hidden_size": 8, "sparsity": 0.1}, "give larger ones"),
         ({"tied": True}, {"recipe": "tcsp", "sparsity": 0.95}, "hidden size alone"),
