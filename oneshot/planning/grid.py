@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from oneshot.errors import ConfigError, PlanError
 from oneshot.families import Description, ModelShape, StackShape
 from oneshot.planning.plan import Plan
-from oneshot.recipes import AUTO, Method
+from oneshot.recipes import AUTO, Allocation, Method
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Grid:
             measures = method.leaves_out_layers or method.plans_inner_sizes
             own = "sensitivity" if measures else method.layer_allocation
             # where the stream passes all groups, the narrowest would be a bottleneck (docs/claims.md)
-            otherwise = "error" if method.only_slices and self.family.stack.norms_after else "uniform"
+            otherwise: Allocation = "error" if method.only_slices and self.family.stack.norms_after else "uniform"
             method = replace(method, allocation=own if by_profile else otherwise)
         if method.reads_profile and (reason := self.family.reason_against("profile")) is not None:
             raise PlanError(reason)
