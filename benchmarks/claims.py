@@ -36,7 +36,7 @@ NEURONS = {"form": "per-layer", "embedding": "none", "ranks": "none"}  # no othe
 WHOLE_FFN = NEURONS | {"ffn": "none", "allocation": "uniform"}
 EQUAL_SIZE = 131_190_000  # stored parameters: values, or queries and keys, of 48 instead of 64 coordinates
 OWN_SIZES = NEURONS | {"sparsity": 0.2}
-SUBSPACES = {"recipe": "group-pca", "sparsity": 0.1}
+SUBSPACES = {"recipe": "group-pca", "sparsity": 0.1, "round_to": 4}
 OWN_WIDTHS = {"allocation": "error"}
 ONE_SUBSPACE = tcsp_options(15, 0) | {"form": "per-layer"}  # where the embedding stays tied
 
@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "hidden": {
         **{f"groups of {size}": SUBSPACES | {"group_size": size} for size in (1, 2, 4, 8)},
-        **{f"groups of {size}, own widths": SUBSPACES | {"group_size": size} | OWN_WIDTHS for size in (1, 2, 4, 8)},
+        **{f"groups of {size}, own widths": SUBSPACES | {"group_size": size} | OWN_WIDTHS for size in (1, 8)},
         "one for all": SUBSPACES | {"group_size": 0},
     },
     "tcsp": {
