@@ -8,15 +8,15 @@ import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors
-from oneshot.compression.fold import confine, cut_heads, fold_hidden, to_rms_norms, without_sublayer
-from oneshot.compression.fold_post_norm import fold_post_norm
-from oneshot.compression.inner_heads import InnerMaps, fold_inner, keep_heads, reduce_queries_keys
-from oneshot.compression.ranks import Factored, RankAccumulator, fold_ranks, with_ranks
+from oneshot.compression.fold import confine
+from oneshot.compression.inner_heads import InnerMaps, keep_heads, reduce_queries_keys
+from oneshot.compression.layer_folder import LayerFolder, Ranks
+from oneshot.compression.ranks import RankAccumulator, with_ranks
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.sublayer import SublayerTask, relative_error
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.compression.up_proj import correct_up, up_passes
-from oneshot.families import Attention, RankedKind, Stack
+from oneshot.families import Attention
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader, to_host
@@ -26,8 +26,6 @@ from oneshot.report.records import SublayerReport
 from oneshot.stream import DensePass, Layer, States
 
 Tensors = dict[str, torch.Tensor]
-
-Ranks = dict[RankedKind, Factored]
 
 # the working layer, maps of heads and linears of low rank of its sublayers by their index, what was lost
 Solved = tuple[Tensors, dict[int, InnerMaps], dict[int, Ranks], list[SublayerReport]]
@@ -90,10 +88,11 @@ class LayerCompressor:
         shared_heads: Mapping[str, torch.Tensor] = MappingProxyType({}),
         seed: int = 0,
     ) -> None:
-        self._model, self._method, self._plan, self._grid, self._machine = model, method, plan, grid, machine
+        self._model, self._method, self._plan, self._machine = model, method, plan, machine
         self._subspaces, self._states, self._seed = subspaces, states, seed
         self._shared_heads = shared_heads
         self._upload = Uploader(machine.device)
+        self._folder = LayerFolder(model, grid, subspaces)
 
     def replay_layer(self, layer: int, tensors: Tensors, working: Tensors) -> None:
         """Move the streams through a layer that another run finished: its dense tensors and its `working` ones."""
@@ -299,32 +298,13 @@ class LayerCompressor:
         maps: dict[int, InnerMaps],
         ranks: dict[int, Ranks],
     ) -> tuple[Tensors, Tensors]:
-        """Return what the checkpoint stores (smaller coordinates, the dtypes of the input) and `working`, on the host.
+        """Return what the checkpoint stores of a layer, and `working`, on the host.
 
         Tensors that did not change since they were uploaded are the input's.
         """
-        stack = self._model.family.stack_of(layer)
-        folded = working
-        for index, sublayer in enumerate(stack.sublayers):
-            if index in maps and isinstance(sublayer.mixer, Attention):
-                heads = maps[index].heads
-                if heads is not None:
-                    folded = cut_heads(folded, sublayer, self._model.shape, heads)
-                folded = fold_inner(folded, sublayer.mixer, maps[index])
-            folded = fold_ranks(folded, sublayer.mixer, ranks.get(index, {}))
-        if self._grid.folds_layer_norms:
-            folded = to_rms_norms(folded, stack)
-        if self._subspaces is not None:
-            positions = range(len(stack.sublayers) + 1)
-            bases = [self._subspaces.basis(stack.position(layer, index)) for index in positions]
-            if self._norms_inside:
-                folded = fold_post_norm(folded, stack, self._model.read_norm_before(layer), bases)
-            else:
-                folded = fold_hidden(folded, stack, bases, self._memory_reading(stack))
-        for task in self._tasks(layer):
-            if task.is_left_out:
-                folded = without_sublayer(folded, task.sublayer)
-        like = tensors[f"{stack.attention.out}.weight"]
+        left_out = [task.sublayer for task in self._tasks(layer) if task.is_left_out]
+        folded = self._folder.fold(layer, working, maps, ranks, left_out)
+        like = tensors[f"{self._model.family.stack_of(layer).attention.out}.weight"]
         folded = {
             name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor
             for name, tensor in folded.items()
@@ -337,14 +317,6 @@ class LayerCompressor:
             {name: host[id(tensor)] for name, tensor in folded.items()},
             {name: host[id(tensor)] for name, tensor in working.items()},
         )
-
-    def _memory_reading(self, stack: Stack) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the weight of the encoder's final norm and the basis that it reads, for a decoder."""
-        if self._subspaces is None or stack.first_layer == 0:
-            return None
-        encoder = self._model.family.stack
-        gamma = self._model.read_final_norm(encoder)["weight"]
-        return gamma, self._subspaces.basis(encoder.position(stack.first_layer))
 
     def _input_reports(self, layer: int, dense: Layer | None) -> list[SublayerReport]:
         """Report what the subspaces leave out of the dense stream before every norm, measured on the judged batch."""
