@@ -30,6 +30,8 @@ STAGES = {
     "oneshot/compression/selection.py": "pivots",
     "oneshot/linalg/pivoted_qr.py": "pivots",
     "oneshot/compression/correction.py": "correction",
+    "oneshot/compression/measuring.py": "correction",
+    "oneshot/compression/solving.py": "correction",
     "oneshot/compression/sublayer.py": "correction",
     "oneshot/linalg": "correction",
     "oneshot/stream": "forward",

@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oneshot.checkpoint import Checkpoint, locate_checkpoint, open_model
 from oneshot.compression.correction import correct
 from oneshot.compression.fold import fold_sublayer
+from oneshot.compression.measuring import NONZEROS
 from oneshot.compression.selection import Evidence, select_neurons
 from oneshot.compression.statistics import GramAccumulator, SketchAccumulator
-from oneshot.compression.sublayer import NONZEROS
 from oneshot.evaluation import perplexity
 from oneshot.machine import Machine
 from oneshot.recipes import DAMPING

@@ -1,6 +1,7 @@
 """Compressing layers: statistics, selection, correction and folding, and the subspaces and ranks around them.
 
-`layer.LayerCompressor` is the order; `sublayer.SublayerTask` is the one way through attention and FFN.
+`layer.LayerCompressor` is the order. The one way through attention and FFN is `measuring`, `solving` and `fold`, by the
+sizes in a `sublayer.SublayerTask`.
 """
 
 from oneshot.compression.correction import Factors

@@ -11,9 +11,11 @@ from oneshot.compression.correction import Factors
 from oneshot.compression.fold import confine
 from oneshot.compression.inner_heads import InnerMaps, keep_heads, reduce_queries_keys
 from oneshot.compression.layer_folder import LayerFolder, Ranks
+from oneshot.compression.measuring import measure, relative_error
 from oneshot.compression.ranks import RankAccumulator, with_ranks
+from oneshot.compression.solving import solve
 from oneshot.compression.statistics import batches_apart
-from oneshot.compression.sublayer import SublayerTask, relative_error
+from oneshot.compression.sublayer import SublayerTask
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
 from oneshot.compression.up_proj import correct_up, up_passes
 from oneshot.families import Attention
@@ -133,7 +135,7 @@ class LayerCompressor:
         reports, maps = self._input_reports(layer, None), dict[int, InnerMaps]()
         for task in tasks:
             if task.is_reduced:
-                units, factors, _ = task.solve(working, None)
+                units, factors, _ = solve(task, working, None)
                 working = task.fold(working, factors)
                 maps[task.index] = self._with_heads(task, InnerMaps(), units)
                 reports.append(_report(task, factors, None))
@@ -167,12 +169,12 @@ class LayerCompressor:
             if not task.is_solved:
                 states.defer(_Pass(task, current))
                 continue
-            statistics, target = task.measure(working, states, current, reference, dense_pass)
+            statistics, target = measure(task, working, states, current, reference, dense_pass)
             del current
             if task is tasks[-1]:
                 del dense, reference, dense_pass  # the factorisation needs their memory
             release_heap()
-            units, factors, values = task.solve(working, statistics)
+            units, factors, values = solve(task, working, statistics)
             working = task.fold(working, factors)
             if task.is_reduced and not task.is_attention:
                 ranks[task.index] = {kind: one.rows(units) for kind, one in ranks.get(task.index, {}).items()}
