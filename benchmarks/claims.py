@@ -48,9 +48,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "queries-and-keys-48": WHOLE_FFN | {"query_key_size": 48},
         "neurons": NEURONS | {"parameters": EQUAL_SIZE, "allocation": "uniform", "round_to": 1},
     },
-    "allocation": {
-        name: OWN_SIZES | {"allocation": name} for name in ("uniform", "stat", "stat-reversed", "error", "sensitivity")
-    },
+    "allocation": {name: OWN_SIZES | {"allocation": name} for name in ("uniform", "stat", "sensitivity")},
     "hidden": {
         **{f"groups of {size}": SUBSPACES | {"group_size": size} for size in (1, 2, 4, 8)},
         **{f"groups of {size}, own widths": SUBSPACES | {"group_size": size} | OWN_WIDTHS for size in (1, 8)},
