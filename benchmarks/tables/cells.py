@@ -1,8 +1,8 @@
 """What the tables have in common: their form, and cells for numbers, settings and origins."""
 
 import math
-from collections.abc import Mapping, Sequence
-from statistics import stdev
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, stdev
 
 from harness import Row
 
@@ -17,6 +17,25 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]], caption: str
 
 def rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return `mean ± standard deviation`; the value alone if there is one."""
+    return f"{fmean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+
+
+def by_variant(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return the rows of every variant, the variants in the order of their first rows."""
+    variants: dict[str, list[Row]] = {}
+    for row in rows:
+        variants.setdefault(row["variant"], []).append(row)
+    return variants
+
+
+def token_span(counts: Iterable[int]) -> str:
+    """Return the least and the largest count; one number if they are equal."""
+    different = sorted(set(counts))
+    return f"{different[0]:,}" if len(different) == 1 else f"{different[0]:,} to {different[-1]:,}"
 
 
 def score_cell(row: Row, places: int = 2) -> str:

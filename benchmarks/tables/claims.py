@@ -4,8 +4,7 @@ from statistics import fmean
 
 from harness import latest, read_rows
 
-from tables.cells import markdown, origin
-from tables.minilm import spread
+from tables.cells import by_variant, markdown, origin, spread, token_span
 
 
 def claims_table(group: str) -> str:
@@ -14,8 +13,7 @@ def claims_table(group: str) -> str:
     if not chosen:
         return "Not measured yet."
     lines = []
-    for name in dict.fromkeys(row["variant"] for row in chosen):
-        same = [row for row in chosen if row["variant"] == name]
+    for name, same in by_variant(chosen).items():
         numbers = [
             spread([row["score"] for row in same]),
             spread([fmean(row["kl_divergence"].values()) for row in same]),
@@ -25,8 +23,7 @@ def claims_table(group: str) -> str:
         removed = fmean(row["sparsity"] for row in same)
         lines.append([name.replace("-", " "), f"{removed:.1%}", *numbers])
     titles = ("variant", "stored parameters removed", "score", "KL divergence", "agreement", "seeds")
-    counts = sorted({row["calibration_tokens"] for row in chosen})
-    tokens = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    tokens = token_span(row["calibration_tokens"] for row in chosen)
     windows = next(iter(chosen[0]["texts"].values()))["windows"]
     return markdown(
         titles,

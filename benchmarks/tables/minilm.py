@@ -1,11 +1,10 @@
 """Tables of the papers' claims on MiniLM: mean and standard deviation over the seeds of the calibration text."""
 
-from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 
 from harness import Row, latest, read_rows
 
-from tables.cells import markdown, origin
+from tables.cells import by_variant, markdown, origin, spread, token_span
 
 MEASURES = ("agreement", "cosine", "retrieval")
 
@@ -18,24 +17,17 @@ def minilm_table(group: str) -> str:
         return "Not measured yet."
     dense = next(row for row in rows if row["variant"] == "dense")
     lines = []
-    for name in dict.fromkeys(row["variant"] for row in chosen):
-        same = [row for row in chosen if row["variant"] == name]
+    for name, same in by_variant(chosen).items():
         removed = fmean(row["sparsity"] for row in same)
         numbers = [spread([row["measures"][measure] for row in same]) for measure in MEASURES]
         lines.append([name.split("/")[1].replace("-", " "), f"{removed:.1%}", *numbers])
     return markdown(("variant", "stored parameters removed", *MEASURES), lines, caption(chosen, dense))
 
 
-def spread(values: Sequence[float]) -> str:
-    """Return `mean ± standard deviation`; the value alone if there is one."""
-    return f"{fmean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
-
-
 def caption(rows: list[Row], dense: Row) -> str:
     """Return what the rows have in common."""
     seeds = sorted({row["seed"] for row in rows})
-    tokens = sorted({row["tokens"] for row in rows})
-    span = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
+    span = token_span(row["tokens"] for row in rows)
     return (
         f"{rows[0]['model']}; {rows[0]['judged']} questions of BoolQ search {rows[0]['judged']} passages (dense model: "
         f"{dense['measures']['retrieval']:.3f} found); calibrated on {span} tokens of other questions and passages; "

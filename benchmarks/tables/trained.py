@@ -4,8 +4,7 @@ from statistics import fmean
 
 from harness import latest, read_rows
 
-from tables.cells import markdown, origin
-from tables.minilm import spread
+from tables.cells import by_variant, markdown, origin, spread, token_span
 
 SUBJECTS = {
     "distilbert": "A DistilBERT classifier that we trained from scratch: from which package of Python's standard "
@@ -24,15 +23,14 @@ def trained_table(model: str) -> str:
     measures = list(compressed[0]["measures"])
     known = (dense["measures"].get(measure) for measure in measures)
     lines = [["dense", "0", *("–" if value is None else f"{value:.3f}" for value in known)]]
-    for name in dict.fromkeys(row["variant"] for row in compressed):
-        same = [row for row in compressed if row["variant"] == name]
+    for name, same in by_variant(compressed).items():
         numbers = [spread([row["measures"][measure] for row in same]) for measure in measures]
         lines.append([name, f"{fmean(row['sparsity'] for row in same):.1%}", *numbers])
-    tokens = sorted({row["tokens"] for row in compressed if row["tokens"]})
+    tokens = token_span(row["tokens"] for row in compressed if row["tokens"])
     seeds = sorted({row["seed"] for row in compressed})
     return markdown(
         ("variant", "stored parameters removed", *measures),
         lines,
         f"{SUBJECTS[model]} ({dense['parameters']:,} parameters); judged on 500 other examples; calibrated on "
-        f"{tokens[0]:,} to {tokens[-1]:,} tokens; seeds {', '.join(map(str, seeds))}; {origin(compressed)}.",
+        f"{tokens} tokens; seeds {', '.join(map(str, seeds))}; {origin(compressed)}.",
     )

@@ -1,4 +1,4 @@
-"""What is to be done with a sublayer, for attention and FFN alike.
+"""Say what is to be done with a sublayer, for attention and FFN alike.
 
 `measuring.measure` sums statistics of the activations that the sublayer's writer reads. `solving.solve` selects the
 columns that stay and corrects the writer over them. `fold.fold_sublayer` makes the smaller tensors of it.
