@@ -33,11 +33,11 @@ class Choice:
 WHOLE = {"ranks": "none"}
 PARTS = {  # part: with it, without it
     "ranks of linears": (Choice(), Choice(WHOLE)),
+    "ranks of the embedding": (Choice(), Choice({"embedding": "none"})),
+    "half of the text from the model itself": (Choice(), Choice(calibration=BROAD)),
+    "correction": (Choice(), Choice({"correction": "none"})),
+    "a quarter of the residual": (Choice(), Choice({"residual_weight": 0})),
     "a size of its own for every layer": (Choice(WHOLE | {"embedding": "none"}), Choice(form="stock")),
-    "ranks of the embedding": (Choice(WHOLE), Choice(WHOLE | {"embedding": "none"})),
-    "half of the text from the model itself": (Choice(WHOLE), Choice(WHOLE, calibration=BROAD)),
-    "correction": (Choice(WHOLE), Choice(WHOLE | {"correction": "none"})),
-    "a quarter of the residual": (Choice(WHOLE), Choice(WHOLE | {"residual_weight": 0})),
     "`--up-steps 4`": (Choice(WHOLE | {"up_steps": 4}), Choice(WHOLE)),
 }
 
@@ -64,8 +64,8 @@ def paired_parts_table() -> str:
             *(f"{CONFIDENCE:.0%} interval", "p", "change by seed"),
         ],
         lines,
-        f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form. All parts but the first are measured "
-        "without ranks of linears, and the second also without ranks of the embedding, beside the stock form. Scores: "
+        f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form. The last two lines are measured without "
+        "ranks of linears, and the first of them also without ranks of the embedding, beside the stock form. Scores: "
         "mean ± standard deviation over the seeds. The change is paired: the same windows, the same seed, with the "
         "part and without it; the interval is for other windows and other seeds, and one that leaves out 0 is set in "
         "bold. Rows older than window losses have no test (–). "

@@ -106,6 +106,18 @@ def test_rotation_at_full_width_keeps_the_outputs(family: str, name: str, group_
     assert layer == (31, 31, 31)
 
 
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_groups_behind_norms_get_widths_of_their_own(family: str, make: Any) -> None:
+    """SP3 section 3.2: there a group's subspace is no bottleneck for the others, and the default spreads the size."""
+    _, run = make(family, FAMILIES[family].classes[0])
+    run(recipe="group-pca", group_size=1, sparsity=0.2, allocation="uniform")
+    [width] = set(run.report.plan["hidden"]["sizes"])
+    ours = run(recipe="group-pca", group_size=1, sparsity=0.2)
+    sizes = run.report.plan["hidden"]["sizes"]
+    assert min(sizes) < width < max(sizes)
+    assert ours.num_parameters() == run.report.stored_parameters["compressed"]
+
+
 class ProjectedNorm(nn.Module):
     """A LayerNorm whose centred input is first projected, written from SP3's equations 5 to 8."""
 
