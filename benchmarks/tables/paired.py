@@ -67,8 +67,8 @@ def paired_parts_table() -> str:
         f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form. The last two lines are measured without "
         "ranks of linears, and the first of them also without ranks of the embedding, beside the stock form. Scores: "
         "mean ± standard deviation over the seeds. The change is paired: the same windows, the same seed, with the "
-        "part and without it; the interval is for other windows and other seeds, and one that leaves out 0 is set in "
-        "bold. Rows older than window losses have no test (–). "
+        "part and without it; the interval is for other windows and other seeds, of a line with one seed for other "
+        "windows only, and one that leaves out 0 is set in bold. Rows older than window losses have no test (–). "
         f"{rows[0]['model']}, fp32, first {rows[0]['max_windows']} windows of {len(rows[0]['texts'])} kinds of text; "
         f"{origin(shown)}.",
     )

@@ -15,12 +15,16 @@ def overhead_table() -> str:
         ratios = [f"{row[name]:.2f}" for name in ("ratio", "whole_ratio")]
         total, profile = row["compress_seconds"]["total"], row["compress_seconds"].get("profile")
         taken = f"{row.get('compress_cpu_seconds', total):.0f} s"
-        taken += "" if profile is None else f" ({profile / total:.0%} of it the profile)"
+        if profile is None:
+            ratios.append("–")
+        else:
+            taken += f" ({profile / total:.0%} of it the profile)"
+            ratios.append(f"{row['whole_ratio'] * (1 - profile / total):.2f}")
         lines.append([row["recipe"], row["form"], f"{row['num_tokens']:,}", *seconds, taken, *ratios, _operators(row)])
     return markdown(
         [
             *("recipe", "form", "tokens", "dense pass, no head", "dense pass"),
-            *("compression", "÷ pass, no head", "÷ pass", "costliest operators"),
+            *("compression", "÷ pass, no head", "÷ pass", "÷ pass, with a ready profile", "costliest operators"),
         ],
         lines,
         "CPU seconds of one thread; rows older than this measure have seconds of the wall clock. "
