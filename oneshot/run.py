@@ -190,8 +190,8 @@ class Run:
                 with_types=stack.token_types is not None,
             )
         counts = shares(options.num_sequences, sources)
-        parts = [self._load_source(source, count, tokenizer) for source, count in zip(sources, counts, strict=True)]
-        return mix(parts, self._config.seed)
+        parts = [self._load_source(source, count, tokenizer) for source, count in counts.items()]
+        return mix(parts, self._config.seed, options.calibration)
 
     def _load_source(self, source: str, num_sequences: int, tokenizer: Any) -> Text:
         length, seed = self._config.text.sequence_length, self._config.seed

@@ -39,7 +39,8 @@ def add_text(parser: argparse.ArgumentParser) -> None:
         "--calibration",
         default=TEXT.calibration,
         help="c4, wikitext2, org/name:config:split:column, a .txt, .jsonl or .parquet file, builtin, or self (the "
-        "model writes it); sources joined by + give equally many sequences (default: %(default)s)",
+        "model writes it); sources joined by + give equally many sequences, twice as many if named twice (default: "
+        "%(default)s)",
     )
     text.add_argument("--num-sequences", type=int, default=TEXT.num_sequences, help="(default: %(default)s)")
     text.add_argument("--sequence-length", type=int, default=TEXT.sequence_length, help="(default: %(default)s)")

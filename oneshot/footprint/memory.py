@@ -59,8 +59,8 @@ class Stage:
 def stages(work: Work) -> list[Stage]:
     """Return the stages of a run, without the activation stores."""
     listed = [Stage("the libraries", ())]
-    if work.texts:
-        for source in work.texts:
+    if work.source_tokens:
+        for source in work.source_tokens:
             listed += _writing(work) if source == SELF else [_reading(source)]
         embedded = 3 * work.batch_tokens * work.shape.hidden_size * work.dtype.itemsize
         reduced = Term(

@@ -138,7 +138,7 @@ def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[
     shape = work.shape
     layers, forward = shape.num_hidden_layers, _forward(work)
     stages: dict[str, Seconds] = {"prepare": {"start": START_SECONDS}}
-    if SELF in work.texts:
+    if SELF in work.source_tokens:
         stages["prepare"]["own text"] = _writing(work, forward, rates)
     if work.schedule.makes_profile:
         stages["profile"] = _profile(work, forward, rates)
@@ -158,7 +158,7 @@ def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[
 
 def _writing(work: Work, forward: float, rates: Rates) -> float:
     """Return the seconds in which the model writes text, token by token."""
-    written, layers = work.num_tokens / len(work.texts), work.shape.num_hidden_layers
+    written, layers = work.source_tokens[SELF], work.shape.num_hidden_layers
     if not rates.on_device:
         return 4 * written * layers * forward / rates.stream  # slower than a forward pass
     steps = math.ceil(written / DOCUMENT_TOKENS / work.documents_together) * DOCUMENT_TOKENS

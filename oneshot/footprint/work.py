@@ -14,7 +14,7 @@ from oneshot.planning import Grid, HiddenPlan, Plan
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.recipes import Method
 from oneshot.schedule import Schedule
-from oneshot.text import documents_together, split_sources
+from oneshot.text import documents_together, shares, split_sources
 
 # Bytes of an element; dtypes that are not listed take one byte or less.
 ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
@@ -92,9 +92,9 @@ class Work:
         return None if self.plan is None else self.plan.hidden
 
     @property
-    def texts(self) -> list[str]:
-        """Return the sources of the calibration text; none if it is not read."""
-        return split_sources(self.text.calibration) if self.schedule.reads_text else []
+    def source_tokens(self) -> dict[str, int]:
+        """Return the tokens of each source of the calibration text; none if it is not read."""
+        return shares(self.num_tokens, split_sources(self.text.calibration)) if self.schedule.reads_text else {}
 
     @property
     def store_bytes(self) -> list[int]:

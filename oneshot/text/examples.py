@@ -25,7 +25,7 @@ def load_examples(
     is cut. They are ordered as in `gathered`.
 
     Args:
-        sources: each as in `iter_documents`; they give equally many tokens. num_tokens: at most so many; fewer, with a
+        sources: each as in `iter_documents`, with tokens as in `shares`. num_tokens: at most so many; fewer, with a
             warning, if the text is shorter. with_types: whether the model tells the texts of a pair apart.
 
     Raises `CalibrationError` if a source cannot be read or holds nothing.
@@ -61,13 +61,13 @@ def gathered(
     last.
 
     Args:
-        sources: they give equally many tokens. read: yields the examples of a source. lengths_of: the tokens of each
+        sources: they give tokens as in `shares`. read: yields the examples of a source. lengths_of: the tokens of each
             part of an example that passes layers. record: what a record should hold, for the error message.
 
     Raises `CalibrationError` if a source holds nothing.
     """
     by_lengths: dict[tuple[int, ...], list[Example]] = {}
-    for source, wanted in zip(sources, shares(num_tokens, sources), strict=True):
+    for source, wanted in shares(num_tokens, sources).items():
         for example in _first(read(source), lengths_of, wanted, source, record):
             by_lengths.setdefault(lengths_of(example), []).append(example)
     most = max(by_lengths, key=lambda lengths: (sum(lengths) * len(by_lengths[lengths]), lengths))

@@ -196,10 +196,12 @@ def split_sources(calibration: str) -> list[str]:
     return sources
 
 
-def shares(num_sequences: int, sources: Sequence[str]) -> list[int]:
+def shares(num_sequences: int, sources: Sequence[str]) -> dict[str, int]:
     """Return how many sequences each source gives: equally many, the first ones one more if that does not divide.
 
-    Raises `CalibrationError` if there are fewer sequences than sources.
+    A source that is named twice gives twice as many, all of them different.
+
+    Raises `CalibrationError` if there are fewer sequences than names of sources.
     """
     least, more = divmod(num_sequences, len(sources))
     if least == 0:
@@ -207,17 +209,23 @@ def shares(num_sequences: int, sources: Sequence[str]) -> list[int]:
             f"{num_sequences} sequences are too few for the {len(sources)} sources {' and '.join(sources)}; "
             "give more --num-sequences."
         )
-    return [least + (number < more) for number in range(len(sources))]
+    counts = dict.fromkeys(sources, 0)
+    for number, source in enumerate(sources):
+        counts[source] += least + (number < more)
+    return counts
 
 
-def mix(parts: Sequence[Text], seed: int) -> Text:
-    """Return the sequences of several sources in one seeded random order, so that any first part has all kinds."""
+def mix(parts: Sequence[Text], seed: int, name: str) -> Text:
+    """Return the sequences of several sources in one seeded random order, so that any first part has all kinds.
+
+    `name`: of the mixture.
+    """
     if len(parts) == 1:
         return parts[0]
     assert all(part.lengths is None for part in parts)
     together = torch.cat([part.token_ids for part in parts])
     token_ids = together[torch.randperm(len(together), generator=torch.Generator().manual_seed(seed))]
-    return Text(token_ids, "+".join(part.source for part in parts))
+    return Text(token_ids, name)
 
 
 def pack(

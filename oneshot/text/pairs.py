@@ -25,7 +25,7 @@ def load_pairs(
     statistics are of real tokens only.
 
     Args:
-        sources: each as in `iter_documents`; they give equally many tokens. num_tokens: at most so many, sources and
+        sources: each as in `iter_documents`, with tokens as in `shares`. num_tokens: at most so many, sources and
             targets together; fewer, with a warning, if the text is shorter. start_token: of a decoder.
 
     Returns:

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, topics
+from hypothesis import given
+from hypothesis import strategies as st
 
 from oneshot import compress
 from oneshot.errors import CalibrationError, MemoryLimitError
+from oneshot.pipeline import open_run
 from oneshot.text import (
     Text,
     iter_documents,
@@ -260,16 +263,41 @@ def test_sources_share_the_sequences(tokenizer: Any, tmp_path: Path) -> None:
     names = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
     assert split_sources("+".join(names)) == names
     counts = shares(9, names)
-    assert counts == [5, 4]
-    parts = [load(name, tokenizer, num=count) for name, count in zip(names, counts, strict=True)]
-    first, again, other = (mix(parts, seed) for seed in (0, 0, 1))
+    assert counts == {names[0]: 5, names[1]: 4}
+    parts = [load(name, tokenizer, num=count) for name, count in counts.items()]
+    first, again, other = (mix(parts, seed, "a+b") for seed in (0, 0, 1))
     assert first.token_hash == again.token_hash != other.token_hash
     every = {tuple(row) for part in parts for row in part.token_ids.tolist()}
     assert {tuple(row) for row in first.token_ids.tolist()} == every
-    assert first.source == "+".join(names)
-    assert mix(parts[:1], 0) is parts[0]
+    assert first.source == "a+b"
+    assert mix(parts[:1], 0, "a") is parts[0]
     with pytest.raises(CalibrationError, match="too few for the 2 sources"):
         shares(1, names)
+
+
+@given(names=st.lists(st.sampled_from("abc"), min_size=1, max_size=8), number=st.integers(8, 300))
+def test_a_source_gives_as_much_as_it_is_named(names: list[str], number: int) -> None:
+    counts = shares(number, names)
+    assert list(counts) == list(dict.fromkeys(names))
+    assert sum(counts.values()) == number
+    for name, count in counts.items():
+        assert abs(count - number * names.count(name) / len(names)) < names.count(name)
+
+
+def test_no_sequence_is_read_twice_from_a_source_that_is_named_twice(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path
+) -> None:
+    """Three quarters of one text, one quarter of what the model writes."""
+    calibration = f"{text_file}+{text_file}+{text_file}+self"
+    config = make_config(make_checkpoint(), calibration=calibration, num_sequences=8)
+    with open_run(config) as run:
+        assert run.text.source == calibration
+        rows = {tuple(row) for row in run.text.token_ids.tolist()}
+        assert len(rows) == 8
+        assert run.written_text is not None
+        assert run.written_text.num_sequences == 2
+        written = {tuple(row) for row in run.written_text.token_ids.tolist()}
+        assert written < rows
 
 
 def test_a_plus_sign_may_be_part_of_a_files_name(tmp_path: Path) -> None:
