@@ -24,6 +24,7 @@ from oneshot.evaluation import TextScore, load_model, load_windows, relative_sco
 from oneshot.evaluation.comparison import text_record
 from oneshot.export import stated_shape
 from oneshot.report.card import REPORT_NAME
+from oneshot.text import SELF, split_sources
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -100,6 +101,11 @@ def read_rows(name: str) -> list[dict[str, Any]]:
     path = RESULTS / f"{name}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [{RENAMED.get(field, field): value for field, value in row.items()} for row in rows]
+
+
+def calibration_files(names: str, data_dir: Path) -> str:
+    """`--calibration` for files of the data folder, whose names are joined by `+`; `self` is no file."""
+    return "+".join(name if name == SELF else str(data_dir / name) for name in names.split("+"))
 
 
 def kind_text(kind: str, data_dir: Path) -> str:
@@ -311,8 +317,9 @@ def read_report(folder: Path) -> Row:
 def calibration_record(report: Row) -> Row:
     """A row's record of the text that a compressed model was calibrated on, from the model's report."""
     calibration = report["calibration"] or {}
+    sources = split_sources(report["config"]["text"]["calibration"])
     return {
-        "calibration": Path(report["config"]["text"]["calibration"]).name,
+        "calibration": "+".join(Path(source).name for source in sources),
         "calibration_tokens": calibration.get("num_tokens"),
         "calibration_hash": calibration.get("token_hash"),
     }

@@ -22,6 +22,7 @@ from harness import (
     add_compression_options,
     add_setting_options,
     append_row,
+    calibration_files,
     judge,
     judging_windows,
     local_tasks,
@@ -98,7 +99,7 @@ def main() -> None:
     options = parser(__doc__)
     add_compression_options(options, num_sequences=128)
     add_setting_options(options)
-    options.add_argument("--calibration", default="general.jsonl", help="file of the data folder; with +self mixed")
+    options.add_argument("--calibration", default="general.jsonl", help="files of the data folder or self, with +")
     options.add_argument("--sequence-length", type=int, default=1024)
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options.add_argument("--recipes", nargs="+", default=list(RECIPES))
@@ -137,7 +138,7 @@ def main() -> None:
                 checkpoint=str(dense),
                 output=str(folder / "compressed"),
                 form=form,
-                calibration=str(arguments.data_dir / arguments.calibration),
+                calibration=calibration_files(arguments.calibration, arguments.data_dir),
                 num_sequences=arguments.num_sequences,
                 sequence_length=arguments.sequence_length,
                 seed=seed,
@@ -156,6 +157,7 @@ def main() -> None:
                     "sparsity": reached,
                     "asked": reached if asked is None else asked,
                     "seed": config.seed,
+                    "seconds": report.seconds,
                     "layers": report.plan["layers"],
                     "errors": [
                         {sublayer.kind: sublayer.measured_error for sublayer in layer.sublayers}

@@ -14,6 +14,7 @@ from tables.inner_sizes import inner_sizes_table, stream_errors_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
 from tables.minilm import minilm_table
 from tables.other_tools import broad_tools_table, narrow_tools_table, summary_table
+from tables.own_text import own_text_table
 from tables.paired import paired_parts_table
 from tables.pareto import pareto_fallback_table, pareto_frontier_table, pareto_rows, pareto_speed_table, pareto_table
 from tables.quality import (
@@ -66,6 +67,7 @@ TABLES = {
     "same_text": (same_text_table, "quality"),
     "tokens": (tokens_table, "quality"),
     "parts": (parts_table, "quality"),
+    "own_text": (own_text_table, "quality"),
     "paired_parts": (paired_parts_table, "quality"),
     "written": (written_table, "quality"),
     "wikitext2": (wikitext2_table, "quality"),

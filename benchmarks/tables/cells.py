@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
+from compare import Difference
 from harness import Row
 
 TEXTS = ("wikitext2", "lambada")  # of the tables that have two
@@ -67,3 +68,22 @@ def origin(rows: list[Row]) -> str:
 def standard_error(values: Mapping[str, tuple[float, float]]) -> float:
     """Return the standard error of the mean over tasks of `task_values`: they are independent, and count alike."""
     return math.hypot(*(error for _, error in values.values())) / len(values)
+
+
+def difference_cells(difference: Difference | None) -> list[str]:
+    """Change of the score, interval, p, and the change of every seed."""
+    if difference is None:
+        return ["–"] * 4
+    change = _percent(difference.mean)
+    interval = f"{_percent(difference.low)} … {_percent(difference.high)}"
+    return [
+        f"**{change}**" if difference.is_real else change,
+        interval,
+        f"{difference.p:.1g}",
+        ", ".join(_percent(value) for value in difference.by_seed),
+    ]
+
+
+def _percent(log_ratio: float) -> str:
+    """Return a difference of losses as a change of the score."""
+    return f"{math.expm1(log_ratio):+.1%}".replace("-", "−")

@@ -1,13 +1,12 @@
 """Table of the default's parts, each on and off, with a paired test over windows and seeds."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from compare import CONFIDENCE, Difference, compare_rows
+from compare import CONFIDENCE, compare_rows
 from harness import USUAL_CALIBRATIONS, Row, comparable_rows, latest, with_seeds
 
-from tables.cells import markdown, origin, score_cell
+from tables.cells import difference_cells, markdown, origin, score_cell
 
 SIZE = 0.2
 BROAD, SELF = (name for name, _ in USUAL_CALIBRATIONS)
@@ -54,7 +53,7 @@ def paired_parts_table() -> str:
         (one,), (other,) = with_seeds(with_part), with_seeds(without)
         removed = [f"{row['sparsity']:.1%}" for row in (one, other)]
         sizes = removed[0] if removed[0] == removed[1] else " / ".join(removed)
-        test = _test_cells(compare_rows(with_part, without))
+        test = difference_cells(compare_rows(with_part, without))
         lines.append([part, sizes, score_cell(one, 3), score_cell(other, 3), *test])
     if not lines:
         return "Not measured yet."
@@ -72,22 +71,3 @@ def paired_parts_table() -> str:
         f"{rows[0]['model']}, fp32, first {rows[0]['max_windows']} windows of {len(rows[0]['texts'])} kinds of text; "
         f"{origin(shown)}.",
     )
-
-
-def _test_cells(difference: Difference | None) -> list[str]:
-    """Change of the score, interval, p, and the change of every seed."""
-    if difference is None:
-        return ["–"] * 4
-    change = _percent(difference.mean)
-    interval = f"{_percent(difference.low)} … {_percent(difference.high)}"
-    return [
-        f"**{change}**" if difference.is_real else change,
-        interval,
-        f"{difference.p:.1g}",
-        ", ".join(_percent(value) for value in difference.by_seed),
-    ]
-
-
-def _percent(log_ratio: float) -> str:
-    """Return a difference of losses as a change of the score."""
-    return f"{math.expm1(log_ratio):+.1%}".replace("-", "−")

@@ -4,6 +4,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -160,3 +161,30 @@ def test_table_of_parts(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     for name in [name for name in sys.modules if name.startswith("tables")]:
         monkeypatch.delitem(sys.modules, name)
     assert importlib.import_module("tables.paired").paired_parts_table() == "Not measured yet."
+
+
+def test_table_of_the_models_own_text(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtures in the order of their share; only rows that have seconds say what the writing takes."""
+    base = np.random.default_rng(5).normal(1.4, 0.2, (5, 4))
+    quarter = "general.jsonl+general.jsonl+general.jsonl+self"
+    rows = [row(0, np.ones((5, 4)), recipe="dense", sparsity=0.0), row(0, base - 0.1), row(0, base - 0.1)]
+    rows[2] |= {"calibration": quarter, "seconds": {"prepare": 30.0, "profile": 40.0, "layers": 80.0, "total": 150.0}}
+    rows += [row(0, base, calibration="general.jsonl"), row(0, base, calibration="wikitext2_valid.txt+self")]
+    harness = sys.modules["harness"]
+    monkeypatch.setattr(harness, "read_rows", lambda name: rows)
+    for name in [name for name in sys.modules if name.startswith("tables")]:
+        monkeypatch.delitem(sys.modules, name)
+    table = importlib.import_module("tables.own_text").own_text_table()
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:5]]
+    assert [line[:2] for line in lines] == [["0%", "general.jsonl"], ["25%", quarter], ["50%", "general.jsonl+self"]]
+    assert [line[2] for line in lines] == [f"{math.exp(base.mean() - 1 - less):.3f}" for less in (0, 0.1, 0.1)]
+    assert [line[3] for line in lines] == ["–", "**−9.5%**", "**−9.5%**"]
+    assert [line[-1] for line in lines] == ["–", "0.25", "–"]
+
+
+def test_calibration_names_files_of_the_data_folder(compare: ModuleType, tmp_path: Path) -> None:
+    harness = sys.modules["harness"]
+    given = harness.calibration_files("a.jsonl+a.jsonl+self", tmp_path)
+    assert given == f"{tmp_path}/a.jsonl+{tmp_path}/a.jsonl+self"
+    record = harness.calibration_record({"calibration": None, "config": {"text": {"calibration": given}}})
+    assert record["calibration"] == "a.jsonl+a.jsonl+self"
