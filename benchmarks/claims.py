@@ -12,19 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import (
-    FFN_CLAIMS,
-    add_compression_options,
-    append_row,
-    judge,
-    judging_windows,
-    parser,
-    perplexities,
-    provenance,
-    score,
-    smollm2_gguf,
-    text_records,
-)
+from harness import FFN_CLAIMS, add_compression_options, append_row, parser, provenance, smollm2_gguf
+from judging import judge, judging_windows, perplexities, score, text_records
 
 from oneshot import Config, compress
 from oneshot.checkpoint import locate_checkpoint

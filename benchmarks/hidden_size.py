@@ -14,14 +14,12 @@ from harness import (
     add_compression_options,
     add_setting_options,
     append_row,
-    judge,
-    judging_windows,
     parse_settings,
     parser,
-    perplexities,
     provenance,
     smollm2_gguf,
 )
+from judging import judge, judging_windows, perplexities
 
 from oneshot import Config, compress
 from oneshot.checkpoint import locate_checkpoint

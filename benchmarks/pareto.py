@@ -19,18 +19,17 @@ from typing import Any
 
 import torch
 from harness import (
-    KINDS,
     Row,
     add_text_options,
     append_row,
     calibration_record,
-    kind_text,
     parser,
     provenance,
     read_report,
     read_rows,
     smollm2_gguf,
 )
+from judging import KINDS, kind_text
 
 from oneshot import Config, compress_sizes, profile
 from oneshot.checkpoint import locate_checkpoint

@@ -4,12 +4,13 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness import RESULTS, Row, quality_rows, varies_a_part
+from harness import RESULTS, Row
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter, ScalarFormatter
+from quality_rows import quality_rows, varies_a_part
 from tables.other_tools import default_curves, other_curves
 from tables.pareto import by_model, frontier, pareto_rows
 

@@ -17,12 +17,12 @@ from harness import (
     add_text_options,
     append_row,
     calibration_record,
-    kind_text,
     parser,
     provenance,
     read_report,
     smollm2_gguf,
 )
+from judging import kind_text
 
 from oneshot import Config, compress
 from oneshot.checkpoint import locate_checkpoint

@@ -5,8 +5,9 @@ import re
 import sys
 from functools import partial
 
-from harness import ROOT, quality_rows, read_rows
+from harness import ROOT, read_rows
 from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
+from quality_rows import quality_rows
 from tables.claims import claims_table
 from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, sums_table
 from tables.hidden_size import hidden_error_table, hidden_size_table

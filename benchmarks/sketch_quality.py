@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import add_compression_options, append_row, judging_windows, parser, provenance, smollm2_gguf
+from harness import add_compression_options, append_row, parser, provenance, smollm2_gguf
+from judging import judging_windows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from oneshot.checkpoint import Checkpoint, locate_checkpoint, open_model

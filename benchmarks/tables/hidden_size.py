@@ -1,6 +1,7 @@
 """Tables of the hidden size's subspaces."""
 
-from harness import Row, latest, read_rows
+from harness import Row, read_rows
+from quality_rows import latest
 
 from tables.cells import TEXTS, markdown, origin, scores, settings
 

@@ -2,7 +2,8 @@
 
 import math
 
-from harness import Row, fitted_exponent, latest, read_rows
+from harness import Row, fitted_exponent, read_rows
+from quality_rows import latest
 
 from tables.cells import markdown, origin
 

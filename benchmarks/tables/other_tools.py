@@ -2,7 +2,9 @@
 
 from statistics import geometric_mean
 
-from harness import KINDS, Row, quality_rows, read_rows
+from harness import Row, read_rows
+from judging import KINDS
+from quality_rows import quality_rows
 
 from tables.cells import markdown, rounded, score_cell
 

@@ -1,7 +1,8 @@
 """Table of the share of the calibration text that the model writes itself: what it gains, and what it costs."""
 
 from compare import CONFIDENCE, compare_rows
-from harness import Row, comparable_rows, with_seeds
+from harness import Row
+from quality_rows import comparable_rows, with_seeds
 
 from tables.cells import difference_cells, markdown, origin, score_cell
 from tables.paired import BROAD, SIZE, TOKENS, Choice

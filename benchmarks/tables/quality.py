@@ -2,7 +2,9 @@
 
 from statistics import geometric_mean
 
-from harness import KINDS, Row, latest, quality_rows, read_rows, task_values, varies_a_part
+from harness import Row, read_rows
+from judging import KINDS, task_values
+from quality_rows import latest, quality_rows, varies_a_part
 
 from tables.cells import TEXTS, markdown, origin, rounded, score_cell, scores, settings, standard_error
 

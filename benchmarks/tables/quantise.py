@@ -1,6 +1,7 @@
 """The table of results that were quantised by other tools."""
 
-from harness import Row, latest, read_rows
+from harness import Row, read_rows
+from quality_rows import latest
 
 from tables.cells import markdown, origin
 

@@ -2,7 +2,8 @@
 
 from statistics import fmean
 
-from harness import Row, latest, read_rows
+from harness import Row, read_rows
+from quality_rows import latest
 
 from tables.cells import markdown, origin
 

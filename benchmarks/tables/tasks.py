@@ -2,7 +2,9 @@
 
 from statistics import fmean
 
-from harness import Row, quality_rows, retention, task_values
+from harness import Row
+from judging import retention, task_values
+from quality_rows import quality_rows
 
 from tables.cells import markdown, origin, settings, standard_error
 

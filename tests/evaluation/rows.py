@@ -1,6 +1,8 @@
 """Rows of `quality.jsonl` as the benchmarks write them."""
 
-from typing import Any
+from typing import Any, Protocol
+
+Rows = list[dict[str, Any]]
 
 KINDS = ("wikitext2", "lambada", "boolq", "piqa", "pydoc")
 
@@ -20,3 +22,9 @@ def quality_row(recipe: str, **changes: Any) -> dict[str, Any]:
         "sparsity": 0.2,
         "perplexity": dict.fromkeys(KINDS, 20.0),
     } | changes
+
+
+class ShowRows(Protocol):
+    """The fixture `show_rows`."""
+
+    def __call__(self, quality: Rows, **others: Rows) -> None: ...

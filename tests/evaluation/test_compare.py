@@ -2,7 +2,6 @@
 
 import importlib
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import KINDS, quality_row
+from rows import KINDS, ShowRows, quality_row
 from scipy import stats
 
 
@@ -122,7 +121,7 @@ def test_rows_are_paired_by_seed_and_window(compare: ModuleType) -> None:
         compare.compare_rows(on, [row(0, losses[0][1], texts={})])
 
 
-def test_table_of_parts(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_parts(show_rows: ShowRows) -> None:
     """Rows are found by their settings; a part without rows is left out; old rows have no test."""
     draw = np.random.default_rng(4)
     base = draw.normal(1.4, 0.2, (5, 4))
@@ -137,10 +136,7 @@ def test_table_of_parts(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     del rows[-1]["window_losses"]
     rows += [row(0, base + 0.5, settings={"correction": "none"}, calibration_tokens=4096)]  # fewer tokens
     rows += [row(0, base + 0.5, settings=whole | {"embedding": "none"})]  # not the default less one part
-    harness = sys.modules["harness"]
-    monkeypatch.setattr(harness, "read_rows", lambda name: rows)
-    for name in [name for name in sys.modules if name.startswith("tables")]:
-        monkeypatch.delitem(sys.modules, name)
+    show_rows(rows)
     table = importlib.import_module("tables.paired").paired_parts_table()
     lines = {line.split(" | ")[0].removeprefix("| "): line.strip("| ").split(" | ") for line in table.splitlines()[2:]}
     assert "correction" not in lines
@@ -157,23 +153,18 @@ def test_table_of_parts(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     residual = lines["a quarter of the residual"]
     assert not residual[4].startswith("**"), "noise is not real"
     assert float(residual[6]) > 0.05
-    monkeypatch.setattr(harness, "read_rows", lambda name: rows[:1])
-    for name in [name for name in sys.modules if name.startswith("tables")]:
-        monkeypatch.delitem(sys.modules, name)
+    show_rows(rows[:1])
     assert importlib.import_module("tables.paired").paired_parts_table() == "Not measured yet."
 
 
-def test_table_of_the_models_own_text(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_the_models_own_text(show_rows: ShowRows) -> None:
     """Mixtures in the order of their share; only rows that have seconds say what the writing takes."""
     base = np.random.default_rng(5).normal(1.4, 0.2, (5, 4))
     quarter = "general.jsonl+general.jsonl+general.jsonl+self"
     rows = [row(0, np.ones((5, 4)), recipe="dense", sparsity=0.0), row(0, base - 0.1), row(0, base - 0.1)]
     rows[2] |= {"calibration": quarter, "seconds": {"prepare": 30.0, "profile": 40.0, "layers": 80.0, "total": 150.0}}
     rows += [row(0, base, calibration="general.jsonl"), row(0, base, calibration="wikitext2_valid.txt+self")]
-    harness = sys.modules["harness"]
-    monkeypatch.setattr(harness, "read_rows", lambda name: rows)
-    for name in [name for name in sys.modules if name.startswith("tables")]:
-        monkeypatch.delitem(sys.modules, name)
+    show_rows(rows)
     table = importlib.import_module("tables.own_text").own_text_table()
     lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:5]]
     assert [line[:2] for line in lines] == [["0%", "general.jsonl"], ["25%", quarter], ["50%", "general.jsonl+self"]]
@@ -182,8 +173,7 @@ def test_table_of_the_models_own_text(compare: ModuleType, monkeypatch: pytest.M
     assert [line[-1] for line in lines] == ["–", "0.25", "–"]
 
 
-def test_calibration_names_files_of_the_data_folder(compare: ModuleType, tmp_path: Path) -> None:
-    harness = sys.modules["harness"]
+def test_calibration_names_files_of_the_data_folder(harness: ModuleType, tmp_path: Path) -> None:
     given = harness.calibration_files("a.jsonl+a.jsonl+self", tmp_path)
     assert given == f"{tmp_path}/a.jsonl+{tmp_path}/a.jsonl+self"
     record = harness.calibration_record({"calibration": None, "config": {"text": {"calibration": given}}})

@@ -2,7 +2,7 @@
 
 import importlib
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig
-from rows import quality_row
+from rows import ShowRows, quality_row
 
 from oneshot import compress
 from oneshot.errors import ConfigError
@@ -98,8 +98,8 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def include_path(harness: ModuleType, data_dir: Path, tmp_path: Path) -> Path:
-    path: Path = harness.local_tasks(data_dir, tmp_path)
+def include_path(judging: ModuleType, data_dir: Path, tmp_path: Path) -> Path:
+    path: Path = judging.local_tasks(data_dir, tmp_path)
     return path
 
 
@@ -197,9 +197,9 @@ def test_own_definitions_win_beside_tasks_of_lm_eval(include_path: Path, monkeyp
         task_manager(["piqa"], "/no/such/folder")
 
 
-def test_evaluation_texts(harness: ModuleType, data_dir: Path) -> None:
+def test_evaluation_texts(judging: ModuleType, data_dir: Path) -> None:
     (data_dir / "wikitext2_test.txt").write_text("= Title = \n")
-    texts = {kind: harness.kind_text(kind, data_dir) for kind in harness.KINDS}
+    texts = {kind: judging.kind_text(kind, data_dir) for kind in judging.KINDS}
     assert texts["wikitext2"] == "= Title = \n"
     assert texts["lambada"].startswith("She looked at the sea, and the sea looked back at her\n\nHe raised")
     assert texts["boolq"] == "Words are made of letters.\n\nA book called 'Snakes in\nQuestion: and Answer' is there."
@@ -210,12 +210,12 @@ def test_evaluation_texts(harness: ModuleType, data_dir: Path) -> None:
 
 
 def test_evaluation_windows_are_the_first_of_each_kind(
-    harness: ModuleType, data_dir: Path, tmp_path: Path, tokenizer: Any
+    judging: ModuleType, data_dir: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
     (data_dir / "wikitext2_test.txt").write_text("one two three four five " * 2000)
-    windows = harness.judging_windows(data_dir, tmp_path, tokenizer, 2, kinds=("wikitext2", "pydoc"))
+    windows = judging.judging_windows(data_dir, tmp_path, tokenizer, 2, kinds=("wikitext2", "pydoc"))
     assert {name: tuple(ids.shape) for name, ids in windows.items()} == {"wikitext2": (2, 1024), "pydoc": (2, 1024)}
-    tokens = tokenizer(harness.kind_text("pydoc", data_dir))["input_ids"]
+    tokens = tokenizer(judging.kind_text("pydoc", data_dir))["input_ids"]
     assert windows["pydoc"].flatten().tolist() == tokens[:2048]
 
 
@@ -237,9 +237,11 @@ def row(recipe: str, **changes: Any) -> dict[str, Any]:
     return quality_row(recipe, **own | changes)
 
 
-def test_table_and_plot_show_only_comparable_rows(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_and_plot_show_only_comparable_rows(
+    harness: ModuleType, judging: ModuleType, show_rows: ShowRows
+) -> None:
     pytest.importorskip("matplotlib")
-    dense = row("dense", perplexity=dict.fromkeys(harness.KINDS, 10.0), stored_parameters=100_000_000)
+    dense = row("dense", perplexity=dict.fromkeys(judging.KINDS, 10.0), stored_parameters=100_000_000)
     rows = [
         row("oneshot", perplexity={"wikitext2": 1.0, "lambada": 1.0}),  # an old row with two kinds
         dense,
@@ -252,12 +254,8 @@ def test_table_and_plot_show_only_comparable_rows(harness: ModuleType, monkeypat
         row("oneshot", settings={"up_steps": 4}, score=2.2),
     ]
     others = harness.read_rows("other_tools")
-    monkeypatch.setattr(harness, "read_rows", lambda name: others if name == "other_tools" else rows)
-    # the modules below take `read_rows` by name when they are imported
-    for name in [name for name in sys.modules if name == "plot" or name.startswith("tables")]:
-        monkeypatch.delitem(sys.modules, name)
-    chosen = harness.quality_rows()
-    assert chosen == [dense, *rows[4:]]
+    show_rows(rows, other_tools=others)
+    assert importlib.import_module("quality_rows").quality_rows() == [dense, *rows[4:]]
     tables, plot = importlib.import_module("tables.quality"), importlib.import_module("plot")
     lines = tables.quality_table().splitlines()
     assert lines[2].startswith("| 0 (100.0 M) | dense |")
@@ -285,16 +283,16 @@ def test_table_and_plot_show_only_comparable_rows(harness: ModuleType, monkeypat
     layers = [{"intermediate_size": 48}, {"intermediate_size": 64}]
     with_layers = row("oneshot", form="per-layer", layers=layers, errors=[{"ffn": 0.2}, {}])
     assert "per-layer, −10.0%" in plot.layers_svg([dense, with_layers])
-    assert harness.score({"a": 4.0, "b": 9.0}, {"a": 1.0, "b": 1.0}) == {
+    assert judging.score({"a": 4.0, "b": 9.0}, {"a": 1.0, "b": 1.0}) == {
         "score": pytest.approx(6.0),
         "worst": "b",
         "worst_ratio": 9.0,
     }
-    monkeypatch.setattr(harness, "read_rows", lambda name: rows[:1])
-    assert harness.quality_rows() == []
+    show_rows(rows[:1])
+    assert importlib.import_module("quality_rows").quality_rows() == []
 
 
-def test_rows_of_several_seeds_have_a_mean_and_a_deviation(harness: ModuleType) -> None:
+def test_rows_of_several_seeds_have_a_mean_and_a_deviation(benchmark_module: Callable[[str], ModuleType]) -> None:
     rows = [
         {"recipe": "stat", "seed": seed, "score": score, "worst_ratio": 2 * score, "perplexity": {"piqa": score**2}}
         for seed, score in ((0, 9.0), (1, 3.0), (0, 1.0), (2, 2.0))
@@ -302,20 +300,20 @@ def test_rows_of_several_seeds_have_a_mean_and_a_deviation(harness: ModuleType) 
     rows.append({"recipe": "flap", "score": 5.0})
     joined = rows[2] | {"scores": [1.0, 3.0, 2.0], "score": 2.0, "worst_ratio": 4.0}
     joined["perplexity"] = {"piqa": pytest.approx(36 ** (1 / 3))}
-    assert harness.with_seeds(rows, "recipe") == [joined, rows[-1]]
-    cells = importlib.import_module("tables.cells")
+    assert benchmark_module("quality_rows").with_seeds(rows, "recipe") == [joined, rows[-1]]
+    cells = benchmark_module("tables.cells")
     assert cells.score_cell(joined) == "2.00 ± 1.000"
     assert cells.score_cell(rows[-1], 3) == "5.000"
 
 
 def test_a_row_says_how_like_the_dense_model_a_result_is(
-    harness: ModuleType, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+    judging: ModuleType, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
     """Agreement and divergence against the logits of both models; operations as the layers' matrices have them."""
     dense = make_checkpoint()
     report = compress(make_config(dense, sparsity=0.2))
     windows = {"text": torch.randint(0, 400, (3, 16), generator=torch.Generator().manual_seed(0))}
-    [row] = harness.judge([report], windows, dense)
+    [row] = judging.judge([report], windows, dense)
     models = [
         load_model(Path(folder), device=torch.device("cpu"), dtype=torch.float32)
         for folder in (dense, report.config["output"])

@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint
-from rows import quality_row
+from rows import ShowRows, quality_row
 
 from oneshot.cli.evaluate import main
 from oneshot.evaluation import load_model, run_tasks
@@ -49,7 +48,7 @@ def first_word(text: str) -> str:
 
 
 @pytest.fixture
-def include_path(harness: ModuleType, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> Path:
+def include_path(judging: ModuleType, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> Path:
     """Passages of which a tiny model writes the first one's last word, and not the others'."""
     folder = make_checkpoint()
     model, tokenizer = load_model(folder, device=CPU, dtype=torch.float32), load_tokenizer(folder)
@@ -61,7 +60,7 @@ def include_path(harness: ModuleType, make_checkpoint: MakeCheckpoint, tmp_path:
     rows = [{"context": context, "continuation": last} for context, last in zip(CONTEXTS, lasts, strict=True)]
     write_lines(data_dir / "lambada_openai.jsonl", rows)
     write_lines(data_dir / "winogrande.jsonl", SENTENCES)
-    path: Path = harness.local_tasks(data_dir, tmp_path)
+    path: Path = judging.local_tasks(data_dir, tmp_path)
     return path
 
 
@@ -133,24 +132,22 @@ def results(written: tuple[float, float], chosen: tuple[float, float]) -> dict[s
     }
 
 
-def test_retention_is_the_share_of_the_dense_values(harness: ModuleType) -> None:
+def test_retention_is_the_share_of_the_dense_values(judging: ModuleType) -> None:
     dense = row("dense", results((0.4, 0.5), (0.6, 0.0)))
     small = row("oneshot", results((0.1, 0.25), (0.57, 0.6)))
-    assert harness.retention(small, dense) == {
+    assert judging.retention(small, dense) == {
         "retention": pytest.approx({"piqa": 0.95, "lambada_greedy": 0.25, "copy_sentence": 0.5})
     }, "without boolq, where the dense model has 0"
-    assert harness.retention({}, dense) == {}
-    assert harness.task_values(dense["tasks"], "chosen") == {"piqa": (0.6, 0.03), "boolq": (0.0, 0.04)}
+    assert judging.retention({}, dense) == {}
+    assert judging.task_values(dense["tasks"], "chosen") == {"piqa": (0.6, 0.03), "boolq": (0.0, 0.04)}
 
 
-def test_table_of_written_answers(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_written_answers(show_rows: ShowRows) -> None:
     compressed = {"form": "stock", "settings": {}, "asked": 0.2, "score": 2.0, "calibration": "general.jsonl"}
     dense = row("dense", results((0.4, 0.6), (0.6, 0.4)), sparsity=0.0)
     small = row("oneshot", results((0.1, 0.3), (0.5, 0.4)), **compressed)
     other = row("flap", results((0.1, 0.3), (0.5, 0.4)), **compressed | {"task_limit": 10})
-    monkeypatch.setattr(harness, "read_rows", lambda name: [dense, small, other])
-    for name in [name for name in sys.modules if name.startswith("tables")]:
-        monkeypatch.delitem(sys.modules, name)
+    show_rows([dense, small, other])
     table = importlib.import_module("tables.tasks").written_table()
     lines = table.splitlines()
     assert lines[0].endswith("| lambada_greedy | copy_sentence | mean, written | mean, chosen |")

@@ -1,0 +1,72 @@
+"""Rows of `quality.jsonl` that can be compared: equal windows, the newest of every kind, seeds joined."""
+
+from statistics import fmean, geometric_mean
+
+from harness import Row, read_rows
+from judging import KINDS
+
+# (name, tokens) of the text that the default recipe is shown with
+USUAL_CALIBRATIONS = (("general.jsonl", 131072), ("general.jsonl+self", 131072))
+
+
+def comparable_rows() -> list[Row]:
+    """All rows of `quality.jsonl` with all five kinds of text, those on the windows of the dense row that has the most.
+
+    The newest such dense row comes first. Empty where there is no dense row.
+    """
+    rows = [row for row in read_rows("quality") if set(row["perplexity"]) == set(KINDS)]
+    denses = [row for row in rows if row["recipe"] == "dense"]
+    if not denses:
+        return []
+    dense = max(denses, key=lambda row: (row["max_windows"], row["date"]))
+    return [dense, *(row for row in rows if row["recipe"] != "dense" and row["texts"] == dense["texts"])]
+
+
+def quality_rows() -> list[Row]:
+    """The dense row of `comparable_rows()`, then one row for every model, size, form and setting.
+
+    In the order of first appearance; several seeds are joined as by `with_seeds`. Empty where there is no dense row.
+    """
+    keys = ("model", "recipe", "asked", "form", "settings", "calibration", "calibration_tokens")
+    rows = comparable_rows()
+    return [*rows[:1], *with_seeds(rows[1:], *keys)]
+
+
+def with_seeds(rows: list[Row], *keys: str) -> list[Row]:
+    """The newest row of the first seed for every combination of the keys.
+
+    If there are several seeds, it has their `scores`, and the means of `score`, `worst_ratio` and (geometric)
+    `perplexity` over them; everything else is of the first seed.
+    """
+    seeds: dict[tuple[str, ...], list[Row]] = {}
+    for row in latest(rows, *keys, "seed"):
+        seeds.setdefault(tuple(str(row.get(key)) for key in keys), []).append(row)
+    return [_joined(sorted(same, key=lambda row: row.get("seed", 0))) for same in seeds.values()]
+
+
+def _joined(seeds: list[Row]) -> Row:
+    """Join the rows of several seeds to one."""
+    first = seeds[0]
+    if len(seeds) == 1:
+        return first
+    scores = [row["score"] for row in seeds]
+    return first | {
+        "scores": scores,
+        "score": fmean(scores),
+        "worst_ratio": fmean(row["worst_ratio"] for row in seeds),
+        "perplexity": {kind: geometric_mean(row["perplexity"][kind] for row in seeds) for kind in first["perplexity"]},
+    }
+
+
+def varies_a_part(row: Row) -> bool:
+    """Whether a row of `quality_rows()` is of the default with another part or another text, for the table of those.
+
+    `up_steps` is no such part: whoever has the time gets a better model.
+    """
+    usual = row["recipe"] != "oneshot" or (row["calibration"], row["calibration_tokens"]) in USUAL_CALIBRATIONS
+    return bool(row["settings"].keys() - {"up_steps"}) or not usual
+
+
+def latest(rows: list[Row], *keys: str) -> list[Row]:
+    """The newest row for every combination of the keys, in the order of first appearance."""
+    return list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
