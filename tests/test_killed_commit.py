@@ -7,7 +7,8 @@ import pytest
 from factories import MakeCheckpoint, MakeConfig
 
 from oneshot import compress
-from oneshot.checkpoint import journal
+from oneshot.checkpoint.journal import Journal
+from oneshot.checkpoint.work_folder import WorkFolder
 
 
 class KilledError(BaseException):
@@ -20,11 +21,12 @@ def test_a_run_killed_during_the_last_removal_is_finished(
 ) -> None:
     config = replace(make_config(make_checkpoint()), resume=True)
     output = Path(config.output)
+    work = WorkFolder(output).path
     unlink, count = Path.unlink, 0
 
     def dying_unlink(self: Path, missing_ok: bool = False) -> None:
         nonlocal count
-        if output.exists() and self.parent == journal.incomplete_folder(output):
+        if output.exists() and self.parent == work:
             if count == removed:
                 raise KilledError
             count += 1
@@ -32,13 +34,13 @@ def test_a_run_killed_during_the_last_removal_is_finished(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", dying_unlink)
-        patch.setattr(journal.Journal, "_leave", lambda self, useless=False: self._lock.release())
+        patch.setattr(Journal, "_leave", lambda self, useless=False: self._lock.release())
         with pytest.raises(KilledError):
             compress(config)
     assert output.exists()
-    assert journal.incomplete_folder(output).exists()
+    assert work.exists()
     stored = (output / "model.safetensors").read_bytes()
     report = compress(config)
     assert (output / "model.safetensors").read_bytes() == stored
     assert report.stored_parameters["compressed"] < report.stored_parameters["dense"]
-    assert not journal.incomplete_folder(output).exists()
+    assert not work.exists()

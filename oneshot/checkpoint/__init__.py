@@ -2,11 +2,12 @@
 
 from oneshot.checkpoint.card import card_metadata
 from oneshot.checkpoint.gguf import GgufHeader, gguf_header
-from oneshot.checkpoint.journal import Journal, peek_saved, refuse_output, remove_leftovers
+from oneshot.checkpoint.journal import Journal
 from oneshot.checkpoint.locate import locate_checkpoint, open_model
 from oneshot.checkpoint.model import Model, identify, stock_classes, tied_names
 from oneshot.checkpoint.place import output_folder, refuse_place
 from oneshot.checkpoint.reader import Checkpoint
+from oneshot.checkpoint.work_folder import peek_saved, refuse_output, remove_leftovers
 
 __all__ = [
     "Checkpoint",

@@ -1,15 +1,7 @@
 """The journal of a run: finished work on disk, so that an interrupted run continues and ends with the same bytes.
 
-A run works in `OUT.incomplete`:
-
-- `fingerprint.json` says which run it belongs to, and `lock` is held by the process that writes;
-- `part-00001.safetensors` … are finished layers, and after them what is outside the layers; each has a record with its
-  checksum, and a `scaffold` if the streams passed through other tensors than the stored ones;
-- `saved-….json` and `saved-….safetensors` are what was measured or written once: plan, text, embedding;
-- `checkpoint/` becomes OUT. At the end the parts are joined there into the files that users expect.
-
-Files appear whole or not at all. So whenever a run is killed, the parts with records are good, and a run with the same
-fingerprint continues after them.
+A run works in `OUT.incomplete` (`work_folder`), where files appear whole or not at all. So whenever a run is killed,
+the parts with records are good, and a run with the same fingerprint continues after them.
 """
 
 import json
@@ -31,62 +23,15 @@ from safetensors.torch import load_file, save_file
 from oneshot.checkpoint.durable import UNFINISHED, checksum, make_durable, read_whole, write_whole
 from oneshot.checkpoint.join import StoredTensor, file_names, group_by_size, stored_tensors, write_joined
 from oneshot.checkpoint.reader import INDEX_NAME, all_finite
+from oneshot.checkpoint.work_folder import CHECKPOINT, WorkFolder, refuse_output
 from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OutputError, PlanError, ProfileError, cause
 from oneshot.machine import ALONE, Workers
 
 logger = logging.getLogger(__name__)
 
 WRONG_INPUT = (CalibrationError, CheckpointError, ConfigError, PlanError, ProfileError)
-FINGERPRINT, LOCK, CHECKPOINT, LAYOUT = "fingerprint.json", "lock", "checkpoint", "layout.json"
-FIRST_FILES = {LOCK, CHECKPOINT, FINGERPRINT + UNFINISHED}  # written before the fingerprint
 
 Tensors = dict[str, torch.Tensor]
-
-
-def incomplete_folder(folder: Path) -> Path:
-    """Return the folder in which a run that writes `folder` works until it is done."""
-    return folder.with_name(f"{folder.name}.incomplete")
-
-
-def refuse_output(folder: Path, *, overwrite: bool, resume: bool) -> None:
-    """Raise `OutputError` if a finished or interrupted run is in the way and no option says what to do with it."""
-    if folder.exists() and not (overwrite or resume):
-        raise OutputError(f"{folder} exists already; choose another --output or add --overwrite.")
-    if folder.exists() and not _is_replaceable(folder):
-        raise OutputError(
-            f"{folder} is not a checkpoint, so it is not overwritten; choose another --output or remove it."
-        )
-    work = incomplete_folder(folder)
-    if _is_foreign(work):
-        raise OutputError(
-            f"{work} is in the way and does not hold an interrupted run; move it, or choose another --output."
-        )
-    if _holds_something(work) and not (overwrite or resume):
-        raise OutputError(
-            f"{work} holds an interrupted run; continue with --resume, start anew with --overwrite, or remove it."
-        )
-
-
-def peek_saved(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return the values that an interrupted run of `folder` saved under a name; None without them."""
-    return read_whole(_saved_path(folder, name))
-
-
-def _is_replaceable(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint or empty; nobody wants a home folder overwritten."""
-    return folder.is_dir() and ((folder / "config.json").exists() or not any(folder.iterdir()))
-
-
-def _is_foreign(work: Path) -> bool:
-    """Return whether a path holds something that no run has left there."""
-    if not work.is_dir():
-        return work.exists()
-    return not (work / FINGERPRINT).exists() and not {path.name for path in work.iterdir()} <= FIRST_FILES
-
-
-def _holds_something(work: Path) -> bool:
-    """Return whether an interrupted run left anything to continue with."""
-    return any(work.glob("record-*.json")) or any(work.glob("saved-*.json"))
 
 
 class Journal:
@@ -125,9 +70,9 @@ class Journal:
         max_file_bytes: int = 2**62,
         background: bool = False,
     ) -> None:
-        self.folder, self._work, self._num_parts = folder, incomplete_folder(folder), num_parts
+        self.folder, self._work, self._num_parts = folder, WorkFolder(folder), num_parts
         self._max_file_bytes, self._workers = max_file_bytes, workers
-        self.partial = self._work / CHECKPOINT
+        self.partial = self._work.checkpoint
         self.num_finished = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal") if background else None
         self._pending: Future[None] | None = None
@@ -147,85 +92,37 @@ class Journal:
         refuse_output(self.folder, overwrite=overwrite, resume=resume)
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self._work / LOCK, timeout=0)
+            self._lock = FileLock(self._work.lock, timeout=0)
             self._lock.acquire()
         except Timeout as error:
-            raise OutputError(f"Another process is writing {self._work}; choose another --output.") from error
+            raise OutputError(f"Another process is writing {self._work.path}; choose another --output.") from error
         except OSError as error:
             raise OutputError(
                 f"{self.folder} cannot be written ({error.strerror}); choose another --output."
             ) from error
 
     def _open(self, fingerprint: dict[str, Any], anew: bool, expected_bytes: int) -> None:
-        found = read_whole(self._work / FINGERPRINT)
+        found = read_whole(self._work.fingerprint)
         if anew or found is None:
-            self._clear()
+            self._work.clear()
         elif found != fingerprint:
             differences = ", ".join(_differences(found, fingerprint))
             raise OutputError(
-                f"{self._work} was begun by another run (different: {differences}); give the same options and input, "
-                "or start anew with --overwrite."
+                f"{self._work.path} was begun by another run (different: {differences}); give the same options and "
+                "input, or start anew with --overwrite."
             )
         else:
-            self.num_finished = self._count_finished()
+            self.num_finished = self._work.count_finished(self._num_parts)
         missing = expected_bytes * (self._num_parts - self.num_finished) // self._num_parts
         if self.num_finished < self._num_parts:
             missing += min(expected_bytes, self._max_file_bytes)  # one joined file exists beside its parts
-        free_bytes = shutil.disk_usage(self._work).free
+        free_bytes = shutil.disk_usage(self._work.path).free
         if free_bytes < missing:
             raise OutputError(
                 f"{self.folder.parent} has {free_bytes / 1e9:.1f} GB free, the result needs {missing / 1e9:.1f} GB; "
                 "free some space or choose another --output."
             )
-        write_whole(self._work / FINGERPRINT, json.dumps(fingerprint, indent=2) + "\n")
-
-    def _clear(self) -> None:
-        """Remove what an earlier run left; the lock stays."""
-        self._clear_checkpoint()
-        _unlink_files(self._work)
-
-    def _clear_checkpoint(self) -> None:
-        shutil.rmtree(self.partial)
-        self.partial.mkdir()
-        for path in (*self._work.glob("joined-*.json"), *self._work.glob(LAYOUT)):
-            path.unlink()
-
-    def _count_finished(self) -> int:
-        """Return how many parts from the first on have a record and right checksums.
-
-        Parts that were joined already count only if all others are there, because no layer can be read from them.
-        """
-        joined = self._joined_parts()
-        for number in range(self._num_parts):
-            record = read_whole(self._record_path(number))
-            damaged = None if record is None else self._damaged(record["checksums"])
-            if record is None or (damaged is not None and number not in joined):
-                if damaged is not None:
-                    logger.warning("%s was damaged after it was written; it and what follows is made again.", damaged)
-                self._clear_checkpoint()
-                return min(number, *joined) if joined else number
-        return self._num_parts
-
-    def _joined_parts(self) -> set[int]:
-        """Return the parts whose bytes are completely in joined files that are good; forget the other files."""
-        parts: set[int] = set()
-        good = True
-        for path in sorted(self._work.glob("joined-*.json")):
-            record = read_whole(path)
-            good = good and record is not None and self._damaged(record["checksums"]) is None
-            if good and record is not None:
-                parts |= set(record["parts"])
-            else:
-                path.unlink()
-        return parts
-
-    def _damaged(self, checksums: dict[str, str]) -> Path | None:
-        """Return the first file that is absent or has another checksum; None if all are good."""
-        for name, expected in checksums.items():
-            path = self._work / name
-            if not path.exists() or checksum(path) != expected:
-                return path
-        return None
+        write_whole(self._work.fingerprint, json.dumps(fingerprint, indent=2) + "\n")
 
     def __enter__(self) -> "Journal":
         return self
@@ -243,10 +140,10 @@ class Journal:
             logger.warning("The last part was not written (%s).", cause(late))
         reason = late if error is None else error
         self._leave(useless=isinstance(reason, WRONG_INPUT))
-        if self._work.exists():
+        if self._work.path.exists():
             logger.warning(
                 "%s keeps %d of %d parts; the same command with --resume continues after them.",
-                self._work,
+                self._work.path,
                 self.num_finished,
                 self._num_parts,
             )
@@ -257,8 +154,8 @@ class Journal:
 
     def _leave(self, *, useless: bool = False) -> None:
         """Release the lock, and remove the folder unless it holds something to continue with."""
-        if self._work.exists() and (useless or not _holds_something(self._work)):
-            _remove_folder(self._work)
+        if self._work.path.exists() and (useless or not self._work.holds_something()):
+            self._work.remove()
         self._lock.release()
 
     def add(self, tensors: Tensors, *, record: dict[str, Any] | None = None, scaffold: Tensors | None = None) -> None:
@@ -297,10 +194,10 @@ class Journal:
         try:
             checksums = {
                 path.name: self._write(path, content)
-                for path, content in ((self._part(number), tensors), (self._scaffold(number), scaffold))
+                for path, content in ((self._work.part(number), tensors), (self._work.scaffold(number), scaffold))
                 if content
             }
-            write_whole(self._record_path(number), json.dumps({"checksums": checksums, "record": record or {}}))
+            write_whole(self._work.record(number), json.dumps({"checksums": checksums, "record": record or {}}))
         except BaseException:
             self.num_finished = number
             raise
@@ -320,26 +217,26 @@ class Journal:
         """Write JSON values that a resumed run finds with `saved`."""
         self._settle()
         if self._workers.is_main:
-            write_whole(_saved_path(self.folder, name), json.dumps(values))
+            write_whole(self._work.saved(name), json.dumps(values))
 
     def saved(self, name: str) -> dict[str, Any] | None:
         """Return what this run or an interrupted one saved under a name, on every process; None without it."""
-        return self._workers.share(0, lambda: peek_saved(self.folder, name))
+        return self._workers.share(0, lambda: read_whole(self._work.saved(name)))
 
     def save_tensors(self, name: str, tensors: Tensors) -> None:
         """Write tensors that a resumed run finds with `saved_tensors`."""
         self._settle()
         if self._workers.is_main:
-            self._write(self._tensors_path(name), tensors)
+            self._write(self._work.saved_tensors(name), tensors)
 
     def saved_tensors(self, name: str) -> Tensors | None:
         """Return the tensors that were saved under a name, on every process; None without them."""
-        path = self._tensors_path(name)
+        path = self._work.saved_tensors(name)
         return self._workers.share(0, lambda: load_file(path) if path.exists() else None)
 
     def records(self, count: int) -> list[dict[str, Any]]:
         """Return the records of the first `count` finished parts, on every process."""
-        return self._workers.share(0, lambda: [self._content(number)["record"] for number in range(count)])
+        return self._workers.share(0, lambda: [self._record(number) for number in range(count)])
 
     def reread(self, number: int) -> tuple[Tensors, Tensors]:
         """Return the tensors and the scaffold of a finished part, on every process."""
@@ -347,7 +244,8 @@ class Journal:
 
         def load() -> tuple[Tensors, Tensors]:
             part, scaffold = (
-                load_file(path) if path.exists() else {} for path in (self._part(number), self._scaffold(number))
+                load_file(path) if path.exists() else {}
+                for path in (self._work.part(number), self._work.scaffold(number))
             )
             return part, scaffold
 
@@ -355,7 +253,7 @@ class Journal:
 
     def stored(self) -> list[StoredTensor]:
         """Return the tensors of the finished parts, in order; for a form with a file layout of its own."""
-        parts = map(self._part, range(self._num_parts))
+        parts = map(self._work.part, range(self._num_parts))
         return [tensor for path in parts if path.exists() for tensor in stored_tensors(path)]
 
     def join(self, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
@@ -366,18 +264,18 @@ class Journal:
         self._settle()
         if not self._workers.is_main:
             return
-        done = [read_whole(path) for path in sorted(self._work.glob("joined-*.json"))]
-        parts, stored = {self._part(number): number for number in range(self._num_parts)}, self.stored()
-        layout = read_whole(self._work / LAYOUT)
+        num_done = len(self._work.all_joined())
+        parts, stored = {self._work.part(number): number for number in range(self._num_parts)}, self.stored()
+        layout = read_whole(self._work.layout)
         if layout is None:
             groups = group_by_size(stored, self._max_file_bytes)
             num_bytes = sum(tensor.num_bytes for tensor in stored)
             layout = {"files": [[tensor.name for tensor in group] for group in groups], "bytes": num_bytes}
-            write_whole(self._work / LAYOUT, json.dumps(layout))
+            write_whole(self._work.layout, json.dumps(layout))
         files = file_names(len(layout["files"]))
         at_hand = {tensor.name: tensor for tensor in stored}
         for index, (file, names) in enumerate(zip(files, layout["files"], strict=True)):
-            if index < len(done):
+            if index < num_done:
                 continue
             group = [at_hand[name] for name in names]
             later = {name for other in layout["files"][index + 1 :] for name in other}
@@ -387,7 +285,7 @@ class Journal:
             make_durable(unfinished, path)
             last = {tensor.path for tensor in group} - {at_hand[name].path for name in later}
             record = {"checksums": {f"{CHECKPOINT}/{file}": digest}, "parts": sorted(parts[path] for path in last)}
-            write_whole(self._work / f"joined-{index + 1:05d}.json", json.dumps(record))
+            write_whole(self._work.joined(index), json.dumps(record))
             for used in last:
                 used.unlink()
         if len(files) > 1:
@@ -407,56 +305,15 @@ class Journal:
             shutil.rmtree(replaced)
         else:
             os.rename(self.partial, self.folder)
-        _remove_folder(self._work)
+        self._work.remove()
 
-    def _content(self, number: int) -> dict[str, Any]:
-        content = read_whole(self._record_path(number))
+    def _record(self, number: int) -> dict[str, Any]:
+        path = self._work.record(number)
+        content = read_whole(path)
         if content is None:
-            raise OutputError(f"{self._record_path(number)} is gone; start anew with --overwrite.")
-        return content
-
-    def _tensors_path(self, name: str) -> Path:
-        return self._work / f"saved-{name}.safetensors"
-
-    def _part(self, number: int) -> Path:
-        return self._work / f"part-{number + 1:05d}.safetensors"
-
-    def _scaffold(self, number: int) -> Path:
-        return self._work / f"scaffold-{number + 1:05d}.safetensors"
-
-    def _record_path(self, number: int) -> Path:
-        return self._work / f"record-{number + 1:05d}.json"
-
-
-def remove_leftovers(folder: Path, fingerprint: dict[str, Any]) -> None:
-    """Remove what a run of this fingerprint left beside `folder` if it was killed after it had finished."""
-    work = incomplete_folder(folder)
-    if read_whole(work / FINGERPRINT) != fingerprint:
-        return
-    try:
-        with FileLock(work / LOCK, timeout=0):
-            _remove_folder(work)
-    except Timeout:  # another process is making the same result again
-        return
-
-
-def _remove_folder(work: Path) -> None:
-    """Remove a folder of a run. The fingerprint goes last, so that a killed removal is still known as a run's."""
-    if (work / CHECKPOINT).exists():
-        shutil.rmtree(work / CHECKPOINT)
-    _unlink_files(work)
-    shutil.rmtree(work)
-
-
-def _unlink_files(work: Path) -> None:
-    """Remove the files of a run except the lock, and the fingerprint last."""
-    for path in sorted(work.iterdir(), key=lambda path: path.name == FINGERPRINT):
-        if path.is_file() and path.name != LOCK:
-            path.unlink()
-
-
-def _saved_path(folder: Path, name: str) -> Path:
-    return incomplete_folder(folder) / f"saved-{name}.json"
+            raise OutputError(f"{path} is gone; start anew with --overwrite.")
+        record: dict[str, Any] = content["record"]
+        return record
 
 
 def _differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from oneshot.checkpoint.journal import refuse_output
 from oneshot.checkpoint.reader import Checkpoint
+from oneshot.checkpoint.work_folder import refuse_output
 from oneshot.errors import OutputError, cause
 
 
