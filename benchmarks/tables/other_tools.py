@@ -6,7 +6,7 @@ from harness import Row, read_rows
 from judging import KINDS
 from quality_rows import quality_rows
 
-from tables.cells import markdown, rounded, score_cell
+from tables.cells import markdown, rounded, score_cell, token_span
 
 WIKITEXT2 = "wikitext2_valid.txt"
 SIZES = (0.1, 0.2, 0.3)
@@ -22,13 +22,18 @@ def summary_table() -> str:
         lines.append([f"**oneshot**, {form}", "five", *(scores.get(size, "–") for size in SIZES)])
     for tool, scores in other_curves().items():
         lines.append([_name(tool, "per-layer"), "two", *_cells(scores)])
+    shown = {form: [row for row in rows if row["asked"] in SIZES] for form, rows in quality.items()}
+    seeds = ", ".join(
+        f"{form} {token_span(len(row.get('scores', [row])) for row in rows)}" for form, rows in shown.items() if rows
+    )
     dense = quality_rows()[0]
     return markdown(
         ["method", "texts", "10\N{NO-BREAK SPACE}%", "20\N{NO-BREAK SPACE}%", "30\N{NO-BREAK SPACE}%"],
         lines,
         "Perplexity ÷ the dense model's, geometric mean over the texts; lower is better. The columns are the removed "
         f"shares of the stored parameters of {dense['model']}, the embedding included. The five texts are "
-        f"{', '.join(KINDS.values())}. The two texts are WikiText-2 and an English text of another kind. `oneshot` "
+        f"{', '.join(KINDS.values())}; ± is the standard deviation over seeds ({seeds}). The two texts are WikiText-2 "
+        "and an English text of another kind. `oneshot` "
         "calibrates on `general.jsonl+self`, the other tools on `general.jsonl`. Their rows are single runs of their "
         "own code, patched for this model. The row of `oneshot` on two texts is older than ranks of linears.",
     )
