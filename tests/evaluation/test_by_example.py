@@ -493,6 +493,7 @@ def test_a_data_set_of_the_hub(save: Callable[[Any], Path], monkeypatch: pytest.
 
 def test_a_wrong_option_is_one_sentence(save: Callable[[Any], Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = save(build_model("bert", model_class="BertModel"))
+    capsys.readouterr()  # the progress bar of saving, if no test before this one has switched it off
     assert main([str(folder), "--batch-size=0"]) == 1
     assert capsys.readouterr().err.startswith("error: --batch-size 0")
     assert main([str(folder), "--text=some.txt", "--device=cpu"]) == 1
