@@ -20,9 +20,8 @@ import time
 import types
 from pathlib import Path
 
-from gpu_sections import agree, compressed, env, kernels, sanitizer, tests
+from gpu_sections import ROOT, agree, compressed, env, kernels, sanitizer, tests
 
-ROOT = Path(__file__).resolve().parent.parent
 TOTAL_SECONDS = 560
 # section -> seconds that it may take, in order of value; "compress MODEL FORM KERNELS"
 SECTIONS = {

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the demo model, rows with their provenance, options."""
+"""Shared by all benchmarks: the demo model, rows with their provenance, options."""
 
 import argparse
 import importlib.util
@@ -82,8 +82,13 @@ def read_rows(name: str) -> list[dict[str, Any]]:
     return [{RENAMED.get(field, field): value for field, value in row.items()} for row in rows]
 
 
+def latest(rows: list[Row], *keys: str) -> list[Row]:
+    """The newest row for every combination of the keys, in the order of first appearance."""
+    return list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
+
+
 def calibration_files(names: str, data_dir: Path) -> str:
-    """`--calibration` for files of the data folder, whose names are joined by `+`; `self` is no file."""
+    """Return `--calibration` for files of the data folder, whose names are joined by `+`; `self` is not a file."""
     return "+".join(name if name == SELF else str(data_dir / name) for name in names.split("+"))
 
 

@@ -1,4 +1,4 @@
-"""How models are judged: on windows of five kinds of text, and on tasks over local files."""
+"""Judge models: on windows of five kinds of text, and on tasks over local files."""
 
 import json
 import math
@@ -74,7 +74,7 @@ def judging_windows(
 
 
 def text_records(windows: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """What a row says of the windows that it was judged on: rows with equal records can be compared."""
+    """Describe the windows that a row was judged on: rows with equal records can be compared."""
     return {name: asdict(text_record(ids)) for name, ids in windows.items()}
 
 

@@ -2,7 +2,7 @@
 
 from statistics import fmean, geometric_mean
 
-from harness import Row, read_rows
+from harness import Row, latest, read_rows
 from judging import KINDS
 
 # (name, tokens) of the text that the default recipe is shown with
@@ -59,14 +59,9 @@ def _joined(seeds: list[Row]) -> Row:
 
 
 def varies_a_part(row: Row) -> bool:
-    """Whether a row of `quality_rows()` is of the default with another part or another text, for the table of those.
+    """Say whether a row of `quality_rows()` shows the default with another part or text, for the table of parts.
 
     `up_steps` is no such part: whoever has the time gets a better model.
     """
     usual = row["recipe"] != "oneshot" or (row["calibration"], row["calibration_tokens"]) in USUAL_CALIBRATIONS
     return bool(row["settings"].keys() - {"up_steps"}) or not usual
-
-
-def latest(rows: list[Row], *keys: str) -> list[Row]:
-    """The newest row for every combination of the keys, in the order of first appearance."""
-    return list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())

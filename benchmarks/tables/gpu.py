@@ -1,7 +1,6 @@
 """Tables of docs/gpu.md: estimates of gpu_estimate.py, counts of gpu_counts.py, and sums.py's measurements on a CPU."""
 
-from harness import Row, read_rows
-from quality_rows import latest
+from harness import Row, latest, read_rows
 
 from tables.cells import markdown, origin
 

@@ -1,7 +1,6 @@
 """Tables of the hidden size's subspaces."""
 
-from harness import Row, read_rows
-from quality_rows import latest
+from harness import Row, latest, read_rows
 
 from tables.cells import TEXTS, markdown, origin, scores, settings
 

@@ -2,8 +2,7 @@
 
 import math
 
-from harness import Row, fitted_exponent, read_rows
-from quality_rows import latest
+from harness import Row, fitted_exponent, latest, read_rows
 
 from tables.cells import markdown, origin
 

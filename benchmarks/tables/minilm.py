@@ -2,8 +2,7 @@
 
 from statistics import fmean
 
-from harness import Row, read_rows
-from quality_rows import latest
+from harness import Row, latest, read_rows
 
 from tables.cells import by_variant, markdown, origin, spread, token_span
 

@@ -4,11 +4,11 @@ from compare import CONFIDENCE, compare_rows
 from harness import Row
 from quality_rows import comparable_rows, with_seeds
 
+from oneshot.text import SELF
 from tables.cells import difference_cells, markdown, origin, score_cell
 from tables.paired import BROAD, SIZE, TOKENS, Choice
 
-OWN = "self"
-MIXTURES = [BROAD, f"{BROAD}+{BROAD}+{BROAD}+{OWN}", f"{BROAD}+{OWN}", f"{BROAD}+{OWN}+{OWN}+{OWN}", OWN]
+MIXTURES = [BROAD, f"{BROAD}+{BROAD}+{BROAD}+{SELF}", f"{BROAD}+{SELF}", f"{BROAD}+{SELF}+{SELF}+{SELF}", SELF]
 
 
 def own_text_table() -> str:
@@ -41,11 +41,11 @@ def own_text_table() -> str:
 
 def _share(mixture: str) -> float:
     sources = mixture.split("+")
-    return sources.count(OWN) / len(sources)
+    return sources.count(SELF) / len(sources)
 
 
 def _writing(rows: list[Row]) -> str:
-    """Seconds until the text is ready ÷ all others, of the newest row that has them."""
+    """Seconds until the text is ready ÷ all others, of the last seed that has them."""
     timed = [row["seconds"] for row in rows if "seconds" in row]
     if not timed:
         return "–"

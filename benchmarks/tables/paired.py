@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compare import CONFIDENCE, compare_rows
-from harness import Row
-from quality_rows import USUAL_CALIBRATIONS, comparable_rows, latest, with_seeds
+from harness import Row, latest
+from quality_rows import USUAL_CALIBRATIONS, comparable_rows, with_seeds
 
 from tables.cells import difference_cells, markdown, origin, score_cell
 

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from statistics import median
 
-from harness import Row, read_rows
+from harness import Row, latest, read_rows
 from judging import score
-from quality_rows import latest
 
 from tables.cells import markdown, origin
 

@@ -2,9 +2,9 @@
 
 from statistics import geometric_mean
 
-from harness import Row, read_rows
+from harness import Row, latest, read_rows
 from judging import KINDS, task_values
-from quality_rows import latest, quality_rows, varies_a_part
+from quality_rows import quality_rows, varies_a_part
 
 from tables.cells import TEXTS, markdown, origin, rounded, score_cell, scores, settings, standard_error
 

@@ -1,7 +1,6 @@
 """The table of results that were quantised by other tools."""
 
-from harness import Row, read_rows
-from quality_rows import latest
+from harness import Row, latest, read_rows
 
 from tables.cells import markdown, origin
 
