@@ -21,7 +21,7 @@ from oneshot.footprint.terms import (
 from oneshot.footprint.work import Work
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.latency import WIDTHS
-from oneshot.profiling.profiler import PROBE_SEQUENCES, probes_per_layer
+from oneshot.profiling.probes import PROBE_SEQUENCES, probes_per_layer
 from oneshot.text import size_of_records
 from oneshot.text.self_written import DOCUMENT_TOKENS, SELF, document_bytes
 

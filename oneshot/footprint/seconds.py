@@ -18,7 +18,8 @@ from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
 from oneshot.profiling.embedding import EMBEDDING_PROBES
-from oneshot.profiling.profiler import PROBE_SEQUENCES, STATISTICS_SEQUENCES, probes_per_layer
+from oneshot.profiling.probes import PROBE_SEQUENCES, probes_per_layer
+from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.recipes import WEIGHT_SELECTORS
 from oneshot.text import SELF
 from oneshot.text.self_written import DOCUMENT_TOKENS

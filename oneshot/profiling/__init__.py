@@ -2,8 +2,9 @@
 
 from oneshot.profiling.files import load_profile, refuse_existing, refuse_other, save_profile
 from oneshot.profiling.latency import measured_seconds
+from oneshot.profiling.probes import PROBED_KINDS
 from oneshot.profiling.profile import make_profile
-from oneshot.profiling.profiler import PROBED_KINDS, LayerProfiler
+from oneshot.profiling.profiler import LayerProfiler
 
 __all__ = [
     "PROBED_KINDS",

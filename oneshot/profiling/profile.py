@@ -32,7 +32,7 @@ def make_profile(
     """Pass the dense model once over the first sequences and measure what smaller sizes cost.
 
     Args:
-        kinds: of `profiler.PROBED_KINDS`, whose sensitivity is measured. with_embedding: whether the embedding's ranks
+        kinds: of `probes.PROBED_KINDS`, whose sensitivity is measured. with_embedding: whether the embedding's ranks
             are measured; a few sequences then pass the layers once more.
     """
     num_layers, unit = model.shape.num_hidden_layers, removed_unit(method, model.shape)

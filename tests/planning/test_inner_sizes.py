@@ -23,7 +23,7 @@ from oneshot.families import LLAMA, ModelShape
 from oneshot.pipeline import predict, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan
 from oneshot.planning.widths import meet_budget
-from oneshot.profiling.profiler import MIN_PROBE_ERROR, probe_size
+from oneshot.profiling.probes import MIN_PROBE_ERROR, probe_size
 from oneshot.recipes import DAMPING
 
 CPU = torch.device("cpu")

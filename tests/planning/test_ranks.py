@@ -26,7 +26,8 @@ from oneshot.linalg.low_rank import ROOT_DAMPING
 from oneshot.pipeline import predict, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan
 from oneshot.planning.widths import meet_budget
-from oneshot.profiling.profiler import RANK_SHARE, probe_size
+from oneshot.profiling.probes import probe_size
+from oneshot.profiling.profiler import RANK_SHARE
 from oneshot.report.terminal import print_report
 
 CPU = torch.device("cpu")

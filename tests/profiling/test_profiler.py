@@ -30,7 +30,7 @@ from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, Profile, pr
 from oneshot.planning.damages import removed_fluctuation
 from oneshot.planning.widths import meet_budget
 from oneshot.profiling import LayerProfiler, load_profile
-from oneshot.profiling.profiler import MIN_PROBE_ERROR, PROBE_SHARE, probe_size
+from oneshot.profiling.probes import MIN_PROBE_ERROR, PROBE_SHARE, probe_size
 
 
 @given(rows=st.integers(1, 40), size=st.integers(1, 12), outputs=st.integers(1, 6), seed=st.integers(0, 10**6))
@@ -274,7 +274,7 @@ def test_a_run_profiles_heads_only_if_it_removes_some(
         profiles.append(finish(self, *arguments))
         return profiles[-1]
 
-    monkeypatch.setattr("oneshot.profiling.profiler.GramAccumulator", accumulator)
+    monkeypatch.setattr("oneshot.profiling.layer_statistics.GramAccumulator", accumulator)
     monkeypatch.setattr(LayerProfiler, "finish", finished)
     compress(make_config(make_checkpoint(width=80), form="per-layer", heads=heads, sparsity=0.1))
     (found,) = profiles

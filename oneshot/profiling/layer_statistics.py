@@ -1,0 +1,106 @@
+"""One layer's statistics over the dense stream: what all its error curves are computed from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional
+
+from oneshot.checkpoint import Model
+from oneshot.compression.fold import augmented_weight
+from oneshot.compression.ranks import RankAccumulator, Ranked
+from oneshot.compression.statistics import (
+    GramAccumulator,
+    HeadGramAccumulator,
+    MomentAccumulator,
+    Statistics,
+    with_constant_column,
+)
+from oneshot.families import RankedKind
+from oneshot.machine import Machine
+from oneshot.stream import Layer
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Statistics of a dense layer, summed over all workers.
+
+    Attributes:
+        heads: of what attention's output linear reads; None if no probed kind needs it. neurons: of what the FFN's
+            output linear reads, with moments.
+        query_key_grams: Grams of queries and of keys by head; empty if they are not probed or cannot shrink.
+        linears: those that may have low rank, by the index of their sublayer; empty if ranks are not profiled.
+        influence: one minus the mean cosine of the layer's input and output (ShortGPT equation 1).
+    """
+
+    heads: Statistics | None
+    neurons: Statistics
+    query_key_grams: list[torch.Tensor]
+    linears: dict[int, dict[RankedKind, Ranked]]
+    influence: float
+
+
+class LayerSums:
+    """A step of the dense stream through a layer that sums the layer's statistics on the way."""
+
+    def __init__(
+        self, model: Model, machine: Machine, tensors: Tensors, layer: Layer, *, probed: Sequence[str], with_ranks: bool
+    ) -> None:
+        self._shape, self._machine, self._tensors, self._layer = model.shape, machine, tensors, layer
+        shape, device, stack = model.shape, machine.device, model.family.stack
+        self._attention, self._ffn = (stack.index_of(kind) for kind in ("heads", "ffn"))
+        reads_heads = not {"heads", "inner"}.isdisjoint(probed)
+        self._heads = self._accumulator(stack.sublayers[self._attention].writer) if reads_heads else None
+        self._queries_keys: list[HeadGramAccumulator] = []
+        if "inner" in probed and model.family.reason_against("queries and keys") is None:
+            counts = shape.num_attention_heads, shape.num_key_value_heads
+            self._queries_keys = [HeadGramAccumulator(count, shape.head_dim, device=device) for count in counts]
+        self._ranks: dict[int, RankAccumulator] = {}
+        if with_ranks:
+            self._ranks = {
+                index: RankAccumulator(shape, stack.sublayers[index], index, device)
+                for index in (self._attention, self._ffn)
+            }
+        self._neurons = self._accumulator(stack.sublayers[self._ffn].writer)
+        self._moments = MomentAccumulator(shape.intermediate_size, device=device)
+        self._cosines, self._rows = torch.zeros((), dtype=torch.float64, device=device), 0
+
+    def __call__(self, x: torch.Tensor, _: bool) -> torch.Tensor:
+        """Return a batch `(sequences, length, D)` behind the layer."""
+        shape, layer, attention, ffn = self._shape, self._layer, self._attention, self._ffn
+        heads = layer.inner(attention, x)
+        attended = layer.leave(attention, x + layer.write(attention, heads).view_as(x))
+        neurons = layer.inner(ffn, attended)
+        moved = layer.leave(ffn, attended + layer.write(ffn, neurons).view_as(x))
+        if self._heads is not None:
+            self._heads.update_(with_constant_column(heads) if shape.output_bias else heads)
+        if self._queries_keys:
+            for grams, projected in zip(self._queries_keys, layer.queries_keys(attention, x), strict=True):
+                grams.update_(projected)
+        if self._ranks:
+            self._ranks[attention].update_(layer, x, heads)
+            self._ranks[ffn].update_(layer, attended)
+        self._neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
+        self._moments.update_(neurons)
+        self._cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
+        self._rows += len(heads)
+        return moved
+
+    def finish(self) -> LayerStatistics:
+        """Return the statistics with the sums of all workers."""
+        workers = self._machine.workers
+        totals = torch.stack((self._cosines, torch.full_like(self._cosines, self._rows)))
+        workers.sum_(totals)
+        return LayerStatistics(
+            neurons=replace(self._neurons.finish(workers=workers), moments=self._moments.finish(workers)),
+            query_key_grams=[grams.finish(workers) for grams in self._queries_keys],
+            linears={index: sums.finish(workers, self._tensors) for index, sums in self._ranks.items()},
+            heads=None if self._heads is None else self._heads.finish(workers=workers),
+            influence=1 - float(totals[0] / totals[1]),
+        )
+
+    def _accumulator(self, writer: str) -> GramAccumulator:
+        size = augmented_weight(self._tensors, writer).shape[1]
+        return GramAccumulator(size, output_size=None, device=self._machine.device)

@@ -1,0 +1,96 @@
+"""Probe sequences in the dense model and in models with one sublayer reduced: what the reduction does to the output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oneshot.stream import Layer
+
+PROBE_SEQUENCES = 2
+PROBED_KINDS = ("ffn", "heads", "layer", "sublayer", "inner", "rank")
+LEFT_OUT_SUBLAYERS = ("no heads", "no ffn")  # the probes of `sublayer`
+INNER_SIZES = ("queries and keys", "values")  # the probes of `inner`
+PROBE_SHARE = 3 / 4  # of a sublayer's neurons or heads stays in its probe; less if the error is too small
+MIN_PROBE_ERROR = 1e-4  # relative and squared: below this the divergence is rounding noise
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Hidden states `(sequences, length, D)` of the probe sequences in a model with one part reduced or left out.
+
+    `error` is the relative squared error of the reduced sublayer's own output. `energy`: its mean squared error on the
+    probe sequences; only of FFNs.
+    """
+
+    kind: str
+    layer: int
+    states: torch.Tensor
+    error: float = 1.0
+    energy: float = 0.0
+
+
+class Probes:
+    """The probe sequences in the dense model, whose hidden states are `dense`, and the probes of reduced sublayers.
+
+    All move side by side, so every layer is read once.
+    """
+
+    def __init__(self, dense: torch.Tensor) -> None:
+        self.dense = dense
+        self._reduced: list[Probe] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens that divergences are means over."""
+        return self.dense.shape[0] * self.dense.shape[1]
+
+    def add(self, probe: Probe) -> None:
+        """Add the probe of a layer that the others have passed."""
+        self._reduced.append(probe)
+
+    def move(self, layer: Layer) -> None:
+        """Move the probes of earlier layers through a dense layer; `dense` stays before it."""
+        for probe in self._reduced:
+            probe.states.copy_(layer.run_all(probe.states))
+
+    def sensitivities(self, output: Any, num_layers: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return what errors cost in nats per token, float64 `(layers,)`; zeros where nothing was probed.
+
+        The first are divergences from the dense output per relative squared error, of each kind of `PROBED_KINDS`,
+        `LEFT_OUT_SUBLAYERS` and `INNER_SIZES`. The second is that of FFNs per squared error in the stream. `output`:
+        the final norm and the output head.
+        """
+        kinds = (*PROBED_KINDS, *LEFT_OUT_SUBLAYERS, *INNER_SIZES)
+        by_kind = {kind: torch.zeros(num_layers, dtype=torch.float64) for kind in kinds}
+        of_stream = torch.zeros(num_layers, dtype=torch.float64)
+        for probe, divergence in zip(self._reduced, self._divergences(output), strict=True):
+            by_kind[probe.kind][probe.layer] = divergence / max(probe.error, MIN_PROBE_ERROR)
+            if probe.energy:
+                of_stream[probe.layer] = divergence / probe.energy
+        return by_kind, of_stream
+
+    def _divergences(self, output: Any) -> list[float]:
+        """Return the mean divergence of every probe's output from the dense model's, one sequence at a time."""
+        totals = torch.zeros(len(self._reduced), dtype=torch.float64, device=self.dense.device)
+        for sequence, dense_state in enumerate(self.dense):
+            dense = output.prediction(dense_state)
+            for index, probe in enumerate(self._reduced):
+                totals[index] += output.divergence(dense, probe.states[sequence]).double().mean()
+        return [max(0.0, total / len(self.dense)) for total in totals.tolist()]
+
+
+def probes_per_layer(kinds: Sequence[str]) -> int:
+    """Return how many probes every layer adds for these kinds of `PROBED_KINDS`."""
+    return len(kinds) + ("sublayer" in kinds) + ("inner" in kinds) - ("rank" in kinds)
+
+
+def probe_size(errors: torch.Tensor, share: float = PROBE_SHARE) -> int:
+    """Return how many of a sublayer's n units stay in its probe: this share, or the most with enough error.
+
+    `errors (n + 1,)`: relative squared errors by kept units, falling.
+    """
+    units = len(errors) - 1
+    largest = min(units - 1, max(1, round(share * units)))
+    return max(1, int((errors[1 : largest + 1] >= MIN_PROBE_ERROR).sum()))
