@@ -1,7 +1,7 @@
 """Model families, one file each. To add one: a `Description` in a new file, and its name in `reading.FAMILIES`."""
 
 from oneshot.families.bert import BERT
-from oneshot.families.description import Attention, Description, Feature, FeedForward, Norm, Sizes, Stack, Sublayer
+from oneshot.families.description import Description, Feature, Sizes
 from oneshot.families.llama import LLAMA
 from oneshot.families.reading import (
     COMPRESSED_MODEL_TYPE,
@@ -14,6 +14,8 @@ from oneshot.families.reading import (
     stated_class,
 )
 from oneshot.families.shapes import RANKED_KINDS, LayerShape, ModelShape, RankedKind, StackShape, TableShape
+from oneshot.families.stack import Stack
+from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 __all__ = [
     "BERT",

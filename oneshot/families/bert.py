@@ -7,8 +7,10 @@ inside them and the hidden size need the per-layer form.
 from typing import Any
 
 from oneshot.errors import CheckpointError
-from oneshot.families.description import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer
+from oneshot.families.description import Description, Sizes
 from oneshot.families.resizing import FIXED_HEADS, set_ffn_width
+from oneshot.families.stack import Stack
+from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 STACK = Stack(
     (

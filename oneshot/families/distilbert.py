@@ -1,7 +1,9 @@
 """DistilBERT: BERT's layer under other names, without token types and without a pooler."""
 
-from oneshot.families.description import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer
+from oneshot.families.description import Description, Sizes
 from oneshot.families.resizing import FIXED_HEADS, set_ffn_width
+from oneshot.families.stack import Stack
+from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 STACK = Stack(
     (

@@ -3,9 +3,11 @@
 from typing import Any
 
 from oneshot.errors import PlanError
-from oneshot.families.description import Attention, Description, FeedForward, Norm, Stack, Sublayer
+from oneshot.families.description import Description
 from oneshot.families.resizing import set_sizes
 from oneshot.families.shapes import ModelShape
+from oneshot.families.stack import Stack
+from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 STACK = Stack(
     (

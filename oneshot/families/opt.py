@@ -12,8 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.errors import CheckpointError
-from oneshot.families.description import Attention, Description, Feature, FeedForward, Norm, Sizes, Stack, Sublayer
+from oneshot.families.description import Description, Feature, Sizes
 from oneshot.families.resizing import FIXED_HEADS, set_ffn_width
+from oneshot.families.stack import Stack
+from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 STACK = Stack(
     (

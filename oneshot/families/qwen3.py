@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from oneshot.families.description import Attention, Description
+from oneshot.families.description import Description
 from oneshot.families.llama import STACK
 from oneshot.families.resizing import NO_FFN_BIASES, set_sizes
+from oneshot.families.sublayers import Attention
 
 _ATTENTION = replace(STACK.sublayers[0], mixer=Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"))
 

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.errors import CheckpointError
-from oneshot.families.description import Attention, Description, FeedForward, Norm, Sizes, Stack, Sublayer
+from oneshot.families.description import Description, Sizes
 from oneshot.families.shapes import ModelShape
+from oneshot.families.stack import Stack
+from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
 
 SELF = "layer.0.SelfAttention"
 CROSS = "layer.1.EncDecAttention"

@@ -1,0 +1,97 @@
+"""A stack of equal layers, and what surrounds it: embeddings, positions, final norm."""
+
+from dataclasses import dataclass, replace
+
+from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer, SublayerKind
+
+LLAMA_NORM = Norm("model.norm")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of equal layers between an embedding and a final norm.
+
+    Attributes:
+        layers: prefix of the layers. sublayers: in the order of the forward pass.
+        embedding, positions: tensors; `positions` is None without a learned position embedding. Its first
+            `position_offset` rows are not used by any token.
+        token_types: the embedding of the first and the second text of a pair; None without one.
+        project_in, project_out: linears from the width of the token embedding to the hidden size, and from the last
+            states back to the width of the output head; None if all are as wide as the hidden size.
+        embedding_norm: module after the sum of the embeddings; None without one.
+        final_norm: module after the last layer; None if the last layer's own norm is the end.
+        rotary: whether attention turns queries and keys by rotary positions.
+        causal: whether a token sees only earlier ones. If not, the text is not packed but read example by example.
+        first_layer, first_position: of the stack among all layers and all positions of the model. Those of a decoder
+            follow its encoder's.
+    """
+
+    sublayers: tuple[Sublayer, ...]
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens.weight"
+    positions: str | None = None
+    position_offset: int = 0
+    token_types: str | None = None
+    project_in: str | None = None
+    project_out: str | None = None
+    embedding_norm: Norm | None = None
+    final_norm: Norm | None = LLAMA_NORM
+    rotary: bool = True
+    causal: bool = True
+    first_layer: int = 0
+    first_position: int = 0
+
+    def layer_prefix(self, layer: int) -> str:
+        """Return `model.layers.3.` for layer 3; a decoder's layers are numbered after its encoder's."""
+        return f"{self.layers}.{layer - self.first_layer}."
+
+    def position(self, layer: int, sublayer: int = 0) -> int:
+        """Return the number of the residual stream's position where a sublayer reads it."""
+        return self.first_position + (layer - self.first_layer) * len(self.sublayers) + sublayer
+
+    def index_of(self, kind: SublayerKind) -> int:
+        """Return the index of the sublayer of a kind."""
+        return next(index for index, sublayer in enumerate(self.sublayers) if sublayer.kind == kind)
+
+    @property
+    def attention(self) -> Attention:
+        mixer = self.sublayers[self.index_of("heads")].mixer
+        assert isinstance(mixer, Attention)
+        return mixer
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Return the attention of every sublayer that has one."""
+        return tuple(sublayer.mixer for sublayer in self.sublayers if isinstance(sublayer.mixer, Attention))
+
+    @property
+    def ffn(self) -> FeedForward:
+        mixer = self.sublayers[self.index_of("ffn")].mixer
+        assert isinstance(mixer, FeedForward)
+        return mixer
+
+    @property
+    def centres(self) -> bool:
+        """Return whether the norms are LayerNorms."""
+        return self.sublayers[0].norm.centres
+
+    @property
+    def norms_after(self) -> bool:
+        """Return whether norms follow the sums with the residual stream, which they then rewrite."""
+        return self.sublayers[0].norm.place == "after"
+
+    def within(self, prefix: str) -> "Stack":
+        """Return the same stack inside a module of a larger class, such as `bert.`."""
+
+        def inside(name: str | None) -> str | None:
+            return None if name is None else prefix + name
+
+        norm = self.embedding_norm
+        return replace(
+            self,
+            layers=prefix + self.layers,
+            embedding=prefix + self.embedding,
+            positions=inside(self.positions),
+            token_types=inside(self.token_types),
+            embedding_norm=None if norm is None else replace(norm, name=prefix + norm.name),
+        )

@@ -1,0 +1,128 @@
+"""Sublayers of a layer by their tensor names: attention or a feed-forward network, and its norm."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from oneshot.families.shapes import RankedKind
+
+SublayerKind = Literal["heads", "cross-heads", "ffn"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation: RMSNorm or LayerNorm, before its sublayer or after the sum with the residual stream."""
+
+    name: str
+    kind: Literal["rms", "layer"] = "rms"
+    place: Literal["before", "after"] = "before"
+
+    @property
+    def centres(self) -> bool:
+        """Return whether it subtracts the mean and has a bias."""
+        return self.kind == "layer"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention over the same stack's hidden states, or over the memory: the encoder's output (cross-attention).
+
+    Attributes:
+        module: what is called; it includes the output linear if the name of `out` lies below it.
+        q, k, v, out: linears. q_norm, k_norm: norms of single queries and keys; None without them.
+        fixed_heads: whether the stock class has heads as wide as its hidden size, so that its layers keep all heads.
+        memory: whether keys and values read the memory.
+        relative_bias: a table `(buckets, heads)` that is added to the scores by the distance of two tokens. The stack's
+            first layer stores it, for all layers. None without one.
+    """
+
+    module: str = "self_attn"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    out: str = "self_attn.o_proj"
+    q_norm: str | None = None
+    k_norm: str | None = None
+    fixed_heads: bool = False
+    memory: bool = False
+    relative_bias: str | None = None
+
+    @property
+    def kind(self) -> SublayerKind:
+        return "cross-heads" if self.memory else "heads"
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Return the linears that read the norm's output."""
+        return (self.q,) if self.memory else (self.q, self.k, self.v)
+
+    @property
+    def memory_readers(self) -> tuple[str, ...]:
+        """Return the linears that read the memory."""
+        return (self.k, self.v) if self.memory else ()
+
+    @property
+    def rotary_pairs(self) -> str:
+        """Return the name under which kept rotary pairs are stored; only some forms have it."""
+        return f"{self.module}.rotary_pairs"
+
+    @property
+    def ranked_kinds(self) -> tuple[RankedKind, ...]:
+        """Return the kinds of its linears that may have low rank."""
+        return ("query_key", "output")
+
+    @property
+    def queries_keys(self) -> str:
+        """Return the linear of queries and keys together; only some forms have it."""
+        return f"{self.module}.qk_proj"
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """A feed-forward network, with or without a gate. `activation`: the submodule that is applied to gate or up."""
+
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    gate: str | None = "mlp.gate_proj"
+    activation: str = "mlp.act_fn"
+
+    @property
+    def kind(self) -> SublayerKind:
+        return "ffn"
+
+    @property
+    def ranked_kinds(self) -> tuple[RankedKind, ...]:
+        """Return the kinds of its linears that may have low rank."""
+        return ("gate", "up")
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Return the linears that read the norm's output."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    @property
+    def out(self) -> str:
+        """Return the linear that writes to the residual stream."""
+        return self.down
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """One part of a layer: a mixer and its norm. `shortcut`: the name of a matrix between two subspaces."""
+
+    mixer: Attention | FeedForward
+    norm: Norm
+    shortcut: str
+
+    @property
+    def kind(self) -> SublayerKind:
+        return self.mixer.kind
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Return the linears that read this sublayer's input."""
+        return self.mixer.readers
+
+    @property
+    def writer(self) -> str:
+        """Return the linear that writes to the residual stream; its columns are removed and corrected."""
+        return self.mixer.out
