@@ -1,6 +1,10 @@
 """Sizes with the least damage within a budget: a multiple-choice knapsack, solved exactly by HiGHS (scipy)."""
 
-from collections.abc import Sequence
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -26,14 +30,39 @@ def least_damage(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], bud
     one_each = csr_array((np.ones(len(options)), (item_of, options)), shape=(len(sizes), len(options)))
     cost, damage = np.concatenate(costs), np.concatenate(damages)
     scale = max(float(np.abs(cost).max()), 1.0)
-    solution = milp(
-        damage / max(float(np.abs(damage).max()), 1e-300),
-        integrality=np.ones(len(options)),
-        bounds=Bounds(0, 1),
-        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(cost[None] / scale, -np.inf, budget / scale)],
-        options={"mip_rel_gap": RELATIVE_GAP},
-    )
+    within = LinearConstraint(cost[None] / scale, -np.inf, budget / scale)
+    with _silent_libraries():
+        solution = milp(
+            damage / max(float(np.abs(damage).max()), 1e-300),
+            integrality=np.ones(len(options)),
+            bounds=Bounds(0, 1),
+            constraints=[LinearConstraint(one_each, 1, 1), within],
+            options={"mip_rel_gap": RELATIVE_GAP},
+        )
     if solution.x is None:
         raise RuntimeError(f"the planner's knapsack was not solved: {solution.message}")
     starts = np.cumsum([0, *sizes[:-1]])
     return [int(np.argmax(solution.x[start : start + size])) for start, size in zip(starts, sizes, strict=True)]
+
+
+@contextmanager
+def _silent_libraries() -> Iterator[None]:
+    """Discard what C code prints.
+
+    HiGHS 1.12 prints a line for every solution that it has to mend, even if it is silent (HiGHS.jl issue 312).
+    """
+    if sys.stdout is None:  # closed: its number may belong to another file
+        yield
+        return
+    flush = ctypes.CDLL(None).fflush
+    sys.stdout.flush()
+    flush(None)
+    kept = os.dup(1)
+    try:
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 1)
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)

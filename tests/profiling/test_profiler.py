@@ -23,7 +23,6 @@ from oneshot.compression.statistics import GramAccumulator
 from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
 from oneshot.export.per_layer import PerLayerForm
 from oneshot.families import LLAMA, ModelShape, TableShape
-from oneshot.linalg.allocation import least_damage
 from oneshot.linalg.interpolative import nested_errors, ordered_factor
 from oneshot.pipeline import compress_sizes, profile
 from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, Profile, predicted_damage
@@ -47,27 +46,6 @@ def test_nested_errors_are_those_of_least_squares(rows: int, size: int, outputs:
         missed = target - columns @ np.linalg.lstsq(columns, target, rcond=None)[0]
         expected = (missed**2).sum() / (target**2).sum()
         assert float(errors[kept]) == pytest.approx(expected, abs=1e-4)
-
-
-@given(num_items=st.integers(1, 4), num_options=st.integers(1, 5), share=st.floats(0, 1.2), seed=st.integers(0, 10**6))
-def test_the_knapsack_is_solved(num_items: int, num_options: int, share: float, seed: int) -> None:
-    """Compare with all combinations."""
-    generator = np.random.default_rng(seed)
-    damages = list(generator.random((num_items, num_options)))
-    costs = list(generator.random((num_items, num_options)) - 0.3)
-    budget = share * sum(float(cost.max()) for cost in costs)
-    fitting = [
-        sum(damage[option] for damage, option in zip(damages, options, strict=True))
-        for options in itertools.product(range(num_options), repeat=num_items)
-        if sum(cost[option] for cost, option in zip(costs, options, strict=True)) <= budget
-    ]
-    chosen = least_damage(damages, costs, budget)
-    if chosen is None:
-        assert not fitting
-        return
-    assert sum(cost[option] for cost, option in zip(costs, chosen, strict=True)) <= budget + 1e-6
-    found = sum(damage[option] for damage, option in zip(damages, chosen, strict=True))
-    assert found == pytest.approx(min(fitting, default=found), abs=1e-5)
 
 
 @pytest.fixture
