@@ -42,26 +42,6 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
     ]
 
 
-def group_by_size(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
-    """Return groups in order, each of at most `max_bytes`; a larger tensor is a group of its own."""
-    groups: list[list[StoredTensor]] = []
-    room = 0
-    for tensor in tensors:
-        if not groups or tensor.num_bytes > room:
-            groups.append([])
-            room = max_bytes
-        groups[-1].append(tensor)
-        room -= tensor.num_bytes
-    return groups
-
-
-def file_names(count: int) -> list[str]:
-    """Return the names that transformers gives to the weight files of a checkpoint."""
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
 def write_joined(path: Path, tensors: Sequence[StoredTensor], advance: Callable[[int], None]) -> str:
     """Write one file with these tensors and return its SHA-256; `advance` receives the bytes written.
 

@@ -21,9 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint.durable import UNFINISHED, checksum, make_durable, read_whole, write_whole
-from oneshot.checkpoint.join import StoredTensor, file_names, group_by_size, stored_tensors, write_joined
-from oneshot.checkpoint.reader import INDEX_NAME, all_finite
-from oneshot.checkpoint.work_folder import CHECKPOINT, WorkFolder, refuse_output
+from oneshot.checkpoint.join import StoredTensor
+from oneshot.checkpoint.reader import all_finite
+from oneshot.checkpoint.weight_files import join_parts, stored_parts
+from oneshot.checkpoint.work_folder import WorkFolder, refuse_output
 from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OutputError, PlanError, ProfileError, cause
 from oneshot.machine import ALONE, Workers
 
@@ -253,45 +254,13 @@ class Journal:
 
     def stored(self) -> list[StoredTensor]:
         """Return the tensors of the finished parts, in order; for a form with a file layout of its own."""
-        parts = map(self._work.part, range(self._num_parts))
-        return [tensor for path in parts if path.exists() for tensor in stored_tensors(path)]
+        return stored_parts(self._work, self._num_parts)
 
     def join(self, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Join the finished parts into the weight files of the result, and remove each part when its bytes are there.
-
-        One `model.safetensors` if it is small enough, else numbered files with an index. No tensor is in memory.
-        """
+        """Join the finished parts into the weight files of the result; `advance` receives the bytes written."""
         self._settle()
-        if not self._workers.is_main:
-            return
-        num_done = len(self._work.all_joined())
-        parts, stored = {self._work.part(number): number for number in range(self._num_parts)}, self.stored()
-        layout = read_whole(self._work.layout)
-        if layout is None:
-            groups = group_by_size(stored, self._max_file_bytes)
-            num_bytes = sum(tensor.num_bytes for tensor in stored)
-            layout = {"files": [[tensor.name for tensor in group] for group in groups], "bytes": num_bytes}
-            write_whole(self._work.layout, json.dumps(layout))
-        files = file_names(len(layout["files"]))
-        at_hand = {tensor.name: tensor for tensor in stored}
-        for index, (file, names) in enumerate(zip(files, layout["files"], strict=True)):
-            if index < num_done:
-                continue
-            group = [at_hand[name] for name in names]
-            later = {name for other in layout["files"][index + 1 :] for name in other}
-            path = self.partial / file
-            unfinished = path.with_name(path.name + UNFINISHED)
-            digest = write_joined(unfinished, group, advance)
-            make_durable(unfinished, path)
-            last = {tensor.path for tensor in group} - {at_hand[name].path for name in later}
-            record = {"checksums": {f"{CHECKPOINT}/{file}": digest}, "parts": sorted(parts[path] for path in last)}
-            write_whole(self._work.joined(index), json.dumps(record))
-            for used in last:
-                used.unlink()
-        if len(files) > 1:
-            places = {name: file for file, names in zip(files, layout["files"], strict=True) for name in names}
-            index_content = {"metadata": {"total_size": layout["bytes"]}, "weight_map": places}
-            write_whole(self.partial / INDEX_NAME, json.dumps(index_content, indent=2) + "\n")
+        if self._workers.is_main:
+            join_parts(self._work, self._num_parts, self._max_file_bytes, advance)
 
     def commit(self) -> None:
         """Move the complete folder to its final place, and remove the traces of its making."""

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from oneshot.checkpoint import Checkpoint, Journal, peek_saved
+from oneshot.checkpoint import Checkpoint, Journal, peek_saved, weight_files
 from oneshot.checkpoint import journal as journal_module
 from oneshot.checkpoint.join import ITEM_BYTES, stored_tensors
 from oneshot.checkpoint.reader import INDEX_NAME, SINGLE_NAME
@@ -407,7 +407,7 @@ def join_until(folder: Path, killer: Killer, max_file_bytes: int) -> None:
         for number in range(journal.num_finished, len(MIXED)):
             journal.add(MIXED[number])
         for name in STEPS:
-            patch.setattr(journal_module, name, killer.before(getattr(journal_module, name)))
+            patch.setattr(weight_files, name, killer.before(getattr(weight_files, name)))
         for module, name in ((os, "replace"), (Path, "unlink"), (os, "fsync")):
             patch.setattr(module, name, killer.before(getattr(module, name)))
         journal.join(killer.step)
@@ -509,7 +509,7 @@ def test_a_damaged_joined_file_is_joined_again_if_its_parts_are_left(tmp_path: P
     with pytest.MonkeyPatch.context() as patch, open_journal(folder, num_parts=len(MIXED)) as journal:
         for part in MIXED:
             journal.add(part)
-        patch.setattr(journal_module, "write_whole", stop)
+        patch.setattr(weight_files, "write_whole", stop)
         with pytest.raises(KeyboardInterrupt):
             journal.join()
     (work / "checkpoint" / SINGLE_NAME).write_bytes(b"damaged")
@@ -540,7 +540,7 @@ def test_a_disk_that_fills_up_during_the_join_is_an_output_error(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal_module, "write_joined", fail)
+        patch.setattr(weight_files, "write_joined", fail)
         with pytest.raises(OutputError, match=rf"{tmp_path / 'out'} cannot be written \(No space left on device\)"):
             write(tmp_path / "out", 3)
     assert names(tmp_path) == ["out.incomplete"]
