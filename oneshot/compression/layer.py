@@ -7,16 +7,16 @@ from types import MappingProxyType
 import torch
 
 from oneshot.checkpoint import Model
-from oneshot.compression.correction import Factors
 from oneshot.compression.fold import confine
 from oneshot.compression.inner_heads import InnerMaps, keep_heads, reduce_queries_keys
 from oneshot.compression.layer_folder import LayerFolder, Ranks
+from oneshot.compression.layer_reports import input_reports, left_out_reports, sublayer_report
 from oneshot.compression.measuring import measure, relative_error
 from oneshot.compression.ranks import RankAccumulator, with_ranks
 from oneshot.compression.solving import solve
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.sublayer import SublayerTask
-from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
+from oneshot.compression.subspaces import StreamSubspaces
 from oneshot.compression.up_proj import correct_up, up_passes
 from oneshot.families import Attention
 from oneshot.machine import Machine
@@ -31,8 +31,6 @@ Tensors = dict[str, torch.Tensor]
 
 # the working layer, maps of heads and linears of low rank of its sublayers by their index, what was lost
 Solved = tuple[Tensors, dict[int, InnerMaps], dict[int, Ranks], list[SublayerReport]]
-
-INPUT_KINDS = {"heads": "attention input", "cross-heads": "cross-attention input", "ffn": "ffn input"}
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class LayerCompressor:
         tasks = self._tasks(layer)
         if self._plan.layers[layer].is_left_out:
             self.replay_layer(layer, tensors, {})
-            return CompressedLayer({}, {}, _left_out(tasks))
+            return CompressedLayer({}, {}, left_out_reports(tasks))
         uploaded = self._upload(tensors)
         working = self._confined(layer, uploaded)
         if self._states is None:
@@ -132,14 +130,14 @@ class LayerCompressor:
 
     def _by_weights(self, layer: int, working: Tensors, tasks: list[SublayerTask]) -> Solved:
         """Compress a layer whose neurons are chosen by weights alone."""
-        reports, maps = self._input_reports(layer, None), dict[int, InnerMaps]()
+        reports, maps = self._input_reports(layer), dict[int, InnerMaps]()
         for task in tasks:
             if task.is_reduced:
                 units, factors, _ = solve(task, working, None)
                 working = task.fold(working, factors)
                 maps[task.index] = self._with_heads(task, InnerMaps(), units)
-                reports.append(_report(task, factors, None))
-        return working, maps, {}, reports + _left_out(tasks)
+                reports.append(sublayer_report(task, factors, None))
+        return working, maps, {}, reports + left_out_reports(tasks)
 
     def _by_text(
         self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
@@ -151,7 +149,7 @@ class LayerCompressor:
         current = reference = states.as_compressed(dense) if working is tensors else states.layer(working)
         if self._norms_inside:
             current = self._current(layer, working, states)
-        inputs = self._input_reports(layer, dense)
+        inputs = self._input_reports(layer, dense, states)
         maps, ranks = dict[int, InnerMaps](), dict[int, Ranks]()
         solved = []
         for task in tasks:
@@ -190,8 +188,8 @@ class LayerCompressor:
             solved.append((task, factors, _Pass(task, current, target)))
             states.defer(solved[-1][2])
         states.settle()
-        reports = [_report(task, factors, passed.error) for task, factors, passed in solved]
-        return working, maps, ranks, inputs + reports + _left_out(tasks)
+        reports = [sublayer_report(task, factors, passed.error) for task, factors, passed in solved]
+        return working, maps, ranks, inputs + reports + left_out_reports(tasks)
 
     @staticmethod
     def _with_heads(task: SublayerTask, maps: InnerMaps, heads: torch.Tensor) -> InnerMaps:
@@ -320,40 +318,11 @@ class LayerCompressor:
             {name: host[id(tensor)] for name, tensor in working.items()},
         )
 
-    def _input_reports(self, layer: int, dense: Layer | None) -> list[SublayerReport]:
-        """Report what the subspaces leave out of the dense stream before every norm, measured on the judged batch."""
+    def _input_reports(
+        self, layer: int, dense: Layer | None = None, states: States | None = None
+    ) -> list[SublayerReport]:
+        """Return what the subspaces leave out before every norm; measured on the judged batch if there is text."""
         if self._subspaces is None:
             return []
-        x = None
-        if dense is not None and self._states is not None:
-            _, x = self._states.read_judged()
-        reports, stack = [], self._model.family.stack_of(layer)
-        for index, sublayer in enumerate(stack.sublayers):
-            position = stack.position(layer, index)
-            size, predicted = self._subspaces.size(position), self._subspaces.relative_error(position)
-            measured = None
-            if x is not None and dense is not None and not self._norms_inside:
-                rows = weighted_rows(x, centred=self._model.shape.layer_norms, weighting=self._method.token_weighting)
-                measured = relative_error(rows, self._subspaces.inside(rows, position))
-                x = dense.run(index, x)
-            kind = INPUT_KINDS[sublayer.kind]
-            reports.append(SublayerReport(kind, self._model.shape.hidden_size, size, predicted, measured))
-        return reports
-
-
-def _left_out(tasks: list[SublayerTask]) -> list[SublayerReport]:
-    return [SublayerReport(task.sublayer.kind, task.dense_units, 0) for task in tasks if task.is_left_out]
-
-
-def _report(task: SublayerTask, factors: Factors, measured: float | None) -> SublayerReport:
-    return SublayerReport(
-        kind=task.sublayer.kind,
-        dense_size=task.dense_units,
-        kept_size=task.kept_units,
-        predicted_error=factors.predicted_error,
-        measured_error=measured,
-        condition_number=factors.condition_number,
-        max_interpolation=factors.max_interpolation,
-        eigenvalue_fallback=factors.eigenvalue_fallback,
-        damping=factors.damping,
-    )
+        judged = None if states is None or self._norms_inside else states.read_judged()[1]
+        return input_reports(self._model, self._subspaces, layer, self._method.token_weighting, dense, judged)

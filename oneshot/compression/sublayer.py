@@ -4,7 +4,6 @@
 columns that stay and corrects the writer over them. `fold.fold_sublayer` makes the smaller tensors of it.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,10 +17,6 @@ from oneshot.families import Attention, FeedForward, ModelShape, RankedKind, Sta
 from oneshot.machine import Machine
 from oneshot.planning import LayerPlan, Plan
 from oneshot.recipes import TOKENS_PER_NEURON, WEIGHT_SELECTORS, Method, Selector
-
-logger = logging.getLogger(__name__)
-
-NONZEROS = {"count": 1, "sparse-sign": 8}  # per column of the sketching matrix
 
 Solution = TypeVar("Solution")
 Tensors = dict[str, torch.Tensor]
