@@ -30,15 +30,14 @@ class Choice:
         return sorted(latest(same, "seed"), key=lambda row: row["seed"])
 
 
-WHOLE = {"ranks": "none"}
 PARTS = {  # part: with it, without it
-    "ranks of linears": (Choice(), Choice(WHOLE)),
+    "ranks of linears": (Choice(), Choice({"ranks": "none"})),
     "ranks of the embedding": (Choice(), Choice({"embedding": "none"})),
     "half of the text from the model itself": (Choice(), Choice(calibration=BROAD)),
     "correction": (Choice(), Choice({"correction": "none"})),
     "a quarter of the residual": (Choice(), Choice({"residual_weight": 0})),
-    "a size of its own for every layer": (Choice(WHOLE | {"embedding": "none"}), Choice(form="stock")),
-    "`--up-steps 4`": (Choice(WHOLE | {"up_steps": 4}), Choice(WHOLE)),
+    "a size of its own for every layer": (Choice({"ranks": "none", "embedding": "none"}), Choice(form="stock")),
+    "`--up-steps 4`": (Choice({"up_steps": 4}), Choice()),
 }
 
 
@@ -64,11 +63,11 @@ def paired_parts_table() -> str:
             *(f"{CONFIDENCE:.0%} interval", "p", "change by seed"),
         ],
         lines,
-        f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form. The last two lines are measured without "
-        "ranks of linears, and the first of them also without ranks of the embedding, beside the stock form. Scores: "
-        "mean ± standard deviation over the seeds. The change is paired: the same windows, the same seed, with the "
-        "part and without it; the interval is for other windows and other seeds, of a line with one seed for other "
-        "windows only, and one that leaves out 0 is set in bold. Rows older than window losses have no test (–). "
+        f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form. The line with sizes for layers has no "
+        "ranks and is compared with the stock form. `--up-steps` is not in the default. Scores: mean ± standard "
+        "deviation over the seeds. The change is paired: the same windows, the same seed, with the part and without. "
+        "The interval is for other windows and other seeds, of a line with one seed for other windows only. One that "
+        "leaves out 0 is set in bold. Rows older than window losses have no test (–). "
         f"{rows[0]['model']}, fp32, first {rows[0]['max_windows']} windows of {len(rows[0]['texts'])} kinds of text; "
         f"{origin(shown)}.",
     )

@@ -95,7 +95,10 @@ def forms_table() -> str:
         scores.setdefault((row["form"], settings(row) or "–"), {})[row["asked"]] = row
     return markdown(
         ["form", "further settings", *(f"{size:.0%} removed" for size in sizes)],
-        [[*key, *(score_cell(found[size]) for size in sizes)] for key, found in sorted(scores.items())],
+        [
+            [*key, *(score_cell(found[size]) if size in found else "–" for size in sizes)]
+            for key, found in sorted(scores.items())
+        ],
         "Perplexity ÷ dense, geometric mean over five kinds of text; `general.jsonl+self`, "
         f"{rows[0]['calibration_tokens']:,} tokens; {rows[0]['model']}.",
     )
