@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from oneshot.errors import ConfigError, PlanError
-from oneshot.families import Description, ModelShape, StackShape
+from oneshot.families import Description, LayerShape, ModelShape, StackShape
 from oneshot.planning.plan import Plan
 from oneshot.recipes import AUTO, Allocation, Method
 
@@ -81,44 +81,45 @@ class Grid:
             # a tied embedding cannot lose its mean and its map in the head at once
             head = stack.head if plan.hidden is None else "own"
             stack = replace(stack, head=head, head_bias=True, num_positions=shape.num_positions)
-        layers = [
-            replace(
-                plan.shape_of_layer(shape, layer).layer(layer),
-                query_key_size=plan.layers[layer].query_key_size or shape.head_dim,
-                value_size=plan.layers[layer].value_size or shape.head_dim,
-                query_key_rank=plan.layers[layer].query_key_rank or 0,
-                output_rank=plan.layers[layer].output_rank or 0,
-                gate_rank=plan.layers[layer].gate_rank or 0,
-                up_rank=plan.layers[layer].up_rank or 0,
-                rotary_selected=plan.layers[layer].query_key_size is not None and self.family.stack.rotary,
-                norm_bias=shape.layer_norms and not self.replaces_layer_norms,
-            )
-            for layer in plan.kept_layers
-        ]
+        layers = tuple(self.layer(plan, layer) for layer in plan.kept_layers)
         if plan.hidden is not None:
-            hidden = plan.hidden
-            stacks = [self.family.stack_of(index) for index in range(len(layers))]
-            ends = [of.position(index, len(of.sublayers)) for index, of in enumerate(stacks)]
-            layers = [
-                replace(
-                    layer,
-                    hidden_size=hidden.sizes[of.position(index)],
-                    middle_size=hidden.sizes[end - 1],
-                    output_size=hidden.sizes[end],
-                    attention_shortcut=shape.norms_after or hidden.changes_at(end - 1),
-                    ffn_shortcut=shape.norms_after or hidden.changes_at(end),
-                    norm_weights=not shape.norms_after,
-                    norm_bias=layer.norm_bias and not shape.norms_after,
-                )
-                for index, (layer, of, end) in enumerate(zip(layers, stacks, ends, strict=True))
-            ]
             if stack.head == "tied":
                 stack = replace(stack, head="mapped" if self.maps_tied_head else "own")
             if shape.norms_after:  # the norm of the embeddings is folded, and a linear leads back to full width
                 further = shape.further_parameters - 2 * shape.hidden_size
                 further += shape.tied * shape.vocab_size  # the means of the embedding's rows
                 stack = replace(stack, further_parameters=further, output_size=shape.hidden_size)
-        return replace(stack, layers=tuple(layers), embedding=plan.embedding)
+        return replace(stack, layers=layers, embedding=plan.embedding)
+
+    def layer(self, plan: Plan, number: int) -> LayerShape:
+        """Return the shape of a layer of the compressed model, by its number in the dense one."""
+        shape, kept, hidden = self.shape, plan.layers[number], plan.hidden
+        layer = replace(
+            plan.shape_of_layer(shape, number).layer(number),
+            query_key_size=kept.query_key_size or shape.head_dim,
+            value_size=kept.value_size or shape.head_dim,
+            query_key_rank=kept.query_key_rank or 0,
+            output_rank=kept.output_rank or 0,
+            gate_rank=kept.gate_rank or 0,
+            up_rank=kept.up_rank or 0,
+            rotary_selected=kept.query_key_size is not None and self.family.stack.rotary,
+            norm_bias=shape.layer_norms and not self.replaces_layer_norms,
+        )
+        if hidden is None:
+            return layer
+        index = plan.kept_layers.index(number)
+        stack = self.family.stack_of(index)
+        end = stack.position(index, len(stack.sublayers))
+        return replace(
+            layer,
+            hidden_size=hidden.sizes[stack.position(index)],
+            middle_size=hidden.sizes[end - 1],
+            output_size=hidden.sizes[end],
+            attention_shortcut=shape.norms_after or hidden.changes_at(end - 1),
+            ffn_shortcut=shape.norms_after or hidden.changes_at(end),
+            norm_weights=not shape.norms_after,
+            norm_bias=layer.norm_bias and not shape.norms_after,
+        )
 
     def refuse(self, plan: Plan) -> None:
         """Raise `PlanError`, with the size and the remedy, if the form cannot state the plan."""

@@ -324,14 +324,15 @@ class _Options:
 
     def prices(self, plan: Plan, layer: int, budget: Budget) -> np.ndarray:
         """Return what every option adds to the budget's measure of the plan; what ranks of two linears add, adds up."""
-        kept = plan.layers[layer]
+        kept, stack, index = plan.layers[layer], self._grid.stack(plan), plan.kept_layers.index(layer)
 
         def measure(sizes: Sizes) -> float:
             layers = (*plan.layers[:layer], replace(kept, **sizes), *plan.layers[layer + 1 :])
-            return budget.measure(self._grid.stack(replace(plan, layers=layers)))
+            shape = self._grid.layer(replace(plan, layers=layers), layer)
+            return budget.measure(replace(stack, layers=(*stack.layers[:index], shape, *stack.layers[index + 1 :])))
 
         own = np.array([measure(sizes) for sizes in self._own])
-        total = own - budget.measure(self._grid.stack(plan))
+        total = own - budget.measure(stack)
         for number, (kind, ranks) in enumerate(zip(self._kinds, self._ranks, strict=True)):
             added = [
                 [0.0 if rank is None else measure(sizes | {f"{kind}_rank": rank}) - alone for rank in ranks]
