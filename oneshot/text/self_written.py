@@ -36,6 +36,9 @@ FORMS = (
     "Frequently asked questions about {topic}\n\nQ: ",
     "Dear Sir, I am writing about {topic}. ",
     "A guide to {topic} for beginners\n\n",
+    "# A Python program about {topic}\n\nimport ",
+    '"""{Topic}: a Python module."""\n\nclass ',
+    "```python\n# a function for {topic}\ndef ",
 )
 TOPICS = (
     "the history of a small town",
