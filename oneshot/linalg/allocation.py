@@ -1,8 +1,4 @@
-"""Sizes with the least damage within a budget: a multiple-choice knapsack, solved exactly.
-
-Most options cannot be in the best choice, as a Lagrangian bound shows at once (Kellerer, Pferschy and Pisinger 2004,
-chapter 11). HiGHS (scipy) solves what is left.
-"""
+"""Sizes with the least damage within a budget: a multiple-choice knapsack, solved exactly by HiGHS (scipy)."""
 
 import ctypes
 import os
@@ -15,8 +11,6 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 RELATIVE_GAP = 1e-6
-DOUBLINGS, HALVINGS = 60, 100  # of the price of a cost
-ROUNDING = 64 * float(np.finfo(float).eps)
 
 
 def least_damage(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float) -> list[int] | None:
@@ -30,108 +24,19 @@ def least_damage(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], bud
     """
     if sum(cost.min() for cost in costs) > budget:
         return None
-    left = _possible(damages, costs, budget)
-    chosen = _solve(
-        [damage[options] for damage, options in zip(damages, left, strict=True)],
-        [cost[options] for cost, options in zip(costs, left, strict=True)],
-        budget,
-    )
-    return [int(options[index]) for options, index in zip(left, chosen, strict=True)]
-
-
-def _possible(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float) -> list[np.ndarray]:
-    """Return the indices of each item's options that may be in the best choice.
-
-    At any price of a cost, the least sum of damages and priced costs is a bound of the least damage. It rises by what
-    an option adds to its item's least. So an option is impossible if that takes it above the damage of a choice within
-    the budget.
-    """
-    price, chosen = _priced(damages, costs, budget)
-    chosen = _spend(damages, costs, budget, chosen)
-    priced = [damage + price * cost for damage, cost in zip(damages, costs, strict=True)]
-    bound = sum(float(values.min()) for values in priced) - price * budget
-    gap = _total(damages, chosen) - bound
-    gap += ROUNDING * len(priced) * max(float(np.abs(values).max()) for values in priced)
-    return [np.flatnonzero(values - values.min() <= gap) for values in priced]
-
-
-def _priced(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float) -> tuple[float, list[int]]:
-    """Return the least price of a cost at which every item's best option keeps to the budget, and these options."""
-
-    def best(price: float) -> list[int]:
-        return [int(np.argmin(damage + price * cost)) for damage, cost in zip(damages, costs, strict=True)]
-
-    def fits(chosen: list[int]) -> bool:
-        return _total(costs, chosen) <= budget
-
-    chosen = best(0.0)
-    if fits(chosen):
-        return 0.0, chosen
-    low, high = 0.0, _span(damages) / _span(costs)
-    for _ in range(DOUBLINGS):
-        chosen = best(high)
-        if fits(chosen):
-            break
-        low, high = high, 2 * high
-    else:
-        return high, [int(np.argmin(cost)) for cost in costs]
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        options = best(middle)
-        if fits(options):
-            high, chosen = middle, options
-        else:
-            low = middle
-    return high, chosen
-
-
-def _spend(
-    damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float, chosen: Sequence[int]
-) -> list[int]:
-    """Return a choice that spends what is left of the budget, option by option, where it helps most."""
-    chosen = list(chosen)
-    while True:
-        room, best = max(0.0, budget - _total(costs, chosen)), (0.0, 0, 0)
-        for item, (damage, cost, option) in enumerate(zip(damages, costs, chosen, strict=True)):
-            other = int(np.argmin(np.where(cost - cost[option] <= room, damage, np.inf)))
-            best = max(best, (float(damage[option] - damage[other]), item, other))
-        gain, item, other = best
-        if gain <= 0:
-            return chosen
-        chosen[item] = other
-
-
-def _total(values: Sequence[np.ndarray], chosen: Sequence[int]) -> float:
-    return sum(float(of_item[option]) for of_item, option in zip(values, chosen, strict=True))
-
-
-def _span(values: Sequence[np.ndarray]) -> float:
-    """Return the largest difference between two options of an item, above 0."""
-    return max(1e-300, *(float(np.ptp(of_item)) for of_item in values))
-
-
-def _solve(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float) -> list[int]:
-    """Return the best choice, as `least_damage`, by an integer program.
-
-    The solver's tolerances are absolute, so damages and costs are counted from their item's least, up to 1.
-    """
-    damage_span, cost_span = _span(damages), _span(costs)
-    room = (budget - sum(float(cost.min()) for cost in costs)) / cost_span
-    damages = [(damage - damage.min()) / damage_span for damage in damages]
-    costs = [(cost - cost.min()) / cost_span for cost in costs]
     sizes = [len(damage) for damage in damages]
     item_of = np.repeat(np.arange(len(sizes)), sizes)
     options = np.arange(len(item_of))
     one_each = csr_array((np.ones(len(options)), (item_of, options)), shape=(len(sizes), len(options)))
+    cost, damage = np.concatenate(costs), np.concatenate(damages)
+    scale = max(float(np.abs(cost).max()), 1.0)
+    within = LinearConstraint(cost[None] / scale, -np.inf, budget / scale)
     with _silent_libraries():
         solution = milp(
-            np.concatenate(damages),
+            damage / max(float(np.abs(damage).max()), 1e-300),
             integrality=np.ones(len(options)),
             bounds=Bounds(0, 1),
-            constraints=[
-                LinearConstraint(one_each, 1, 1),
-                LinearConstraint(np.concatenate(costs)[None], -np.inf, room),
-            ],
+            constraints=[LinearConstraint(one_each, 1, 1), within],
             options={"mip_rel_gap": RELATIVE_GAP},
         )
     if solution.x is None:
