@@ -90,15 +90,12 @@ def forms_table() -> str:
     sizes = (0.1, 0.2, 0.3)
     rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not varies_a_part(row)]
     rows = [row for row in rows if row["calibration"].endswith("+self")]
-    scores: dict[tuple[str, str], dict[float, Row]] = {}
+    cells: dict[tuple[str, str], dict[float, str]] = {}
     for row in rows:
-        scores.setdefault((row["form"], settings(row) or "–"), {})[row["asked"]] = row
+        cells.setdefault((row["form"], settings(row) or "–"), {})[row["asked"]] = score_cell(row)
     return markdown(
         ["form", "further settings", *(f"{size:.0%} removed" for size in sizes)],
-        [
-            [*key, *(score_cell(found[size]) if size in found else "–" for size in sizes)]
-            for key, found in sorted(scores.items())
-        ],
+        [[*key, *(of_key.get(size, "–") for size in sizes)] for key, of_key in sorted(cells.items())],
         "Perplexity ÷ dense, geometric mean over five kinds of text; `general.jsonl+self`, "
         f"{rows[0]['calibration_tokens']:,} tokens; {rows[0]['model']}.",
     )

@@ -1,4 +1,4 @@
-"""What a finished layer reports: the errors of its sublayers, and what subspaces leave out of their inputs."""
+"""Report on a finished layer: the errors of its sublayers, and what subspaces leave out of their inputs."""
 
 import torch
 
