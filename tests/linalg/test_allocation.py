@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -32,11 +33,55 @@ def test_the_knapsack_is_solved(num_items: int, num_options: int, share: float, 
     assert found == pytest.approx(min(fitting, default=found), abs=1e-5)
 
 
+@given(
+    num_items=st.integers(1, 12),
+    num_options=st.integers(1, 30),
+    convex=st.booleans(),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 10**6),
+)
+def test_the_knapsack_of_many_options_is_solved(
+    num_items: int, num_options: int, convex: bool, share: float, seed: int
+) -> None:
+    """Compare with dynamic programming over whole costs, on curves that fall with the cost and on others."""
+    generator = np.random.default_rng(seed)
+    costs = [generator.integers(0, 60, num_options) for _ in range(num_items)]
+    damages = list(generator.exponential(1, (num_items, num_options)))
+    if convex:
+        damages = [10 * (1 - cost / 60) ** 3 + 0.01 * damage for cost, damage in zip(costs, damages, strict=True)]
+    budget = int(share * sum(cost.max() for cost in costs))
+    least = np.zeros(budget + 1)  # by what may be spent
+    for cost, damage in zip(costs, damages, strict=True):
+        spent = np.full((num_options, budget + 1), np.inf)
+        for option in np.flatnonzero(cost <= budget):
+            spent[option, cost[option] :] = damage[option] + least[: budget + 1 - cost[option]]
+        least = spent.min(axis=0)
+    chosen = least_damage(damages, [cost.astype(float) for cost in costs], budget)
+    if chosen is None:
+        assert math.isinf(least[budget])
+        return
+    assert sum(cost[option] for cost, option in zip(costs, chosen, strict=True)) <= budget
+    found = sum(damage[option] for damage, option in zip(damages, chosen, strict=True))
+    assert found == pytest.approx(least[budget], rel=1e-5)
+
+
+@given(num_options=st.integers(1, 9), dtype=st.sampled_from((np.float32, np.float64)), seed=st.integers(0, 10**6))
+def test_the_cheapest_of_equal_damages_is_chosen(num_options: int, dtype: type, seed: int) -> None:
+    """Rounding is no difference, and damages that are all 0 are no division by 0."""
+    generator = np.random.default_rng(seed)
+    costs = [generator.permutation(num_options).astype(float) for _ in range(3)]
+    damages = [np.zeros(num_options, dtype), *(1 + 1e-16 * generator.random((2, num_options))).astype(dtype)]
+    damages[2][costs[2] == 0] = 2 if num_options > 1 else 1
+    chosen = least_damage(damages, costs, 3 * num_options)
+    assert chosen is not None
+    assert [cost[option] for cost, option in zip(costs, chosen, strict=True)] == [0, 0, min(1, num_options - 1)]
+
+
 def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """HiGHS 1.12 prints a line while it solves this problem, to C's own buffer; what others print must survive."""
     libc = ctypes.CDLL(None)
-    generator = np.random.default_rng(1056)
-    num_items, num_options = int(generator.integers(2, 8)), int(generator.integers(3, 30))
+    generator = np.random.default_rng(36)
+    num_items, num_options = int(generator.integers(8, 20)), int(generator.integers(20, 60))
     costs = [np.sort(generator.integers(0, 2000, num_options)) * 576.0 for _ in range(num_items)]
     damages = [
         generator.exponential(1, num_options).cumsum()[::-1] * 10.0 ** generator.integers(-9, 1)
