@@ -23,11 +23,11 @@ class Choice:
     calibration: str = SELF
 
     def rows(self, rows: list[Row]) -> list[Row]:
-        """Return the newest row of every seed, the first seed first."""
+        """Return the newest row of every seed and text, the first seed first."""
         wanted = ("oneshot", SIZE, TOKENS, self.form, self.calibration, self.settings)
         names = ("recipe", "asked", "calibration_tokens", "form", "calibration", "settings")
         same = [row for row in rows if tuple(row[name] for name in names) == wanted]
-        return sorted(latest(same, "seed"), key=lambda row: row["seed"])
+        return sorted(latest(same, "seed", "calibration_hash"), key=lambda row: row["seed"])
 
 
 PARTS = {  # part: with it, without it
@@ -41,12 +41,25 @@ PARTS = {  # part: with it, without it
 }
 
 
+def _both(on: Choice, off: Choice, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the newest rows of both choices for every seed, on equal text unless the text is what they differ in.
+
+    What a model writes itself differs between versions and machines, at the same seed.
+    """
+    both = on.rows(rows), off.rows(rows)
+    if on.calibration == off.calibration:
+        texts = set.intersection(*({row["calibration_hash"] for row in side} for side in both))
+        both = tuple([row for row in side if row["calibration_hash"] in texts] for side in both)
+    with_part, without = both
+    return latest(with_part, "seed"), latest(without, "seed")
+
+
 def paired_parts_table() -> str:
     """Every part on and off at one size: scores over the seeds, and the paired difference if it can be tested."""
     rows = comparable_rows()
     lines, shown = [], []
     for part, (on, off) in PARTS.items():
-        with_part, without = on.rows(rows[1:]), off.rows(rows[1:])
+        with_part, without = _both(on, off, rows[1:])
         if not with_part or not without:
             continue
         shown += [*with_part, *without]
@@ -65,9 +78,10 @@ def paired_parts_table() -> str:
         lines,
         f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form. The line with sizes for layers has no "
         "ranks and is compared with the stock form. `--up-steps` is not in the default. Scores: mean ± standard "
-        "deviation over the seeds. The change is paired: the same windows, the same seed, with the part and without. "
-        "The interval is for other windows and other seeds, of a line with one seed for other windows only. One that "
-        "leaves out 0 is set in bold. Rows older than window losses have no test (–). "
+        "deviation over the seeds. The change is paired: the same windows, seed and calibration text, with the part "
+        "and without (the text differs where it is the part). The interval is for other windows and other seeds, of a "
+        "line with one seed for other windows only. One that leaves out 0 is set in bold. Rows older than window "
+        "losses have no test (–). "
         f"{rows[0]['model']}, fp32, first {rows[0]['max_windows']} windows of {len(rows[0]['texts'])} kinds of text; "
         f"{origin(shown)}.",
     )
