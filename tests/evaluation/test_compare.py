@@ -30,6 +30,7 @@ def row(seed: int, losses: np.ndarray, **changes: Any) -> dict[str, Any]:
         "seed": seed,
         "calibration": "general.jsonl+self",
         "calibration_tokens": 131072,
+        "calibration_hash": f"of seed {seed}",
         "window_losses": per_text,
         "perplexity": {kind: math.exp(np.mean(values)) for kind, values in per_text.items()},
         "score": math.exp(losses.mean() - 1),
@@ -122,7 +123,7 @@ def test_rows_are_paired_by_seed_and_window(compare: ModuleType) -> None:
 
 
 def test_table_of_parts(show_rows: ShowRows) -> None:
-    """Rows are found by their settings; a part without rows is left out; old rows have no test."""
+    """Rows are found by settings and text; a part without rows on equal text is left out; old rows have no test."""
     draw = np.random.default_rng(4)
     base = draw.normal(1.4, 0.2, (5, 4))
     noise = {seed: draw.normal(0, 0.01, (5, 4)) for seed in range(3)}
@@ -132,6 +133,8 @@ def test_table_of_parts(show_rows: ShowRows) -> None:
     rows += [row(seed, base + noise[seed], settings=whole) for seed in range(3)]
     rows += [row(seed, base - 0.4 + noise[seed], settings={"up_steps": 4}) for seed in range(3)]
     rows += [row(seed, base - 0.3 + noise[seed], settings={"residual_weight": 0}) for seed in range(3)]
+    rows += [row(0, base - 0.8, calibration_hash="newer")]  # no other row has this text
+    rows += [row(0, base - 0.8, settings={"embedding": "none"}, calibration_hash="newer still")]
     rows += [row(0, base + 0.2, calibration="general.jsonl")]
     del rows[-1]["window_losses"]
     rows += [row(0, base + 0.5, settings={"correction": "none"}, calibration_tokens=4096)]  # fewer tokens
@@ -141,7 +144,10 @@ def test_table_of_parts(show_rows: ShowRows) -> None:
     lines = {line.split(" | ")[0].removeprefix("| "): line.strip("| ").split(" | ") for line in table.splitlines()[2:]}
     assert "correction" not in lines
     assert "ranks of the embedding" not in lines
-    assert lines["half of the text from the model itself"][4:] == ["–"] * 4
+    half = lines["half of the text from the model itself"]
+    assert half[4:] == ["–"] * 4
+    newest = [math.exp((base - less).mean() - 1) for less in (0.8, 0.3, 0.3)]
+    assert half[2] == f"{np.mean(newest):.3f} ± {np.std(newest, ddof=1):.3f}"
     scores = [math.exp((base - 0.4 + noise[seed]).mean() - 1) for seed in range(3)]
     steps = lines["`--up-steps 4`"]
     assert steps[2] == f"{np.mean(scores):.3f} ± {np.std(scores, ddof=1):.3f}"
