@@ -1,7 +1,7 @@
 """From a target to a plan: the kept sizes, within what the form of the result can state. No weights, no text.
 
-`sizes.make_plan` is the entry; `hidden_size`, `widths`, `vocabulary` and `depth` plan one kind of size each, by the
-`damages` that a profile predicts.
+`sizes.make_plan` is the entry; `hidden_size`, `widths`, `own_sizes`, `vocabulary` and `depth` plan one kind of size
+each, by the `damages` that a profile predicts.
 """
 
 from oneshot.planning.budget import Budget, default_round_to

@@ -92,6 +92,10 @@ class Plan:
         """Return the layers that stay: the compressed model's layer i is the dense one's `kept_layers[i]`."""
         return [layer for layer, kept in enumerate(self.layers) if not kept.is_left_out]
 
+    def with_sizes(self, **sizes: int) -> "Plan":
+        """Return the plan with these sizes in every layer that stays."""
+        return replace(self, layers=tuple(kept if kept.is_left_out else replace(kept, **sizes) for kept in self.layers))
+
     def shape_of_layer(self, shape: ModelShape, layer: int) -> ModelShape:
         """Return the shape with a layer's kept FFN width and heads, in the full coordinates."""
         kept = self.layers[layer]

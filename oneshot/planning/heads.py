@@ -1,0 +1,23 @@
+"""The numbers of heads that layers can keep."""
+
+from typing import Any
+
+from oneshot.families import ModelShape
+from oneshot.planning.plan import Plan
+
+Sizes = dict[str, Any]  # fields of `LayerPlan`
+
+
+def head_sizes(shape: ModelShape, head_unit: str) -> list[Sizes]:
+    """Return the heads for every number of kept units, from one to all."""
+    groups, per_group = shape.num_key_value_heads, shape.heads_per_group
+    if head_unit == "kv-group":
+        kept = [(units * per_group, units) for units in range(1, groups + 1)]
+    else:
+        kept = [(units * groups, groups) for units in range(1, per_group + 1)]
+    return [{"num_attention_heads": heads, "num_key_value_heads": left} for heads, left in kept]
+
+
+def head_options(shape: ModelShape, plan: Plan) -> list[Plan]:
+    """Return the plans with one head unit in every layer, with two, up to all."""
+    return [plan.with_sizes(**sizes) for sizes in head_sizes(shape, plan.head_unit)]

@@ -1,0 +1,270 @@
+"""Sizes of its own for every layer: what each sublayer may be, and the choice of least predicted damage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from oneshot.errors import PlanError
+from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, TableShape
+from oneshot.linalg.allocation import least_damage
+from oneshot.planning.budget import Budget, default_round_to
+from oneshot.planning.damages import Damages, predicted_damage
+from oneshot.planning.grid import Grid
+from oneshot.planning.heads import Sizes, head_options, head_sizes
+from oneshot.planning.plan import Plan
+from oneshot.planning.vocabulary import table_options
+
+NO_HEADS: Sizes = {"num_attention_heads": 0, "num_key_value_heads": 0, "query_key_size": None, "value_size": None}
+
+
+def spread(
+    grid: Grid,
+    plan: Plan,
+    budget: Budget,
+    damages: Damages,
+    step: int | None,
+    *,
+    reduce_heads: bool,
+    leaves_out: bool = False,
+    reduce_embedding: bool = False,
+    reduce_inner: bool = False,
+    ranked_kinds: Sequence[RankedKind] = (),
+) -> Plan:
+    """Return each layer's own sizes with the least sum of damages within the budget (`linalg.allocation`).
+
+    Args:
+        step: between FFN widths; None for whole FFNs. The others: see `widths.meet_budget`.
+
+    Raises `PlanError` if the budget is out of reach, or leaves no attention.
+    """
+    ffn = _ffn_options(grid, damages, step, ranked_kinds, leaves_out=leaves_out)
+    attention = _attention_options(
+        grid, plan, damages, ranked_kinds, reduce_heads=reduce_heads, leaves_out=leaves_out, reduce_inner=reduce_inner
+    )
+    ranges = []
+    if reduce_embedding and len(damages.embedding):
+        ranges = table_options(damages.embedding, grid.shape.vocab_size)
+    items = [
+        *_sublayer_items(grid, plan, budget, damages, ffn, attention, leaves_out=leaves_out),
+        *_embedding_items(grid, plan, budget, damages, ranges),
+    ]
+    total = budget.measure(grid.stack(plan))
+    chosen = least_damage([item.damages for item in items], [item.costs for item in items], budget.target - total)
+    if chosen is None:
+        least = total + sum(float(item.costs.min()) for item in items)
+        raise PlanError(
+            f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(least)} at best; "
+            "ask for a smaller --sparsity, or allow --set heads=id as well."
+        )
+    options = (int(item.options[index]) for item, index in zip(items, chosen, strict=True))
+    layers = list(plan.layers)
+    for layer in plan.kept_layers:
+        layers[layer] = replace(layers[layer], **ffn.sizes(next(options)), **attention.sizes(next(options)))
+    if not any(layer.num_attention_heads for layer in layers):
+        raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
+    embedding = tuple(ranks[option] for ranks, option in zip(ranges, options, strict=True))
+    whole = tuple(ranks[-1] for ranks in ranges)
+    return replace(plan, layers=tuple(layers), embedding=() if embedding == whole else embedding)
+
+
+def spread_with_equal_heads(
+    grid: Grid, plan: Plan, budget: Budget, damages: Damages, step: int | None, *, leaves_out: bool
+) -> Plan:
+    """Return the plan of least damage whose layers have their own FFN widths and all the same heads, or none."""
+    if step is None:
+        raise PlanError(
+            "This form has the same heads in every layer, so a profile has nothing to share out; allow --set ffn=id, "
+            "or add --set allocation=uniform."
+        )
+    plans, refusal = [], None
+    for option in head_options(grid.shape, plan):
+        if budget.measure(grid.stack(option)) < budget.target:
+            continue
+        try:
+            plans.append(spread(grid, option, budget, damages, step, reduce_heads=False, leaves_out=leaves_out))
+        except PlanError as error:
+            refusal = error  # the last one is with all heads
+    if not plans:
+        assert refusal is not None
+        raise refusal
+    return min(plans, key=lambda plan: predicted_damage(plan, grid.shape, damages))
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What one sublayer or one range of the embedding may be, without what another option beats in both.
+
+    `options`: their numbers. `damages`, `costs`: in nats per token, and in the budget's unit. All are `(options,)`.
+    """
+
+    options: np.ndarray
+    damages: np.ndarray
+    costs: np.ndarray
+
+
+def _item(damages: np.ndarray, costs: np.ndarray, first: int = 0) -> _Item:
+    """Return the options, from the `first` on, that no other beats in both, ascending by cost."""
+    order = first + np.lexsort((damages[first:], costs[first:]))
+    best = np.minimum.accumulate(np.concatenate(([np.inf], damages[order][:-1])))
+    worth = order[damages[order] < best]
+    return _Item(worth, damages[worth], costs[worth])
+
+
+def _sublayer_items(
+    grid: Grid,
+    plan: Plan,
+    budget: Budget,
+    damages: Damages,
+    ffn: "_Options",
+    attention: "_Options",
+    *,
+    leaves_out: bool,
+) -> list[_Item]:
+    """Return what the FFN and the attention of every layer may be, layer by layer."""
+    items: list[_Item] = []
+    for layer in plan.kept_layers:
+        if not items or plan.hidden is not None:  # layers are equal unless the hidden size differs
+            ffn_costs, attention_costs = ffn.prices(plan, layer, budget), attention.prices(plan, layer, budget)
+        must_attend = leaves_out and grid.first_layer_attends and not items
+        items.append(_item(ffn.damages(layer, damages.ranks), ffn_costs))
+        items.append(_item(attention.damages(layer, damages.ranks), attention_costs, first=int(must_attend)))
+    return items
+
+
+def _embedding_items(
+    grid: Grid, plan: Plan, budget: Budget, damages: Damages, ranges: list[list[TableShape]]
+) -> list[_Item]:
+    """Return what every range of the embedding may be."""
+    total, whole = budget.measure(grid.stack(plan)), tuple(ranks[-1] for ranks in ranges)
+    items = []
+    for index, ranks in enumerate(ranges):
+        plans = [replace(plan, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in ranks]
+        costs = np.array([budget.measure(grid.stack(option)) - total for option in plans])
+        items.append(_item(damages.embedding[index, [table.rank for table in ranks]].numpy(), costs))
+    return items
+
+
+def _ffn_options(
+    grid: Grid, damages: Damages, step: int | None, ranked_kinds: Sequence[RankedKind], *, leaves_out: bool
+) -> "_Options":
+    """Return the widths of an FFN, nothing first if it may be left out, and the ranks of its linears."""
+    width = grid.shape.intermediate_size
+    widths = [width] if step is None else [*range(step, width, step), width]
+    if leaves_out:
+        widths = [0, *widths]
+    kinds = [kind for kind in grid.family.stack.ffn.ranked_kinds if kind in ranked_kinds]
+    return _Options(grid, [{"intermediate_size": width} for width in widths], damages.ffn[:, widths], kinds)
+
+
+def _attention_options(
+    grid: Grid,
+    plan: Plan,
+    damages: Damages,
+    ranked_kinds: Sequence[RankedKind],
+    *,
+    reduce_heads: bool,
+    leaves_out: bool,
+    reduce_inner: bool,
+) -> "_Options":
+    """Return the heads of attention, nothing first if it may be left out, sizes inside them, and ranks of linears."""
+    units = head_sizes(grid.shape, plan.head_unit)
+    kept = plan.layers[plan.kept_layers[0]]
+    present = {"num_attention_heads": kept.num_attention_heads, "num_key_value_heads": kept.num_key_value_heads}
+    sizes = units if reduce_heads else [present]
+    # from the end, where all units stay
+    lost = damages.heads[:, [units.index(heads) - len(units) for heads in sizes]]
+    if reduce_inner:
+        inner = _inner_sizes(grid)
+        of_inner = damages.queries_keys[:, [inside.get("query_key_size", -1) for inside in inner]]
+        of_inner = of_inner + damages.values[:, [inside.get("value_size", -1) for inside in inner]]
+        lost = (lost.unsqueeze(2) + of_inner.unsqueeze(1)).flatten(1)
+        sizes = [heads | inside for heads in sizes for inside in inner]
+    if leaves_out:
+        lost = torch.cat((damages.heads[:, :1], lost), 1)
+        sizes = [NO_HEADS, *sizes]
+    kinds = [kind for kind in grid.family.stack.attention.ranked_kinds if kind in ranked_kinds]
+    return _Options(grid, sizes, lost, kinds)
+
+
+def _inner_sizes(grid: Grid) -> list[Sizes]:
+    """Return the sizes of queries and keys with those of values, in steps down to half; one that is not given is whole.
+
+    A profile measures sensitivities at three quarters, and they were not checked below half. Rotary pairs stay
+    whole, and so do the queries and keys of a family that cannot have smaller ones.
+    """
+    size = grid.shape.head_dim
+    step = default_round_to(size)
+    pair = 2 if grid.family.stack.rotary else 1
+    scores_shrink = grid.family.reason_against("queries and keys") is None
+    scores = (
+        [{"query_key_size": kept} for kept in range(pair * -(-size // (2 * pair)), size, max(pair, step))]
+        if scores_shrink
+        else []
+    )
+    values = [{"value_size": kept} for kept in range(-(-size // 2), size, step)]
+    return [score | value for score in ({}, *scores) for value in ({}, *values)]
+
+
+def _ranks(shape: ModelShape, kind: RankedKind) -> list[int | None]:
+    """Return the ranks of a linear, None for whole, in steps of about a sixteenth from a quarter of the hidden size.
+
+    A profile measures what half of it costs.
+    """
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    rows = {
+        "query_key": (heads + shape.num_key_value_heads) * shape.head_dim,
+        "output": heads * shape.head_dim,
+        "gate": shape.intermediate_size,
+        "up": shape.intermediate_size,
+    }
+    step = default_round_to(hidden)
+    step *= max(1, hidden // (16 * step))
+    return [*range(step * -(-hidden // (4 * step)), min(hidden, rows[kind]), step), None]
+
+
+class _Options:
+    """List what a sublayer may be: each of its `own` sizes, with every combination of ranks of `kinds` of linears.
+
+    `lost (layers, own)` is the damage of the own sizes in every layer.
+    """
+
+    def __init__(self, grid: Grid, own: list[Sizes], lost: torch.Tensor, kinds: Sequence[RankedKind]) -> None:
+        self._grid, self._own, self._lost, self._kinds = grid, own, lost, kinds
+        self._ranks = [_ranks(grid.shape, kind) for kind in kinds]
+        self._shape = (len(own), *(len(ranks) for ranks in self._ranks))
+
+    def sizes(self, option: int) -> Sizes:
+        """Return the fields of an option."""
+        own, *ranks = np.unravel_index(option, self._shape)
+        chosen = zip(self._kinds, self._ranks, ranks, strict=True)
+        return self._own[own] | {f"{kind}_rank": of_kind[rank] for kind, of_kind, rank in chosen}
+
+    def damages(self, layer: int, of_ranks: torch.Tensor) -> np.ndarray:
+        """Return the damage of every option in a layer, `(options,)`, by `Damages.ranks`."""
+        total = self._lost[layer].numpy()
+        for kind, ranks in zip(self._kinds, self._ranks, strict=True):
+            number = RANKED_KINDS.index(kind)
+            lost = [0.0 if rank is None else float(of_ranks[layer, number, rank]) for rank in ranks]
+            total = np.add.outer(total, lost)
+        return total.ravel()
+
+    def prices(self, plan: Plan, layer: int, budget: Budget) -> np.ndarray:
+        """Return what every option adds to the budget's measure of the plan; what ranks of two linears add, adds up."""
+        kept, stack, index = plan.layers[layer], self._grid.stack(plan), plan.kept_layers.index(layer)
+
+        def measure(sizes: Sizes) -> float:
+            layers = (*plan.layers[:layer], replace(kept, **sizes), *plan.layers[layer + 1 :])
+            shape = self._grid.layer(replace(plan, layers=layers), layer)
+            return budget.measure(replace(stack, layers=(*stack.layers[:index], shape, *stack.layers[index + 1 :])))
+
+        own = np.array([measure(sizes) for sizes in self._own])
+        total = own - budget.measure(stack)
+        for number, (kind, ranks) in enumerate(zip(self._kinds, self._ranks, strict=True)):
+            added = [
+                [0.0 if rank is None else measure(sizes | {f"{kind}_rank": rank}) - alone for rank in ranks]
+                for sizes, alone in zip(self._own, own, strict=True)
+            ]
+            total = np.expand_dims(total, -1) + np.expand_dims(np.array(added), tuple(range(1, number + 1)))
+        return total.ravel()
