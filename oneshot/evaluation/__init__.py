@@ -1,7 +1,8 @@
 """Quality of models beside a baseline: perplexity, agreement, examples, tasks, sizes and latency."""
 
+from oneshot.evaluation.by_window import load_windows
 from oneshot.evaluation.comparison import Evaluation, print_evaluations, write_json
-from oneshot.evaluation.evaluate import evaluate, load_windows
+from oneshot.evaluation.evaluate import evaluate
 from oneshot.evaluation.kinds import Kind, kind_of, load_as
 from oneshot.evaluation.models import load_model, measure_latency
 from oneshot.evaluation.scoring import TextScore, perplexity, relative_score, score_windows

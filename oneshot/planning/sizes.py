@@ -7,7 +7,7 @@ from typing import Any
 
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
-from oneshot.families import RANKED_KINDS, ModelShape, StackShape
+from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, StackShape
 from oneshot.planning.budget import Budget
 from oneshot.planning.curves import Profile
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
@@ -50,14 +50,7 @@ def make_plan(
     if method.slices and target.budget != "parameters":
         raise ConfigError(f"--set budget={target.budget} is for FFN neurons and heads; set hidden=none.")
     target = with_sizes(target, grid)
-    _check_inner_sizes(grid, target)
-    if method.plans_inner_sizes and (target.query_key_size or target.value_size):
-        raise ConfigError("Give either --set inner_sizes=sensitivity or the sizes: query_key_size=, value_size=.")
-    plan = dense_plan(shape, method, target.query_key_size, target.value_size)
-    if target.intermediate_size is not None:
-        plan = _with_ffn_width(plan, shape, method, target.intermediate_size)
-    if not method.slices and target.hidden_size is not None:
-        raise ConfigError("--set hidden_size= needs a method for the hidden size; add --set hidden=pca.")
+    plan = _stated_plan(grid, method, target)
     if method.slices and (budget.target < dense or target.hidden_size is not None):
         plan = plan_hidden(
             grid,
@@ -76,11 +69,8 @@ def make_plan(
             f"The stated sizes leave {budget.show(start)}, fewer than the {budget.show(budget.target)} asked for; "
             "give larger ones."
         )
-
-    plans_ranks = method.plans_ranks and not plan.reduces_queries_keys and not plan.reduces_values
-    ranked_kinds = RANKED_KINDS if plans_ranks and target.budget != "latency" else ()
-    if method.up_steps:  # they would give the linear its full rank again
-        ranked_kinds = tuple(kind for kind in ranked_kinds if kind != "up")
+    if target.budget == "latency":
+        _refuse_without_latencies(grid, method)
 
     def shrink(plan: Plan) -> Plan:
         return meet_budget(
@@ -94,23 +84,10 @@ def make_plan(
             reduce_embedding=method.embedding != "none",
             leave_out_sublayers=method.leaves_out_sublayers,
             reduce_inner=method.plans_inner_sizes,
-            ranked_kinds=ranked_kinds,
+            ranked_kinds=_ranked_kinds(method, target, plan),
         )
 
-    if method.leaves_out_sublayers and target.budget == "latency":
-        raise ConfigError("--set depth=sublayers has no measured latencies; set depth=sensitivity or another budget.")
-    if method.plans_inner_sizes and target.budget == "latency":
-        raise ConfigError(
-            "--set inner_sizes=sensitivity has no measured latencies; leave it out or set another budget."
-        )
-    if method.reduces_heads and target.budget == "latency" and grid.family.reason_against("heads") is not None:
-        raise PlanError(
-            "--set budget=latency measures layers of the family's own class, which cannot have fewer heads; choose "
-            "another budget, or set heads=none."
-        )
-    if method.leaves_out_sublayers and damages is not None:
-        return shrink(plan)
-    if not method.leaves_out_layers:
+    if not method.leaves_out_layers or (method.leaves_out_sublayers and damages is not None):
         return shrink(plan)
     return with_fewer_layers(grid, plan, budget, damages, shrink if sublayers_shrink else None)
 
@@ -129,6 +106,42 @@ def with_sizes(target: Target, grid: Grid) -> Target:
     return replace(target, **sizes, hidden_rate=None, inner_rate=None)
 
 
+def _stated_plan(grid: Grid, method: Method, target: Target) -> Plan:
+    """Return the plan that keeps everything, but for the sizes inside sublayers that the target states."""
+    _check_inner_sizes(grid, target)
+    if method.plans_inner_sizes and (target.query_key_size or target.value_size):
+        raise ConfigError("Give either --set inner_sizes=sensitivity or the sizes: query_key_size=, value_size=.")
+    plan = dense_plan(grid.shape, method, target.query_key_size, target.value_size)
+    if target.intermediate_size is not None:
+        plan = _with_ffn_width(plan, grid.shape, method, target.intermediate_size)
+    if not method.slices and target.hidden_size is not None:
+        raise ConfigError("--set hidden_size= needs a method for the hidden size; add --set hidden=pca.")
+    return plan
+
+
+def _ranked_kinds(method: Method, target: Target, plan: Plan) -> tuple[RankedKind, ...]:
+    """Return the kinds of linears whose ranks are planned."""
+    if not method.plans_ranks or target.budget == "latency" or plan.reduces_queries_keys or plan.reduces_values:
+        return ()
+    # steps for `up_proj` would give it its full rank again
+    return tuple(kind for kind in RANKED_KINDS if not (kind == "up" and method.up_steps))
+
+
+def _refuse_without_latencies(grid: Grid, method: Method) -> None:
+    """Raise a `OneshotError` if the method changes what a profile has no latencies of."""
+    if method.leaves_out_sublayers:
+        raise ConfigError("--set depth=sublayers has no measured latencies; set depth=sensitivity or another budget.")
+    if method.plans_inner_sizes:
+        raise ConfigError(
+            "--set inner_sizes=sensitivity has no measured latencies; leave it out or set another budget."
+        )
+    if method.reduces_heads and grid.family.reason_against("heads") is not None:
+        raise PlanError(
+            "--set budget=latency measures layers of the family's own class, which cannot have fewer heads; choose "
+            "another budget, or set heads=none."
+        )
+
+
 def _with_ffn_width(plan: Plan, shape: ModelShape, method: Method, width: int) -> Plan:
     if not method.reduces_ffn:
         raise ConfigError(f"--set intermediate_size={width} needs a selector of neurons; add --set ffn=id.")
@@ -136,7 +149,7 @@ def _with_ffn_width(plan: Plan, shape: ModelShape, method: Method, width: int) -
         raise PlanError(
             f"--set intermediate_size={width} is above the model's {shape.intermediate_size}; give at most that."
         )
-    return replace(plan, layers=tuple(replace(kept, intermediate_size=width) for kept in plan.layers))
+    return plan.with_sizes(intermediate_size=width)
 
 
 def _check_inner_sizes(grid: Grid, target: Target) -> None:

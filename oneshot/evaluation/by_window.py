@@ -1,0 +1,150 @@
+"""Evaluation on windows of text, of models that write it: quality, tasks, sizes and latency."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from oneshot.checkpoint import Checkpoint, identify
+from oneshot.errors import CalibrationError
+from oneshot.evaluation.comparison import Evaluation, TextRecord, text_record
+from oneshot.evaluation.models import load_model, measure_latency
+from oneshot.evaluation.scoring import TextScore, relative_score, score_windows
+from oneshot.evaluation.tasks import run_tasks, task_manager
+from oneshot.export import stated_shape
+from oneshot.families import StackShape
+from oneshot.text import iter_documents, load_tokenizer, pack
+
+
+def load_windows(text: str, tokenizer: Any, *, sequence_length: int, max_windows: int | None) -> torch.Tensor:
+    """Return a text's first windows, int64 `(windows, sequence_length)`, with documents in their stored order."""
+    return pack(
+        iter_documents(text, seed=None),
+        tokenizer,
+        num_sequences=max_windows,
+        sequence_length=sequence_length,
+        source=text,
+    )
+
+
+def evaluate_windows(
+    names: Sequence[str],
+    checkpoints: Sequence[Checkpoint],
+    texts: Sequence[str],
+    *,
+    with_baseline: bool,
+    sequence_length: int,
+    max_windows: int | None,
+    prefill_tokens: int,
+    decode_tokens: int,
+    tasks: Sequence[str],
+    limit: int | None,
+    include_path: str | None,
+    device: torch.device,
+    dtype: torch.dtype | str,
+) -> list[Evaluation]:
+    """Evaluate checkpoints on the same windows, in order; with a baseline, it is the last one.
+
+    All models are in memory at once, and freed before the tasks.
+
+    Args:
+        names: what the checkpoints are called. decode_tokens: 0 leaves the latency out.
+
+    Raises `CheckpointError`, `CalibrationError` and `ConfigError`.
+    """
+    manager = task_manager(tasks, include_path) if tasks else None  # a wrong name is refused before hours of scoring
+    shapes = [_shape(checkpoint) for checkpoint in checkpoints]
+    tokenizer = load_tokenizer(checkpoints[0].folder)
+    windows = {
+        text: load_windows(text, tokenizer, sequence_length=sequence_length, max_windows=max_windows) for text in texts
+    }
+    _refuse_unknown_tokens(checkpoints, shapes, windows)
+    models = [load_model(checkpoint.folder, device=device, dtype=dtype) for checkpoint in checkpoints]
+    scores = _scores(models, windows, with_baseline=with_baseline)
+    latencies: Sequence[tuple[float | None, float | None]] = [(None, None)] * len(models)
+    if decode_tokens > 0:
+        whole = next(iter(windows.values())) if windows else torch.ones(1, prefill_tokens).long()
+        latencies = measure_latency(models, whole[:1, :prefill_tokens], decode_tokens=decode_tokens)
+    del models
+    records = {text: text_record(ids) for text, ids in windows.items()}
+    results = []
+    for name, checkpoint, shape, score, latency in zip(names, checkpoints, shapes, scores, latencies, strict=True):
+        result = _evaluation(name, checkpoint, shape, score, latency, records)
+        if tasks:
+            found = run_tasks(
+                checkpoint.folder,
+                tasks,
+                limit=limit,
+                include_path=include_path,
+                device=device,
+                dtype=dtype,
+                manager=manager,
+            )
+            result = replace(result, tasks=found)
+        results.append(result)
+    if not with_baseline or not windows:
+        return results
+    *compared, dense = results
+    return [*(_beside(result, dense) for result in compared), dense]
+
+
+def _refuse_unknown_tokens(
+    checkpoints: Sequence[Checkpoint], shapes: Sequence[StackShape], windows: dict[str, torch.Tensor]
+) -> None:
+    for checkpoint, shape in zip(checkpoints, shapes, strict=True):
+        for text, ids in windows.items():
+            if int(ids.max()) >= shape.vocab_size:
+                raise CalibrationError(
+                    f"The tokenizer in {checkpoints[0].folder} gives tokens of {text} that {checkpoint.folder} has no "
+                    "embedding for; give models with one tokenizer, the one that belongs to them."
+                )
+
+
+def _scores(models: list[Any], windows: dict[str, torch.Tensor], *, with_baseline: bool) -> list[dict[str, TextScore]]:
+    """Return every model's scores by text; the last model is the baseline, if there is one."""
+    compared, baseline = (models[:-1], models[-1]) if with_baseline else (models, None)
+    by_text = {text: score_windows(compared, ids, baseline=baseline) for text, ids in windows.items()}
+    return [{text: of_models[place] for text, of_models in by_text.items()} for place in range(len(models))]
+
+
+def _evaluation(
+    name: str,
+    checkpoint: Checkpoint,
+    shape: StackShape,
+    score: dict[str, TextScore],
+    latency: tuple[float | None, float | None],
+    records: dict[str, TextRecord],
+) -> Evaluation:
+    """Return the record of a checkpoint, without tasks."""
+    return Evaluation(
+        checkpoint=name,
+        stored_parameters=checkpoint.num_parameters,
+        layer_parameters=shape.all_layer_parameters(),
+        file_bytes=checkpoint.num_bytes,
+        flops_per_token=shape.flops_per_token(),
+        kv_bytes_per_token=shape.kv_bytes_per_token(),
+        perplexity={text: value.perplexity for text, value in score.items()},
+        tokens_scored={text: value.tokens_scored for text, value in score.items()},
+        top1_agreement=_known({text: value.top1_agreement for text, value in score.items()}),
+        kl_divergence=_known({text: value.kl_divergence for text, value in score.items()}),
+        prefill_seconds=latency[0],
+        decode_seconds=latency[1],
+        texts=records,
+    )
+
+
+def _known(values: dict[str, float | None]) -> dict[str, float] | None:
+    """Return the known values; None if there are none."""
+    return {text: value for text, value in values.items() if value is not None} or None
+
+
+def _beside(result: Evaluation, baseline: Evaluation) -> Evaluation:
+    """Return the result with its score relative to the baseline."""
+    score, _, worst_ratio = relative_score(result.perplexity, baseline.perplexity)
+    return replace(result, score=score, worst_ratio=worst_ratio)
+
+
+def _shape(checkpoint: Checkpoint) -> StackShape:
+    """Return the sizes of a checkpoint; one with layers of different sizes states them itself."""
+    return stated_shape(checkpoint.config) or identify(checkpoint).shape.stack()
