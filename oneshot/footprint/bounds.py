@@ -13,8 +13,9 @@ from oneshot_kernels import cholesky_pivots_
 from oneshot.checkpoint import Model
 from oneshot.config import MachineOptions
 from oneshot.errors import ConfigError, MemoryLimitError
-from oneshot.footprint.memory import DEVICE_SLACK_BYTES, HEAP_SHARE, SLACK_BYTES, Stage, scratch_bytes, stages
+from oneshot.footprint.memory import DEVICE_SLACK_BYTES, HEAP_SHARE, SLACK_BYTES, scratch_bytes, stages
 from oneshot.footprint.seconds import measure_rates, predicted_seconds
+from oneshot.footprint.terms import Stage
 from oneshot.footprint.work import Work
 from oneshot.machine import Machine, Store
 from oneshot.machine.memory import peak_bytes, peak_device_bytes, pinned_bytes

@@ -1,4 +1,4 @@
-"""Bytes that single computations of a run hold, tensor by tensor."""
+"""Bytes that single computations of a run hold, tensor by tensor; a stage is a sum of them."""
 
 from dataclasses import dataclass
 
@@ -28,6 +28,25 @@ class Term:
     bytes: float
     computed: bool = False
     knobs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The memory at the peak of a stage. `has_states`: whether hidden states may be stored meanwhile."""
+
+    name: str
+    terms: tuple[Term, ...]
+    has_states: bool = True
+
+    def total(self, *, computed: bool) -> float:
+        """Return the bytes on the compute device (`computed`), or of what is always on the host."""
+        return sum(term.bytes for term in self.terms if term.computed == computed)
+
+    def knobs(self) -> tuple[str, ...]:
+        """Return the options that would lower this stage by a tenth or more, the most helpful first."""
+        total = sum(term.bytes for term in self.terms)
+        helpful = sorted((term for term in self.terms if term.knobs), key=lambda term: -term.bytes)
+        return tuple(dict.fromkeys(knob for term in helpful if term.bytes > total / 10 for knob in term.knobs))
 
 
 def read(size: float) -> tuple[Term, ...]:

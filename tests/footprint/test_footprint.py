@@ -22,8 +22,8 @@ from oneshot.cli.compress import main
 from oneshot.errors import ConfigError, MemoryLimitError, OutputError
 from oneshot.families import LLAMA, ModelShape
 from oneshot.footprint.bounds import Bounds, predict_footprint
-from oneshot.footprint.memory import Stage, stages
-from oneshot.footprint.terms import Term
+from oneshot.footprint.memory import stages
+from oneshot.footprint.terms import Stage, Term
 from oneshot.footprint.work import Work
 from oneshot.machine.memory import peak_bytes
 from oneshot.planning import Grid, LayerPlan, Plan
