@@ -76,58 +76,19 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
     Raises `CheckpointError` if a size is missing, is not a size, or contradicts the others.
     """
     stack, keys = family.stack, family.sizes
-    num_positions = 0
-    if stack.positions is not None:
-        if stack.positions not in stored:
-            raise CheckpointError(f"The checkpoint lacks the tensor {stack.positions}; give a complete one.")
-        rows = stored[stack.positions][0] if stored[stack.positions] else 0
-        num_positions = max(0, rows - stack.position_offset)
-    complete = f"give a complete {family.model_type} checkpoint"
     hidden_size = _size(family, config, keys.hidden_size)
-    num_heads = _size(family, config, keys.num_attention_heads)
-    head_dim = hidden_size // num_heads
-    if keys.head_dim is not None:
-        head_dim = _size(family, config, keys.head_dim, head_dim)
-    num_groups = num_heads
-    if keys.num_key_value_heads is not None:
-        num_groups = _size(family, config, keys.num_key_value_heads, num_heads)
-    if (keys.head_dim is None or config.get(keys.head_dim) is None) and hidden_size % num_heads:
-        raise CheckpointError(
-            f"config.json states {num_heads} attention heads, which do not divide the hidden size {hidden_size}; "
-            f"{complete}."
-        )
-    if num_heads % num_groups:
-        raise CheckpointError(
-            f"config.json states {num_groups} key-value heads, which do not divide {num_heads} attention heads; "
-            f"{complete}."
-        )
-    if stack.rotary and head_dim % 2:
-        raise CheckpointError(
-            f"config.json states heads of size {head_dim}, which rotary positions cannot turn; {complete}."
-        )
-    if keys.norm_epsilon is not None:
-        epsilon = config.get(keys.norm_epsilon)
-        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or epsilon < 0:
-            raise CheckpointError(
-                f"config.json states {keys.norm_epsilon} {repr(epsilon)[:100]}, which is not a small number; "
-                f"{complete}."
-            )
+    num_heads, num_groups, head_dim = _head_sizes(family, config, hidden_size)
+    _check_norm_epsilon(family, config)
     if config.get("sliding_window") is not None:
         _size(family, config, "sliding_window")
     first, attention = stack.layer_prefix(0), stack.attention
-    counted, further = {stack.embedding, stack.positions, stack.token_types}, 0
-    if family.head is None:  # a pooler, a classifier, the norm of the embeddings
-        outside = (name for name in stored if name not in counted and not name.startswith(f"{stack.layers}."))
-        further = sum(math.prod(stored[name]) for name in outside)
-    tied = family.head is not None and family.head not in stored
-    if (stated_class(config) or "").endswith("ForMaskedLM"):
-        tied = family.masked_head not in stored  # one of its own is kept as it is
     num_layers = _num_layers(family, config, stored, keys.num_hidden_layers)
     num_decoder_layers = num_buckets = 0
     if keys.num_decoder_layers is not None:
         num_decoder_layers = _num_layers(family, config, stored, keys.num_decoder_layers, num_layers)
     if keys.num_buckets is not None:
         num_buckets = _size(family, config, keys.num_buckets, DEFAULT_BUCKETS)
+    tied = _is_tied(family, config, stored)
     return ModelShape(
         num_hidden_layers=num_layers + num_decoder_layers,
         hidden_size=hidden_size,
@@ -149,8 +110,8 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         causal=stack.causal,
         table_width=0 if stack.project_in is None else _size(family, config, str(keys.table_width)),
         num_token_types=stored.get(stack.token_types or "", (0,))[0],
-        further_parameters=further,
-        num_positions=num_positions,
+        further_parameters=_further_parameters(family, stored),
+        num_positions=_num_positions(family, stored),
         unused_positions=stack.position_offset,
         num_decoder_layers=num_decoder_layers,
         num_buckets=num_buckets,
@@ -176,6 +137,73 @@ def check_layers(family: Description, shape: ModelShape, stored: Mapping[str, tu
                 f"{name} has shape {stored.get(name)} where config.json of a {family.model_type} model asks for "
                 f"{expected.get(name)}; give a complete, unmodified checkpoint."
             )
+
+
+def _head_sizes(family: Description, config: dict[str, Any], hidden_size: int) -> tuple[int, int, int]:
+    """Return the numbers of attention heads and of KV heads, and the size of a head."""
+    keys, complete = family.sizes, f"give a complete {family.model_type} checkpoint"
+    num_heads = _size(family, config, keys.num_attention_heads)
+    head_dim = hidden_size // num_heads
+    if keys.head_dim is not None:
+        head_dim = _size(family, config, keys.head_dim, head_dim)
+    num_groups = num_heads
+    if keys.num_key_value_heads is not None:
+        num_groups = _size(family, config, keys.num_key_value_heads, num_heads)
+    if (keys.head_dim is None or config.get(keys.head_dim) is None) and hidden_size % num_heads:
+        raise CheckpointError(
+            f"config.json states {num_heads} attention heads, which do not divide the hidden size {hidden_size}; "
+            f"{complete}."
+        )
+    if num_heads % num_groups:
+        raise CheckpointError(
+            f"config.json states {num_groups} key-value heads, which do not divide {num_heads} attention heads; "
+            f"{complete}."
+        )
+    if family.stack.rotary and head_dim % 2:
+        raise CheckpointError(
+            f"config.json states heads of size {head_dim}, which rotary positions cannot turn; {complete}."
+        )
+    return num_heads, num_groups, head_dim
+
+
+def _check_norm_epsilon(family: Description, config: dict[str, Any]) -> None:
+    key = family.sizes.norm_epsilon
+    if key is None:
+        return
+    epsilon = config.get(key)
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or epsilon < 0:
+        raise CheckpointError(
+            f"config.json states {key} {repr(epsilon)[:100]}, which is not a small number; give a complete "
+            f"{family.model_type} checkpoint."
+        )
+
+
+def _is_tied(family: Description, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether the output head is the embedding."""
+    if (stated_class(config) or "").endswith("ForMaskedLM"):
+        return family.masked_head not in stored  # one of its own is kept as it is
+    return family.head is not None and family.head not in stored
+
+
+def _num_positions(family: Description, stored: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the positions that the stored table has, without those that no token takes; 0 without a table."""
+    name = family.stack.positions
+    if name is None:
+        return 0
+    if name not in stored:
+        raise CheckpointError(f"The checkpoint lacks the tensor {name}; give a complete one.")
+    rows = stored[name][0] if stored[name] else 0
+    return max(0, rows - family.stack.position_offset)
+
+
+def _further_parameters(family: Description, stored: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the parameters of an encoder's pooler, classifier and norm of the embeddings."""
+    if family.head is not None:
+        return 0
+    stack = family.stack
+    counted = {stack.embedding, stack.positions, stack.token_types}
+    outside = (name for name in stored if name not in counted and not name.startswith(f"{stack.layers}."))
+    return sum(math.prod(stored[name]) for name in outside)
 
 
 def _size(family: Description, config: dict[str, Any], key: str, default: int | None = None) -> int:
