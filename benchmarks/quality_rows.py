@@ -22,14 +22,18 @@ def comparable_rows() -> list[Row]:
     return [dense, *(row for row in rows if row["recipe"] != "dense" and row["texts"] == dense["texts"])]
 
 
-def quality_rows() -> list[Row]:
+KEYS = ("model", "recipe", "asked", "form", "settings", "calibration", "calibration_tokens")  # of a line in a table
+
+
+def quality_rows(*, with_tasks: bool = False) -> list[Row]:
     """The dense row of `comparable_rows()`, then one row for every model, size, form and setting.
 
     In the order of first appearance; several seeds are joined as by `with_seeds`. Empty where there is no dense row.
+    `with_tasks`: of the rows that have tasks.
     """
-    keys = ("model", "recipe", "asked", "form", "settings", "calibration", "calibration_tokens")
     rows = comparable_rows()
-    return [*rows[:1], *with_seeds(rows[1:], *keys)]
+    compressed = [row for row in rows[1:] if not with_tasks or row.get("tasks")]
+    return [*rows[:1], *with_seeds(compressed, *KEYS)]
 
 
 def with_seeds(rows: list[Row], *keys: str) -> list[Row]:

@@ -8,6 +8,7 @@ from oneshot.text import SELF
 from tables.cells import difference_cells, markdown, origin, score_cell
 from tables.paired import BROAD, SIZE, TOKENS, Choice
 
+LEAST_SECONDS = 10.0  # that a text takes if the row's own run wrote it
 MIXTURES = [BROAD, f"{BROAD}+{BROAD}+{BROAD}+{SELF}", f"{BROAD}+{SELF}", f"{BROAD}+{SELF}+{SELF}+{SELF}", SELF]
 
 
@@ -45,8 +46,11 @@ def _share(mixture: str) -> float:
 
 
 def _writing(rows: list[Row]) -> str:
-    """Seconds until the text is ready ÷ all others, of the last seed that has them."""
-    timed = [row["seconds"] for row in rows if "seconds" in row]
+    """Seconds until the text is ready ÷ all others, of the last seed that has them.
+
+    A run for several sizes writes its text before the first, which alone counts the time.
+    """
+    timed = [row["seconds"] for row in rows if row.get("seconds", {}).get("prepare", 0.0) > LEAST_SECONDS]
     if not timed:
         return "–"
     return f"{timed[-1]['prepare'] / (timed[-1]['total'] - timed[-1]['prepare']):.2f}"

@@ -11,7 +11,7 @@ from tables.cells import markdown, origin, settings, standard_error
 
 def written_table() -> str:
     """Exact match of written answers and mean accuracy of chosen ones, each with its ratio to the dense model's."""
-    dense, *compressed = quality_rows() or [{}]
+    dense, *compressed = quality_rows(with_tasks=True) or [{}]
     tasks = task_values(dense.get("tasks", {}), "written")
     rows = [row for row in compressed if _same_documents(row, dense, "written")]
     if not tasks or not rows:
