@@ -144,10 +144,13 @@ def test_retention_is_the_share_of_the_dense_values(judging: ModuleType) -> None
 
 def test_table_of_written_answers(show_rows: ShowRows) -> None:
     compressed = {"form": "stock", "settings": {}, "asked": 0.2, "score": 2.0, "calibration": "general.jsonl"}
-    dense = row("dense", results((0.4, 0.6), (0.6, 0.4)), sparsity=0.0)
-    small = row("oneshot", results((0.1, 0.3), (0.5, 0.4)), **compressed)
-    other = row("flap", results((0.1, 0.3), (0.5, 0.4)), **compressed | {"task_limit": 10})
-    show_rows([dense, small, other])
+    compressed |= {"calibration_tokens": 131072, "worst": "piqa", "worst_ratio": 2.5}
+    dense = row("dense", results((0.4, 0.6), (0.6, 0.4)), sparsity=0.0, stored_parameters=10**8, sequence_length=1024)
+    dense |= {"calibration_tokens": None, "mean_accuracy": 0.5}
+    small = row("oneshot", results((0.1, 0.3), (0.5, 0.4)), **compressed, mean_accuracy=0.45)
+    other = row("flap", results((0.1, 0.3), (0.5, 0.4)), **compressed | {"task_limit": 10, "mean_accuracy": 0.45})
+    newer = row("oneshot", {}, **compressed | {"score": 1.5})
+    show_rows([dense, small, other, newer])
     table = importlib.import_module("tables.tasks").written_table()
     lines = table.splitlines()
     assert lines[0].endswith("| lambada_greedy | copy_sentence | mean, written | mean, chosen |")
@@ -157,3 +160,5 @@ def test_table_of_written_answers(show_rows: ShowRows) -> None:
     )
     assert "flap" not in table, "other documents"
     assert "written answers' mean 2.5 points, of the chosen ones' 2.5" in table
+    scores = importlib.import_module("tables.quality").quality_table().splitlines()
+    assert any("| **oneshot** |" in line and "| 1.50 |" in line and line.endswith("| 45.0% |") for line in scores)
