@@ -149,7 +149,7 @@ def test_table_of_parts(show_rows: ShowRows) -> None:
     newest = [math.exp((base - less).mean() - 1) for less in (0.8, 0.3, 0.3)]
     assert half[2] == f"{np.mean(newest):.3f} ± {np.std(newest, ddof=1):.3f}"
     scores = [math.exp((base - 0.4 + noise[seed]).mean() - 1) for seed in range(3)]
-    steps = lines["`--up-steps 4`"]
+    steps = lines["`--up-steps 4`, not in the default"]
     assert steps[2] == f"{np.mean(scores):.3f} ± {np.std(scores, ddof=1):.3f}"
     change = math.expm1(-0.1 + np.mean(list(noise.values())))
     assert steps[4] == f"**−{abs(change):.1%}**"
