@@ -42,16 +42,27 @@ PARTS = {  # part: with it, without it
 
 
 def _both(on: Choice, off: Choice, rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Return the newest rows of both choices for every seed, on equal text unless the text is what they differ in.
+    """Return the newest row of both choices for every seed that both have.
 
-    What a model writes itself differs between versions and machines, at the same seed.
+    What a model writes itself differs between versions and machines, at the same seed. So the newest rows with equal
+    text are returned if there are any, or else rows of the same time, unless the text is what the choices differ in.
     """
-    both = on.rows(rows), off.rows(rows)
+    with_part, without = on.rows(rows), off.rows(rows)
     if on.calibration == off.calibration:
-        texts = set.intersection(*({row["calibration_hash"] for row in side} for side in both))
-        both = tuple([row for row in side if row["calibration_hash"] in texts] for side in both)
-    with_part, without = both
+        with_part, without = _beside(with_part, without), _beside(without, with_part)
     return latest(with_part, "seed"), latest(without, "seed")
+
+
+def _beside(rows: list[Row], others: list[Row]) -> list[Row]:
+    """Return a row for every seed that the others have: on their text, or else no newer than theirs if there is one."""
+    found = []
+    for seed in sorted({row["seed"] for row in rows} & {other["seed"] for other in others}):
+        own, of_others = ([row for row in side if row["seed"] == seed] for side in (rows, others))
+        texts, newest = ({other[key] for other in of_others} for key in ("calibration_hash", "date"))
+        equal = [row for row in own if row["calibration_hash"] in texts]
+        earlier = [row for row in own if row["date"] <= max(newest)]
+        found.append((equal or earlier or own)[-1])
+    return found
 
 
 def paired_parts_table() -> str:
@@ -78,9 +89,9 @@ def paired_parts_table() -> str:
         lines,
         f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form. The line with sizes for layers has no "
         "ranks and is compared with the stock form. Scores: mean ± standard deviation over the seeds. The change is "
-        "paired: the same windows, seed and calibration text, with the part and without (the text differs where it is "
-        "the part). The interval is for other windows and other seeds, of a line with one seed for other windows only. "
-        "One that leaves out 0 is set in bold. Rows older than window losses have no test (–). "
+        "paired: the same windows and seed, with the part and without, on the same calibration text if there are such "
+        "rows. The interval is for other windows and other seeds, of a line with one seed for other windows only. One "
+        "that leaves out 0 is set in bold. Rows older than window losses have no test (–). "
         f"{rows[0]['model']}, fp32, first {rows[0]['max_windows']} windows of {len(rows[0]['texts'])} kinds of text; "
         f"{origin(shown)}.",
     )

@@ -123,7 +123,7 @@ def test_rows_are_paired_by_seed_and_window(compare: ModuleType) -> None:
 
 
 def test_table_of_parts(show_rows: ShowRows) -> None:
-    """Rows are found by settings and text; a part without rows on equal text is left out; old rows have no test."""
+    """Rows are found by their settings, text and time; a part without rows is left out; old rows have no test."""
     draw = np.random.default_rng(4)
     base = draw.normal(1.4, 0.2, (5, 4))
     noise = {seed: draw.normal(0, 0.01, (5, 4)) for seed in range(3)}
@@ -133,8 +133,8 @@ def test_table_of_parts(show_rows: ShowRows) -> None:
     rows += [row(seed, base + noise[seed], settings=whole) for seed in range(3)]
     rows += [row(seed, base - 0.4 + noise[seed], settings={"up_steps": 4}) for seed in range(3)]
     rows += [row(seed, base - 0.3 + noise[seed], settings={"residual_weight": 0}) for seed in range(3)]
-    rows += [row(0, base - 0.8, calibration_hash="newer")]  # no other row has this text
-    rows += [row(0, base - 0.8, settings={"embedding": "none"}, calibration_hash="newer still")]
+    rows += [row(0, base - 0.8, calibration_hash="newer", date="2026-03-01")]  # no other row has this text
+    rows += [row(0, base + 0.1, settings={"embedding": "none"}, calibration_hash="another's", date="2026-02-01")]
     rows += [row(0, base + 0.2, calibration="general.jsonl")]
     del rows[-1]["window_losses"]
     rows += [row(0, base + 0.5, settings={"correction": "none"}, calibration_tokens=4096)]  # fewer tokens
@@ -143,7 +143,7 @@ def test_table_of_parts(show_rows: ShowRows) -> None:
     table = importlib.import_module("tables.paired").paired_parts_table()
     lines = {line.split(" | ")[0].removeprefix("| "): line.strip("| ").split(" | ") for line in table.splitlines()[2:]}
     assert "correction" not in lines
-    assert "ranks of the embedding" not in lines
+    assert lines["ranks of the embedding"][2] == f"{math.exp((base - 0.3).mean() - 1):.3f}", "of the same time"
     half = lines["half of the text from the model itself"]
     assert half[4:] == ["–"] * 4
     newest = [math.exp((base - less).mean() - 1) for less in (0.8, 0.3, 0.3)]
