@@ -84,7 +84,12 @@ def read_rows(name: str) -> list[dict[str, Any]]:
 
 def latest(rows: list[Row], *keys: str) -> list[Row]:
     """The newest row for every combination of the keys, in the order of first appearance."""
-    return list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
+    return list({key_of(row, *keys): row for row in rows}.values())
+
+
+def key_of(row: Row, *keys: str) -> tuple[str, ...]:
+    """Return what says whether two rows are alike in these entries."""
+    return tuple(str(row.get(key)) for key in keys)
 
 
 def calibration_files(names: str, data_dir: Path) -> str:

@@ -2,7 +2,7 @@
 
 from statistics import fmean, geometric_mean
 
-from harness import Row, latest, read_rows
+from harness import Row, key_of, latest, read_rows
 from judging import KINDS
 
 # (name, tokens) of the text that the default recipe is shown with
@@ -44,7 +44,7 @@ def with_seeds(rows: list[Row], *keys: str) -> list[Row]:
     """
     seeds: dict[tuple[str, ...], list[Row]] = {}
     for row in latest(rows, *keys, "seed"):
-        seeds.setdefault(tuple(str(row.get(key)) for key in keys), []).append(row)
+        seeds.setdefault(key_of(row, *keys), []).append(row)
     return [_joined(sorted(same, key=lambda row: row.get("seed", 0))) for same in seeds.values()]
 
 

@@ -37,7 +37,7 @@ PARTS = {  # part: with it, without it
     "correction": (Choice(), Choice({"correction": "none"})),
     "a quarter of the residual": (Choice(), Choice({"residual_weight": 0})),
     "a size of its own for every layer": (Choice({"ranks": "none", "embedding": "none"}), Choice(form="stock")),
-    "`--up-steps 4`, not in the default": (Choice({"up_steps": 4}), Choice()),
+    "`--up-steps 4`": (Choice({"up_steps": 4}), Choice()),
 }
 
 
@@ -88,10 +88,11 @@ def paired_parts_table() -> str:
         ],
         lines,
         f"The default with `{SELF}`, {TOKENS:,} tokens, in the per-layer form. The line with sizes for layers has no "
-        "ranks and is compared with the stock form. Scores: mean ± standard deviation over the seeds. The change is "
-        "paired: the same windows and seed, with the part and without, on the same calibration text if there are such "
-        "rows. The interval is for other windows and other seeds, of a line with one seed for other windows only. One "
-        "that leaves out 0 is set in bold. Rows older than window losses have no test (–). "
+        "ranks and is compared with the stock form. `--up-steps` is not in the default. Scores: mean ± standard "
+        "deviation over the seeds. The change is paired: the same windows, the same seed, with the part and without, "
+        "on the same calibration text if there are such rows. The interval is for other windows and other seeds, of a "
+        "line with one seed for other windows only. One that leaves out 0 is set in bold. Rows older than window "
+        "losses have no test (–). "
         f"{rows[0]['model']}, fp32, first {rows[0]['max_windows']} windows of {len(rows[0]['texts'])} kinds of text; "
         f"{origin(shown)}.",
     )

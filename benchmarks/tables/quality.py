@@ -2,7 +2,7 @@
 
 from statistics import geometric_mean
 
-from harness import Row, latest, read_rows
+from harness import Row, key_of, latest, read_rows
 from judging import KINDS, task_values
 from quality_rows import KEYS, quality_rows, varies_a_part
 
@@ -21,7 +21,7 @@ def quality_table() -> str:
     compressed = [row for row in compressed if not varies_a_part(row)]
     lines = [[f"0 ({dense['stored_parameters'] / 1e6:.1f} M)", "dense", "–", "–", "1", "–", *["1"] * len(KINDS)]]
     lines[0].append(_accuracy(dense, dense))
-    with_tasks = {_key(row): row for row in quality_rows(with_tasks=True)[1:]}
+    with_tasks = {key_of(row, *KEYS): row for row in quality_rows(with_tasks=True)[1:]}
     for row in sorted(compressed, key=lambda row: (row["asked"], row["score"])):
         ratios = {kind: row["perplexity"][kind] / dense["perplexity"][kind] for kind in KINDS}
         lines.append(
@@ -33,7 +33,7 @@ def quality_table() -> str:
                 score_cell(row),
                 KINDS[row["worst"]],
                 *(rounded(ratio) for ratio in ratios.values()),
-                _accuracy(with_tasks.get(_key(row), {}), dense),
+                _accuracy(with_tasks.get(key_of(row, *KEYS), {}), dense),
             ]
         )
     tasks = task_values(dense.get("tasks", {}), "chosen")
@@ -209,10 +209,6 @@ def _calibrated(row: Row, rows: list[Row]) -> str:
     if len(texts) > 1 and row["calibration_tokens"]:
         parts.append(f"{row['calibration']}, {row['calibration_tokens']:,} tokens")
     return "; ".join(parts) or "–"
-
-
-def _key(row: Row) -> tuple[str, ...]:
-    return tuple(str(row.get(key)) for key in KEYS)
 
 
 def _accuracy(row: Row, dense: Row) -> str:

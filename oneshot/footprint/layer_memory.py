@@ -17,10 +17,11 @@ def layer_stages(work: Work) -> list[Stage]:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What several stages of a layer hold.
+    """State what several stages of a layer hold.
 
     Attributes:
         kept: the FFN width. share: of the layer's parameters that is kept.
+        heads, size: inputs of the output projection and of `down_proj`, with their biases.
         base: what every stage holds. copies: the layer in the compute dtype, dense and compressed. folded: the
             compressed layer. batch: activations of the dense layer. target: outputs of the dense stream.
     """
@@ -28,22 +29,13 @@ class _Layer:
     work: Work
     kept: int
     share: float
+    heads: int
+    size: int
     base: tuple[Term, ...]
     copies: tuple[Term, ...]
     folded: tuple[Term, ...]
     batch: Term
     target: Term
-
-    @property
-    def heads(self) -> int:
-        """Return the inputs of the output projection, with its bias."""
-        shape = self.work.shape
-        return shape.num_attention_heads * shape.head_dim + shape.output_bias
-
-    @property
-    def size(self) -> int:
-        """Return the inputs of `down_proj`, with its bias."""
-        return self.work.shape.intermediate_size + self.work.shape.mlp_bias
 
     @property
     def kept_size(self) -> int:
@@ -59,16 +51,18 @@ def _layer(work: Work, kept: int) -> _Layer:
     reshapes = work.method.reduces_heads or inner or work.method.plans_ranks
     attention_share = 1 - (2 + shape.gated) * width * hidden / shape.layer_parameters()
     share = 1 - (1 - kept / width) * (1 - attention_share)
+    heads, size = shape.num_attention_heads * shape.head_dim + shape.output_bias, width + shape.mlp_bias
     base = (*terms.layer(work), terms.bases(work))
     if slices:
-        inputs = shape.num_attention_heads * shape.head_dim + shape.output_bias + width + shape.mlp_bias
-        base = (*base, Term(2 * FLOAT * hidden * inputs, computed=True))
+        base = (*base, Term(2 * FLOAT * hidden * (heads + size), computed=True))
     if reshapes:
         base = (*base, Term(attention_share * work.layer_bytes, computed=True))
     return _Layer(
         work,
         kept,
         share,
+        heads,
+        size,
         base,
         copies=(terms.layer_copy(work), terms.layer_copy(work, 1.0 if reshapes or slices else 0.0)),
         folded=(Term(share * work.layer_bytes, computed=True), Term(DOUBLE * hidden * kept, computed=True)),

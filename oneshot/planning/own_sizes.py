@@ -94,7 +94,7 @@ def spread_with_equal_heads(
 
 @dataclass(frozen=True)
 class _Item:
-    """What one sublayer or one range of the embedding may be, without what another option beats in both.
+    """List what one sublayer or one range of the embedding may be, without what another option beats in both.
 
     `options`: their numbers. `damages`, `costs`: in nats per token, and in the budget's unit. All are `(options,)`.
     """
@@ -137,11 +137,11 @@ def _embedding_items(
     grid: Grid, plan: Plan, budget: Budget, damages: Damages, ranges: list[list[TableShape]]
 ) -> list[_Item]:
     """Return what every range of the embedding may be."""
-    total, whole = budget.measure(grid.stack(plan)), tuple(ranks[-1] for ranks in ranges)
-    items = []
+    stack, whole = grid.stack(plan), tuple(ranks[-1] for ranks in ranges)
+    total, items = budget.measure(stack), []
     for index, ranks in enumerate(ranges):
-        plans = [replace(plan, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in ranks]
-        costs = np.array([budget.measure(grid.stack(option)) - total for option in plans])
+        stacks = [replace(stack, embedding=(*whole[:index], table, *whole[index + 1 :])) for table in ranks]
+        costs = np.array([budget.measure(option) - total for option in stacks])
         items.append(_item(damages.embedding[index, [table.rank for table in ranks]].numpy(), costs))
     return items
 
