@@ -15,9 +15,10 @@ import torch
 from harness import FFN_CLAIMS, add_compression_options, append_row, parser, provenance, smollm2_gguf
 from judging import judge, judging_windows, perplexities, score, text_records
 
-from oneshot import Config, compress
+from oneshot import Config
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.config import tcsp_options
+from oneshot.pipeline import compress
 from oneshot.text import load_tokenizer
 
 NARROW = {"sparsity": 0.2, "form": "stock"}  # 1536 -> 1024 neurons in every layer

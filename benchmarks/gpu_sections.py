@@ -191,7 +191,8 @@ def compressed(options: argparse.Namespace, model: str, form: str, kernels_name:
     """Compress random weights of a model's shape; compare time and memory with the prediction."""
     import torch
 
-    from oneshot import Config, compress, predict
+    from oneshot import Config
+    from oneshot.pipeline import compress, predict
 
     cuda = options.device == "cuda"
     if kernels_name == "triton" and cuda:
@@ -250,7 +251,8 @@ def agree(options: argparse.Namespace) -> None:
     """Compress real weights on the CPU and on the device, by dtype and kernels, and twice for the bytes."""
     from safetensors.torch import load_file
 
-    from oneshot import Config, compress
+    from oneshot import Config
+    from oneshot.pipeline import compress
 
     scratch = Path(tempfile.mkdtemp())
     model = scratch / "model"

@@ -21,8 +21,9 @@ from harness import (
 )
 from judging import judge, judging_windows, perplexities
 
-from oneshot import Config, compress
+from oneshot import Config
 from oneshot.checkpoint import locate_checkpoint
+from oneshot.pipeline import compress
 from oneshot.text import load_tokenizer
 
 GROUP_SIZES = (0, 1, 2, 4, 8, 15)

@@ -55,7 +55,8 @@ PREDICTED = """
 import json, sys
 from dataclasses import asdict
 import torch
-from oneshot import Config, predict
+from oneshot import Config
+from oneshot.pipeline import predict
 torch.set_num_threads(int(sys.argv[2]))
 print(json.dumps(asdict(predict(Config.of(**json.loads(sys.argv[1]))))))
 """
@@ -64,7 +65,8 @@ MEASURED = """
 import json, sys
 from dataclasses import asdict
 import torch
-from oneshot import Config, compress
+from oneshot import Config
+from oneshot.pipeline import compress
 from oneshot.machine.memory import peak_bytes
 torch.set_num_threads(int(sys.argv[2]))
 report = compress(Config.of(**json.loads(sys.argv[1])))

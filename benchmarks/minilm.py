@@ -19,8 +19,9 @@ import torch
 from diagonal import write_diagonal
 from harness import FFN_CLAIMS, append_row, parser, provenance
 
-from oneshot import Config, compress
+from oneshot import Config
 from oneshot.evaluation import evaluate
+from oneshot.pipeline import compress
 
 JUDGED = 200
 JUDGED_TOGETHER = 10  # models that are kept until they are judged

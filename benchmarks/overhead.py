@@ -17,10 +17,11 @@ import torch
 from harness import add_text_options, append_row, parser, provenance, smollm2_gguf
 from torch.profiler import ProfilerActivity, profile
 
-from oneshot import Config, compress
+from oneshot import Config
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.config import FormName
 from oneshot.evaluation import load_model
+from oneshot.pipeline import compress
 from oneshot.text import load_text, load_tokenizer
 
 

@@ -31,8 +31,9 @@ from harness import (
 )
 from judging import KINDS, kind_text
 
-from oneshot import Config, compress_sizes, profile
+from oneshot import Config
 from oneshot.checkpoint import locate_checkpoint
+from oneshot.pipeline import compress_sizes, profile
 
 TYPES = ("F16", "Q8_0", "Q6_K", "Q4_K_M", "Q3_K_M", "Q2_K", "Q4_0-pure")
 CONTEXT = 1024  # tokens of a window; llama-perplexity scores its second half

@@ -41,10 +41,11 @@ from judging import (
     text_scores,
 )
 
-from oneshot import Config, compress, compress_sizes
+from oneshot import Config
 from oneshot.checkpoint import Checkpoint, locate_checkpoint
 from oneshot.config import tcsp_options
 from oneshot.evaluation import run_tasks
+from oneshot.pipeline import compress, compress_sizes
 from oneshot.text import load_tokenizer
 
 RECIPES = ("oneshot", "flap", "activation-norm", "magnitude", "random")

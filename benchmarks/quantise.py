@@ -24,8 +24,9 @@ from harness import (
 )
 from judging import kind_text
 
-from oneshot import Config, compress
+from oneshot import Config
 from oneshot.checkpoint import locate_checkpoint
+from oneshot.pipeline import compress
 from oneshot.report.card import REPORT_NAME
 
 FORMS = ("stock", "nemotron-nas", "per-layer")

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from harness import append_row, parser, provenance
 
-from oneshot import Config, compress
+from oneshot import Config
 from oneshot.evaluation import evaluate
+from oneshot.pipeline import compress
 
 CALIBRATION_TOKENS = 6_000
 LONGEST = 96  # tokens of an example

@@ -12,6 +12,7 @@ from oneshot.recipes import RECIPE_FORMS, RECIPES, Method, find_recipe
 BudgetUnit = Literal["parameters", "bytes", "flops", "latency"]
 FormName = Literal["stock", "per-layer", "nemotron-nas", "gguf"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+Kind = Literal["causal", "classification", "masked-lm", "embedding", "text-to-text", "question-answering"]
 SaveDtype = Literal["keep", "float32", "bfloat16", "float16", "q8_0"]
 
 MAX_FILE_BYTES = 5 * 10**9  # transformers' default of max_shard_size

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from factories import MakeCheckpoint, MakeConfig
 
-from oneshot import compress
 from oneshot.checkpoint.journal import Journal
 from oneshot.checkpoint.work_folder import WorkFolder
+from oneshot.pipeline import compress
 
 
 class KilledError(BaseException):

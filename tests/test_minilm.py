@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from factories import topics
 
-from oneshot import compress
 from oneshot.config import Config
 from oneshot.evaluation import evaluate
+from oneshot.pipeline import compress
 
 pytestmark = pytest.mark.xdist_group("minilm")
 EXAMPLES = {

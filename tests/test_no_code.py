@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from factories import MakeCheckpoint, MakeConfig
 
-from oneshot import compress
 from oneshot.evaluation import evaluate
+from oneshot.pipeline import compress
 
 HOSTILE = """
 from pathlib import Path

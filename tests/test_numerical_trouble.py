@@ -12,10 +12,10 @@ import torch
 from factories import MakeConfig, build_model
 from safetensors.torch import load_file
 
-from oneshot import compress
 from oneshot.families import LLAMA
 from oneshot.linalg.elimination import eliminate
 from oneshot.linalg.psd import RidgeFactor
+from oneshot.pipeline import compress
 from oneshot.recipes import Correction, Pivoting, Selector, Sketch
 
 WIDTH = 64

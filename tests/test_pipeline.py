@@ -14,13 +14,14 @@ from factories import MakeCheckpoint, MakeConfig, build_model, calibration_token
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from oneshot import OneshotError, compress, compress_sizes
+from oneshot import OneshotError
 from oneshot.checkpoint import Checkpoint
 from oneshot.checkpoint.reader import INDEX_NAME
 from oneshot.cli.compress import main
 from oneshot.compression import LayerCompressor
 from oneshot.compression.correction import DAMPINGS
 from oneshot.evaluation import load_model
+from oneshot.pipeline import compress, compress_sizes
 from oneshot.recipes import RECIPES, Selector, find_recipe
 from oneshot.stream import Layer
 

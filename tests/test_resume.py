@@ -17,13 +17,13 @@ import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig
 
-from oneshot import Config, Report, compress
+from oneshot import Config, Report
 from oneshot.checkpoint import Journal
 from oneshot.cli.compress import main as compress_main
 from oneshot.cli.profile import main as profile_main
 from oneshot.compression import LayerCompressor
 from oneshot.errors import OutputError
-from oneshot.pipeline import compress_sizes
+from oneshot.pipeline import compress, compress_sizes
 from oneshot.profiling import LayerProfiler
 from oneshot.report.card import REPORT_NAME
 

@@ -7,12 +7,13 @@ from typing import Any, get_args
 import pytest
 from factories import MakeCheckpoint, MakeConfig
 
-from oneshot import Config, Target, compress, pipeline, run
+from oneshot import Config, Target, pipeline, run
 from oneshot.compression import layer as layer_module
 from oneshot.errors import OneshotError
 from oneshot.export import FORMS
 from oneshot.families import LLAMA, ModelShape
 from oneshot.families.opt import OPT
+from oneshot.pipeline import compress
 from oneshot.planning import Grid, Plan, make_plan
 from oneshot.profiling import PROBED_KINDS, LayerProfiler
 from oneshot.recipes import Correction, Selector, find_recipe

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oneshot import Config, Report, compress
+from oneshot import Config, Report
 from oneshot.evaluation import evaluate, load_model, load_windows, perplexity
+from oneshot.pipeline import compress
 from oneshot.text import load_tokenizer
 
 CPU = torch.device("cpu")

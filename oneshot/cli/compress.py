@@ -1,7 +1,6 @@
 """`oneshot compress CHECKPOINT --output OUT --sparsity 0.2`: the command line of the pipeline."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,10 +16,7 @@ from oneshot.cli.options import (
 )
 from oneshot.config import tcsp_options
 from oneshot.errors import ConfigError
-from oneshot.machine import launched_rank
-from oneshot.pipeline import compress, compress_sizes, predict
 from oneshot.recipes import RECIPES
-from oneshot.report.terminal import print_footprint, print_report
 
 
 def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
@@ -86,6 +82,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
     arguments = build_parser(prog).parse_args(argv)
 
     def run() -> None:
+        from oneshot.machine import launched_rank  # torch: not for --help
+        from oneshot.pipeline import compress, compress_sizes, predict
+        from oneshot.report.terminal import print_footprint, print_report
+
         sparsities = [_parse_fraction(text) for text in arguments.sparsity or []]
         if arguments.tcsp is not None:
             _apply_tcsp(arguments)
@@ -104,7 +104,3 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
                 print_report(report)
 
     return run_command(arguments, run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import get_args
 
 from oneshot.cli.options import run_command
-from oneshot.config import Dtype
+from oneshot.config import Dtype, Kind
 from oneshot.errors import CalibrationError, ConfigError, OutputError
-from oneshot.evaluation import Kind, evaluate, print_evaluations, write_json
 
 
 def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
@@ -59,6 +58,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
     arguments = build_parser(prog).parse_args(argv)
 
     def run() -> None:
+        from oneshot.evaluation import evaluate, print_evaluations, write_json  # torch: not for --help
+
         if arguments.sequence_length < 2:
             raise CalibrationError(f"--sequence-length {arguments.sequence_length} is too small; give at least 2.")
         if arguments.max_windows is not None and arguments.max_windows < 1:

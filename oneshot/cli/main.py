@@ -1,8 +1,12 @@
 """`oneshot compress | profile | evaluate`: one command with three subcommands."""
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+
+from oneshot.version import __version__
 
 COMMANDS = {
     "compress": "make a checkpoint smaller",
@@ -11,9 +15,22 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand that the first argument names, and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the subcommand that the first argument names, and return its exit code.
+
+    `prog`: how the usage names the subcommand; None for `oneshot NAME`.
+    """
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv), prog)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 1
+
+
+def _run(arguments: list[str], prog: str | None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(
             "usage: oneshot COMMAND [options]\n\n" + "\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())
@@ -21,24 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\noneshot COMMAND --help lists the options of a command.")
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"oneshot {version('oneshot')}")
+        print(f"oneshot {__version__}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
         print(f"error: {name} is not a command; give one of {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    return run(name, rest, prog=f"oneshot {name}")
-
-
-def run(name: str, argv: Sequence[str] | None, prog: str) -> int:
-    """Run one subcommand; SIGTERM cleans up as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if name == "compress":
-        from oneshot.cli.compress import main as command
-    elif name == "profile":
-        from oneshot.cli.profile import main as command
-    else:
-        from oneshot.cli.evaluate import main as command
-    return command(argv, prog)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
+    code: int = import_module(f"oneshot.cli.{name}").main(rest, prog or f"oneshot {name}")
+    return code

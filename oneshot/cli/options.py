@@ -20,7 +20,6 @@ from oneshot.config import (
     settings,
 )
 from oneshot.errors import OneshotError
-from oneshot.machine import launched_rank
 from oneshot.recipes import RECIPES, Method
 
 TEXT, MACHINE = TextOptions(), MachineOptions()
@@ -152,6 +151,8 @@ def parse_config(arguments: argparse.Namespace, **more: Any) -> Config:
 
 def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
     """Run and return the exit code: 0 done, 1 an error that the user can mend (said on stderr), 130 interrupted."""
+    from oneshot.machine import launched_rank  # torch: not for --help
+
     rank = launched_rank()  # of several processes only the first warns
     logging.basicConfig(level=logging.ERROR if rank else logging.WARNING, format="%(levelname)s: %(message)s")
     if not arguments.debug:

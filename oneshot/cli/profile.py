@@ -4,9 +4,6 @@ import argparse
 from collections.abc import Sequence
 
 from oneshot.cli.options import add_checkpoint, add_machine, add_settings, add_text, parse_config, run_command
-from oneshot.machine import launched_rank
-from oneshot.pipeline import profile
-from oneshot.report.terminal import print_profile
 
 
 def build_parser(prog: str = "oneshot profile") -> argparse.ArgumentParser:
@@ -28,6 +25,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot profile") -> in
     arguments = build_parser(prog).parse_args(argv)
 
     def run() -> None:
+        from oneshot.machine import launched_rank  # torch: not for --help
+        from oneshot.pipeline import profile
+        from oneshot.report.terminal import print_profile
+
         measured = profile(parse_config(arguments, sparsity=0.0), show_progress=not arguments.quiet)
         if not arguments.quiet and launched_rank() == 0:
             print_profile(measured)

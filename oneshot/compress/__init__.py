@@ -1,1 +1,1 @@
-"""`python -m oneshot.compress`: the same as `oneshot compress`. The function of this name is in `oneshot.pipeline`."""
+"""`python -m oneshot.compress`: the same as `oneshot compress`. The function of this name stays in the package."""

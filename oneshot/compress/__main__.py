@@ -2,6 +2,6 @@
 
 import sys
 
-from oneshot.cli.main import run
+from oneshot.cli.main import main
 
-sys.exit(run("compress", None, prog="python -m oneshot.compress"))
+sys.exit(main(["compress", *sys.argv[1:]], prog="python -m oneshot.compress"))

@@ -2,6 +2,6 @@
 
 import sys
 
-from oneshot.cli.main import run
+from oneshot.cli.main import main
 
-sys.exit(run("evaluate", None, prog="python -m oneshot.evaluate"))
+sys.exit(main(["evaluate", *sys.argv[1:]], prog="python -m oneshot.evaluate"))

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 
+from oneshot.config import Kind
 from oneshot.errors import CheckpointError, cause
 from oneshot.evaluation.answers import Answers
 from oneshot.evaluation.classification import Classification
@@ -15,8 +16,6 @@ from oneshot.evaluation.masked_tokens import MaskedTokens
 from oneshot.evaluation.retrieval import Retrieval
 from oneshot.export import model_classes
 from oneshot.families import COMPRESSED_MODEL_TYPE, FAMILIES, NAS_MODEL_TYPE, stated_class
-
-Kind = Literal["causal", "classification", "masked-lm", "embedding", "text-to-text", "question-answering"]
 
 # The ends of the names of transformers' classes, in the order in which they are tried.
 ENDINGS: dict[str, Kind] = {

@@ -1,1 +1,1 @@
-"""`python -m oneshot.profile`: the same as `oneshot profile`. The function of this name is in `oneshot.pipeline`."""
+"""`python -m oneshot.profile`: the same as `oneshot profile`. The function of this name stays in the package."""

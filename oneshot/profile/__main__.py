@@ -2,6 +2,6 @@
 
 import sys
 
-from oneshot.cli.main import run
+from oneshot.cli.main import main
 
-sys.exit(run("profile", None, prog="python -m oneshot.profile"))
+sys.exit(main(["profile", *sys.argv[1:]], prog="python -m oneshot.profile"))

@@ -110,9 +110,10 @@ def test_every_way_to_start_a_command_is_the_same_command(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["compress", "profile"])
-def test_the_package_has_functions_beside_the_commands_of_their_names(name: str) -> None:
-    """The command lines are packages of the same names; importing them would hide the functions."""
-    importlib.import_module(f"oneshot.cli.{name}")
+def test_a_command_of_the_same_name_does_not_hide_a_function(name: str) -> None:
+    """The command lines are packages of the same names, and Python makes an imported package an attribute."""
+    importlib.import_module(f"oneshot.{name}")
+    assert f"oneshot.{name}" in sys.modules
     assert getattr(oneshot, name) is getattr(oneshot.pipeline, name)
 
 

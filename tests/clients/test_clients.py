@@ -11,9 +11,9 @@ import torch
 from engines import Answer, half_chunk_perplexity, run_oneshot
 from factories import MakeCheckpoint, MakeConfig, build_model, silence, topics
 
-from oneshot import compress
 from oneshot.evaluation.models import load_model
 from oneshot.families import RANKED_KINDS
+from oneshot.pipeline import compress
 from oneshot.text import load_tokenizer
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 10, 24, 32

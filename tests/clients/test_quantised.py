@@ -12,7 +12,7 @@ from engines import Answer
 from factories import MakeCheckpoint, MakeConfig, topics
 from servers import environment_of_others
 
-from oneshot import compress
+from oneshot.pipeline import compress
 
 QUANTISERS_PYTHON = CLIENTS / "llm-compressor" / "bin" / "python"
 SIZES: dict[str, Any] = {"hidden": 128, "width": 384, "heads": 4, "groups": 2, "layers": 4, "tied": True}

@@ -10,7 +10,6 @@ import torch
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens, cpu_machine
 from transformers import AutoModelForCausalLM
 
-from oneshot import compress
 from oneshot.checkpoint import open_model
 from oneshot.compression import find_subspaces
 from oneshot.compression.correction import correct_heads
@@ -20,6 +19,7 @@ from oneshot.compression.statistics import Statistics
 from oneshot.config import Config
 from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
+from oneshot.pipeline import compress
 from oneshot.text import Text
 
 TOKEN_IDS = torch.randint(0, 400, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -10,11 +10,11 @@ import torch
 from factories import MakeConfig, build_model
 from strategies import TOLERANCES
 
-from oneshot import compress
 from oneshot.checkpoint import Checkpoint, open_model
 from oneshot.compression.correction import Factors
 from oneshot.compression.fold import augmented_weight, cut_heads, fold_sublayer, head_columns, row_energy, to_rms_norms
 from oneshot.families import FAMILIES, LLAMA, Description, ModelShape
+from oneshot.pipeline import compress
 
 SaveModel = Callable[..., Path]
 PROMPT = torch.randint(0, 400, (2, 30), generator=torch.Generator().manual_seed(4))

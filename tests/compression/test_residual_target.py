@@ -7,9 +7,9 @@ import torch
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens
 from transformers import AutoModelForCausalLM
 
-from oneshot import compress
 from oneshot.config import Config
 from oneshot.errors import ConfigError
+from oneshot.pipeline import compress
 
 LAYER = 1  # in the first layer both streams are still equal
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from oneshot import OneshotError, compress
+from oneshot import OneshotError
 from oneshot.checkpoint import Model, open_model
 from oneshot.compression import CompressedLayer, LayerCompressor, StreamSubspaces, find_subspaces
 from oneshot.compression.fold import fold_hidden, to_rms_norms
@@ -22,6 +22,7 @@ from oneshot.export.per_layer import per_layer_shape
 from oneshot.families import FAMILIES as KNOWN_FAMILIES
 from oneshot.families import LLAMA, ModelShape
 from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.pipeline import compress
 from oneshot.planning import Grid, HiddenPlan, LayerPlan, Plan, groups_of_positions, spread_hidden_sizes
 from oneshot.recipes import TokenWeighting
 from oneshot.text import Text

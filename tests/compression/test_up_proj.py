@@ -11,10 +11,11 @@ import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, cpu_machine
 
-from oneshot import OneshotError, compress
+from oneshot import OneshotError
 from oneshot.checkpoint import open_model
 from oneshot.compression.up_proj import up_proj_step
 from oneshot.families import LLAMA
+from oneshot.pipeline import compress
 from oneshot.report.progress import ProgressBar
 from oneshot.stream import LayerBuilder
 

@@ -25,8 +25,9 @@ from factories import build_model, tiny_tokenizer, topics
 from pretend_cuda import Log, pretend
 
 import oneshot.footprint.bounds
-from oneshot import Config, compress
+from oneshot import Config
 from oneshot.footprint.seconds import Rates
+from oneshot.pipeline import compress
 
 SLACK_BYTES = 16 * 2**10  # of the many small tensors, beside which tiny models are no more than they
 oneshot.footprint.bounds.DEVICE_SLACK_BYTES = SLACK_BYTES
@@ -170,7 +171,7 @@ def config_of(name: str, folder: Path) -> Config:
 
 def _tight(name: str, folder: Path) -> dict[str, int]:
     """Return bounds that let activations stay on no device (and not in host memory either, for the disk)."""
-    from oneshot import predict
+    from oneshot.pipeline import predict
 
     model, changes = RUNS[name]
     free = {key: value for key, value in changes.items() if not key.startswith("max_")}

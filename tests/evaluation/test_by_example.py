@@ -14,7 +14,6 @@ import torch
 from factories import build_model, topics
 from scipy.special import log_softmax, rel_entr
 
-from oneshot import compress
 from oneshot.cli.evaluate import main
 from oneshot.config import Config
 from oneshot.errors import OneshotError
@@ -24,6 +23,7 @@ from oneshot.evaluation.answers import LONGEST_ANSWER, Answers, best_span, norma
 from oneshot.evaluation.examples import Inputs, Reading
 from oneshot.evaluation.generation import Generation, TargetPrediction
 from oneshot.evaluation.masked_tokens import MaskedTokens
+from oneshot.pipeline import compress
 from oneshot.text import load_tokenizer
 
 Rows = list[dict[str, Any]]

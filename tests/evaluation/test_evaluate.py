@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from scipy.special import log_softmax, rel_entr
 from strategies import TOLERANCES
 
-from oneshot import compress
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.cli.evaluate import main
 from oneshot.errors import CheckpointError, OutputError
@@ -28,6 +27,7 @@ from oneshot.evaluation import (
     write_json,
 )
 from oneshot.evaluation.scoring import POSITIONS
+from oneshot.pipeline import compress
 
 OPTIONS: dict[str, Any] = {"sequence_length": 32, "max_windows": 6, "device": "cpu", "dtype": "float32"}
 

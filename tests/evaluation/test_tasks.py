@@ -12,9 +12,9 @@ import torch
 from factories import MakeCheckpoint, MakeConfig
 from rows import ShowRows, quality_row
 
-from oneshot import compress
 from oneshot.errors import ConfigError
 from oneshot.evaluation import load_model, run_tasks, task_manager
+from oneshot.pipeline import compress
 from oneshot.text import load_tokenizer
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ from factories import MakeConfig, build_model, topics
 from safetensors.torch import load_file
 from torch import nn
 
-from oneshot import compress
 from oneshot.checkpoint import Checkpoint
 from oneshot.compression.fold import head_columns
 from oneshot.errors import PlanError
 from oneshot.export import stated_shape
 from oneshot.families import FAMILIES
+from oneshot.pipeline import compress
 
 TOKEN_IDS = torch.randint(2, 400, (4, 24), generator=torch.Generator().manual_seed(1))
 MASK = (torch.arange(24) < torch.tensor([[24], [5], [13], [1]])).long()

@@ -13,14 +13,14 @@ import torch
 from factories import MakeCheckpoint, MakeConfig, build_model, silence, topics
 from safetensors.torch import save_file
 
-from oneshot import OneshotError, compress
+from oneshot import OneshotError
 from oneshot.checkpoint.join import stored_tensors
 from oneshot.errors import PlanError
 from oneshot.evaluation.models import load_model
 from oneshot.export import gguf as form
 from oneshot.export import gguf_tensors
 from oneshot.export.gguf_vocabulary import CONTRACTIONS, REST, WORDS, Vocabulary, split_rules
-from oneshot.pipeline import predict
+from oneshot.pipeline import compress, predict
 
 CPU = torch.device("cpu")
 TOKEN_IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))

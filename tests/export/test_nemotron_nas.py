@@ -12,11 +12,12 @@ from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oneshot import OneshotError, compress
+from oneshot import OneshotError
 from oneshot.config import Config
 from oneshot.evaluation.evaluate import evaluate
 from oneshot.evaluation.models import load_model
 from oneshot.export.nemotron_nas import MODELLING_FILE, ffn_width
+from oneshot.pipeline import compress
 
 CPU = torch.device("cpu")
 TOKEN_IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))

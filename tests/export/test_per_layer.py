@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from oneshot import OneshotError, compress
+from oneshot import OneshotError
 from oneshot.checkpoint import Checkpoint
 from oneshot.compression.fold import head_columns
 from oneshot.compression.inner_heads import query_key_subspaces, value_subspaces
@@ -23,6 +23,7 @@ from oneshot.errors import PlanError
 from oneshot.evaluation import evaluate, load_model
 from oneshot.export.per_layer import MODELLING_FILE
 from oneshot.linalg.low_rank import query_key_maps, strongest_rotary_pairs, value_subspace
+from oneshot.pipeline import compress
 
 CPU = torch.device("cpu")
 TOKEN_IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig
 
-from oneshot import compress
 from oneshot.evaluation.models import load_model
+from oneshot.pipeline import compress
 
 CPU = torch.device("cpu")
 TOKEN_IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from factories import MakeConfig, build_model, topics
 
-from oneshot import compress
 from oneshot.compression import LayerCompressor
+from oneshot.pipeline import compress
 from oneshot.report.card import REPORT_NAME
 
 WITH_SECONDS = {REPORT_NAME, "report.html", "README.md"}

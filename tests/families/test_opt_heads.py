@@ -10,10 +10,9 @@ from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, 
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from oneshot import compress
 from oneshot.errors import PlanError
 from oneshot.evaluation import load_model
-from oneshot.pipeline import profile
+from oneshot.pipeline import compress, profile
 
 CPU, HEADS, SIZE = torch.device("cpu"), 4, 8
 IDS = torch.randint(0, 400, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -18,11 +18,10 @@ from factories import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from oneshot import compress
 from oneshot.checkpoint import open_model
 from oneshot.errors import CheckpointError, OneshotError
 from oneshot.families import FAMILIES
-from oneshot.pipeline import profile
+from oneshot.pipeline import compress, profile
 from oneshot.stream import LayerBuilder, OutputHead, States
 from oneshot.text import Text
 

@@ -23,13 +23,12 @@ from t5_models import (
     write_pairs,
 )
 
-from oneshot import compress
 from oneshot.checkpoint import Model, open_model
 from oneshot.compression import LayerCompressor
 from oneshot.config import Config
 from oneshot.errors import CalibrationError, CheckpointError, OneshotError
 from oneshot.machine import Workers
-from oneshot.pipeline import predict, profile
+from oneshot.pipeline import compress, predict, profile
 from oneshot.planning import HiddenPlan
 from oneshot.stream import Layer, States, Step
 from oneshot.text import Text, load_pairs

@@ -16,7 +16,7 @@ import torch
 from factories import MakeCheckpoint, MakeConfig, cpu_machine, topics
 from safetensors.torch import load_file, save_file
 
-from oneshot import Config, Footprint, MachineOptions, compress, predict
+from oneshot import Config, Footprint, MachineOptions
 from oneshot.checkpoint import gguf_header
 from oneshot.cli.compress import main
 from oneshot.errors import ConfigError, MemoryLimitError, OutputError
@@ -26,6 +26,7 @@ from oneshot.footprint.memory import stages
 from oneshot.footprint.terms import Stage, Term
 from oneshot.footprint.work import Work
 from oneshot.machine.memory import peak_bytes
+from oneshot.pipeline import compress, predict
 from oneshot.planning import Grid, LayerPlan, Plan
 from oneshot.recipes import RECIPES
 from oneshot.schedule import make_schedule
@@ -54,7 +55,8 @@ MEASURE = """
 import json, os, sys
 import torch, datasets, oneshot.report.page
 from transformers.models.llama import modeling_llama
-from oneshot import Config, compress
+from oneshot import Config
+from oneshot.pipeline import compress
 from oneshot.machine.memory import peak_bytes
 torch.set_num_threads(1)
 for options in json.loads(sys.argv[1]):

@@ -15,11 +15,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from oneshot import Target, compress, predict
+from oneshot import Target
 from oneshot.cli.compress import main
 from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
 from oneshot.families import LLAMA, ModelShape
+from oneshot.pipeline import compress, predict
 from oneshot.planning import LEFT_OUT, Budget, Damages, Grid, LayerPlan, Plan, make_plan, predicted_damage
 from oneshot.recipes import find_recipe
 

@@ -15,12 +15,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from oneshot import compress
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.evaluation import load_model
 from oneshot.export.per_layer import PerLayerForm
 from oneshot.families import LLAMA, ModelShape
-from oneshot.pipeline import predict, profile
+from oneshot.pipeline import compress, predict, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan
 from oneshot.planning.widths import meet_budget
 from oneshot.profiling.probes import MIN_PROBE_ERROR, probe_size

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from oneshot import compress
 from oneshot.compression.ranks import Ranked
 from oneshot.errors import OneshotError
 from oneshot.evaluation import load_model
 from oneshot.export.per_layer import PerLayerForm, per_layer_shape
 from oneshot.families import LLAMA, RANKED_KINDS, ModelShape, RankedKind
 from oneshot.linalg.low_rank import ROOT_DAMPING
-from oneshot.pipeline import predict, profile
+from oneshot.pipeline import compress, predict, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan
 from oneshot.planning.widths import meet_budget
 from oneshot.profiling.probes import probe_size

@@ -10,11 +10,11 @@ from factories import MakeCheckpoint, MakeConfig, calibration_tokens
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from oneshot import compress
 from oneshot.cli.compress import main
 from oneshot.config import Config, Target, tcsp_options
 from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
+from oneshot.pipeline import compress
 
 TEXT = ["--num-sequences=16", "--sequence-length=32", "--device=cpu", "--dtype=float32", "--quiet"]
 

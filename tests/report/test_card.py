@@ -9,8 +9,9 @@ import pytest
 import yaml
 from factories import MakeCheckpoint, MakeConfig
 
-from oneshot import Report, compress
+from oneshot import Report
 from oneshot.checkpoint import card_metadata
+from oneshot.pipeline import compress
 from oneshot.report.card import model_card
 
 OURS = {

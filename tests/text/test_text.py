@@ -13,9 +13,8 @@ from factories import MakeCheckpoint, MakeConfig, topics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oneshot import compress
 from oneshot.errors import CalibrationError, MemoryLimitError
-from oneshot.pipeline import open_run
+from oneshot.pipeline import compress, open_run
 from oneshot.text import (
     Text,
     iter_documents,

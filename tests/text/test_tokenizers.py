@@ -9,8 +9,8 @@ import pytest
 from factories import MakeConfig, build_model, topics
 from transformers import AutoTokenizer
 
-from oneshot import compress
 from oneshot.errors import CalibrationError
+from oneshot.pipeline import compress
 from oneshot.text import load_tokenizer
 
 MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

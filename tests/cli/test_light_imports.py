@@ -1,0 +1,54 @@
+"""`import oneshot` and every `--help` load no large library, and a closed pipe causes no traceback."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from oneshot.cli.main import COMMANDS
+
+HEAVY = ("torch", "scipy", "transformers", "datasets", "matplotlib", "numpy", "huggingface_hub")
+HELPS = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
+
+
+def loaded(code: str) -> set[str]:
+    """Return which of the large libraries a fresh process has loaded after some code."""
+    ending = f"import json, sys\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    result = subprocess.run([sys.executable, "-c", f"{code}\n{ending}"], capture_output=True, text=True, check=True)
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+def test_the_package_and_its_config_are_light() -> None:
+    assert loaded("import oneshot; oneshot.Config.of('a', 'b', sparsity=0.2); dir(oneshot)") == set()
+
+
+@pytest.mark.parametrize("arguments", HELPS, ids=" ".join)
+def test_help_is_light(arguments: list[str]) -> None:
+    called = f"from oneshot.cli.main import main\ntry:\n    assert main({arguments}) == 0\n"
+    assert loaded(f"{called}except SystemExit as end:\n    assert end.code == 0") == set()
+
+
+def test_every_public_name_is_there() -> None:
+    asked = "import oneshot\nfor name in oneshot.__all__: getattr(oneshot, name)\n"
+    assert "torch" in loaded(f"{asked}assert set(oneshot.__all__) <= set(dir(oneshot))")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import oneshot
+
+    with pytest.raises(AttributeError, match="has no attribute 'shrink'"):
+        oneshot.shrink  # noqa: B018
+
+
+@pytest.mark.parametrize("arguments", HELPS, ids=" ".join)
+def test_a_reader_that_has_enough_causes_no_traceback(arguments: list[str]) -> None:
+    """The reader of the pipe is gone before anything is written, as `head` is after its last line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run(
+        [sys.executable, "-m", "oneshot", *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert result.stderr == ""
