@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 WIDTH_STEP = 256
@@ -62,7 +63,7 @@ class DeciLMConfig(LlamaConfig):
         """Heads need not divide the hidden size here."""
 
 
-class DeciLMDecoderLayer(nn.Module):
+class DeciLMDecoderLayer(GradientCheckpointingLayer):
     """`x + attn(norm(x))`, then `h + ffn(norm(h))`; a block may be without one of them.
 
     Caches count only the blocks that have attention.
@@ -108,7 +109,6 @@ class DeciLMModel(LlamaModel):
     """The stack without its output head."""
 
     config_class = DeciLMConfig
-    supports_gradient_checkpointing = False
     _no_split_modules = ["DeciLMDecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": DeciLMDecoderLayer, "attentions": LlamaAttention}  # noqa: RUF012
 
@@ -127,7 +127,6 @@ class DeciLMForCausalLM(LlamaForCausalLM):
     """The model with its output head."""
 
     config_class = DeciLMConfig
-    supports_gradient_checkpointing = False
     _no_split_modules = ["DeciLMDecoderLayer"]  # noqa: RUF012
 
     def __init__(self, config: DeciLMConfig) -> None:

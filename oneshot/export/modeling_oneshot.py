@@ -12,6 +12,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -61,15 +62,13 @@ class OneshotCoordinates(nn.Module):
         self.columns: torch.Tensor
         self.register_buffer("columns", torch.arange(width))
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows `(…, rank)` -> `(…, width)`."""
-        every = torch.cat((rows, nn.functional.linear(rows, self.weight)), dim=-1)
+    def forward(self, x: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
+        """Rows `(…, rank)` -> `(…, width)`; `transposed`: states `(…, width)` -> what the head multiplies with rows."""
+        if transposed:
+            read, others = x[..., self.columns].tensor_split([self.rank], dim=-1)
+            return read + others @ self.weight
+        every = torch.cat((x, nn.functional.linear(x, self.weight)), dim=-1)
         return torch.empty_like(every).index_copy(-1, self.columns, every)
-
-    def transposed(self, states: torch.Tensor) -> torch.Tensor:
-        """States `(…, width)` -> `(…, rank)`: what the head multiplies with rows instead of the states."""
-        read, others = states[..., self.columns].tensor_split([self.rank], dim=-1)
-        return read + others @ self.weight
 
 
 class OneshotLowRank(nn.Module):
@@ -179,7 +178,7 @@ class OneshotMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-class OneshotDecoderLayer(nn.Module):
+class OneshotDecoderLayer(GradientCheckpointingLayer):
     """`W x + attn(norm(x))`, then `V h + ffn(norm(h))`; W and V only where the stream enters another subspace.
 
     Attention without heads and an FFN without neurons are absent, also their norms. Caches count only the layers that
@@ -221,56 +220,81 @@ def norm_of(config: OneshotConfig, width: int) -> LlamaRMSNorm:
     return LlamaRMSNorm(width, eps=config.rms_norm_eps * config.norm_width / width)
 
 
+class OneshotTable(nn.Embedding):
+    """Rows of the vocabulary, which the tied output head also reads."""
+
+    def forward(self, x: torch.Tensor, *, to_logits: bool = False) -> torch.Tensor:
+        """Tokens -> their rows; `to_logits`: states `(…, rank)` -> the logits of all rows."""
+        return nn.functional.linear(x, self.weight) if to_logits else super().forward(x)
+
+
 class OneshotEmbedding(nn.Module):
-    """Ranges of the vocabulary, each a table of its own rank, with a map to the full width where that is more."""
+    """Ranges of the vocabulary, each a table of its own rank, with a map to the full width where that is more.
+
+    Tables and maps are only read by calling them, because off-loading moves the weights of a module at its call.
+    """
 
     def __init__(self, ranges: list[dict[str, int]], width: int) -> None:
         super().__init__()
         ranks = [part["rank"] for part in ranges]
         self.rows = [part["rows"] for part in ranges]
         self.tables: Any = nn.ModuleList(
-            [nn.Embedding(rows, rank) for rows, rank in zip(self.rows, ranks, strict=True)]
+            [OneshotTable(rows, rank) for rows, rank in zip(self.rows, ranks, strict=True)]
         )
         self.maps: Any = nn.ModuleList(
             [OneshotCoordinates(rank, width) if rank < width else nn.Identity() for rank in ranks]
         )
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        start, embedded = 0, torch.zeros((), dtype=self.tables[0].weight.dtype, device=input_ids.device)
+    def forward(self, x: torch.Tensor, *, to_logits: bool = False) -> torch.Tensor:
+        """Tokens -> their embeddings `(…, width)`; `to_logits`: states `(…, width)` -> the tied head's logits."""
+        if to_logits:
+            return self._logits(x)
+        start = 0
+        embedded: Any = 0.0
         for rows, table, to_width in zip(self.rows, self.tables, self.maps, strict=True):
-            number = input_ids - start
+            number = x - start
             inside = ((number >= 0) & (number < rows)).unsqueeze(-1)
             embedded = torch.where(inside, to_width(table(number.clamp(0, rows - 1))), embedded)
             start += rows
         return embedded
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the tied output head."""
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
         parts = []
         for table, to_width in zip(self.tables, self.maps, strict=True):
             mapped = isinstance(to_width, OneshotCoordinates)
-            states = to_width.transposed(hidden_states) if mapped else hidden_states
-            parts.append(nn.functional.linear(states, table.weight))
+            parts.append(table(to_width(states, transposed=True) if mapped else states, to_logits=True))
         return torch.cat(parts, dim=-1)
+
+    def grow_(self, more: int) -> None:
+        """Append rows to the last range; they are the mean of its rows."""
+        old = self.tables[-1]
+        table = OneshotTable(
+            len(old.weight) + more, old.embedding_dim, device=old.weight.device, dtype=old.weight.dtype
+        )
+        mean = old.weight.data.mean(0, keepdim=True)
+        table.weight.data = torch.cat((old.weight.data, mean.expand(more, -1)))
+        table.requires_grad_(old.weight.requires_grad)
+        self.tables[-1] = table
+        self.rows[-1] += more
 
 
 class OneshotTiedHead(nn.Module):
-    """The output head of a `OneshotEmbedding`; without weights of its own."""
+    """The output head of a model whose embedding is a `OneshotEmbedding`; without weights of its own."""
 
-    def __init__(self, embedding: OneshotEmbedding) -> None:
+    def __init__(self, model: "OneshotModel") -> None:
         super().__init__()
-        self._embedding = (embedding,)  # in a tuple: not a submodule, or its weights would be stored twice
+        self._model = (model,)  # in a tuple: not a submodule, or its weights would be stored twice
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self._embedding[0].logits(hidden_states)
+        # looked up at every call, because a training library may put a copy in the embedding's place
+        return self._model[0].embed_tokens(hidden_states, to_logits=True)
 
 
 class OneshotModel(LlamaModel):
     """The stack without its output head."""
 
     config_class = OneshotConfig
-    supports_gradient_checkpointing = False
-    _no_split_modules = ["OneshotDecoderLayer"]  # noqa: RUF012
+    _no_split_modules = ["OneshotDecoderLayer", "OneshotEmbedding"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": OneshotDecoderLayer, "attentions": OneshotAttention}  # noqa: RUF012
 
     def __init__(self, config: OneshotConfig) -> None:
@@ -326,8 +350,7 @@ class OneshotForCausalLM(LlamaForCausalLM):
     """The model with its output head."""
 
     config_class = OneshotConfig
-    supports_gradient_checkpointing = False
-    _no_split_modules = ["OneshotDecoderLayer"]  # noqa: RUF012
+    _no_split_modules = ["OneshotDecoderLayer", "OneshotEmbedding"]  # noqa: RUF012
 
     def __init__(self, config: OneshotConfig) -> None:
         LlamaPreTrainedModel.__init__(self, config)
@@ -339,5 +362,25 @@ class OneshotForCausalLM(LlamaForCausalLM):
         if config.embedding is None:
             self.lm_head = nn.Linear(width, config.vocab_size, bias=config.head_bias)
         else:
-            self.lm_head = OneshotTiedHead(self.model.embed_tokens)
+            self.lm_head = OneshotTiedHead(self.model)
         self.post_init()
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> Any:
+        """Give the vocabulary another size; ranges of the vocabulary only grow, at the end of the last one."""
+        if self.config.embedding is None:
+            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        wanted, step = self.config.vocab_size if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1
+        more = -(-wanted // step) * step - self.config.vocab_size
+        if more < 0:
+            raise ValueError(
+                f"The embedding has ranges of the vocabulary, which only grow: give at least {self.config.vocab_size} "
+                "tokens, or compress with --set embedding=none."
+            )
+        if more:
+            self.model.embed_tokens.grow_(more)
+            *before, last = self.config.embedding
+            self.config.embedding = [*before, last | {"rows": last["rows"] + more}]
+            self.config.vocab_size = self.vocab_size = self.model.vocab_size = self.config.vocab_size + more
+        return self.model.embed_tokens

@@ -113,7 +113,9 @@ def test_the_modelling_file_equals_the_expanded_embedding() -> None:
     module.load_state_dict({name.removeprefix("model.embed_tokens."): value for name, value in reduced.items()})
     whole, ids, states = expanded(reduced, 16), torch.arange(100).view(4, 25), torch.randn(2, 3, 16)
     torch.testing.assert_close(module(ids), functional.embedding(ids, whole))
-    head = OneshotTiedHead(module)
+    holder = torch.nn.Module()
+    holder.embed_tokens = module
+    head = OneshotTiedHead(holder)
     torch.testing.assert_close(head(states), states @ whole.T, rtol=1e-4, atol=1e-4)
     assert not list(head.parameters())
 

@@ -1,0 +1,156 @@
+"""Results with a modelling file in the libraries of training: off-loading, checkpointing, adapters, new tokens."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, randomise
+from transformers import AutoModelForCausalLM
+
+from oneshot import compress
+from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
+from oneshot.export.nemotron_nas import MODELLING_FILE as NEMOTRON_NAS
+from oneshot.export.per_layer import MODELLING_FILE as PER_LAYER
+from oneshot.families import LayerShape, ModelShape, TableShape
+
+IDS = torch.randint(2, 400, (2, 12), generator=torch.Generator().manual_seed(1))
+WIDTH, VOCABULARY = 32, 400
+TABLES = (TableShape(200, 24), TableShape(150, 8), TableShape(50, WIDTH))
+
+Open = Callable[..., Any]
+
+
+def sizes_of_layers() -> list[LayerShape]:
+    """Return a whole layer, and one of low ranks."""
+    shape = ModelShape(2, WIDTH, 64, 4, 2, 8, vocab_size=VOCABULARY)
+    ranked = {"query_key_rank": 12, "output_rank": 10, "gate_rank": 16, "up_rank": 8}
+    return [shape.layer(), LayerShape(**asdict(shape.layer()) | ranked)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random per-layer model with ranks of the embedding and of linears."""
+    config = OneshotConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        norm_width=WIDTH,
+        layers=[asdict(layer) for layer in sizes_of_layers()],
+        embedding=[asdict(table) for table in TABLES],
+        tie_word_embeddings=False,
+        pad_token_id=1,
+        auto_map={
+            "AutoConfig": f"{PER_LAYER.stem}.OneshotConfig",
+            "AutoModelForCausalLM": f"{PER_LAYER.stem}.OneshotForCausalLM",
+        },
+    )
+    made = tmp_path_factory.mktemp("per-layer") / "model"
+    randomise(OneshotForCausalLM(config), 0).save_pretrained(made)
+    shutil.copy(PER_LAYER, made)
+    return made
+
+
+def opened(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+
+
+def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+@pytest.fixture(params=["per-layer", "nemotron-nas"])
+def either(
+    request: pytest.FixtureRequest, folder: Path, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> Path:
+    """A result of either form with a modelling file."""
+    if request.param == "per-layer":
+        return folder
+    config = make_config(make_checkpoint(tied=True), form=request.param, recipe="magnitude", allocation="uniform")
+    compress(config)
+    assert (Path(config.output) / NEMOTRON_NAS.name).exists()
+    return Path(config.output)
+
+
+@pytest.mark.parametrize("kilobytes", [20, 60, 80])
+def test_weights_on_disk_change_nothing(kilobytes: int, either: Path, tmp_path: Path) -> None:
+    """Let accelerate leave what does not fit into the memory on the disk."""
+    model = opened(
+        either, device_map="auto", max_memory={"cpu": kilobytes * 1000}, offload_folder=str(tmp_path / "weights")
+    )
+    assert "disk" in model.hf_device_map.values()
+    torch.testing.assert_close(logits(model), logits(opened(either)), rtol=0, atol=0)
+
+
+def test_the_parts_of_an_embedding_share_a_device(folder: Path) -> None:
+    """A range of the vocabulary on another device would give its rows to the wrong one."""
+    assert {"OneshotDecoderLayer", "OneshotEmbedding"} <= set(opened(folder)._no_split_modules)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_gradients_are_the_same(reentrant: bool, either: Path) -> None:
+    losses, gradients = [], []
+    for checkpointed in (False, True):
+        model = opened(either).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        loss = model(IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    assert torch.equal(*losses)
+    for name, gradient in gradients[0].items():
+        assert gradient is not None
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0)
+
+
+def test_a_trained_embedding_stays_tied(folder: Path, tmp_path: Path) -> None:
+    """Train the whole embedding with peft, merge, save and open again."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(
+        opened(folder), LoraConfig(target_modules=["v_proj"], modules_to_save=["embed_tokens"], r=2)
+    )
+    optimiser = torch.optim.SGD([weight for weight in adapted.parameters() if weight.requires_grad], lr=0.5)
+    for _ in range(4):
+        adapted(IDS, labels=IDS).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    trained = logits(adapted)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(logits(merged), trained, rtol=1e-5, atol=1e-5)
+    merged.save_pretrained(tmp_path / "merged")
+    assert (trained - logits(opened(folder))).abs().max() > 0.1, "training must change something"
+    torch.testing.assert_close(logits(opened(tmp_path / "merged")), trained, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("wanted", "step", "reached"), [(403, None, 403), (401, 64, 448), (None, 50, 400)])
+def test_a_vocabulary_of_ranges_grows_at_its_end(
+    wanted: int | None, step: int | None, reached: int, folder: Path, tmp_path: Path
+) -> None:
+    model = opened(folder)
+    before = logits(model)
+    embedding = model.resize_token_embeddings(wanted, pad_to_multiple_of=step)
+    assert embedding is model.get_input_embeddings()
+    assert model.config.vocab_size == reached
+    after = logits(model)
+    assert after.shape[-1] == reached
+    torch.testing.assert_close(after[..., :VOCABULARY], before, rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path / "larger")
+    again, last = opened(tmp_path / "larger"), torch.tensor([[reached - 1]])
+    torch.testing.assert_close(logits(again, last), logits(model, last), rtol=1e-4, atol=1e-5)
+
+
+def test_a_vocabulary_of_ranges_does_not_shrink(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"only grow: give at least 400 tokens"):
+        opened(folder).resize_token_embeddings(300)
