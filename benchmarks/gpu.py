@@ -1,91 +1,97 @@
-"""Measure everything that only a GPU can tell, in one call of less than ten minutes.
+"""Measure what only a GPU can tell, in calls of less than four minutes.
 
-`python benchmarks/gpu.py --output FOLDER` writes rows to `FOLDER/gpu.jsonl` as they come; it prints a table at the end.
-Sections run in processes of their own, the most telling first. One that fails or takes too long costs its own rows.
+`python benchmarks/gpu.py --output FOLDER --sections NAME …` writes rows to `FOLDER/gpu.jsonl` as they come, and prints
+a table at the end. Sections run in processes of their own. One that fails or takes too long costs its own rows.
+Without names it runs those that `results/gpu.jsonl` has no rows of yet, the most telling first; with `--again` all.
 
-It needs torch, transformers and scipy, and for some rows Triton, pytest and hypothesis; the first row says what is
-missing. It needs no network, no `.git`, and no installed oneshot. `make gpu-bundle` puts into `.gpu` what a machine
-cannot make itself: the first layers of SmolLM2 and the name of the commit.
-
-`--tiny --device cpu` runs the same code without a GPU, with tiny matrices and models.
+It needs torch, transformers and scipy, and for some rows Triton, pytest and hypothesis. It needs no network, no `.git`,
+and no installed oneshot. `--tiny --device cpu` runs the same code without a GPU, with tiny matrices and models.
 """
 
+# How to measure on a machine that is lent for minutes, to which a copy of the working tree travels:
+#
+#   make gpu-bundle DATA_DIR=folder     here, at the commit that is measured: .gpu/1 and .gpu/2, 52 and 50 MiB
+#
+# Call 1, with the ignored folder .gpu/1; up to 240 seconds. The machine keeps .gpu/1 for call 2.
+#   python3 benchmarks/gpu.py --output $OUT --sections "pivots" "7B stock" "7B per-layer" "1.1B stock"
+#
+# Call 2, at once, with the ignored folder .gpu/2; up to 240 seconds. If the machine went back since, a call of `true`
+# with .gpu/1 comes first.
+#   python3 benchmarks/gpu.py --output $OUT --sections "agree" "forms" "quality" "70B stock"
+#
+# With time left (each names its own seconds in SECTIONS), with .gpu/1 or nothing:
+#   python3 benchmarks/gpu.py --output $OUT --sections "8B stock" "tests" "compiled forms" "7B per-layer+self"
+#
+# Then append the rows of $OUT/gpu.jsonl to benchmarks/results/gpu.jsonl.
+
 import argparse
-import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
-import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpu_sections import ROOT, agree, compressed, env, kernels, sanitizer, tests
+from gpu_bundle import packages_folder
+from gpu_common import ROOT, Job, scratch_folder
+from gpu_kernels import ceilings, kernels, pivots, sanitizer, tests
+from gpu_real import compiled_forms, forms, quality
+from gpu_runs import agree, compressed, ranks
 
-TOTAL_SECONDS = 560
-# section -> seconds that it may take, in order of value; "compress MODEL FORM KERNELS"
+TOTAL_SECONDS = 240
+LEAST_SECONDS = 5  # of a section; importing takes as long
+RESULTS = ROOT / "benchmarks" / "results" / "gpu.jsonl"
+
+
+@dataclass(frozen=True)
+class Section:
+    """What is measured, the seconds that it may take, and arguments: of a compression its model and form."""
+
+    measure: Callable[..., None]
+    seconds: float
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> str | None:
+        return self.arguments[0] if self.arguments else None
+
+
 SECTIONS = {
-    "env": 45,
-    "tests": 100,
-    "compress 1.1B stock torch": 60,
-    "compress 7B stock torch": 130,
-    "kernels": 80,
-    "agree": 70,
-    "compress 7B per-layer torch": 130,
-    "compress 1.1B stock triton": 50,
-    "compress 8B stock torch": 110,
-    "compress 70B stock torch": 70,
-    "sanitizer": 40,
+    "pivots": Section(pivots, 50),
+    "7B stock": Section(compressed, 90, ("7B", "stock")),
+    "7B per-layer": Section(compressed, 100, ("7B", "per-layer")),
+    "1.1B stock": Section(compressed, 50, ("1.1B", "stock")),
+    "agree": Section(agree, 70),
+    "forms": Section(forms, 60),
+    "quality": Section(quality, 100),
+    "70B stock": Section(compressed, 70, ("70B", "stock")),
+    "8B stock": Section(compressed, 100, ("8B", "stock")),
+    "tests": Section(tests, 100),
+    "compiled forms": Section(compiled_forms, 100),
+    "7B per-layer+self": Section(compressed, 100, ("7B", "per-layer+self")),
+    "ranks": Section(ranks, 60),
+    "ceilings": Section(ceilings, 45),
+    "kernels": Section(kernels, 60),
+    "sanitizer": Section(sanitizer, 40),
 }
-SAME_IF_TINY = {name for name in SECTIONS if name.startswith("compress")} - {
-    "compress 1.1B stock torch",
-    "compress 7B per-layer torch",
-}
+ONE_OF_A_KIND = {name for name, section in SECTIONS.items() if not section.model} | {"7B per-layer+self"}  # if tiny
 
 
-def make_do() -> None:
-    """Stand in for small packages that a bare machine may lack: psutil, and matplotlib for the page of a report."""
-    if importlib.util.find_spec("matplotlib") is None:
-        page = types.ModuleType("oneshot.report.page")
-        page.report_page = lambda *_, **__: ""  # type: ignore[attr-defined]
-        sys.modules["oneshot.report.page"] = page
-    if importlib.util.find_spec("psutil") is None:
-        psutil = types.ModuleType("psutil")
-        resident = types.SimpleNamespace(
-            memory_info=lambda: types.SimpleNamespace(rss=_kilobytes("self/status", "VmRSS"))
-        )
-        psutil.Process = lambda: resident  # type: ignore[attr-defined]
-        memory = types.SimpleNamespace(available=_kilobytes("meminfo", "MemAvailable"))
-        psutil.virtual_memory = lambda: memory  # type: ignore[attr-defined]
-        sys.modules["psutil"] = psutil
-
-
-def _kilobytes(file: str, name: str) -> int:
-    return int(Path(f"/proc/{file}").read_text().split(f"{name}:")[1].split()[0]) * 1024
-
-
-def run_section(name: str, options: argparse.Namespace, seconds: float) -> str:
+def run_section(name: str, job: Job, seconds: float) -> str:
     """Run a section in a process; return what became of it."""
-    command = [
-        sys.executable,
-        __file__,
-        "--one",
-        name,
-        "--output",
-        str(options.output),
-        "--bundle",
-        str(options.bundle),
-    ]
-    command += ["--device", options.device, *(["--tiny"] if options.tiny else [])]
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, __file__, "--one", name, "--device", job.device, *(["--tiny"] if job.tiny else [])]
+    command += [f"--output={job.output}", f"--bundle={job.bundle}", f"--scratch={job.scratch}"]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": os.pathsep.join([*code_folders(job.bundle), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }
     environment.pop("ONESHOT_KERNELS", None)
-    with (options.output / "log.txt").open("a") as log:
+    with (job.output / "log.txt").open("a") as log:
         log.write(f"=== {name}\n")
         log.flush()
         try:
@@ -95,42 +101,80 @@ def run_section(name: str, options: argparse.Namespace, seconds: float) -> str:
     return "done" if done.returncode == 0 else f"failed with {done.returncode}; see log.txt"
 
 
+def code_folders(bundle: Path) -> list[str]:
+    """Return where the packages are, of which none need be installed."""
+    return [str(folder) for folder in (ROOT, ROOT / "kernels", ROOT / "benchmarks", packages_folder(bundle))]
+
+
+def measured_already() -> set[str]:
+    """Return the sections that have rows from a GPU."""
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    return {row["section"] for row in rows if row["device"] != "cpu"}
+
+
+def chosen(names: Sequence[str] | None, *, tiny: bool, again: bool) -> list[str]:
+    """Return the sections to run; with tiny models those that differ."""
+    if names:
+        return list(names)
+    if tiny:
+        return [name for name in SECTIONS if name in ONE_OF_A_KIND or name == "7B stock"]
+    done = set() if again else measured_already()
+    return [name for name in SECTIONS if name not in done]
+
+
+def show(path: Path) -> None:
+    """Print time and memory of whole runs beside the predictions."""
+    for row in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+        if row["kind"] == "compress":
+            seconds, device = row["predicted"]["seconds"]["total"], row["predicted"]["device_bytes"]
+            memory = f"{row['peak_device_bytes'] / 1e9:.1f} GB of {device / 1e9:.1f} predicted"
+            stages = ", ".join(f"{stage} {taken:.1f}" for stage, taken in row["seconds"].items())
+            print(f"{row['section']}: {row['wall_seconds']:.1f} s of {seconds:.0f} predicted ({stages}), {memory}")
+
+
 def main() -> int:
-    """Run the sections within the time, or one of them in this process."""
+    """Run sections within the time, or one of them in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", "gpu-out")))
     parser.add_argument("--bundle", type=Path, default=ROOT / ".gpu")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS)
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS)
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="of all sections together")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=", ".join(SECTIONS))
+    parser.add_argument("--again", action="store_true", help="also sections that results/gpu.jsonl has rows of")
+    parser.add_argument("--in-process", action="store_true", help="no processes, and no limits of time")
     parser.add_argument("--tiny", action="store_true", help="tiny matrices and models, to try the program")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help="folder for models and results; it is removed at the end")
+    parser.add_argument("--one", choices=SECTIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
+    scratch = options.scratch or scratch_folder(f"oneshot-gpu-{os.getpid()}")
+    job = Job(options.one or "", options.output, options.bundle, scratch, options.device, options.tiny)
+    sys.path[:0] = code_folders(options.bundle)
     if options.one:
-        make_do()
-        words = options.one.split()
-        if words[0] == "compress":
-            compressed(options, *words[1:])
-        else:
-            {"env": env, "tests": tests, "kernels": kernels, "agree": agree, "sanitizer": sanitizer}[words[0]](options)
+        SECTIONS[options.one].measure(job, *SECTIONS[options.one].arguments)
         return 0
-    end, lines = time.monotonic() + options.seconds, []
-    # with tiny models all names mean the same one
-    named = [name for name in SECTIONS if not options.tiny or name not in SAME_IF_TINY]
-    for name in options.sections or named:
-        started, left = time.monotonic(), end - time.monotonic()
-        state = run_section(name, options, min(SECTIONS[name], left)) if left > 5 else "no time left"
-        lines.append(f"{name:28} {time.monotonic() - started:6.1f} s  {state}")
-    print("\n".join(lines))
-    path = options.output / "gpu.jsonl"
-    for row in map(json.loads, path.read_text().splitlines() if path.exists() else []):
-        if row["kind"] == "compress":
-            seconds, device = row["predicted"]["seconds"]["total"], row["predicted"]["device_bytes"]
-            name = f"{row['model']} {row['form']} {row['kernels']}"
-            memory = f"{row['peak_device_bytes'] / 1e9:.1f} GB of {device / 1e9:.1f} predicted"
-            print(f"{name}: {row['wall_seconds']:.0f} s of {seconds:.0f} predicted, {memory}")
-    return int(any(not line.endswith("done") for line in lines))
+    scratch.mkdir(parents=True)
+    names = chosen(options.sections, tiny=options.tiny, again=options.again)
+    end, states = time.monotonic() + options.seconds, []
+    try:
+        for position, name in enumerate(names):
+            started, left = time.monotonic(), end - time.monotonic()
+            if options.in_process:
+                SECTIONS[name].measure(replace(job, section=name), *SECTIONS[name].arguments)
+                state = "done"
+            elif left > LEAST_SECONDS:
+                state = run_section(name, job, min(SECTIONS[name].seconds, left))
+            else:
+                state = "no time left"
+            states.append(state)
+            print(f"{name:20} {time.monotonic() - started:6.1f} s  {state}", flush=True)
+            model = SECTIONS[name].model
+            if model and model not in {SECTIONS[later].model for later in names[position + 1 :]}:
+                shutil.rmtree(scratch / model, ignore_errors=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    show(options.output / "gpu.jsonl")
+    return int(any(state != "done" for state in states))
 
 
 if __name__ == "__main__":

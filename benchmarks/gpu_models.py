@@ -1,12 +1,11 @@
 """Checkpoints of random weights in the shapes of known models, for `gpu.py`."""
 
-import argparse
 import json
-import shutil
-import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-BIG_SHARED_MEMORY = 40 * 10**9
+from gpu_common import Job
+
 # hidden size, FFN width, layers, heads, KV groups, head size, tied; 70B has two of its 80 layers
 MODELS = {
     "1.1B": (2048, 5632, 22, 32, 4, 64, True),
@@ -17,9 +16,10 @@ MODELS = {
 }
 VOCABULARY, WORDS = 32000, 2000
 TEXT_WORDS = 280_000
+WRITERS = 8  # threads that write files; one alone takes longer than the device takes to draw the numbers
 
 
-def write_model(folder: Path, name: str, options: argparse.Namespace) -> None:
+def write_model(folder: Path, name: str, job: Job) -> None:
     """Write random bfloat16 weights, made on the device because a CPU takes a minute for 7B; and a text."""
     import random
 
@@ -29,7 +29,7 @@ def write_model(folder: Path, name: str, options: argparse.Namespace) -> None:
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
     hidden, width, layers, heads, groups, size, tied = MODELS[name]
-    vocabulary = 2048 if options.tiny else VOCABULARY
+    vocabulary = 2048 if job.tiny else VOCABULARY
     folder.mkdir(parents=True)
     words = {f"w{number}": number for number in range(WORDS)} | {"<s>": WORDS}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<s>"))
@@ -49,13 +49,15 @@ def write_model(folder: Path, name: str, options: argparse.Namespace) -> None:
         dtype="bfloat16",
     ).save_pretrained(folder)
     places: dict[str, str] = {}
+    written: list[Future[None]] = []
+    torch.manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, device=options.device) * shape[-1] ** -0.5).bfloat16().cpu()
+        return (torch.randn(shape, device=job.device) * shape[-1] ** -0.5).bfloat16().cpu()
 
     def write(number: int, tensors: dict[str, torch.Tensor]) -> None:
         file = f"model-{number:05d}-of-{layers + 1:05d}.safetensors"
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        written.append(writers.submit(save_file, tensors, folder / file, metadata={"format": "pt"}))
         places.update(dict.fromkeys(tensors, file))
 
     shapes = {
@@ -68,23 +70,18 @@ def write_model(folder: Path, name: str, options: argparse.Namespace) -> None:
         "mlp.down_proj": (hidden, width),
     }
     ones = torch.ones(hidden, dtype=torch.bfloat16)
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        tensors = {f"{prefix}{linear}.weight": drawn(*shape) for linear, shape in shapes.items()}
-        norms = (f"{prefix}{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm"))
-        write(layer + 1, tensors | {norm: ones.clone() for norm in norms})
-    outside = {"model.embed_tokens.weight": drawn(vocabulary, hidden), "model.norm.weight": ones.clone()}
-    write(layers + 1, outside if tied else outside | {"lm_head.weight": drawn(vocabulary, hidden)})
+    with ThreadPoolExecutor(WRITERS) as writers:
+        for layer in range(layers):
+            prefix = f"model.layers.{layer}."
+            tensors = {f"{prefix}{linear}.weight": drawn(*shape) for linear, shape in shapes.items()}
+            norms = (f"{prefix}{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm"))
+            write(layer + 1, tensors | {norm: ones.clone() for norm in norms})
+        outside = {"model.embed_tokens.weight": drawn(vocabulary, hidden), "model.norm.weight": ones.clone()}
+        write(layers + 1, outside if tied else outside | {"lm_head.weight": drawn(vocabulary, hidden)})
+        for one in written:
+            one.result()
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     draw = random.Random(0)
-    count = 4000 if options.tiny else TEXT_WORDS
+    count = 4000 if job.tiny else TEXT_WORDS
     (folder / "text.txt").write_text(" ".join(f"w{draw.randrange(WORDS)}" for _ in range(count)))
-
-
-def scratch_folder() -> Path:
-    """Return a folder in memory if it is large enough, else the system's temporary folder."""
-    memory = Path("/dev/shm")
-    if memory.is_dir() and shutil.disk_usage(memory).free > BIG_SHARED_MEMORY:
-        return memory
-    return Path(tempfile.gettempdir())

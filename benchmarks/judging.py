@@ -84,7 +84,12 @@ def score(perplexities: Mapping[str, float], dense: Mapping[str, float]) -> Row:
     return {"score": mean, "worst": worst, "worst_ratio": ratio}
 
 
-def judge(reports: Sequence[Report], windows: dict[str, torch.Tensor], dense: Path) -> list[dict[str, Any]]:
+CPU = torch.device("cpu")
+
+
+def judge(
+    reports: Sequence[Report], windows: dict[str, torch.Tensor], dense: Path, *, device: torch.device = CPU
+) -> list[dict[str, Any]]:
     """The rows' records of compressed models: size, calibration, perplexities, and how like the dense model each is.
 
     `top1_agreement` and `kl_divergence` (nats per token) are of the next token, on every text. `flops_ratio` is of the
@@ -92,7 +97,7 @@ def judge(reports: Sequence[Report], windows: dict[str, torch.Tensor], dense: Pa
     """
     records = []
     outputs = [Path(report.config["output"]) for report in reports]
-    scores_of_all = text_scores(outputs, windows, baseline=dense)
+    scores_of_all = text_scores(outputs, windows, baseline=dense, device=device)
     for report, output, scores in zip(reports, outputs, scores_of_all, strict=True):
         sizes = {
             "stored_parameters": report.stored_parameters["compressed"],
@@ -106,10 +111,14 @@ def judge(reports: Sequence[Report], windows: dict[str, torch.Tensor], dense: Pa
 
 
 def text_scores(
-    folders: Sequence[Path], windows: dict[str, torch.Tensor], *, baseline: Path | None = None
+    folders: Sequence[Path],
+    windows: dict[str, torch.Tensor],
+    *,
+    baseline: Path | None = None,
+    device: torch.device = CPU,
 ) -> list[dict[str, TextScore]]:
-    """Score models on every text, in float32 on the CPU; all are in memory together."""
-    device, dtype = torch.device("cpu"), torch.float32
+    """Score models on every text, in float32; all are in memory together."""
+    dtype = torch.float32
     models = [load_model(folder, device=device, dtype=dtype) for folder in folders]
     other = None if baseline is None else load_model(baseline, device=device, dtype=dtype)
     scores = {name: score_windows(models, ids, baseline=other) for name, ids in windows.items()}

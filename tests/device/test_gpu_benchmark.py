@@ -7,24 +7,41 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"machine", "ceiling", "rates", "tests", "compress", "gram", "sketch", "pivots", "agree", "sanitizer"}
+KINDS = {
+    *("machine", "ceiling", "rates", "tests", "predicted", "compress", "gram", "sketch", "pivots", "agree"),
+    *("speed", "quality", "ranks", "sanitizer"),
+}
+
+
+def run(tmp_path: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[dict]]:
+    """Run the program on the CPU without PYTHONPATH, which it does not need; return its rows as well."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--tiny", "--device=cpu", f"--output={tmp_path}"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([*command, *options], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    path = tmp_path / "gpu.jsonl"
+    return done, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_every_section_writes_rows(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "gpu.py"),
-        "--tiny",
-        "--device",
-        "cpu",
-        "--output",
-        str(tmp_path),
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it needs none
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    log = (tmp_path / "log.txt").read_text()
-    assert done.returncode == 0, done.stdout + log[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    done, rows = run(tmp_path, "--in-process", f"--scratch={tmp_path / 'scratch'}")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert {row["kind"] for row in rows} == KINDS
     again = {row["run"]: row["checksum"] for row in rows if row["kind"] == "agree"}
-    assert again["float32"] == again["float32 again"] == again["cpu float32"]
+    assert again["float32"] == again["float32 again"] == again["float32, torch's kernels"] == again["cpu float32"]
+    assert all(row["same_neurons"] == 1.0 for row in rows if row["kind"] == "agree" and "float32" in row["run"])
+    assert {row["form"] for row in rows if row["kind"] == "speed"} == {"dense", "stock", "per-layer", "nemotron-nas"}
+    assert all(row["same_bytes"] for row in rows if row["kind"] == "ranks")
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_section_out_of_time_costs_its_own_rows(tmp_path: Path) -> None:
+    done, rows = run(tmp_path, "--sections", "sanitizer", "pivots", "--seconds=0")
+    assert done.returncode == 1
+    assert done.stdout.count("no time left") == 2
+    assert not rows
+
+
+def test_a_section_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    done, rows = run(tmp_path, "--sections", "sanitizer")
+    assert done.returncode == 0, (tmp_path / "log.txt").read_text()
+    assert [row["section"] for row in rows] == ["sanitizer"]

@@ -1,0 +1,168 @@
+"""The sections of `gpu.py` on a real model, SmolLM2-135M: its quality on five kinds of text, its speed in every form.
+
+Where the bundle has not arrived, or with `--tiny`, a small model of random weights and its own text are used instead.
+"""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_bundle import data_folder, real_model
+from gpu_common import Job
+from gpu_runs import SPARSITY, random_model
+
+FORMS = ("stock", "per-layer", "nemotron-nas")
+SPARSITIES = (0.1, 0.2, 0.3)
+WINDOWS = 16
+BATCHES = ((1, 1024), (16, 512))  # sequences and their tokens, of a prefill
+DECODED = 64
+
+
+def quality(job: Job) -> None:
+    """Compress the real model at three sizes on the device, and judge the results on five kinds of text."""
+    import torch
+    from judging import judge, judging_windows, losses, score, text_records, text_scores
+
+    from oneshot import Config
+    from oneshot.pipeline import compress_sizes
+    from oneshot.evaluation import load_windows
+    from oneshot.text import load_tokenizer
+
+    model, calibration, real = _model_and_text(job)
+    folder, device = job.scratch / "quality", torch.device(job.device)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    tokenizer = load_tokenizer(model)
+    if real:
+        windows = judging_windows(data_folder(job.bundle), folder, tokenizer, WINDOWS)
+    else:
+        windows = {"own": load_windows(calibration, tokenizer, sequence_length=64, max_windows=2)}
+    started = time.perf_counter()
+    dense = losses(text_scores([model], windows, device=device)[0])
+    shared = {"model": model.name, "texts": text_records(windows)}
+    job.emit("quality", recipe="dense", **shared, **dense, judge_seconds=time.perf_counter() - started)
+    text = {"num_sequences": 128, "sequence_length": 1024} if real else {"num_sequences": 8, "sequence_length": 64}
+    config = Config.of(
+        str(model),
+        str(folder / "compressed"),
+        form="per-layer",
+        calibration=f"{calibration}+self",
+        sparsity=SPARSITIES[0],
+        device=job.device,
+        overwrite=True,
+        **text,
+    )
+    started = time.perf_counter()
+    reports = compress_sizes(config, SPARSITIES)
+    wall = time.perf_counter() - started
+    started = time.perf_counter()
+    for report, measured in zip(reports, judge(reports, windows, model, device=device), strict=True):
+        job.emit(
+            "quality",
+            recipe="oneshot",
+            form="per-layer",
+            asked=report.sparsity["asked"],
+            sparsity=report.sparsity["reached"],
+            seed=config.seed,
+            **shared,
+            seconds=report.seconds,
+            wall_seconds_of_all=wall,
+            judge_seconds=time.perf_counter() - started,
+            peak_device_bytes=report.peak_device_bytes,
+            warnings=list(report.warnings)[:5],
+            **measured,
+            **score(measured["perplexity"], dense["perplexity"]),
+        )
+
+
+def forms(job: Job) -> None:
+    """Time a prefill and a decoded token of every form beside the dense model, op by op; the models take turns."""
+    import torch
+
+    from oneshot.evaluation import load_model, measure_latency
+
+    dtype = torch.bfloat16 if job.cuda else torch.float32
+    folders = {"dense": _model_and_text(job)[0]} | {form: _in_form(job, form) for form in FORMS}
+    models = {
+        name: load_model(folder, device=torch.device(job.device), dtype=dtype) for name, folder in folders.items()
+    }
+    for sequences, length in ((1, 16),) if job.tiny else BATCHES:
+        ids = torch.randint(0, 1000, (sequences, length), generator=torch.Generator().manual_seed(0))
+        measured = measure_latency(list(models.values()), ids, decode_tokens=4 if job.tiny else DECODED)
+        for name, (prefill, decode) in zip(models, measured, strict=True):
+            facts = {"form": name, "how": "eager", "sequences": sequences, "length": length}
+            job.emit("speed", **facts, prefill_seconds=prefill, decode_seconds=decode)
+
+
+def compiled_forms(job: Job) -> None:
+    """Time every form with `torch.compile`: decoding by `generate` with a static cache first, then the prefills."""
+    import torch
+
+    from oneshot.evaluation import load_model
+
+    dtype, length = torch.bfloat16 if job.cuda else torch.float32, 16 if job.tiny else BATCHES[0][1]
+    ids = torch.randint(0, 1000, (1, length), generator=torch.Generator().manual_seed(0)).to(job.device)
+    folders = {"dense": _model_and_text(job)[0]} | {form: _in_form(job, form) for form in ("per-layer", *FORMS)}
+    models = {
+        name: load_model(folder, device=torch.device(job.device), dtype=dtype) for name, folder in folders.items()
+    }
+    for name, model in models.items():
+        facts = {"form": name, "how": "torch.compile", "sequences": 1, "length": length}
+        count = 4 if job.tiny else DECODED
+        first = job.seconds_once(lambda m=model, c=count: _generate(m, ids, c + 1))
+        many = job.seconds_of(lambda m=model, c=count: _generate(m, ids, c + 1), 3)
+        one = job.seconds_of(lambda m=model: _generate(m, ids, 1), 3)
+        job.emit("speed", **facts, decode_seconds=(many - one) / count, first_seconds=first)
+    for name, model in models.items():
+        facts = {"form": name, "how": "torch.compile", "sequences": 1, "length": length}
+        # without a GPU only the tracing is tried, because compiling takes a minute
+        call = torch.compile(model, dynamic=False, backend="inductor" if job.cuda else "eager")
+        first = job.seconds_once(lambda c=call: _prefill(c, ids))
+        seconds = job.seconds_of(lambda c=call: _prefill(c, ids))
+        job.emit("speed", **facts, prefill_seconds=seconds, first_seconds=first)
+
+
+def _generate(model: Any, ids: Any, count: int) -> None:
+    """Write `count` tokens; transformers compiles the decoding of a static cache on CUDA."""
+    model.generate(
+        ids,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        cache_implementation="static",
+        pad_token_id=0,
+    )
+
+
+def _prefill(call: Any, ids: Any) -> None:
+    import torch
+
+    with torch.inference_mode():
+        call(ids, use_cache=False, logits_to_keep=1)
+
+
+def _model_and_text(job: Job) -> tuple[Path, str, bool]:
+    """Return the folder of the model, its calibration text, and whether it is the real one."""
+    model = None if job.tiny else real_model(job.bundle, job.scratch)
+    if model is not None:
+        return model, str(data_folder(job.bundle) / "general.jsonl"), True
+    folder, _ = random_model(job, "tiny" if job.tiny else "1.1B")
+    return folder, str(folder / "text.txt"), False
+
+
+def _in_form(job: Job, form: str) -> Path:
+    """Return the folder of the model in a form; it is compressed with little text, because only its speed matters."""
+    from oneshot import Config
+    from oneshot.pipeline import compress
+
+    output = job.scratch / "forms" / form
+    if not output.exists():
+        model, calibration, _ = _model_and_text(job)
+        text = (
+            {"num_sequences": 8, "sequence_length": 64} if job.tiny else {"num_sequences": 32, "sequence_length": 512}
+        )
+        settings = {"form": form, "calibration": calibration, "sparsity": SPARSITY, "device": job.device, **text}
+        output.parent.mkdir(exist_ok=True)
+        compress(Config.of(str(model), str(output), overwrite=True, **settings))
+    return output
