@@ -25,8 +25,8 @@ def quality(job: Job) -> None:
     from judging import judge, judging_windows, losses, score, text_records, text_scores
 
     from oneshot import Config
-    from oneshot.pipeline import compress_sizes
     from oneshot.evaluation import load_windows
+    from oneshot.pipeline import compress_sizes
     from oneshot.text import load_tokenizer
 
     model, calibration, real = _model_and_text(job)
