@@ -1,12 +1,15 @@
 """What a user asks for: a target, a method, a text, a machine, and where the result goes."""
 
 import math
-import re
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args, get_type_hints
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
 
 from oneshot.errors import ConfigError
-from oneshot.fields import FLAGS, check_choices, check_minimum, display, field_names
+from oneshot.fields import check_minimum, check_values, display, field_names
+from oneshot.parsing import did_you_mean, full_dtype, parse_count, parse_size
 from oneshot.recipes import RECIPE_FORMS, RECIPES, Method, find_recipe
 
 BudgetUnit = Literal["parameters", "bytes", "flops", "latency"]
@@ -18,27 +21,21 @@ SaveDtype = Literal["keep", "float32", "bfloat16", "float16", "q8_0"]
 MAX_FILE_BYTES = 5 * 10**9  # transformers' default of max_shard_size
 
 # Fields that say where things are and what may be done, and do not change the result.
-NOT_IN_FINGERPRINT = ("checkpoint", "output", "machine", "overwrite", "resume")
+NOT_IN_FINGERPRINT = ("checkpoint", "revision", "output", "machine", "overwrite", "resume")
 
-_COUNT_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-_SIZE_SUFFIXES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def parse_count(text: str) -> int:
-    """Parse a number of parameters: `"5.5B"` is 5_500_000_000. Raises `ConfigError` for anything else."""
-    return _parse(text, _COUNT_SUFFIXES, "a number of parameters such as 900M or 5.5B")
-
-
-def parse_size(text: str) -> int:
-    """Parse a number of bytes: `"8GiB"` is 8_589_934_592. Raises `ConfigError` for anything else."""
-    return _parse(text, _SIZE_SUFFIXES, "a size in bytes such as 500MB or 8GiB")
-
-
-def _parse(text: str, suffixes: dict[str, int], expected: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in suffixes:
-        raise ConfigError(f"{text!r} is not {expected}.")
-    return int(float(match[1]) * suffixes[match[2].upper()])
+# Other spellings of options: the field, and how a text becomes its value.
+SPELLINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "params": ("parameters", parse_count),
+    "parameters": ("parameters", parse_count),
+    "max_memory": ("max_memory_bytes", parse_size),
+    "max_memory_bytes": ("max_memory_bytes", parse_size),
+    "max_device_memory": ("max_device_memory_bytes", parse_size),
+    "max_device_memory_bytes": ("max_device_memory_bytes", parse_size),
+    "max_shard_size": ("max_file_bytes", parse_size),
+    "max_file_bytes": ("max_file_bytes", parse_size),
+    "dtype": ("dtype", full_dtype),
+    "save_dtype": ("save_dtype", full_dtype),
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Target:
     round_to: int | None = None
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_values(self)
         given = (self.sparsity is not None) + (self.parameters is not None)
         rates = self.hidden_rate, self.inner_rate
         sizes = self.hidden_size, self.intermediate_size, self.value_size, self.query_key_size
@@ -114,6 +111,7 @@ class TextOptions:
     sequence_length: int = 1024
 
     def __post_init__(self) -> None:
+        check_values(self)
         check_minimum(self, num_sequences=1, sequence_length=2)
 
     @property
@@ -142,7 +140,7 @@ class MachineOptions:
     offload_dir: str | None = None
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_values(self)
         check_minimum(self, batch_size=1, max_memory_bytes=1, max_device_memory_bytes=1)
 
 
@@ -159,6 +157,7 @@ class Config:
         save_dtype: of the stored weights; `keep`: the input's; `q8_0`: blocks of 8 bits in a GGUF file.
         max_file_bytes: of one weight file.
         overwrite: replace an output and forget an interrupted run. resume: continue an interrupted run.
+        revision: branch, tag or commit of a hub name; None: its main branch.
     """
 
     checkpoint: str
@@ -175,36 +174,68 @@ class Config:
     max_file_bytes: int = MAX_FILE_BYTES
     overwrite: bool = False
     resume: bool = False
+    revision: str | None = None
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_values(self)
         check_minimum(self, max_file_bytes=1)
         if self.save_dtype == "q8_0" and self.form != "gguf":
             raise ConfigError("--save-dtype q8_0 is a type of GGUF files; add --form gguf, or choose another.")
 
     @staticmethod
-    def of(checkpoint: str, output: str, *, recipe: str = "oneshot", **options: Any) -> "Config":
+    def of(
+        checkpoint: str | Path, output: str | Path | None = None, *, recipe: str = "oneshot", **options: Any
+    ) -> "Config":
         """Make a config from flat options, such as `sparsity=0.2, calibration="text.jsonl", ffn="obs"`.
 
-        Every option is a field of `Target`, `Method`, `TextOptions`, `MachineOptions` or `Config`; the method's other
-        fields are the recipe's.
+        Every option is a field of `Target`, `Method`, `TextOptions`, `MachineOptions` or `Config`, or one of
+        `SPELLINGS`; the method's other fields are the recipe's. Without an output it is `default_output`.
 
         Raises `ConfigError` for an unknown option or recipe, and for values that are not allowed.
         """
         parts: dict[str, dict[str, Any]] = {name: {} for name in ("target", "method", "text", "machine", "config")}
         for name, value in options.items():
-            parts[part_of(name)][name] = value
+            field, parse = SPELLINGS.get(name, (name, str))
+            is_text = isinstance(value, str | os.PathLike) or type(value).__module__ == "torch"  # a dtype
+            parts[part_of(field)][field] = parse(str(value)) if is_text else value
         parts["config"].setdefault("form", RECIPE_FORMS.get(recipe, "stock"))
+        target = Target(**parts["target"])
         return Config(
-            checkpoint,
-            output,
-            Target(**parts["target"]),
+            str(checkpoint),
+            default_output(str(checkpoint), target) if output is None else str(output),
+            target,
             find_recipe(recipe, **parts["method"]),
             TextOptions(**parts["text"]),
             MachineOptions(**parts["machine"]),
             recipe,
             **parts["config"],
         )
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "Config":
+        """Return the inverse of `to_dict`, also after JSON; values may also be flat options, as `of` takes them."""
+        flat: dict[str, Any] = {}
+        for name, value in values.items():
+            flat |= value if name in PARTS and isinstance(value, Mapping) else {name: value}
+        if flat.get("checkpoint") is None:
+            raise ConfigError("No checkpoint is given: name a folder, a .gguf file, or a model on the hub.")
+        return Config.of(flat.pop("checkpoint"), **flat)
+
+    def options(self) -> dict[str, Any]:
+        """Return flat options from which `of` makes this config; those that are as the recipe has them are left out.
+
+        The text and what chooses between results are always there, because their defaults may change.
+        """
+        always = ("checkpoint", "recipe", "form", "calibration", "num_sequences", "sequence_length", "seed")
+        plain = find_recipe(self.recipe)
+        found: dict[str, Any] = {}
+        for record in (self, self.target, self.method, self.text, self.machine):
+            for field in fields(record):
+                value = getattr(record, field.name)
+                default = getattr(plain, field.name) if record is self.method else field.default
+                if field.name in always or (field.name not in PARTS and value != default):
+                    found[field.name] = value
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""
@@ -239,39 +270,26 @@ PARTS: dict[str, type] = {
 }
 
 
+def own_name(checkpoint: str) -> str:
+    """Return the last part of a checkpoint's path or hub name, which names what is made of it."""
+    path = Path(checkpoint).expanduser()
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
+
+
+def default_output(checkpoint: str, target: Target) -> str:
+    """Return the folder of a result whose output is not given: `NAME-oneshot-0.20` in the working folder."""
+    size = "" if target.sparsity is None else f"-{target.sparsity:.2f}"
+    if target.parameters is not None:
+        size = f"-{target.parameters / 1e6:.0f}M"
+    return f"{own_name(checkpoint)}-oneshot{size}"
+
+
 def part_of(option: str) -> str:
     """Return the part of a config that has this option. Raises `ConfigError` for an unknown option."""
+    known: dict[str, str] = {}
     for name, record in PARTS.items():
-        if option in field_names(record) and option not in PARTS:
-            return name
-    raise ConfigError(f"{option} is not an option; --help and --help-methods list them.")
-
-
-def settings() -> dict[str, type]:
-    """Return the keys of `--set`, each with the record that has it."""
-    return {name: record for record in (Method, Target) for name in field_names(record) if name not in FLAGS}
-
-
-def parse_setting(text: str) -> tuple[str, Any]:
-    """Parse `key=value` of `--set`. Raises `ConfigError` for an unknown key and for a value of another type."""
-    key, separator, value = text.partition("=")
-    key = key.strip().replace("-", "_")
-    known = settings()
-    if not separator or key not in known:
-        raise ConfigError(f"--set {text} is not understood; write key=value with a key of --help-methods.")
-    return key, parse_value(key, value.strip(), get_type_hints(known[key])[key])
-
-
-def parse_value(key: str, text: str, hint: Any) -> Any:
-    """Parse a value by the type of its field. Raises `ConfigError` if it is of another type."""
-    kinds = (hint, *get_args(hint))
-    for kind in (int, float):
-        if kind in kinds:
-            try:
-                return kind(text)
-            except ValueError:
-                pass
-    takes_words = any(isinstance(choice, str) for part in kinds for choice in (part, *get_args(part)))
-    if not takes_words:
-        raise ConfigError(f"{display(key, text)} is not {'an integer' if int in kinds else 'a number'}.")
-    return text
+        known |= {field: name for field in field_names(record) if field not in PARTS}
+    if option not in known:
+        similar = did_you_mean(option, [*known, *SPELLINGS])
+        raise ConfigError(f"{option} is not an option, see --help and --help-methods{similar}")
+    return known[option]

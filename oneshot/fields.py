@@ -1,9 +1,13 @@
 """The fields of options: their flags on the command line, and the checks of their values."""
 
+import reprlib
 from dataclasses import fields
-from typing import Any, get_args, get_type_hints
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from oneshot.errors import ConfigError
+from oneshot.parsing import did_you_mean
 
 # Fields that have a flag of their own; every other field of Method and Target is a key of --set.
 FLAGS = {
@@ -24,6 +28,9 @@ FLAGS = {
     "form": "--form",
     "save_dtype": "--save-dtype",
     "max_file_bytes": "--max-shard-size",
+    "revision": "--revision",
+    "profile": "--profile",
+    "recipe": "--recipe",
 }
 
 
@@ -33,16 +40,43 @@ def display(name: str, value: Any) -> str:
     return f"--set {name}={value}" if flag is None else f"{flag} {value}"
 
 
-def check_choices(record: Any) -> None:
-    """Raise `ConfigError` if a `Literal` field of a dataclass has a value outside its vocabulary."""
+def check_values(record: Any) -> None:
+    """Raise `ConfigError` if a field of a dataclass has a value of another type, or a word outside its vocabulary."""
     for name, hint in get_type_hints(type(record)).items():
-        allowed = [choice for choice in get_args(hint) if isinstance(choice, str)]
-        for part in get_args(hint):
-            allowed += [choice for choice in get_args(part) if isinstance(choice, str)]
-        value = getattr(record, name)
-        if isinstance(value, str) and allowed and value not in allowed:
-            kinds = "a number or " if any(part in (int, float) for part in get_args(hint)) else "one of "
-            raise ConfigError(f"{display(name, value)} is not {kinds}{', '.join(allowed)}.")
+        value, kinds = getattr(record, name), _members(hint)
+        words = [kind for kind in kinds if isinstance(kind, str)]
+        if isinstance(value, str) and words and value not in words:
+            expected = "a number or " if _takes_numbers(kinds) else "one of "
+            similar = did_you_mean(value, words)
+            raise ConfigError(f"{display(name, value)} is not {expected}{', '.join(words)}{similar}")
+        if not any(_is(value, kind) for kind in kinds):
+            raise ConfigError(f"{display(name, reprlib.repr(value))} is not {_described(kinds)}.")
+
+
+def _members(hint: Any) -> list[Any]:
+    """Return the types and words that a hint such as `float | Literal["auto"]` stands for."""
+    parts = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) in (Union, Literal) else [hint]
+    return [each for part in parts for each in (get_args(part) if get_origin(part) is Literal else [part])]
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Return whether a value is of a type, or the word itself; whole numbers are also floating-point numbers."""
+    if isinstance(kind, str):
+        return bool(value == kind)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _takes_numbers(kinds: list[Any]) -> bool:
+    return any(kind in (int, float) for kind in kinds)
+
+
+def _described(kinds: list[Any]) -> str:
+    """Return what a field takes, in words."""
+    names = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+    shown = [names.get(kind, str(kind)) for kind in kinds if kind is not type(None)]
+    return " or ".join(shown)
 
 
 def check_minimum(record: Any, **minima: int) -> None:

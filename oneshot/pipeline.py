@@ -49,6 +49,7 @@ from oneshot.report.progress import ProgressBar, Stopwatch
 from oneshot.report.records import Footprint, LayerReport, Report
 from oneshot.run import SAVED_TEXT, Run, open_run
 from oneshot.schedule import Schedule, make_schedule, profile_schedule
+from oneshot.settings import RECIPE_NAME, recipe_text
 from oneshot.stream import States
 
 Tensors = dict[str, torch.Tensor]
@@ -198,6 +199,7 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
             )
             form, inherited = run.form, card_metadata(source.folder)
             loading, task = form.loading(written), task_of(written)
+            (folder / RECIPE_NAME).write_text(recipe_text(config), encoding="utf-8")
             write_report(report, folder, inherited, title=form.title, loading=loading, task=task)
         journal.commit()
         report = run.machine.workers.share(0, lambda: report)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from oneshot.errors import ConfigError
-from oneshot.fields import check_choices, check_minimum, display
+from oneshot.fields import check_minimum, check_values, display
+from oneshot.parsing import did_you_mean
 
 Selector = Literal[
     "id", "obs", "leverage", "activation-norm", "wanda", "flap", "tcsp-score", "magnitude", "random", "none"
@@ -107,7 +108,7 @@ class Method:
     ranks: Ranks = "none"
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_values(self)
         check_minimum(self, group_size=0, up_steps=0, pivot_group_size=1, sketch_size=0)
         for name, value in (
             ("damping", self.fixed_damping),
@@ -266,5 +267,7 @@ def find_recipe(name: str, **changes: Any) -> Method:
     Raises `ConfigError` for an unknown name and for fields that contradict each other.
     """
     if name not in RECIPES:
-        raise ConfigError(f"--recipe {name} is not known: choose one of {', '.join(RECIPES)}.")
+        raise ConfigError(
+            f"--recipe {name} is not known: choose one of {', '.join(RECIPES)}{did_you_mean(name, RECIPES)}"
+        )
     return replace(RECIPES[name], **changes)

@@ -140,7 +140,7 @@ class Run:
         if header is not None:
             bounds = current_bounds(self._config.machine, machine.device)
             refuse_conversion(checkpoint, header, self._config.machine, bounds)
-        folder = machine.workers.share(0, lambda: locate_checkpoint(checkpoint, machine.scratch))
+        folder = machine.workers.share(0, lambda: locate_checkpoint(checkpoint, machine.scratch, self._config.revision))
         return identify(Checkpoint(folder))
 
     def store_activations(self, store: Store) -> None:

@@ -11,7 +11,7 @@ import pytest
 from oneshot.cli.compress import build_parser as compress_parser
 from oneshot.cli.evaluate import build_parser as evaluate_parser
 from oneshot.cli.profile import build_parser as profile_parser
-from oneshot.config import settings
+from oneshot.settings import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]

@@ -1,5 +1,6 @@
 """From the CHECKPOINT argument to a folder: a local folder, a GGUF file, or a name on the hub."""
 
+import os
 from pathlib import Path
 
 from oneshot.checkpoint.gguf import convert_gguf
@@ -18,11 +19,15 @@ def open_model(checkpoint: str, scratch: Path) -> Model:
     return identify(Checkpoint(locate_checkpoint(checkpoint, scratch)))
 
 
-def locate_checkpoint(checkpoint: str, scratch: Path) -> Path:
+def locate_checkpoint(checkpoint: str, scratch: Path, revision: str | None = None) -> Path:
     """Find or fetch the checkpoint's folder; a GGUF file is dequantised into `scratch`.
+
+    `revision`: branch, tag or commit of a hub name.
 
     Raises `CheckpointError` if the path does not exist, the folder is empty, or the hub cannot be reached.
     """
+    if revision is not None and os.path.exists(os.path.expanduser(checkpoint)):
+        raise CheckpointError(f"{checkpoint} is a local path, which has no revision; leave out --revision {revision}.")
     try:
         path = Path(checkpoint).expanduser()
         str(path).encode()  # safetensors accepts only UTF-8
@@ -42,16 +47,16 @@ def locate_checkpoint(checkpoint: str, scratch: Path) -> Path:
         raise CheckpointError(f"{path} is a file; give a folder with config.json and safetensors, or a .gguf file.")
     if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
         raise CheckpointError(f"{checkpoint} does not exist; check the path, or give a hub name such as org/model.")
-    return _download(checkpoint)
+    return _download(checkpoint, revision)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=WEIGHT_PATTERNS))
     except Exception as error:  # its types change with the hub's HTTP library; the cause is named and chained
         raise CheckpointError(
             f"{name} is not a local path and cannot be fetched from the hub ({cause(error)}); "
-            "check the name, the network and your access rights."
+            "check the name, the revision, the network and your access rights."
         ) from error

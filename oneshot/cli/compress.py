@@ -14,23 +14,28 @@ from oneshot.cli.options import (
     parse_config,
     run_command,
 )
-from oneshot.config import tcsp_options
+from oneshot.cli.parser import Parser
+from oneshot.config import own_name, tcsp_options
 from oneshot.errors import ConfigError
 from oneshot.recipes import RECIPES
 
 
 def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
-    """Return the parser of all options; their defaults are those of `Config`."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Compress a Llama-like checkpoint into a smaller one, in one shot, without training.",
+    """Return the parser of all options; what is not given has the default of `Config`."""
+    parser = Parser(
+        prog,
+        "CHECKPOINT --sparsity 0.2 [-o OUT] [options]",
+        "Compress a Llama-like checkpoint into a smaller one, in one shot, without training.",
     )
     add_checkpoint(parser)
-    parser.add_argument("--output", required=True, help="folder to write; must not exist")
+    parser.add_argument(
+        "-o", "--output", metavar="OUT", help="folder to write (default: NAME-oneshot-0.20 in the working folder)"
+    )
     target = parser.add_argument_group("target (give one)")
     target.add_argument(
         "--sparsity",
         nargs="+",
+        metavar="S",
         help="fraction of the stored parameters to remove, such as 0.2; several write OUT/sparsity-0.10 and so on",
     )
     target.add_argument(
@@ -39,13 +44,17 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
         metavar=("A", "B"),
         help=argparse.SUPPRESS,  # a preset for experiments: docs/recipes/tcsp.md
     )
-    target.add_argument("--params", help="stored parameters to keep, such as 900M or 5.5B")
+    target.add_argument("--params", metavar="P", help="stored parameters to keep, such as 900M or 5.5B")
     method = parser.add_argument_group("method")
-    method.add_argument("--recipe", default="oneshot", help=f"one of {', '.join(RECIPES)} (default: %(default)s)")
+    method.add_argument("--recipe", metavar="NAME", help=f"one of {', '.join(RECIPES)} (default: oneshot)")
     add_form(method)
-    method.add_argument("--profile", help="folder of a profile to plan from (default: made if it is needed)")
-    method.add_argument("--up-steps", type=int, help="steps that also correct up_proj: better and slower (default: 0)")
-    method.add_argument("--round-to", type=int, help="sizes are multiples of this (default: 64, less in small models)")
+    method.add_argument("--profile", metavar="FOLDER", help="a profile to plan from (default: made if it is needed)")
+    method.add_argument(
+        "--up-steps", type=int, metavar="N", help="steps that also correct up_proj: better and slower (default: 0)"
+    )
+    method.add_argument(
+        "--round-to", type=int, metavar="N", help="sizes are multiples of this (default: 64, less in small models)"
+    )
     add_settings(method)
     add_text(parser)
     add_output_form(add_machine(parser))
@@ -70,7 +79,7 @@ def _apply_tcsp(arguments: argparse.Namespace) -> None:
         hidden, inner = (float(text) for text in arguments.tcsp)
     except ValueError as error:
         raise ConfigError(f"--tcsp {' '.join(arguments.tcsp)} is not two numbers; give per cents, as 25 25.") from error
-    if arguments.recipe not in ("oneshot", "tcsp"):
+    if arguments.recipe not in (None, "oneshot", "tcsp"):
         raise ConfigError(f"--tcsp is a preset of its own; leave out --recipe {arguments.recipe}.")
     for name, value in tcsp_options(hidden, inner).items():
         if name != "form" or arguments.form is None:
@@ -96,6 +105,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
                 print_footprint(predict(replace(config, target=target)))
             return
         if len(sparsities) > 1:
+            if arguments.output is None:
+                config = replace(config, output=f"{own_name(config.checkpoint)}-oneshot")
             reports = compress_sizes(config, sparsities, show_progress=not arguments.quiet)
         else:
             reports = [compress(config, show_progress=not arguments.quiet)]

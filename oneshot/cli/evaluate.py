@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import get_args
 
 from oneshot.cli.options import run_command
+from oneshot.cli.parser import Parser, one_of
 from oneshot.config import Dtype, Kind
 from oneshot.errors import CalibrationError, ConfigError, OutputError
 
 
 def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     """Return the parser of all options."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Measure quality, sizes and latency of a checkpoint, beside a baseline."
+    parser = Parser(
+        prog,
+        "CHECKPOINT --baseline DENSE [options]",
+        "Measure quality, sizes and latency of a checkpoint, beside a baseline.",
     )
     parser.add_argument("checkpoint", help="a folder of safetensors, a .gguf file, or a hub name")
     parser.add_argument("--baseline", help="the checkpoint to compare it with, usually the dense one")
@@ -26,7 +29,7 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--kind",
-        choices=get_args(Kind),
+        type=one_of(get_args(Kind)),
         metavar="KIND",
         help=f"what the model is asked: {', '.join(get_args(Kind))} (default: what the class in config.json is for)",
     )
@@ -47,7 +50,7 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     parser.add_argument("--prefill-tokens", type=int, default=512, help="(default: %(default)s)")
     parser.add_argument("--decode-tokens", type=int, default=32, help="0 leaves latency out (default: %(default)s)")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", choices=get_args(Dtype), default="auto")
+    parser.add_argument("--dtype", type=one_of(get_args(Dtype)), metavar="DTYPE", default="auto")
     parser.add_argument("--output", help="also write the numbers and their provenance as JSON")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser

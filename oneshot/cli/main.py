@@ -1,4 +1,4 @@
-"""`oneshot compress | profile | evaluate`: one command with three subcommands."""
+"""`oneshot compress | profile | init | evaluate`: one command with subcommands."""
 
 import os
 import signal
@@ -6,11 +6,13 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from oneshot.parsing import did_you_mean
 from oneshot.version import __version__
 
 COMMANDS = {
     "compress": "make a checkpoint smaller",
     "profile": "measure what smaller sizes cost, for compress --profile",
+    "init": "write a recipe file with comments, for compress --config",
     "evaluate": "measure quality, sizes and latency beside a baseline",
 }
 
@@ -42,7 +44,8 @@ def _run(arguments: list[str], prog: str | None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        print(f"error: {name} is not a command; give one of {', '.join(COMMANDS)}.", file=sys.stderr)
+        similar = did_you_mean(name, COMMANDS)
+        print(f"error: {name} is not a command; give one of {', '.join(COMMANDS)}{similar}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
     code: int = import_module(f"oneshot.cli.{name}").main(rest, prog or f"oneshot {name}")

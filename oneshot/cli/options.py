@@ -7,28 +7,21 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
-from oneshot.config import (
-    Config,
-    Dtype,
-    FormName,
-    MachineOptions,
-    SaveDtype,
-    TextOptions,
-    parse_count,
-    parse_setting,
-    parse_size,
-    settings,
-)
-from oneshot.errors import OneshotError
+from oneshot.cli.parser import one_of
+from oneshot.config import Config, Dtype, FormName, MachineOptions, SaveDtype, TextOptions
+from oneshot.errors import ConfigError, OneshotError
 from oneshot.recipes import RECIPES, Method
+from oneshot.settings import parse_setting, read_recipe, settings
 
 TEXT, MACHINE = TextOptions(), MachineOptions()
-NOT_OF_THE_CONFIG = ("quiet", "debug", "dry_run", "help_methods", "set", "tcsp")
+NOT_OF_THE_CONFIG = ("config", "quiet", "debug", "dry_run", "help_methods", "set", "tcsp", "push_to_hub", "verbose")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Add the checkpoint to read."""
-    parser.add_argument("checkpoint", help="a folder of safetensors, a .gguf file, or a hub name")
+    """Add the checkpoint to read, and a file with options."""
+    parser.add_argument("checkpoint", nargs="?", help="a folder of safetensors, a .gguf file, or a hub name")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub name")
+    parser.add_argument("--config", metavar="FILE", help="recipe file with options; those given here replace its own")
 
 
 def add_text(parser: argparse.ArgumentParser) -> None:
@@ -36,14 +29,14 @@ def add_text(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("calibration text")
     text.add_argument(
         "--calibration",
-        default=TEXT.calibration,
+        metavar="TEXT",
         help="c4, wikitext2, org/name:config:split:column, a .txt, .jsonl or .parquet file, builtin, or self (the "
         "model writes it); sources joined by + give equally many sequences, twice as many if named twice (default: "
-        "%(default)s)",
+        f"{TEXT.calibration})",
     )
-    text.add_argument("--num-sequences", type=int, default=TEXT.num_sequences, help="(default: %(default)s)")
-    text.add_argument("--sequence-length", type=int, default=TEXT.sequence_length, help="(default: %(default)s)")
-    text.add_argument("--seed", type=int, default=0, help="of all random choices (default: %(default)s)")
+    text.add_argument("--num-sequences", type=int, metavar="N", help=f"(default: {TEXT.num_sequences})")
+    text.add_argument("--sequence-length", type=int, metavar="N", help=f"(default: {TEXT.sequence_length})")
+    text.add_argument("--seed", type=int, metavar="N", help="of all random choices (default: 0)")
 
 
 def add_settings(group: Any) -> None:
@@ -57,12 +50,21 @@ def add_settings(group: Any) -> None:
 def add_machine(parser: argparse.ArgumentParser) -> Any:
     """Add device, dtype and memory; return the group for more options."""
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--device", default=MACHINE.device, help="auto, cpu, cuda or cuda:N")
-    machine.add_argument("--dtype", choices=get_args(Dtype), default=MACHINE.dtype, help="of the forward passes")
-    machine.add_argument("--batch-size", type=int, default=MACHINE.batch_size, help="sequences at a time")
-    machine.add_argument("--max-memory", help="bound of the host memory, such as 8GiB; activations then go to disk")
-    machine.add_argument("--max-device-memory", help="bound of the memory on a CUDA device")
-    machine.add_argument("--offload-dir", help="folder for scratch files (default: the system's temporary folder)")
+    dtypes = get_args(Dtype)
+    machine.add_argument("--device", help=f"auto, cpu, cuda or cuda:N (default: {MACHINE.device})")
+    machine.add_argument(
+        "--dtype", type=one_of(dtypes), metavar="DTYPE", help=f"of the forward passes: {', '.join(dtypes)}"
+    )
+    machine.add_argument(
+        "--batch-size", type=int, metavar="N", help=f"sequences at a time (default: {MACHINE.batch_size})"
+    )
+    machine.add_argument(
+        "--max-memory", metavar="SIZE", help="bound of the host memory, such as 8GiB; activations then go to disk"
+    )
+    machine.add_argument("--max-device-memory", metavar="SIZE", help="bound of the memory on a CUDA device")
+    machine.add_argument(
+        "--offload-dir", metavar="FOLDER", help="for scratch files (default: the system's temporary folder)"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar, no tables")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and other libraries' messages")
     return machine
@@ -72,8 +74,8 @@ def add_output_form(group: Any) -> None:
     """Add how weights are written."""
     dtypes = get_args(SaveDtype)
     shown = f"of the stored weights: {', '.join(dtypes)}"
-    group.add_argument("--save-dtype", choices=dtypes, default="keep", metavar="DTYPE", help=shown)
-    group.add_argument("--max-shard-size", help="of one weight file, such as 2GB (default: 5GB)")
+    group.add_argument("--save-dtype", type=one_of(dtypes), metavar="DTYPE", help=shown)
+    group.add_argument("--max-shard-size", metavar="SIZE", help="of one weight file, such as 2GB (default: 5GB)")
     group.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     group.add_argument("--resume", action="store_true", help="continue an interrupted run if there is one")
 
@@ -82,9 +84,12 @@ def add_form(group: Any) -> None:
     """Add the form of the result; `--tier` is its old name, for one release."""
     forms = get_args(FormName)
     group.add_argument(
-        "--form", choices=forms, help="what the result is written as; docs/guides/form.md (default: the recipe's)"
+        "--form",
+        type=one_of(forms),
+        metavar="FORM",
+        help=f"what the result is written as: {', '.join(forms)} (default: the recipe's, usually stock)",
     )
-    group.add_argument("--tier", choices=forms, dest="form", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+    group.add_argument("--tier", type=one_of(forms), dest="form", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
 
 
 class _HelpMethods(argparse.Action):
@@ -131,22 +136,18 @@ def _wrapped(start: str, words: list[str], separator: str, width: int = 80) -> l
 
 
 def parse_config(arguments: argparse.Namespace, **more: Any) -> Config:
-    """Return the validated config of command-line arguments and of settings that replace some of them.
+    """Return the validated config of command-line arguments and of options that replace some of them.
 
     Raises `ConfigError`.
     """
     options = {name: value for name, value in vars(arguments).items() if name not in NOT_OF_THE_CONFIG} | more
+    options = {name: value for name, value in options.items() if value is not None and value is not False}
     options |= dict(parse_setting(text) for text in arguments.set)
-    for text, field, parse in (
-        ("params", "parameters", parse_count),
-        ("max_memory", "max_memory_bytes", parse_size),
-        ("max_device_memory", "max_device_memory_bytes", parse_size),
-        ("max_shard_size", "max_file_bytes", parse_size),
-    ):
-        given = options.pop(text, None)
-        if given is not None:
-            options[field] = parse(given)
-    return Config.of(**{name: value for name, value in options.items() if value is not None})
+    if arguments.config is not None:
+        options = read_recipe(arguments.config, options)
+    if "checkpoint" not in options:
+        raise ConfigError("No checkpoint is given: name a folder, a .gguf file, or a model on the hub.")
+    return Config.of(**options)
 
 
 def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:

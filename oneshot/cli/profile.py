@@ -2,18 +2,24 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from oneshot.cli.options import add_checkpoint, add_machine, add_settings, add_text, parse_config, run_command
+from oneshot.cli.parser import Parser
+from oneshot.config import own_name
 
 
 def build_parser(prog: str = "oneshot profile") -> argparse.ArgumentParser:
     """Return the parser of all options; their defaults are those of `Config`."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Measure once what every size of every sublayer costs; compress --profile plans from it.",
+    parser = Parser(
+        prog,
+        "CHECKPOINT [-o PROFILE] [options]",
+        "Measure once what every size of every sublayer costs; compress --profile plans from it.",
     )
     add_checkpoint(parser)
-    parser.add_argument("--output", required=True, help="folder to write; must not exist")
+    parser.add_argument(
+        "-o", "--output", metavar="PROFILE", help="folder to write (default: NAME-profile in the working folder)"
+    )
     add_settings(parser)
     add_text(parser)
     add_machine(parser)
@@ -29,7 +35,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot profile") -> in
         from oneshot.pipeline import profile
         from oneshot.report.terminal import print_profile
 
-        measured = profile(parse_config(arguments, sparsity=0.0), show_progress=not arguments.quiet)
+        config = parse_config(arguments, sparsity=0.0)
+        if arguments.output is None:
+            config = replace(config, output=f"{own_name(config.checkpoint)}-profile")
+        measured = profile(config, show_progress=not arguments.quiet)
         if not arguments.quiet and launched_rank() == 0:
             print_profile(measured)
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from oneshot import Config
 from oneshot.checkpoint import open_model
-from oneshot.config import parse_count, parse_size
 from oneshot.errors import ConfigError, PlanError
 from oneshot.families import LLAMA, ModelShape, find_family, read_shape
+from oneshot.parsing import parse_count, parse_size
 from oneshot.pipeline import compress
 from oneshot.planning import Budget, Grid, LayerPlan, Plan, default_round_to
 from oneshot.planning.widths import meet_budget

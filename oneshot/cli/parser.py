@@ -1,0 +1,40 @@
+"""A parser of command lines whose errors say what was probably meant, with one line of usage."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from oneshot.parsing import did_you_mean, full_dtype
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that knows similar options, and leaves out what is not given.
+
+    Args:
+        prog: how the usage names the command. usage: what follows the name there.
+    """
+
+    def __init__(self, prog: str, usage: str, description: str) -> None:
+        formatter = argparse.HelpFormatter
+        super().__init__(prog=prog, usage=f"%(prog)s {usage}", description=description, formatter_class=formatter)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as `ArgumentParser`; an unknown option ends the program with what was probably meant."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            self.error(f"{name} is not an option{did_you_mean(name, self._option_string_actions)}")
+        return found
+
+
+def one_of(words: Sequence[str]) -> Callable[[str], str]:
+    """Return a type for `add_argument` that takes these words, and short names of dtypes among them."""
+
+    def checked(text: str) -> str:
+        word = full_dtype(text)
+        if word not in words:
+            shown = f"{text!r} is not one of {', '.join(words)}{did_you_mean(word, words)}"
+            raise argparse.ArgumentTypeError(f"invalid choice: {shown}")
+        return word
+
+    return checked
