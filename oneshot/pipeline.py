@@ -13,7 +13,7 @@ from tqdm import tqdm
 from oneshot.checkpoint import (
     Journal,
     card_metadata,
-    gguf_header,
+    open_gguf,
     output_folder,
     refuse_output,
     refuse_place,
@@ -29,7 +29,16 @@ from oneshot.compression import (
 )
 from oneshot.config import Config
 from oneshot.errors import ConfigError
-from oneshot.export import FORMS, cast, expected_bytes, form_of, part_dtype, write_companions, write_layers
+from oneshot.export import (
+    FORMS,
+    cast,
+    expected_bytes,
+    form_of,
+    part_dtype,
+    with_kept_dtype,
+    write_companions,
+    write_layers,
+)
 from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
 from oneshot.machine.memory import reset_peak
 from oneshot.planning import (
@@ -66,6 +75,7 @@ def compress(config: Config, *, show_progress: bool = False) -> Report:
     Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
     """
     watch = Stopwatch()
+    config = with_kept_dtype(config, open_gguf(config.checkpoint))
     with open_run(config, [output_folder(config.output)], show_progress=show_progress) as run:
         return _compress(config, run, watch)
 
@@ -75,6 +85,7 @@ def compress_sizes(config: Config, sparsities: Sequence[float], *, show_progress
 
     All targets are planned before the first run, so that one out of reach is refused before any work.
     """
+    config = with_kept_dtype(config, open_gguf(config.checkpoint))
     configs = [
         replace(
             config,
@@ -112,18 +123,19 @@ def predict(config: Config) -> Footprint:
     """
     offload_folder(config.machine)
     with torch.inference_mode():
-        header = gguf_header(config.checkpoint)
-        run = Run(config, Path(), header=header)
-        if header is not None:
+        gguf = open_gguf(config.checkpoint)
+        config = with_kept_dtype(config, gguf)
+        run = Run(config, Path(), gguf=gguf)
+        if gguf is not None:
             bounds = current_bounds(config.machine, run.machine.device)
-            refuse_conversion(config.checkpoint, header, config.machine, bounds)
+            refuse_conversion(config.checkpoint, gguf, config.machine, bounds)
         _refuse_place(config, run)
         target = config.target
         if target.budget == "latency":
             target = replace(target, budget="flops")
         plan = make_plan(run.grid, run.method, target, budget=run.budget(target))
         _refuse_config(run, plan)
-        return with_conversion(run.footprint(config, _schedule(config, run, plan), plan, dry=True), header)
+        return with_conversion(run.footprint(config, _schedule(config, run, plan), plan, dry=True), gguf)
 
 
 def profile(config: Config, *, show_progress: bool = False) -> Profile:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from oneshot_kernels.backend import KernelError
 
-from oneshot.checkpoint import Checkpoint, GgufHeader, Model, gguf_header, identify, locate_checkpoint, peek_saved
+from oneshot.checkpoint import Checkpoint, GgufCheckpoint, Model, identify, locate_checkpoint, open_gguf, peek_saved
 from oneshot.config import Config, Target
 from oneshot.errors import CalibrationError, DeviceError, OutputError, PlanError
 from oneshot.export import expected_bytes, form_of
@@ -96,7 +96,7 @@ class Run:
     """The resources that the targets of a run share. Text and profile are made at most once, when first needed.
 
     Args:
-        header: the header of a GGUF file that is not converted (a dry run); None to find and open the checkpoint.
+        gguf: a GGUF file that is not converted (a dry run); None to find and open the checkpoint.
 
     Attributes:
         dense: the sizes of the input. grid: the sizes that the form of the result can state.
@@ -111,7 +111,7 @@ class Run:
         outputs: Sequence[Path] = (),
         *,
         show_progress: bool = False,
-        header: GgufHeader | None = None,
+        gguf: GgufCheckpoint | None = None,
     ) -> None:
         self._config, self._outputs = config, outputs
         self.warnings = WarningLog()
@@ -123,7 +123,7 @@ class Run:
         dtype = resolve_dtype(config.machine.dtype, device)
         self.machine = Machine(device, dtype, scratch, workers, batch_size=config.machine.batch_size)
         self.show_progress = show_progress and workers.is_main
-        self.model = self._open() if header is None else identify(header)
+        self.model = self._open() if gguf is None else identify(gguf)
         self.form = form_of(config.form, self.model.family)
         self.dense = self.model.shape.stack()  # without biases that only the result has
         if config.method.correction == "bias" and config.target.sparsity != 0:
@@ -136,10 +136,10 @@ class Run:
     def _open(self) -> Model:
         """Find, fetch or convert the checkpoint, in one process for all."""
         checkpoint, machine = self._config.checkpoint, self.machine
-        header = gguf_header(checkpoint)
-        if header is not None:
+        gguf = open_gguf(checkpoint)
+        if gguf is not None:
             bounds = current_bounds(self._config.machine, machine.device)
-            refuse_conversion(checkpoint, header, self._config.machine, bounds)
+            refuse_conversion(checkpoint, gguf, self._config.machine, bounds)
         folder = machine.workers.share(0, lambda: locate_checkpoint(checkpoint, machine.scratch, self._config.revision))
         return identify(Checkpoint(folder))
 
@@ -272,7 +272,11 @@ class Run:
         kept = 1 - (target.sparsity or 0.0)
         if target.budget == "bytes":
             each = expected_bytes(self._config.save_dtype, checkpoint, 10**9) / 10**9
-            return Budget(kept * checkpoint.num_bytes, lambda stack: each * stack.stored_parameters(), "bytes")
+            is_gguf = (
+                Path(self._config.checkpoint).suffix == ".gguf"
+            )  # other types; its weights count as they are saved
+            whole = each * dense.stored_parameters() if is_gguf else checkpoint.num_bytes
+            return Budget(kept * whole, lambda stack: each * stack.stored_parameters(), "bytes")
         if target.budget == "flops":
             return Budget(kept * dense.flops_per_token(), StackShape.flops_per_token, "FLOPs per token")
         if target.budget == "latency":

@@ -1,7 +1,7 @@
 """Checkpoints on disk: where they are, how they are read safely, and how a run writes one."""
 
 from oneshot.checkpoint.card import card_metadata
-from oneshot.checkpoint.gguf import GgufHeader, gguf_header
+from oneshot.checkpoint.gguf import GgufCheckpoint, open_gguf
 from oneshot.checkpoint.journal import Journal
 from oneshot.checkpoint.locate import locate_checkpoint, open_model
 from oneshot.checkpoint.model import Model, identify, stock_classes, tied_names
@@ -11,13 +11,13 @@ from oneshot.checkpoint.work_folder import peek_saved, refuse_output, remove_lef
 
 __all__ = [
     "Checkpoint",
-    "GgufHeader",
+    "GgufCheckpoint",
     "Journal",
     "Model",
     "card_metadata",
-    "gguf_header",
     "identify",
     "locate_checkpoint",
+    "open_gguf",
     "open_model",
     "output_folder",
     "peek_saved",

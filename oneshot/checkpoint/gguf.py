@@ -1,113 +1,200 @@
-"""GGUF input: its header before anything is read, and its conversion to safetensors."""
+"""GGUF input: the checkpoint in it, tensor by tensor, and its conversion to safetensors."""
 
 import hashlib
 import importlib.util
 import json
-import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from oneshot.checkpoint.reader import Checkpoint
+from oneshot.checkpoint.gguf_config import config_of
+from oneshot.checkpoint.gguf_file import GgufFile
+from oneshot.checkpoint.gguf_rotary import FACTORS
+from oneshot.checkpoint.model import stock_classes, tied_names
+from oneshot.checkpoint.reader import INDEX_NAME, Checkpoint, all_finite
+from oneshot.config import SaveDtype
 from oneshot.errors import CheckpointError, OutputError, cause
 
 FLOAT_BYTES = 4
+FLOAT_KINDS: dict[str, SaveDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SHARD_BYTES = 2**30  # of the converted files; one of them is in memory
 
 
-class GgufHeader(Checkpoint):
-    """The checkpoint that a GGUF file will become, with names and sizes only; its tensors cannot be read.
+class GgufCheckpoint(Checkpoint):
+    """A GGUF file read as the float32 checkpoint that it will become, a tensor at a time.
 
-    Raises `CheckpointError` if the file is damaged or of another kind.
+    Attributes:
+        file_bytes: of the GGUF file. kind: the type of most of its bytes, such as `Q4_K`.
+
+    Raises `CheckpointError` if the file is damaged, of another kind, or says something that oneshot does not know.
     """
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         if not os.path.isfile(path):
             raise CheckpointError(f"{path} does not exist; check the path.")
-        self.folder = path.parent
+        if importlib.util.find_spec("gguf") is None:
+            raise CheckpointError(f"Reading {path} needs the package gguf; run pip install 'oneshot[demo]'.")
+        self.folder, self._path = path.parent, path
         try:
-            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-            with torch.device("meta"):
-                model: Any = AutoModelForCausalLM.from_config(config)
-        except Exception as error:  # readers of GGUF raise many unrelated types; the cause is named and chained
+            self._file = GgufFile(path)
+        except Exception as error:  # damage shows itself in many types; the cause is named and chained
             raise _unreadable(path, error) from error
-        self.config = json.loads(config.to_json_string(use_diff=False))
-        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-        states = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in states.items()}
-        self.dtypes = dict.fromkeys(states, "F32")
+        self.config = config_of(self._file)
+        self.file_bytes, self.kind = self._file.num_bytes, self._file.main_kind
+        self._file_names = self._names()
+        self.shapes = {name: self._file.tensors[stored].shape for name, stored in self._file_names.items()}
+        self.dtypes = dict.fromkeys(self.shapes, "F32")
+
+    def _names(self) -> dict[str, str]:
+        """Return the stored name of every tensor of the stock class; refuse those that only one side has."""
+        import gguf
+
+        architecture = self._file.metadata["general.architecture"]
+        kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        config_class, model_class = stock_classes(self.config)
+        try:
+            places = gguf.get_tensor_name_map(kind, self.config["num_hidden_layers"])
+            with torch.device("meta"):
+                model: Any = model_class(config_class.from_dict(dict(self.config)))
+        except Exception as error:  # of senseless sizes; the cause is named and chained
+            raise _unreadable(self._path, error) from error
+        found = {
+            name: str(places.get_name(name, try_suffixes=(".weight", ".bias")))
+            for name in model.state_dict()
+            if name not in tied_names(model)
+        }
+        for name, stored in found.items():
+            if stored not in self._file.tensors:
+                raise CheckpointError(f"{self._path} lacks the tensor {stored} ({name}); give a complete file.")
+        further = sorted(self._file.tensors.keys() - set(found.values()) - {FACTORS})
+        if further:
+            raise CheckpointError(
+                f"{self._path} has the tensor {further[0]}, which a {self.config['model_type']} model does not have; "
+                "give the model it came from as safetensors."
+            )
+        return found
 
     @property
     def num_bytes(self) -> int:
-        return FLOAT_BYTES * sum(math.prod(shape) for shape in self.shapes.values())
+        """Return the bytes of the weights in float32."""
+        return FLOAT_BYTES * self.num_parameters
+
+    @property
+    def float_dtype(self) -> SaveDtype:
+        """Return the dtype of the stored weights; bfloat16 for quantised ones."""
+        return FLOAT_KINDS.get(self.kind, "bfloat16")
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return the named tensors, dequantised to float32. Raises `CheckpointError` for NaN, Inf and unknown types."""
+        tensors = {}
+        for name in names:
+            try:
+                values = self._file.read(self._file_names[name])
+            except Exception as error:  # of types that gguf cannot read; the cause is named and chained
+                raise _unreadable(self._path, error) from error
+            tensor = torch.from_numpy(self._ordered(name, values))
+            if not all_finite(tensor):
+                raise CheckpointError(f"{name} in {self._path} holds NaN or Inf; give an undamaged file.")
+            tensors[name] = tensor
+        return tensors
+
+    def _ordered(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Return rows of queries and keys in transformers' order, where llama.cpp has a Llama's pairs side by side."""
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        if heads is None or self.config["model_type"] != "llama":
+            return values
+        count = self.config.get(heads) or self.config["num_attention_heads"]
+        pairs = values.reshape(count, -1, 2, *values.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
-def gguf_header(checkpoint: str) -> GgufHeader | None:
-    """Return the header of a GGUF file; None for every other checkpoint, and without the package that reads it."""
+def open_gguf(checkpoint: str) -> GgufCheckpoint | None:
+    """Open a GGUF file; None for every other checkpoint."""
     path = Path(os.path.expanduser(checkpoint))  # unlike Path.expanduser it accepts unknown users
-    if path.suffix != ".gguf" or os.path.isdir(path) or importlib.util.find_spec("gguf") is None:
-        return None
-    return GgufHeader(path)
+    return None if path.suffix != ".gguf" or os.path.isdir(path) else GgufCheckpoint(path)
 
 
 def convert_gguf(path: Path, scratch: Path) -> Path:
     """Dequantise a GGUF file into its own folder in `scratch`, as float32 safetensors; return the folder.
 
-    It is the only function that holds a whole model in memory.
+    One weight file of at most `SHARD_BYTES` is in memory, or one tensor if it is larger. What lies beside the GGUF file
+    is not read.
 
     Raises `CheckpointError` if the file cannot be read, `OutputError` if the folder cannot be written.
     """
-    if importlib.util.find_spec("gguf") is None:  # transformers needs it and only says so after reading the file
-        raise CheckpointError(f"Reading {path} needs the package gguf; run pip install 'oneshot[demo]'.")
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     # two files of one name may be converted in one scratch folder
     folder = scratch / f"{path.stem}-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]}"
     if (folder / "config.json").exists():
         return folder
+    source = GgufCheckpoint(path)
     try:
-        with _switchable_bar():
-            model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # readers of GGUF raise many unrelated types; the cause is named and chained
+        tokenizer = _tokenizer(path)
+    except Exception as error:  # readers of tokenizers raise many unrelated types; the cause is named and chained
         raise _unreadable(path, error) from error
-    # The weights are plain now; transformers would refuse to save a model that it calls quantised.
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    from safetensors import SafetensorError
+
     try:
-        model.save_pretrained(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_weights(source, folder)
         tokenizer.save_pretrained(folder)
+        _write_config(source.config, folder)
     except (OSError, SafetensorError) as error:
         raise OutputError(
             f"{path} cannot be converted in {scratch} ({cause(error)}); free some space there, or name another "
             "folder (--offload-dir, or TMPDIR)."
         ) from error
-    config = json.loads((folder / "config.json").read_text())
-    if "quantization_config" in config:
-        raise CheckpointError(f"{path} could not be dequantised; give a safetensors checkpoint instead.")
-    if config.pop("_model_name_or_path", None) is not None:  # the folder of the GGUF file, which says nothing to users
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
 
 
-@contextmanager
-def _switchable_bar() -> Iterator[None]:
-    """Let transformers' switch of progress bars also control its bar of dequantisation, which is a plain tqdm."""
-    from transformers import modeling_gguf_pytorch_utils as reader
-    from transformers.utils import logging
+def _tokenizer(path: Path) -> Any:
+    """Return the tokenizer that the file states."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
-    plain, reader.tqdm = reader.tqdm, logging.tqdm
-    try:
-        yield
-    finally:
-        reader.tqdm = plain
+    architecture, content, options = get_gguf_tokenizer(str(path))
+    backend, more = convert_gguf_tokenizer(architecture, content)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options, **more)
+
+
+def _write_config(config: dict[str, Any], folder: Path) -> None:
+    """Write config.json, and the generation config that follows from it."""
+    from transformers import GenerationConfig
+
+    config_class, _ = stock_classes(config)
+    complete = config_class.from_dict(config)
+    GenerationConfig.from_model_config(complete).save_pretrained(folder)
+    complete.save_pretrained(folder)
+
+
+def _write_weights(source: GgufCheckpoint, folder: Path) -> None:
+    """Write the weights as one file, or as several with an index."""
+    from safetensors.torch import save_file
+
+    groups: list[list[str]] = []
+    room = 0
+    for name, shape in source.shapes.items():
+        size = FLOAT_BYTES * torch.Size(shape).numel()
+        if not groups or size > room:
+            groups.append([])
+            room = SHARD_BYTES
+        groups[-1].append(name)
+        room -= size
+    write = partial(save_file, metadata={"format": "pt"})
+    if len(groups) == 1:
+        write(source.read(groups[0]), folder / "model.safetensors")
+        return
+    places = dict[str, str]()
+    for number, names in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write(source.read(names), folder / file)
+        places |= dict.fromkeys(names, file)
+    content = {"metadata": {"total_size": source.num_bytes}, "weight_map": places}
+    (folder / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

@@ -53,6 +53,11 @@ class Checkpoint:
                 return dict.fromkeys(handle.keys(), SINGLE_NAME)
         if os.path.lexists(self.folder / INDEX_NAME):
             return _read_weight_map(self.folder)
+        files = sorted(self.folder.glob("*.gguf"))
+        if files:
+            raise CheckpointError(
+                f"{self.folder} holds a GGUF file and no safetensors weights; give {files[0]} itself."
+            )
         if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
             raise CheckpointError(
                 f"{self.folder} holds pickled weights, which can run code when read; save it with "

@@ -2,9 +2,10 @@
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from oneshot.checkpoint import Checkpoint, locate_checkpoint
+from oneshot.checkpoint import Checkpoint, locate_checkpoint, open_gguf
 from oneshot.errors import ConfigError
 from oneshot.evaluation.by_example import evaluate_examples
 from oneshot.evaluation.by_window import evaluate_windows
@@ -45,7 +46,7 @@ def evaluate(
         located = [Checkpoint(locate_checkpoint(name, Path(scratch))) for name in names]
         kind = kind_of(located[0].config) if kind is None else kind
         if kind == "causal":
-            return evaluate_windows(
+            results = evaluate_windows(
                 names,
                 located,
                 texts,
@@ -60,6 +61,7 @@ def evaluate(
                 device=where,
                 dtype=compute,
             )
+            return [_with_file_bytes(result) for result in results]
         if tasks:
             raise ConfigError(f"--tasks are for models that write text, not for {kind}; leave them out.")
         return evaluate_examples(
@@ -74,3 +76,9 @@ def evaluate(
             device=where,
             dtype=compute,
         )
+
+
+def _with_file_bytes(result: Evaluation) -> Evaluation:
+    """Return the result with the bytes of the GGUF file, of which its model was a converted copy."""
+    gguf = open_gguf(result.checkpoint)
+    return result if gguf is None else replace(result, file_bytes=gguf.file_bytes)

@@ -3,7 +3,7 @@
 from oneshot.export.companions import model_classes, verify, write_companions
 from oneshot.export.forms import FORMS, Form, form_of, stated_shape
 from oneshot.export.layers import write_layers
-from oneshot.export.saving import cast, expected_bytes, part_dtype
+from oneshot.export.saving import cast, expected_bytes, part_dtype, with_kept_dtype
 
 __all__ = [
     "FORMS",
@@ -15,6 +15,7 @@ __all__ = [
     "part_dtype",
     "stated_shape",
     "verify",
+    "with_kept_dtype",
     "write_companions",
     "write_layers",
 ]

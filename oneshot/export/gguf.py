@@ -16,6 +16,7 @@ import numpy as np
 
 from oneshot.checkpoint import Journal, Model, card_metadata
 from oneshot.checkpoint.durable import UNFINISHED, make_durable
+from oneshot.checkpoint.gguf_rotary import FACTORS, reason_against_rotary, rotary_factors, rotary_metadata
 from oneshot.checkpoint.join import StoredTensor
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
@@ -39,8 +40,6 @@ NAME, FILE_NAME = "gguf", "model.gguf"
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 OWN_SIZES = "deci"
 INTERLEAVED = ("llama", OWN_SIZES)  # architectures that turn neighbouring values of queries and keys together
-ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
-ROTARY_FACTORS = "rope_freqs.weight"
 
 
 class GgufForm(LlamaLayers):
@@ -61,8 +60,9 @@ class GgufForm(LlamaLayers):
         """Return the sizes that llama.cpp's architectures can state."""
         refusal = reason_against_llama(model, NAME)
         rotary = complete_config(model.checkpoint.config).get("rope_parameters") or {"rope_type": "default"}
-        if refusal is None and rotary["rope_type"] not in ROTARY_KINDS:
-            refusal = f"--form gguf does not have rotary positions of the type {rotary['rope_type']}; use another form."
+        unstated = reason_against_rotary(rotary)
+        if refusal is None and unstated is not None:
+            refusal = f"--form gguf cannot state the model's rotary positions ({unstated}); use another form."
         if importlib.util.find_spec("gguf") is None:
             refusal = "--form gguf needs the package gguf; run pip install 'oneshot[demo]'."
         differ = not model.shape.query_key_norms  # the architecture for different layers has no norms of queries
@@ -144,7 +144,7 @@ def _tensors(model: Model, stack: StackShape, stored: list[StoredTensor], *, qua
     names = gguf.get_tensor_name_map(kind, len(stack.layers))
     factors = rotary_factors(complete_config(model.checkpoint.config)["rope_parameters"], model.shape.head_dim)
     if factors is not None:
-        tensors.append(FileTensor(ROTARY_FACTORS, factors.shape, "F32", partial(np.asarray, factors)))
+        tensors.append(FileTensor(FACTORS, factors.shape, "F32", partial(np.asarray, factors)))
     for tensor in stored:
         name = names.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
         if name is None:
@@ -213,7 +213,7 @@ def _add_metadata(writer: Any, model: Model, stack: StackShape, kind: Kind) -> N
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
-    _add_rotary(writer, config["rope_parameters"])
+    _add_rotary(writer, _architecture(model, stack), config["rope_parameters"])
     types = {
         "F32": gguf.LlamaFileType.ALL_F32,
         "F16": gguf.LlamaFileType.MOSTLY_F16,
@@ -224,32 +224,11 @@ def _add_metadata(writer: Any, model: Model, stack: StackShape, kind: Kind) -> N
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _add_rotary(writer: Any, rotary: dict[str, Any]) -> None:
+def _add_rotary(writer: Any, architecture: str, rotary: dict[str, Any]) -> None:
     """Add how positions turn queries and keys; factors of type llama3 are a tensor."""
-    import gguf
-
-    writer.add_rope_freq_base(rotary["rope_theta"])
-    if rotary["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rotary["factor"])
-    elif rotary["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rotary["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rotary["original_max_position_embeddings"])
-
-
-def rotary_factors(rotary: dict[str, Any], head_dim: int) -> np.ndarray | None:
-    """Return what llama.cpp divides every rotary frequency by for the type llama3; None for other types.
-
-    Frequencies of long waves are divided by `factor`, those of short waves stay, and between them both are mixed.
-    """
-    if rotary["rope_type"] != "llama3":
-        return None
-    frequencies = 1.0 / rotary["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    waves = rotary["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
-    share = np.clip((waves - low) / (high - low), 0.0, 1.0)
-    return (1.0 / ((1 - share) / rotary["factor"] + share)).astype(np.float32)
+    for key, value in rotary_metadata(rotary).items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{architecture}.rope.{key}", value)
 
 
 def _rotated_heads(name: str, stack: StackShape) -> int | None:
@@ -278,7 +257,7 @@ def verify_gguf(path: Path, stack: StackShape) -> int:
     written = {
         tensor.name: tuple(int(size) for size in reversed(tensor.shape))
         for tensor in reader.tensors
-        if tensor.name != ROTARY_FACTORS
+        if tensor.name != FACTORS
     }
     expected = dict(_expected(stack))
     for name in sorted(expected.keys() | written.keys()):

@@ -4,11 +4,12 @@ Q8_0 belongs to GGUF files (`gguf_tensors`). The journal's parts then keep the i
 """
 
 import logging
+from dataclasses import replace
 
 import torch
 
-from oneshot.checkpoint import Checkpoint
-from oneshot.config import SaveDtype
+from oneshot.checkpoint import Checkpoint, GgufCheckpoint
+from oneshot.config import Config, SaveDtype
 from oneshot.export.gguf_tensors import BLOCK, BLOCK_BYTES
 
 logger = logging.getLogger(__name__)
@@ -16,6 +17,13 @@ logger = logging.getLogger(__name__)
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Tensors = dict[str, torch.Tensor]
+
+
+def with_kept_dtype(config: Config, gguf: GgufCheckpoint | None) -> Config:
+    """Return the config with what `keep` means for a GGUF file: its own dtype, and bfloat16 if it is quantised."""
+    if gguf is None or config.save_dtype != "keep":
+        return config
+    return replace(config, save_dtype=gguf.float_dtype)
 
 
 def expected_bytes(save_dtype: SaveDtype, checkpoint: Checkpoint, parameters: int) -> int:

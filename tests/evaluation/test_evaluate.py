@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from scipy.special import log_softmax, rel_entr
 from strategies import TOLERANCES
 
-from oneshot.checkpoint import locate_checkpoint
 from oneshot.cli.evaluate import main
 from oneshot.errors import CheckpointError, OutputError
 from oneshot.evaluation import (
@@ -238,23 +237,22 @@ def test_an_unwritable_result_leaves_no_partial_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
 
 
-def test_two_gguf_files_of_the_same_name_are_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_gguf_files_of_the_same_name_are_two_models(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path, tmp_path: Path
+) -> None:
     """Both are converted in one scratch folder, and the second is not confused with the first."""
-    seen = []
+    names = []
+    for seed in (0, 1):
+        output = tmp_path / str(seed)
+        compress(make_config(make_checkpoint(seed=seed, layers=1), form="gguf", sparsity=0, output=str(output)))
+        names.append(str(output / "model.gguf"))
+    found = evaluate(names, [str(text_file)], decode_tokens=0, **OPTIONS)
+    assert [result.file_bytes for result in found] == [Path(name).stat().st_size for name in names]
+    assert found[0].perplexity != found[1].perplexity
 
-    def remember(path: Path, **_: Any) -> Any:
-        seen.append(path)
-        raise ValueError("enough")
 
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", remember)
-    scratch = tmp_path / "scratch"
-    for name in ("first", "second"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "model.gguf").write_bytes(b"GGUF")
-    converted = scratch / "model"
-    converted.mkdir(parents=True)
-    (converted / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="enough"):
-        locate_checkpoint(str(tmp_path / "second" / "model.gguf"), scratch)
-    assert seen == [tmp_path / "second"]
+def test_the_folder_of_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"give .*model\.gguf itself"):
+        evaluate([str(tmp_path)], [])

@@ -350,7 +350,7 @@ def test_unknown_rules_are_refused() -> None:
     [
         ({"family": "opt"}, {}, "RMSNorms"),
         ({"family": "mistral", "sliding_window": 8}, {}, "no sliding attention window"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "of the type dynamic"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "the type dynamic"),
         ({}, {"query_key_size": 4}, "add --form per-layer"),
     ],
     ids=["layer-norms", "window", "positions", "inside-heads"],
