@@ -35,13 +35,25 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def choose_backend(tensor: torch.Tensor) -> Backend:
-    """Return the back end for an operation whose main operand is `tensor`.
+def runs_on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is on a GPU of CUDA or ROCm that this build of torch can drive."""
+    return tensor.is_cuda and torch.backends.cuda.is_built()
+
+
+def triton_runs_on(tensor: torch.Tensor) -> bool:
+    """Return whether Triton can launch kernels on the device of `tensor`."""
+    return runs_on_gpu(tensor) and triton_installed()
+
+
+def choose_backend(tensor: torch.Tensor, default: Backend = "torch") -> Backend:
+    """Return the back end for an operation whose main operand is `tensor`: `default`, or the one that is forced.
 
     Raises `KernelError` when the environment variable holds an unknown name, or forces Triton where it cannot run.
     """
     forced = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if forced in ("", "torch"):
+    if forced == "":
+        return default
+    if forced == "torch":
         return "torch"
     if forced == "reference":
         return "reference"

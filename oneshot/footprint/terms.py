@@ -15,7 +15,7 @@ BUCKET_BYTES = 48  # of one distance: integers of 64 bits and their temporaries
 # Gaps that texts of unequal lengths leave in the heap, measured on MiniLM: shares of a batch's activations and of all
 # hidden states that are stored.
 GAPS_OF_ACTIVATIONS, GAPS_OF_TEXT = 0.25, 0.5
-PIVOT_ROWS = 72  # of a Gram, beside which a device takes pivots in the Gram's own memory
+PIVOT_ROWS = 140  # of a Gram, beside which a device takes pivots in the Gram's own memory
 
 BATCH = ("--batch-size", "--sequence-length")
 LENGTH = ("--sequence-length",)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-KERNELS_A_PIVOT = 20
-WIDTH = 64  # of a panel, in panels.py
+KERNELS_A_PIVOT = 30  # of torch; a GPU replays them in a graph
+WIDTH = 128  # of a panel, in panels.py
 CHOOSERS = [
     "cholesky_pivots_",
     "cqrrpt",
@@ -79,11 +79,11 @@ def test_no_wait_in_the_loops_over_pivots(name: str) -> None:
 
 
 def test_pivots_alone_need_one_panel() -> None:
-    """The Gram's own memory holds the rest: 1.5 n² numbers in all are reached at n = 128, 1.01 n² at n = 11,008."""
+    """The Gram's own memory holds the rest: 1.55 n² numbers in all are reached at n = 256, 1.01 n² at n = 11,008."""
     for each in of("cholesky_pivots_"):
         row = int((each["square_bytes"] // 8) ** 0.5) * 8
-        assert each["peak_bytes"] <= (WIDTH + 8) * row
-        assert each["peak_bytes"] + each["square_bytes"] <= 1.5 * each["square_bytes"]
+        assert each["peak_bytes"] <= (WIDTH + 12) * row
+        assert each["peak_bytes"] + each["square_bytes"] <= 1.55 * each["square_bytes"]
 
 
 def test_a_factor_needs_a_copy_and_its_rows_twice() -> None:

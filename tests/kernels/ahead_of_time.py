@@ -30,6 +30,8 @@ import triton
 from oneshot_kernels import backend, cross_gram_, gram_, sketch_
 from oneshot_kernels.count_sketch import kernel as sketch_kernel
 from oneshot_kernels.gram import kernel as gram_kernel
+from oneshot_kernels.pivoted_qr import triton_panel
+from oneshot_kernels.pivoted_qr.panels import WIDTH, Panel
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -98,6 +100,10 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                 yield f"gram {what}", lambda square=square, a=a: gram_(square, a)
                 yield f"cross-gram {what}", lambda wide=wide, a=a, b=b: cross_gram_(wide, a, b)
                 yield f"sketch {what}", lambda sketch=sketch, a=a: sketch_(sketch, a, row_offset=0, seed=1)
+    for out in (torch.float32, torch.float64):
+        for columns in (512, 2047, 11_008, 28_672):  # the number of tiles is a constant of the kernel
+            panel = Panel(torch.zeros(1, 1, 1, dtype=out).expand(1, columns, columns), WIDTH, columns)
+            yield f"pivots {_name(out)}, n = {columns}", lambda panel=panel: triton_panel.take_pivots_(panel)
     turned = torch.zeros(64, 40, dtype=torch.bfloat16).mT
     yield "gram of columns, bf16 → fp32", lambda: gram_(torch.zeros(64, 64), turned)
     yield "gram of one column, bf16 → fp32", lambda: gram_(torch.zeros(1, 1), turned[:, :1].contiguous())
@@ -108,7 +114,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
 def compile_for(name: str) -> list[Compiled]:
     """Return a record of every binary that the calls need on the target of that name, under the first such call."""
     found: list[Compiled] = []
-    for module in (gram_kernel, sketch_kernel):
+    for module in (gram_kernel, sketch_kernel, triton_panel):
         for function in vars(module).values():
             if isinstance(function, JITFunction):
                 function.device_caches.clear()  # its key is the device, which is "0" for every target
@@ -183,7 +189,7 @@ def table(found: list[Compiled]) -> str:
 def main() -> None:
     """Print the records of all targets, as Markdown or with `--json` as JSON lines."""
     backend.triton_interpreted = lambda: False
-    backend.choose_backend = lambda tensor: "triton"  # although no tensor is on a GPU
+    backend.choose_backend = lambda tensor, default="torch": "triton"  # although no tensor is on a GPU
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         with multiprocessing.get_context("fork").Pool(min(len(TARGETS), os.cpu_count() or 1)) as pool:

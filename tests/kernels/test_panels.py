@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matrices import grams, seeded, tall_or_wide
-from oneshot_kernels import blocked_pivoted_cholesky, pivoted_cholesky
+from oneshot_kernels import blocked_pivoted_cholesky, cholesky_pivots_, pivoted_cholesky
 from oneshot_kernels.pivoted_qr.factor import columns_without, suffix_sums
 from oneshot_kernels.pivoted_qr.panels import eliminate_
 from oneshot_kernels.pivoted_qr.randomized import greedy_pivots
-from scipy.linalg import lapack, qr
+from scipy.linalg import cholesky, lapack, qr
 from tolerances import EPS
 
 
@@ -61,6 +61,67 @@ def test_the_pivots_are_those_of_lapack(kind: str, num_columns: int, num_rows: i
     assert done.pivots().tolist() == ours + sorted(set(order) - set(ours))
     half = num_columns // 2
     assert eliminate_(gram.clone(), half, width=width).order[:half].tolist() == done.order[:half].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["full", "graded", "rank-deficient", "duplicates", "zero columns"])
+def test_one_kernel_a_pivot_takes_what_many_take(
+    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
+) -> None:
+    """Several tiles, several panels and several Grams at once; torch's kernels are held against LAPACK above."""
+    triton_panel = pytest.importorskip("oneshot_kernels.pivoted_qr.triton_panel")
+    monkeypatch.setattr(triton_panel, "TILE", 4)
+    matrices = [matrix_of(kind, 7, num_rows) for num_rows in (4, 40)]
+    grams = torch.stack([matrix.mT @ matrix for matrix in matrices]).to(dtype)
+    want = eliminate_(grams.clone(), 6, width=4)
+    monkeypatch.setenv("ONESHOT_KERNELS", "triton")
+    done = eliminate_(grams.clone(), 6, width=4)
+    found = want.found().tolist()
+    assert done.found().tolist() == found
+    assert done.order.tolist() == want.order.tolist()
+    torch.testing.assert_close(done.sizes, want.sizes, rtol=len(grams[0]) * torch.finfo(dtype).eps * 100, atol=0)
+    left = [(done.remainder[i], want.remainder[i], want.order[i, found[i] :]) for i in range(2)]
+    for ours, theirs, rest in left:
+        assert float((ours - theirs)[rest].abs().max()) <= 100 * torch.finfo(dtype).eps * float(grams.amax())
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_one_kernel_a_pivot_makes_the_same_rows(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Of R, against SciPy's Cholesky of the permuted Gram."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setenv("ONESHOT_KERNELS", backend)
+    matrix = matrix_of("full", 11, 30)
+    gram = matrix.mT @ matrix
+    rows = torch.empty(9, 11, dtype=torch.float64)
+    order = eliminate_(gram.clone(), 9, rows=rows, width=4).order
+    upper = cholesky(gram[order][:, order].cpu().numpy())
+    np.testing.assert_allclose(rows[:, order].cpu().numpy(), upper[:9], rtol=1e-9, atol=1e-9)
+
+
+@given(count=st.integers(1, 4), num_columns=st.integers(1, 24), width=st.integers(1, 9), seed=st.integers(0, 2**16))
+def test_many_grams_at_once_are_each_on_their_own(count: int, num_columns: int, width: int, seed: int) -> None:
+    normal = torch.randn(count, num_columns + 3, num_columns, dtype=torch.float64, generator=seeded(seed))
+    half = num_columns // 2
+    normal[0, :, half:] = normal[0, :, :half] @ normal[0, :half, half:]  # half of its rank
+    grams = normal.mT @ normal
+    done = eliminate_(grams.clone(), num_columns, width=width)
+    for index, gram in enumerate(grams):
+        order, rank = by_lapack(gram)
+        assert int(done.found()[index]) == rank
+        assert done.order[index, :rank].tolist() == order[:rank]
+        alone = eliminate_(gram.clone(), num_columns, width=width)
+        assert done.pivots()[index].tolist() == alone.pivots().tolist()
+        chosen = cholesky_pivots_(grams.clone(), rank=rank)[index]
+        assert chosen.tolist() == order[:rank]
+
+
+def test_nothing_is_taken_after_a_pivot_that_is_rounding() -> None:
+    """Also where the next panel would find its rounding larger: LAPACK ends there."""
+    matrix = matrix_of("rank-deficient", 30, 50)
+    for width in (1, 2, 9, 11):
+        sizes = eliminate_(matrix.mT @ matrix, 30, width=width).sizes
+        assert sizes.isfinite().tolist() == [True] * 10 + [False] * 20
 
 
 def test_equal_columns_are_taken_in_the_order_of_lapack() -> None:

@@ -39,14 +39,19 @@ def pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size:
 def cholesky_pivots_(gram: torch.Tensor, *, rank: int) -> torch.Tensor:
     """Return the first `rank` pivots of `pivoted_cholesky` alone, int64[rank]; `gram` is destroyed.
 
+    A `gram` [b, n, n] is `b` Grams, each with pivots of its own: int64[b, rank]; a device takes them all at once.
+
     No second n × n matrix is made: on the CPU LAPACK works inside `gram` (fp64, contiguous), elsewhere
     `panels.eliminate_` does. Columns beyond the numerical rank follow in LAPACK's order. Raises as `pivoted_cholesky`;
     on a device the check for finite entries is the only wait.
     """
+    if gram.ndim == 3 and (gram.device.type == "cpu" or choose_backend(gram) == "reference"):
+        empty = torch.empty(0, rank, dtype=torch.int64, device=gram.device)
+        return torch.stack([cholesky_pivots_(each, rank=rank) for each in gram]) if len(gram) else empty
     rank = check_gram(gram, rank)
     if choose_backend(gram) != "reference" and gram.numel() > 0:
         if gram.device.type != "cpu":
-            return eliminate_(gram, rank).order[:rank]
+            return eliminate_(gram.contiguous(), rank).order[..., :rank]
         if gram.dtype == torch.float64 and gram.is_contiguous():
             return _pstrf(gram, overwrite=True)[1][:rank]
     return pivoted_cholesky(gram, rank=rank).pivots[:rank]
@@ -64,13 +69,13 @@ def leading_pivots_(gram: torch.Tensor, rank: int) -> torch.Tensor:
 
 def check_gram(gram: torch.Tensor, rank: int | None) -> int:
     """Return the rank to reach; raises ValueError where `gram` cannot be a Gram matrix."""
-    if gram.ndim != 2 or gram.shape[0] != gram.shape[1]:
+    if gram.ndim not in (2, 3) or gram.shape[-2] != gram.shape[-1]:
         raise ValueError(f"a Gram matrix is square, got shape {tuple(gram.shape)}")
     if gram.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"a Gram matrix is fp32 or fp64, got {gram.dtype}")
     if gram.numel() > 0 and not bool(torch.isfinite(torch.stack(gram.aminmax())).all()):
         raise ValueError("the Gram matrix has entries that are not finite")
-    num_columns = gram.shape[0]
+    num_columns = gram.shape[-1]
     if rank is not None and not 0 <= rank <= num_columns:
         raise ValueError(f"rank {rank} is outside [0, {num_columns}]")
     return num_columns if rank is None else rank
