@@ -77,9 +77,7 @@ class Panel:
         """Subtract the panel's part from the lower triangle of the Gram, and let the next panel start."""
         for first in range(0, self.gram.shape[1], UPDATED_COLUMNS):
             rows = self.rows[:, first:]
-            self.gram[:, first:, first : first + UPDATED_COLUMNS].baddbmm_(
-                rows, rows[:, :UPDATED_COLUMNS].mT, alpha=-1
-            )
+            self.gram[:, first:, first : first + UPDATED_COLUMNS].baddbmm_(rows, rows[:, :UPDATED_COLUMNS].mT, alpha=-1)
         self.tolerance.masked_fill_(self.sizes[:, -1:].isinf(), torch.inf)
         self.start.add_(self.width)
 
