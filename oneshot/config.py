@@ -157,6 +157,7 @@ class Config:
         save_dtype: of the stored weights; `keep`: the input's; `q8_0`: blocks of 8 bits in a GGUF file.
         max_file_bytes: of one weight file.
         overwrite: replace an output and forget an interrupted run. resume: continue an interrupted run.
+        tie: store one table for an output head and an embedding that are two copies of it.
         revision: branch, tag or commit of a hub name; None: its main branch.
     """
 
@@ -175,6 +176,7 @@ class Config:
     overwrite: bool = False
     resume: bool = False
     revision: str | None = None
+    tie: bool = False
 
     def __post_init__(self) -> None:
         check_values(self)

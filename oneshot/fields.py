@@ -29,6 +29,7 @@ FLAGS = {
     "save_dtype": "--save-dtype",
     "max_file_bytes": "--max-shard-size",
     "revision": "--revision",
+    "tie": "--tie",
     "profile": "--profile",
     "recipe": "--recipe",
 }

@@ -13,6 +13,7 @@ import torch
 from oneshot_kernels.backend import KernelError
 
 from oneshot.checkpoint import Checkpoint, GgufCheckpoint, Model, identify, locate_checkpoint, open_gguf, peek_saved
+from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.config import Config, Target
 from oneshot.errors import CalibrationError, DeviceError, OutputError, PlanError
 from oneshot.export import expected_bytes, form_of
@@ -124,6 +125,7 @@ class Run:
         self.machine = Machine(device, dtype, scratch, workers, batch_size=config.machine.batch_size)
         self.show_progress = show_progress and workers.is_main
         self.model = self._open() if gguf is None else identify(gguf)
+        self._settle_tables()
         self.form = form_of(config.form, self.model.family)
         self.dense = self.model.shape.stack()  # without biases that only the result has
         if config.method.correction == "bias" and config.target.sparsity != 0:
@@ -142,6 +144,22 @@ class Run:
             refuse_conversion(checkpoint, gguf, self._config.machine, bounds)
         folder = machine.workers.share(0, lambda: locate_checkpoint(checkpoint, machine.scratch, self._config.revision))
         return identify(Checkpoint(folder))
+
+    def _settle_tables(self) -> None:
+        """Tie the tables if the user says so, or else say that two of them seem to be one."""
+        model, checkpoint = self.model, self.model.checkpoint
+        if self._config.tie:
+            self.model = identify(tied(checkpoint, model.family))
+            return
+        difference = sampled_difference(checkpoint, model.family)
+        if difference is not None and difference <= NOISE:
+            share = model.shape.vocab_size * model.shape.hidden_size / checkpoint.num_parameters
+            logger.warning(
+                "The output head and the embedding differ by %.1f %%, as copies of one table do; --tie stores one of "
+                "them, which removes %.0f %% of the parameters and little else.",
+                100 * difference,
+                100 * share,
+            )
 
     def store_activations(self, store: Store) -> None:
         """Keep activations where the footprint of the run says."""
@@ -275,7 +293,7 @@ class Run:
             is_gguf = (
                 Path(self._config.checkpoint).suffix == ".gguf"
             )  # other types; its weights count as they are saved
-            whole = each * dense.stored_parameters() if is_gguf else checkpoint.num_bytes
+            whole = each * dense.stored_parameters() if is_gguf else checkpoint.tensor_bytes
             return Budget(kept * whole, lambda stack: each * stack.stored_parameters(), "bytes")
         if target.budget == "flops":
             return Budget(kept * dense.flops_per_token(), StackShape.flops_per_token, "FLOPs per token")

@@ -46,7 +46,7 @@ class GgufCheckpoint(Checkpoint):
             raise _unreadable(path, error) from error
         self.config = config_of(self._file)
         self.file_bytes, self.kind = self._file.num_bytes, self._file.main_kind
-        self._file_names = self._names()
+        self._file_names, self._stored_names = self._names(), {}
         self.shapes = {name: self._file.tensors[stored].shape for name, stored in self._file_names.items()}
         self.dtypes = dict.fromkeys(self.shapes, "F32")
 
@@ -94,7 +94,7 @@ class GgufCheckpoint(Checkpoint):
         tensors = {}
         for name in names:
             try:
-                values = self._file.read(self._file_names[name])
+                values = self._file.read(self._file_names[self.stored(name)])
             except Exception as error:  # of types that gguf cannot read; the cause is named and chained
                 raise _unreadable(self._path, error) from error
             tensor = torch.from_numpy(self._ordered(name, values))
@@ -102,6 +102,10 @@ class GgufCheckpoint(Checkpoint):
                 raise CheckpointError(f"{name} in {self._path} holds NaN or Inf; give an undamaged file.")
             tensors[name] = tensor
         return tensors
+
+    def read_rows(self, name: str, rows: slice) -> torch.Tensor:
+        """Return some rows of a tensor that is no projection of queries or keys."""
+        return torch.from_numpy(self._file.read(self._file_names[self.stored(name)], rows))
 
     def _ordered(self, name: str, values: np.ndarray) -> np.ndarray:
         """Return rows of queries and keys in transformers' order, where llama.cpp has a Llama's pairs side by side."""

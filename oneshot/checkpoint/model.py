@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint.reader import Checkpoint
+from oneshot.checkpoint.tables import without_equal_head
 from oneshot.errors import CheckpointError, PlanError, cause
 from oneshot.families import (
     FAMILIES,
@@ -120,7 +121,7 @@ class Model:
 
 
 def identify(checkpoint: Checkpoint) -> Model:
-    """Find the family and the sizes of an opened checkpoint; it reads headers and no weights.
+    """Find the family and the sizes of an opened checkpoint; it reads headers, and no weights but a head stored twice.
 
     Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
     """
@@ -130,11 +131,22 @@ def identify(checkpoint: Checkpoint) -> Model:
         expected = _expected_outside(checkpoint, family)
         checkpoint = _without_unused(checkpoint, family, expected)
     _check_dtypes(checkpoint)
+    if family.head in checkpoint.shapes:
+        checkpoint = without_equal_head(checkpoint, family, is_tied=_ties_tables(checkpoint))
     shape = read_shape(family, checkpoint.config, checkpoint.shapes)
     family = family.numbered(shape)
     check_layers(family, shape, checkpoint.shapes)
     _check_outside(checkpoint, family, shape, expected or _expected_outside(checkpoint, family))
     return Model(checkpoint, family, shape)
+
+
+def _ties_tables(checkpoint: Checkpoint) -> bool:
+    """Return whether the config says that embedding and output head are one, or does not say it and its class does."""
+    stated = checkpoint.config.get("tie_word_embeddings")
+    if stated is None:
+        config_class, _ = stock_classes(checkpoint.config)
+        stated = getattr(config_class(), "tie_word_embeddings", False)
+    return bool(stated)
 
 
 def stock_classes(config: dict[str, Any]) -> tuple[Any, Any]:

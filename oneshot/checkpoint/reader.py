@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from oneshot.checkpoint.join import ITEM_BYTES
 from oneshot.checkpoint.safe_files import check_readable, read_config, read_json, stored_file
 from oneshot.errors import CheckpointError, cause
 
@@ -97,6 +98,11 @@ class Checkpoint:
         """Return the bytes of the weight files."""
         return sum((self.folder / shard).stat().st_size for shard in set(self._shard_of.values()))
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Return the bytes of the tensors that are in this view of the files."""
+        return sum(torch.Size(shape).numel() * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
+
     def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
         """Return a view of the same files with other names, `name -> stored name`; other tensors are not in it."""
         view = copy.copy(self)
@@ -110,9 +116,9 @@ class Checkpoint:
         digest = hashlib.sha256()
         for shard in sorted(set(self._shard_of.values())):
             with _open_shard(self.folder, shard) as handle:
-                for name in sorted(name for name in self.shapes if self._shard_of[self._stored(name)] == shard):
+                for name in sorted(name for name in self.shapes if self._shard_of[self.stored(name)] == shard):
                     digest.update(repr((name, self.dtypes[name], self.shapes[name])).encode())
-                    stored = self._stored(name)
+                    stored = self.stored(name)
                     first = handle.get_slice(stored)[:1] if self.shapes[name] else handle.get_tensor(stored)
                     digest.update(first.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
@@ -126,7 +132,7 @@ class Checkpoint:
         with ExitStack() as stack:
             handles: dict[str, Any] = {}
             for name in names:
-                stored = self._stored(name)
+                stored = self.stored(name)
                 shard = self._shard_of.get(stored)
                 if shard is None:
                     raise CheckpointError(f"{self.folder} lacks the tensor {name}; the checkpoint is incomplete.")
@@ -140,7 +146,15 @@ class Checkpoint:
                 tensors[name] = tensor
         return tensors
 
-    def _stored(self, name: str) -> str:
+    def read_rows(self, name: str, rows: slice) -> torch.Tensor:
+        """Return a copy of some rows of a tensor, which are not checked."""
+        stored = self.stored(name)
+        with _open_shard(self.folder, self._shard_of[stored]) as handle:
+            found: torch.Tensor = handle.get_slice(stored)[rows].clone()
+            return found
+
+    def stored(self, name: str) -> str:
+        """Return the name that a tensor has in the files."""
         return self._stored_names.get(name, name)
 
     def read_one(self, name: str) -> torch.Tensor:

@@ -76,6 +76,7 @@ def add_output_form(group: Any) -> None:
     shown = f"of the stored weights: {', '.join(dtypes)}"
     group.add_argument("--save-dtype", type=one_of(dtypes), metavar="DTYPE", help=shown)
     group.add_argument("--max-shard-size", metavar="SIZE", help="of one weight file, such as 2GB (default: 5GB)")
+    group.add_argument("--tie", action="store_true", help="store one table for a head that is a copy of the embedding")
     group.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     group.add_argument("--resume", action="store_true", help="continue an interrupted run if there is one")
 

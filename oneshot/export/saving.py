@@ -32,7 +32,7 @@ def expected_bytes(save_dtype: SaveDtype, checkpoint: Checkpoint, parameters: in
         return round(parameters * BLOCK_BYTES / BLOCK)
     if save_dtype in SAVED_DTYPES:
         return parameters * SAVED_DTYPES[save_dtype].itemsize
-    return round(checkpoint.num_bytes * parameters / checkpoint.num_parameters)
+    return round(checkpoint.tensor_bytes * parameters / checkpoint.num_parameters)
 
 
 def part_dtype(save_dtype: SaveDtype) -> SaveDtype:

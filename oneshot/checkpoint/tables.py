@@ -1,0 +1,80 @@
+"""The embedding and the output head of a checkpoint: one table that is stored twice is taken as one.
+
+A checkpoint may store an equal head beside the embedding, although its config says that they are one. A quantised file
+may store two copies of one table, which then differ by the rounding of both.
+"""
+
+import torch
+
+from oneshot.checkpoint.reader import Checkpoint
+from oneshot.errors import PlanError
+from oneshot.families import Description
+
+# Relative difference of two copies of a table that are quantised apart. Two tables of their own differ by more than 1.
+NOISE = 0.1
+PANEL_ROWS = 1024
+SAMPLED_ROWS, SAMPLES = 64, 16
+
+
+def without_equal_head(checkpoint: Checkpoint, family: Description, *, is_tied: bool) -> Checkpoint:
+    """Return the checkpoint without its output head if the config ties it and it equals the embedding.
+
+    `is_tied`: whether the config ties them. A head that differs stays, as in transformers.
+    """
+    names = _pair(checkpoint, family)
+    if not is_tied or names is None:
+        return checkpoint
+    rows = checkpoint.shapes[names[0]][0]
+    for start in range(0, rows, PANEL_ROWS):
+        panels = [checkpoint.read_rows(name, slice(start, start + PANEL_ROWS)) for name in names]
+        if not torch.equal(*panels):
+            return checkpoint
+    return checkpoint.renamed({name: checkpoint.stored(name) for name in checkpoint.shapes if name != names[1]})
+
+
+def sampled_difference(checkpoint: Checkpoint, family: Description) -> float | None:
+    """Return the relative difference of some rows of the embedding and a head of its own; None without such a head."""
+    names = _pair(checkpoint, family)
+    if names is None or family.decoder is not None:
+        return None
+    rows = checkpoint.shapes[names[0]][0]
+    return _difference(checkpoint, names, range(0, rows, max(SAMPLED_ROWS, rows // SAMPLES)), SAMPLED_ROWS)
+
+
+def tied(checkpoint: Checkpoint, family: Description) -> Checkpoint:
+    """Return the checkpoint whose embedding is also its output head: the stored head, which files quantise less.
+
+    Raises `PlanError` if there is no head of its own, or if it is another table than the embedding.
+    """
+    names = _pair(checkpoint, family)
+    if names is None or family.decoder is not None:
+        raise PlanError("--tie needs an output head that is stored beside the embedding; leave it out.")
+    rows = checkpoint.shapes[names[0]][0]
+    difference = _difference(checkpoint, names, range(0, rows, PANEL_ROWS), PANEL_ROWS)
+    if difference > NOISE:
+        raise PlanError(
+            f"--tie needs two copies of one table, but head and embedding differ by {difference:.0%}; leave it out."
+        )
+    embedding, head = names
+    places = {name: checkpoint.stored(name) for name in checkpoint.shapes if name != head}
+    view = checkpoint.renamed(places | {embedding: checkpoint.stored(head)})
+    view.config = checkpoint.config | {"tie_word_embeddings": True}
+    return view
+
+
+def _pair(checkpoint: Checkpoint, family: Description) -> tuple[str, str] | None:
+    """Return the names of the embedding and of a head of the same shape; None without both."""
+    embedding, head = family.stack.embedding, family.head
+    if head is None or checkpoint.shapes.get(head, ()) != checkpoint.shapes.get(embedding):
+        return None
+    return embedding, head
+
+
+def _difference(checkpoint: Checkpoint, names: tuple[str, str], starts: range, rows: int) -> float:
+    """Return the Frobenius norm of the difference of two tables in panels of rows, divided by the first one's."""
+    apart = whole = 0.0
+    for start in starts:
+        first, second = (checkpoint.read_rows(name, slice(start, start + rows)).double() for name in names)
+        apart += float((first - second).square().sum())
+        whole += float(first.square().sum())
+    return (apart / whole) ** 0.5 if whole else 0.0
