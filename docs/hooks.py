@@ -84,20 +84,19 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     `G[J][:, J]` look like references to Markdown and become text again.
     """
     if page.file.src_uri in API:
-        for name in public_names(ROOT / API[page.file.src_uri]):
+        for name in public_names(ROOT / API[page.file.src_uri]) - {"__version__"}:
             if not re.search(rf'id="[\w.]+\.{name}"', content):
                 log.warning("%s: the public name %s is missing", page.file.src_uri, name)
         content = INDEX.sub(r"[\2][\1]", content)
     return EQUATION.sub(lambda match: drawn(html.unescape(match[3]).strip(), match[1], match[2] == "["), content)
 
 
-def public_names(module: Path) -> list[str]:
+def public_names(module: Path) -> set[str]:
     """Return `__all__` of a module without importing it."""
     for statement in ast.parse(module.read_text()).body:
         if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == "__all__":
-            names: list[str] = ast.literal_eval(statement.value)
-            return names
-    return []
+            return set(ast.literal_eval(statement.value))
+    return set()
 
 
 def drawn(latex: str, element: str, display: bool) -> str:

@@ -11,39 +11,49 @@ from oneshot.recipes import RECIPES, Method
 from oneshot.version import __version__
 
 if TYPE_CHECKING:
-    from oneshot.pipeline import compress, compress_sizes, predict, profile
+    from oneshot.api.compress import compress, predict, profile
+    from oneshot.api.evaluate import evaluate
+    from oneshot.api.result import Result
+    from oneshot.evaluation import Evaluation
     from oneshot.planning import Plan, Profile
+    from oneshot.report.progress import Progress
     from oneshot.report.records import Footprint, Report
 
 __all__ = [
     "RECIPES",
     "Config",
+    "Evaluation",
     "Footprint",
     "MachineOptions",
     "Method",
     "OneshotError",
     "Plan",
     "Profile",
+    "Progress",
     "Report",
+    "Result",
     "Target",
     "TextOptions",
     "__version__",
     "compress",
-    "compress_sizes",
+    "evaluate",
     "predict",
     "profile",
 ]
 
 # Public names whose modules import torch; they are imported when they are first used.
 _LATER = {
+    "Evaluation": "oneshot.evaluation",
     "Footprint": "oneshot.report.records",
     "Plan": "oneshot.planning",
     "Profile": "oneshot.planning",
+    "Progress": "oneshot.report.progress",
     "Report": "oneshot.report.records",
-    "compress": "oneshot.pipeline",
-    "compress_sizes": "oneshot.pipeline",
-    "predict": "oneshot.pipeline",
-    "profile": "oneshot.pipeline",
+    "Result": "oneshot.api.result",
+    "compress": "oneshot.api.compress",
+    "evaluate": "oneshot.api.evaluate",
+    "predict": "oneshot.api.compress",
+    "profile": "oneshot.api.compress",
 }
 
 

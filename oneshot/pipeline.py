@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from oneshot.checkpoint import (
     Journal,
@@ -54,7 +53,7 @@ from oneshot.planning import (
 from oneshot.profiling import refuse_existing, save_profile
 from oneshot.report.build import build_report
 from oneshot.report.card import REPORT_NAME, task_of, write_report
-from oneshot.report.progress import ProgressBar, Stopwatch
+from oneshot.report.progress import ProgressBar, Shown, Stopwatch, announce
 from oneshot.report.records import Footprint, LayerReport, Report
 from oneshot.run import SAVED_TEXT, Run, open_run
 from oneshot.schedule import Schedule, make_schedule, profile_schedule
@@ -66,7 +65,7 @@ Tensors = dict[str, torch.Tensor]
 EMBEDDING = "embedding"  # the journal's name for a reduced embedding
 
 
-def compress(config: Config, *, show_progress: bool = False) -> Report:
+def compress(config: Config, *, show_progress: Shown = False) -> Report:
     """Compress a checkpoint into `config.output` and return the report that is also written there.
 
     Nothing appears at the output before it is complete. The same seed, machine and thread count give the same bytes,
@@ -80,7 +79,7 @@ def compress(config: Config, *, show_progress: bool = False) -> Report:
         return _compress(config, run, watch)
 
 
-def compress_sizes(config: Config, sparsities: Sequence[float], *, show_progress: bool = False) -> list[Report]:
+def compress_sizes(config: Config, sparsities: Sequence[float], *, show_progress: Shown = False) -> list[Report]:
     """Compress once for every sparsity, into `OUT/sparsity-0.10` and so on; text and profile are shared.
 
     All targets are planned before the first run, so that one out of reach is refused before any work.
@@ -138,7 +137,7 @@ def predict(config: Config) -> Footprint:
         return with_conversion(run.footprint(config, _schedule(config, run, plan), plan, dry=True), gguf)
 
 
-def profile(config: Config, *, show_progress: bool = False) -> Profile:
+def profile(config: Config, *, show_progress: Shown = False) -> Profile:
     """Measure what smaller sizes cost into the folder `config.output`, for later plans. Raises as `compress`."""
     output = output_folder(config.output)
     refuse_existing(output)
@@ -193,6 +192,7 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
             write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
             stored = {"dense": source.num_parameters, "compressed": _write_weights(config, run, plan, journal)}
             watch.lap("write")
+            announce("writing the report", run.show_progress)
             report = build_report(
                 config,
                 run.method,
@@ -250,6 +250,7 @@ def _measured_plan(
     divergences = None
     if schedule.plans_by_profile:
         measured = run.profile(schedule)
+        announce("planning the sizes of the layers", run.show_progress)
         damages = profiled_damages(measured, run.method.allocation, run.grid)
         plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, budget))
         grids: dict[str, Grid] = {name: form_of(name, run.model.family).grid(run.model) for name in FORMS}
@@ -372,8 +373,10 @@ def _journal(config: Config, run: Run, plan: Plan, fingerprint: dict[str, Any]) 
 
 def _write_weights(config: Config, run: Run, plan: Plan, journal: Journal) -> int:
     """Write the weight files of the result from the journal's parts, and return the parameters that they hold."""
-    with tqdm(desc="writing", unit="B", unit_scale=True, disable=not run.show_progress) as progress:
-        return run.form.write(run.model, plan, journal, progress.update, config.save_dtype)
+    with ProgressBar(
+        num_layers=1, num_tokens=0, visible=run.show_progress, description="writing", unit="B"
+    ) as progress:
+        return run.form.write(run.model, plan, journal, progress.advance, config.save_dtype)
 
 
 def _finished_report(output: Path, fingerprint: dict[str, Any]) -> Report | None:

@@ -39,7 +39,7 @@ from oneshot.machine.memory import device_capacity, release_heap, reset_peak
 from oneshot.planning import Budget, Plan, Profile, parameter_budget
 from oneshot.profiling import load_profile, make_profile, measured_seconds, refuse_other
 from oneshot.recipes import TOKENS_PER_NEURON
-from oneshot.report.progress import ProgressBar, WarningLog
+from oneshot.report.progress import ProgressBar, Shown, WarningLog, announce
 from oneshot.report.provenance import versions
 from oneshot.report.records import Footprint
 from oneshot.schedule import Schedule
@@ -47,9 +47,11 @@ from oneshot.text import (
     SELF,
     Text,
     documents_together,
+    has_tokens,
     load_examples,
     load_pairs,
     load_text,
+    load_token_ids,
     load_tokenizer,
     mix,
     shares,
@@ -65,7 +67,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @contextmanager
-def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: bool = False) -> Iterator["Run"]:
+def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Shown = False) -> Iterator["Run"]:
     """Open the resources of a run, with a scratch folder in the off-load folder until the end.
 
     Args:
@@ -111,7 +113,7 @@ class Run:
         scratch: Path,
         outputs: Sequence[Path] = (),
         *,
-        show_progress: bool = False,
+        show_progress: Shown = False,
         gguf: GgufCheckpoint | None = None,
     ) -> None:
         self._config, self._outputs = config, outputs
@@ -123,7 +125,7 @@ class Run:
         reset_peak()
         dtype = resolve_dtype(config.machine.dtype, device)
         self.machine = Machine(device, dtype, scratch, workers, batch_size=config.machine.batch_size)
-        self.show_progress = show_progress and workers.is_main
+        self.show_progress: Shown = show_progress if workers.is_main else False
         self.model = self._open() if gguf is None else identify(gguf)
         self._settle_tables()
         self.form = form_of(config.form, self.model.family)
@@ -138,6 +140,7 @@ class Run:
     def _open(self) -> Model:
         """Find, fetch or convert the checkpoint, in one process for all."""
         checkpoint, machine = self._config.checkpoint, self.machine
+        announce(f"opening {checkpoint}", self.show_progress)
         gguf = open_gguf(checkpoint)
         if gguf is not None:
             bounds = current_bounds(self._config.machine, machine.device)
@@ -183,8 +186,12 @@ class Run:
 
     def _load_text(self) -> Text:
         options = self._config.text
-        tokenizer = load_tokenizer(self.model.checkpoint.folder)
+        announce(f"reading the text {options.calibration}", self.show_progress)
         sources = split_sources(options.calibration)
+        tokens = [source for source in sources if has_tokens(source)]
+        if tokens and not (self.model.family.stack.causal and self.model.family.decoder is None):
+            raise CalibrationError(f"{tokens[0]} holds tokens, which only models that write text read; give a text.")
+        tokenizer = None if tokens == sources else load_tokenizer(self.model.checkpoint.folder)
         reason = self.model.family.reason_against("self text")
         if SELF in sources and reason is not None:
             raise CalibrationError(reason)
@@ -213,6 +220,8 @@ class Run:
 
     def _load_source(self, source: str, num_sequences: int, tokenizer: Any) -> Text:
         length, seed = self._config.text.sequence_length, self._config.seed
+        if has_tokens(source):
+            return load_token_ids(source, num_sequences=num_sequences, sequence_length=length, seed=seed)
         if source != SELF:
             return load_text(source, tokenizer, num_sequences=num_sequences, sequence_length=length, seed=seed)
         self.written_text = self._saved_text(num_sequences) or self._write_text(num_sequences, tokenizer)

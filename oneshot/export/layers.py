@@ -14,7 +14,7 @@ from oneshot.machine.memory import peak_bytes, peak_device_bytes
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import pinned
 from oneshot.planning import Plan
-from oneshot.report.progress import ProgressBar, WarningLog
+from oneshot.report.progress import ProgressBar, Shown, WarningLog
 from oneshot.report.records import LayerReport
 from oneshot.stream import States
 
@@ -32,7 +32,7 @@ def write_layers(
     device: torch.device,
     save_dtype: SaveDtype,
     warnings: WarningLog,
-    show_progress: bool,
+    show_progress: Shown,
 ) -> list[LayerReport]:
     """Compress the layers in order into the journal; return a report of each, also of those already finished."""
     num_layers = model.shape.num_hidden_layers

@@ -12,7 +12,7 @@ from oneshot.planning import Profile, ProfileOrigin, removed_unit
 from oneshot.profiling.embedding import no_embedding_profile, profile_embedding
 from oneshot.profiling.profiler import LayerProfiler
 from oneshot.recipes import Method
-from oneshot.report.progress import ProgressBar
+from oneshot.report.progress import ProgressBar, Shown, announce
 from oneshot.report.provenance import versions
 from oneshot.text import Text, load_tokenizer, special_tokens
 
@@ -27,7 +27,7 @@ def make_profile(
     *,
     kinds: Sequence[str],
     with_embedding: bool,
-    show_progress: bool = False,
+    show_progress: Shown = False,
 ) -> Profile:
     """Pass the dense model once over the first sequences and measure what smaller sizes cost.
 
@@ -50,6 +50,7 @@ def make_profile(
             del tensors  # free before the next layer is waited for
     embedding = no_embedding_profile()
     if with_embedding:
+        announce("profile: ranks of the embedding", show_progress)
         marks = special_tokens(load_tokenizer(model.checkpoint.folder), model.shape.vocab_size)
         embedding = profile_embedding(model, profiler.states, profiler.text, marks, layers)
     origin = ProfileOrigin(

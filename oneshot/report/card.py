@@ -10,6 +10,7 @@ from huggingface_hub import ModelCardData
 from oneshot.errors import printable
 from oneshot.families import stated_class
 from oneshot.report.records import Report
+from oneshot.report.sharing import is_hub_name, shared_sources
 from oneshot.report.terminal import size_rows
 
 REPORT_NAME = "oneshot_report.json"
@@ -56,12 +57,12 @@ def metadata_of(report: Report, inherited: dict[str, Any], task: str) -> dict[st
         "tags": ["oneshot", "compressed", "structured-pruning"],
     }
     checkpoint = str(report.config["checkpoint"])
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint) and not Path(checkpoint).exists():
+    if is_hub_name(checkpoint):
         metadata["base_model"] = checkpoint
     metadata |= inherited
     sources = str(report.calibration["source"]).split("+") if report.calibration else []
     hub = [HUB_TEXTS.get(name, name.split(":")[0]) for name in sources]
-    hub = [name for name in hub if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists()]
+    hub = [name for name in hub if is_hub_name(name)]
     already = inherited.get("datasets", [])
     datasets = [*([already] if isinstance(already, str) else already), *hub]
     if datasets:
@@ -76,7 +77,7 @@ def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading
     )
     calibration, method = report.calibration, report.method
     text = (
-        f"{calibration['num_tokens']:,} tokens of {_code(calibration['source'])} "
+        f"{calibration['num_tokens']:,} tokens of {_code(shared_sources(str(calibration['source'])))} "
         f"(SHA-256 `{calibration['token_hash']}`)"
         if calibration
         else "none: this recipe only reads weights"

@@ -1,24 +1,55 @@
 """What a run shows and notes while it works: progress bars, warnings, and the seconds of its stages."""
 
 import logging
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from oneshot.report.records import LayerReport
 
 
-class ProgressBar:
-    """Show layer, error, tokens per second, time left and peak memory on stderr. A context manager."""
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage of a run is. `done` and `total` are tokens or bytes; `total` is None if it is not known."""
 
-    def __init__(self, *, num_layers: int, num_tokens: int, visible: bool, description: str | None = None) -> None:
-        self._num_layers = num_layers
+    stage: str
+    done: float
+    total: float | None = None
+
+
+Shown = bool | Callable[[Progress], None]  # whether bars are on stderr, or who is told instead
+
+
+def announce(stage: str, shown: Shown) -> None:
+    """Say that a stage begins whose length is not known."""
+    if callable(shown):
+        shown(Progress(stage, 0))
+    elif shown:
+        print(f"{stage} …", file=sys.stderr, flush=True)
+
+
+class ProgressBar:
+    """Show layer, error, tokens per second, time left and peak memory on stderr, or tell a function. A context manager.
+
+    Args:
+        num_layers, num_tokens: their product is the total; 0 tokens if it is not known.
+        description: of the stage; None counts layers.
+    """
+
+    def __init__(
+        self, *, num_layers: int, num_tokens: int, visible: Shown, description: str | None = None, unit: str = "tok"
+    ) -> None:
+        self._num_layers, self._tell = num_layers, visible if callable(visible) else None
+        self._stage, self._done, self._total = description or f"layer 1/{num_layers}", 0.0, num_layers * num_tokens
         self._bar = tqdm(
-            total=num_layers * num_tokens,
-            unit="tok",
+            total=self._total or None,
+            unit=unit,
             unit_scale=True,
-            disable=not visible,
-            desc=description or f"layer 1/{num_layers}",
+            disable=visible is not True,
+            desc=self._stage,
             smoothing=0.1,
         )
 
@@ -28,16 +59,20 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def advance(self, num_tokens: float) -> None:
-        """Count tokens that passed a part of a layer."""
-        self._bar.update(num_tokens)
+    def advance(self, amount: float) -> None:
+        """Count tokens that passed a part of a layer, or bytes."""
+        self._bar.update(amount)
+        if self._tell is not None:
+            self._done += amount
+            self._tell(Progress(self._stage, self._done, self._total or None))
 
     def layer_done(self, layer: LayerReport) -> None:
         """Show the layer's worst error and the number of the next layer."""
         known = [sublayer.predicted_error or sublayer.measured_error for sublayer in layer.sublayers]
         errors = [error for error in known if error is not None]
         shown = f"{max(errors):.3f}" if errors else "–"
-        self._bar.set_description(f"layer {min(layer.layer + 2, self._num_layers)}/{self._num_layers}")
+        self._stage = f"layer {min(layer.layer + 2, self._num_layers)}/{self._num_layers}"
+        self._bar.set_description(self._stage)
         self._bar.set_postfix_str(f"error {shown}, peak {layer.peak_bytes / 2**30:.2f} GiB")
 
 

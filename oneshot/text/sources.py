@@ -17,6 +17,7 @@ HUB_ALIASES = {
     "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "text"),
     "c4": ("allenai/c4", "en", "train", "text"),
 }
+SHORT_NAMES = ("builtin", *HUB_ALIASES)
 PAIR_COLUMN = "text_pair"
 SHUFFLE_BUFFER = 10_000
 LONGEST_DOCUMENT = 4_000_000  # characters of a text file that are tokenised at once

@@ -1,0 +1,1 @@
+"""`oneshot.compress`, `predict`, `profile` and `evaluate`: Python's functions, on names or on objects in memory."""

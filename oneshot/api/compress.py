@@ -1,0 +1,113 @@
+"""`oneshot.compress`, `oneshot.predict` and `oneshot.profile`: a run on names or on objects in memory."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from oneshot import pipeline
+from oneshot.api.inputs import request
+from oneshot.api.result import Result
+from oneshot.planning import Profile
+from oneshot.report.progress import Shown
+from oneshot.report.records import Footprint
+from oneshot.settings import RECIPE_NAME, recipe_text
+
+
+def compress(
+    model: Any,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    sparsity: float | None = None,
+    params: str | int | None = None,
+    calibration: Any = None,
+    form: str | None = None,
+    recipe: str | None = None,
+    tokenizer: Any = None,
+    num_sequences: int | None = None,
+    sequence_length: int | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    dtype: Any = None,
+    max_memory: str | int | None = None,
+    save_dtype: Any = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Shown = True,
+    **settings: Any,
+) -> Result:
+    """Make a model smaller, in one run and without training, and return where it is and what it took.
+
+    A model in memory is not changed: it is written to a temporary folder and read from there layer by layer. The
+    smaller model is on disk; `Result.load` opens it.
+
+    Args:
+        model: a folder of safetensors, a `.gguf` file, a name on the hub, or a model of transformers.
+        output: the folder to write, which must not exist; None: `NAME-oneshot-0.20` in the working folder.
+        sparsity: fraction of the stored parameters to remove. params: stored parameters to keep, such as `"900M"`; give
+            one of the two.
+        calibration: text like the one that the model will read: a source as on the command line (default `"c4"`), a
+            path, a list of strings or of chats, a `datasets.Dataset`, a `DataLoader`, or token ids `(sequences,
+            length)`.
+        form: `stock`, `per-layer`, `nemotron-nas` or `gguf`. recipe: a named method.
+        tokenizer: of a model in memory; None: the one that lies where the model came from.
+        num_sequences: of the calibration text. sequence_length: tokens of each. seed: of all random choices.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`. dtype: of the computation.
+        max_memory: bound of the host memory, such as `"8GiB"`.
+        save_dtype: of the stored weights; None: as the input.
+        overwrite: replace the output. resume: continue an interrupted run.
+        progress: whether bars are shown, or a function that is called with a `Progress` instead.
+        settings: any other field of `Method`, `Target`, `MachineOptions` or `Config`, as `ffn="obs"`.
+
+    Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
+    """
+    given = {
+        "sparsity": sparsity,
+        "params": params,
+        "calibration": calibration,
+        "form": form,
+        "recipe": recipe,
+        "num_sequences": num_sequences,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "device": device,
+        "dtype": dtype,
+        "max_memory": max_memory,
+        "save_dtype": save_dtype,
+        "overwrite": overwrite or None,
+        "resume": resume or None,
+    }
+    with request(model, output, tokenizer, given | settings) as asked:
+        report = pipeline.compress(asked.config, show_progress=progress)
+        folder = Path(asked.config.output).expanduser()
+        if asked.in_memory:
+            (folder / RECIPE_NAME).write_text(recipe_text(asked.config, in_memory=asked.in_memory), encoding="utf-8")
+        source = None if "checkpoint" in asked.in_memory else asked.config.checkpoint
+        return Result(folder, report, source)
+
+
+def predict(
+    model: Any, output: str | os.PathLike[str] | None = None, *, tokenizer: Any = None, **options: Any
+) -> Footprint:
+    """Return what `compress` with these options would take: memory, disk, parameters and time; nothing is written.
+
+    Options are those of `compress`. Raises as `compress` for everything that is known before the first weight is read.
+    """
+    with request(model, output, tokenizer, options) as asked:
+        return pipeline.predict(asked.config)
+
+
+def profile(
+    model: Any,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    tokenizer: Any = None,
+    progress: Shown = True,
+    **options: Any,
+) -> Profile:
+    """Measure once what smaller sizes cost, for several results: `compress(…, profile=output)` plans from it.
+
+    Options are those of `compress` on the text and the machine; a size is not needed. Without an output the folder is
+    `NAME-profile` in the working folder.
+    """
+    with request(model, output, tokenizer, {"sparsity": 0.0} | options, ending="-profile") as asked:
+        return pipeline.profile(asked.config, show_progress=progress)

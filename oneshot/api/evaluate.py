@@ -1,0 +1,66 @@
+"""`oneshot.evaluate`: quality, sizes and latency of models beside a baseline, on names or on objects in memory."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from oneshot.api.models import save_model
+from oneshot.api.texts import save_text
+from oneshot.errors import CalibrationError
+from oneshot.evaluation import Evaluation
+from oneshot.evaluation import evaluate as evaluate_checkpoints
+from oneshot.text import SHORT_NAMES
+
+
+def evaluate(
+    model: Any, text: Any = (), *, baseline: Any = None, tokenizer: Any = None, **options: Any
+) -> list[Evaluation]:
+    """Measure a model, and a baseline beside it.
+
+    Args:
+        model: a folder, a `.gguf` file, a name on the hub, or a model of transformers. baseline: the same.
+        text: a source as on the command line, a list of such sources, or text in memory as `compress` takes it for
+            calibration; without text only sizes and latency are measured.
+        tokenizer: of models in memory; None: the one that lies where the model came from.
+        options: of `evaluation.evaluate`, such as `sequence_length`, `max_windows`, `tasks`, `decode_tokens`.
+
+    Returns the numbers of the model, then the baseline's. A list of strings counts as sources if each is a file or the
+    short name of a data set.
+    """
+    with tempfile.TemporaryDirectory(prefix="oneshot-") as name:
+        scratch = Path(name)
+
+        def named(given: Any, place: str) -> str:
+            if isinstance(given, str | os.PathLike):
+                return os.fspath(given)
+            (scratch / place).mkdir()
+            return str(save_model(given, tokenizer, scratch / place))
+
+        return evaluate_checkpoints(
+            [named(model, "model")],
+            _sources(text, scratch),
+            baseline=None if baseline is None else named(baseline, "baseline"),
+            **options,
+        )
+
+
+def _sources(text: Any, scratch: Path) -> list[str]:
+    """Return the names of sources; text in memory is written to a file."""
+    if isinstance(text, str | os.PathLike):
+        return [os.fspath(text)]
+    if isinstance(text, list | tuple) and all(
+        isinstance(item, os.PathLike) or (isinstance(item, str) and _is_source(item)) for item in text
+    ):
+        return [os.fspath(item) for item in text]
+    source, sizes = save_text(text, scratch, num_sequences=10**9, seed=0)
+    if sizes:
+        raise CalibrationError("Token ids are for calibration; give evaluate the texts.")
+    return [source]
+
+
+def _is_source(name: str) -> bool:
+    try:
+        return name in SHORT_NAMES or Path(name).is_file()
+    except OSError:  # longer than a name may be
+        return False

@@ -1,0 +1,69 @@
+"""What a caller gives, names and objects in memory, becomes a config; objects lie in a folder until the end."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from oneshot.api.models import save_model
+from oneshot.api.texts import save_text
+from oneshot.config import Config, MachineOptions, TextOptions, own_name
+from oneshot.errors import ConfigError
+from oneshot.footprint import offload_folder
+
+
+@dataclass(frozen=True)
+class Request:
+    """A config, and the options of it that were objects in memory and not names."""
+
+    config: Config
+    in_memory: tuple[str, ...] = ()
+
+
+@contextmanager
+def request(
+    model: Any, output: Any, tokenizer: Any, options: Mapping[str, Any], *, ending: str = ""
+) -> Iterator[Request]:
+    """Make the config of a call; objects in memory lie in a temporary folder until the end.
+
+    Args:
+        model: a path, a hub name, a model of transformers, or a `Config` that has all options.
+        output: None for a folder in the working folder that is named after the model, with `ending` if that is given.
+        options: as `Config.of` takes them; those that are None count as not given. `calibration`: as
+            `texts.save_text` takes it.
+
+    Raises a subclass of `OneshotError` for everything that cannot be used.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(model, Config):
+        if output is not None or given:
+            raise ConfigError("A Config has all options; give them there.")
+        yield Request(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="oneshot-", dir=_scratch(given)) as name:
+        in_memory = []
+        calibration = given.get("calibration", "")
+        if not isinstance(calibration, str | os.PathLike):
+            limit, seed = given.get("num_sequences", TextOptions().num_sequences), given.get("seed", 0)
+            source, sizes = save_text(calibration, Path(name), num_sequences=limit, seed=seed)
+            given = sizes | given | {"calibration": source}
+            in_memory.append("calibration")
+        checkpoint = model
+        if not isinstance(model, str | os.PathLike):
+            checkpoint = save_model(model, tokenizer, Path(name))
+            in_memory.append("checkpoint")
+        elif tokenizer is not None:
+            raise ConfigError("A tokenizer is given for a model in memory; leave it out beside a path or a hub name.")
+        config = Config.of(checkpoint, output, **given)
+        if output is None and ending:
+            config = replace(config, output=f"{own_name(config.checkpoint)}{ending}")
+        yield Request(config, tuple(in_memory))
+
+
+def _scratch(options: Mapping[str, Any]) -> Path:
+    """Return the folder for scratch files that the options name, or the system's."""
+    folder = options.get("offload_dir")
+    return offload_folder(MachineOptions(offload_dir=None if folder is None else os.fspath(folder)))

@@ -1,0 +1,81 @@
+"""A model in memory, written to a folder that a run reads layer by layer, as any other checkpoint."""
+
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from oneshot.errors import CalibrationError, CheckpointError, cause
+from oneshot.text import load_tokenizer
+
+CARD = "README.md"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """Write a model of transformers and its tokenizer into a folder of `folder`; return that folder.
+
+    The model stays as it is. It is written in its own dtype, one file of 5 GB after the other.
+
+    Args:
+        model: a `PreTrainedModel`. tokenizer: with `save_pretrained`, or a path or hub name; None: the one that lies
+            where the model came from, or none.
+
+    Raises `CheckpointError` for anything that is not a whole model of transformers.
+    """
+    from transformers import PreTrainedModel
+    from transformers.utils import logging
+
+    if not isinstance(model, PreTrainedModel):
+        raise CheckpointError(f"A {type(model).__name__} is not a model of transformers{_remedy(model)}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise CheckpointError("The model has weights on the device meta; load it without offloading, or give its path.")
+    origin = str(model.config._name_or_path or "")
+    place = folder / (Path(origin).name or type(model).__name__)
+    before, shows_bar = deepcopy(model.config.__dict__), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(place)
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise CheckpointError(
+            f"The model cannot be saved ({cause(error)}); give the path of its checkpoint."
+        ) from error
+    finally:
+        model.config.__dict__.clear()
+        model.config.__dict__.update(before)  # saving notes the class and the dtype there
+        if shows_bar:
+            logging.enable_progress_bar()
+    found = _tokenizer(tokenizer, origin)
+    if found is not None:
+        found.save_pretrained(place)
+    if HUB_NAME.fullmatch(origin) and not Path(origin).exists():
+        (place / CARD).write_text(f"---\nbase_model: {origin}\n---\n", encoding="utf-8")
+    elif (Path(origin) / CARD).is_file():
+        (place / CARD).write_bytes((Path(origin) / CARD).read_bytes())
+    return place
+
+
+def _remedy(model: Any) -> str:
+    """Return the end of the sentence on an object that is not a model of transformers."""
+    if hasattr(model, "merge_and_unload"):
+        return "; give model.merge_and_unload()."
+    if hasattr(model, "_orig_mod"):
+        return "; give the model that was compiled (model._orig_mod)."
+    return "; give one, a path, or a name on the hub."
+
+
+def _tokenizer(tokenizer: Any, origin: str) -> Any:
+    """Return a tokenizer that is given, or lies where the model came from; None without one."""
+    from transformers import AutoTokenizer
+
+    if hasattr(tokenizer, "save_pretrained"):
+        return tokenizer
+    name = str(tokenizer or origin)
+    if not name:
+        return None
+    try:
+        return load_tokenizer(Path(name)) if Path(name).is_dir() else AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the readers of tokenizers raise many unrelated types; the cause is named and chained
+        if tokenizer is None:
+            return None
+        raise CalibrationError(f"The tokenizer {name} cannot be read ({cause(error)}); give another.") from error

@@ -1,0 +1,214 @@
+"""`oneshot.compress` on objects in memory does what it does on the files that hold the same."""
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, build_model, topics
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoModelForCausalLM
+
+import oneshot
+from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OneshotError
+from oneshot.text import load_text
+
+SMALL: dict[str, Any] = {"sparsity": 0.2, "device": "cpu", "dtype": "float32", "progress": False, "batch_size": 16}
+SIZES = {"num_sequences": 16, "sequence_length": 32}
+TEXTS = [topics(start, start + 1) for start in range(12)]
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Any:
+    """`weights(name)`: the stored tensors of the result of this name."""
+    return lambda name: load_file(tmp_path / name / "model.safetensors")
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def test_a_model_in_memory_gives_the_bytes_of_its_folder_and_stays_as_it_is(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, weights: Any
+) -> None:
+    folder = make_checkpoint()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    before, config = deepcopy(model.state_dict()), model.config.to_dict()
+    for given, name in ((folder, "from-folder"), (model, "from-memory")):
+        oneshot.compress(given, tmp_path / name, calibration=text_file, **SMALL, **SIZES)
+    assert_same(weights("from-folder"), weights("from-memory"))
+    assert_same(before, model.state_dict())
+    assert model.config.to_dict() == config
+    recipe = (tmp_path / "from-memory" / "recipe.yaml").read_text()
+    assert "checkpoint: null" in recipe
+    assert "in memory" in recipe
+    report = json.loads((tmp_path / "from-memory" / "oneshot_report.json").read_text())
+    assert Path(report["config"]["checkpoint"]).name == folder.name
+
+
+def test_a_model_that_was_never_stored_needs_a_tokenizer(
+    tokenizer: Any, tokenizer_folder: Path, text_file: Path, tmp_path: Path, weights: Any
+) -> None:
+    model = build_model()
+    with pytest.raises(CalibrationError, match="tokenizer"):
+        oneshot.compress(model, tmp_path / "out", calibration=text_file, **SMALL, **SIZES)
+    assert list(tmp_path.iterdir()) == []
+    for given, name in ((tokenizer, "object"), (tokenizer_folder, "path")):
+        oneshot.compress(model, tmp_path / name, tokenizer=given, calibration=text_file, **SMALL, **SIZES)
+    assert_same(weights("object"), weights("path"))
+    assert (tmp_path / "object" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (torch.nn.Linear(2, 2), "A Linear is not a model of transformers; give one"),
+        (torch.nn.Sequential(), "not a model of transformers"),
+        (3, "A int is not a model"),
+    ],
+    ids=str,
+)
+def test_other_objects_are_refused(model: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        oneshot.compress(model, tmp_path / "out", **SMALL)
+
+
+def test_an_adapter_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    class Adapted(torch.nn.Module):
+        def merge_and_unload(self) -> None: ...
+
+    with pytest.raises(CheckpointError, match="merge_and_unload"):
+        oneshot.compress(Adapted(), tmp_path / "out", **SMALL)
+    with torch.device("meta"), pytest.raises(CheckpointError, match="meta"):
+        oneshot.compress(AutoModelForCausalLM.from_config(build_model().config), tmp_path / "out", **SMALL)
+
+
+# Text
+
+
+def rows() -> list[dict[str, Any]]:
+    return [{"text": text, "id": f"topic-{number}", "length": len(text)} for number, text in enumerate(TEXTS)]
+
+
+def test_strings_and_rows_are_the_file_that_holds_them(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, weights: Any
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    for given, name in ((path, "file"), (TEXTS, "strings"), (iter(TEXTS), "iterator"), (rows(), "rows")):
+        oneshot.compress(make_checkpoint(), tmp_path / name, calibration=given, **SMALL, **SIZES)
+    for name in ("strings", "iterator", "rows"):
+        assert_same(weights("file"), weights(name))
+    assert "calibration: null" in (tmp_path / "strings" / "recipe.yaml").read_text()
+
+
+def test_data_sets_are_read_in_a_seeded_order(make_checkpoint: MakeCheckpoint, tmp_path: Path, weights: Any) -> None:
+    from datasets import Dataset, DatasetDict
+
+    dataset = Dataset.from_list(rows())
+    for name, seed in (("first", 1), ("again", 1), ("other", 2)):
+        oneshot.compress(make_checkpoint(), tmp_path / name, calibration=dataset, seed=seed, **SMALL, **SIZES)
+    assert_same(weights("first"), weights("again"))
+    with pytest.raises(AssertionError):
+        assert_same(weights("first"), weights("other"))
+    result = oneshot.compress(
+        make_checkpoint(), tmp_path / "streamed", calibration=dataset.to_iterable_dataset(), **SMALL, **SIZES
+    )
+    assert result.report.calibration is not None
+    assert result.report.calibration["num_tokens"] == 16 * 32
+    splits = DatasetDict({"train": dataset, "test": dataset})
+    with pytest.raises(CalibrationError, match="splits train, test"):
+        oneshot.compress(make_checkpoint(), tmp_path / "splits", calibration=splits, **SMALL)
+
+
+@pytest.fixture
+def token_ids(tokenizer: Any, text_file: Path) -> torch.Tensor:
+    return load_text(str(text_file), tokenizer, num_sequences=16, sequence_length=32, seed=0).token_ids
+
+
+def loaders(token_ids: torch.Tensor) -> Iterator[tuple[str, DataLoader[Any]]]:
+    """Yield loaders of the same tokens: tensors, tuples of tensors, dictionaries, and batches padded on the left."""
+    yield "tensors", DataLoader(token_ids, batch_size=4)  # type: ignore[arg-type]
+    yield "tuples", DataLoader(TensorDataset(token_ids), batch_size=5)
+    examples: list[dict[str, torch.Tensor]] = [{"input_ids": ids, "labels": ids} for ids in token_ids]
+    yield "dictionaries", DataLoader(examples, batch_size=3)  # type: ignore[arg-type]
+    padding = torch.full((len(token_ids), 7), 1)
+    padded = torch.cat([padding, token_ids], dim=1)
+    mask = torch.cat([torch.zeros_like(padding), torch.ones_like(token_ids)], dim=1)
+    masked = [{"input_ids": ids, "attention_mask": each} for ids, each in zip(padded, mask, strict=True)]
+    yield "padded", DataLoader(masked, batch_size=4)  # type: ignore[arg-type]
+
+
+def test_tokens_in_every_container_are_the_same_tokens(
+    token_ids: torch.Tensor, make_checkpoint: MakeCheckpoint, tmp_path: Path, weights: Any
+) -> None:
+    given = {"tensor": token_ids, "int32": token_ids.int(), "array": token_ids.numpy(), "lists": token_ids.tolist()}
+    for name, calibration in (given | dict(loaders(token_ids))).items():
+        result = oneshot.compress(make_checkpoint(), tmp_path / name, calibration=calibration, **SMALL)
+        described = result.report.calibration
+        assert described is not None
+        assert (described["num_sequences"], described["sequence_length"]) == (16, 32)
+        assert_same(weights("tensor"), weights(name))
+
+
+def test_tokens_need_no_tokenizer(token_ids: torch.Tensor, tmp_path: Path) -> None:
+    result = oneshot.compress(build_model(), tmp_path / "out", calibration=token_ids, **SMALL)
+    assert result.load()(token_ids).logits.shape == (16, 32, 400)
+
+
+def test_loaders_of_strings_and_a_limit(
+    token_ids: torch.Tensor, make_checkpoint: MakeCheckpoint, tmp_path: Path, weights: Any
+) -> None:
+    strings: DataLoader[Any] = DataLoader(TEXTS, batch_size=4)  # type: ignore[arg-type]
+    for name, given in (("strings", TEXTS), ("loader", strings)):
+        oneshot.compress(make_checkpoint(), tmp_path / name, calibration=given, **SMALL, **SIZES)
+    assert_same(weights("strings"), weights("loader"))
+    (_, loader), *_ = loaders(token_ids)
+    result = oneshot.compress(make_checkpoint(), tmp_path / "few", calibration=loader, num_sequences=6, **SMALL)
+    assert result.report.calibration is not None
+    assert result.report.calibration["num_sequences"] == 6
+
+
+@pytest.mark.parametrize(
+    ("calibration", "reason"),
+    [
+        ([], "empty"),
+        ([3.5], "3.5 is neither a string, nor a chat"),
+        (["text", None], "None is neither"),
+        ({"text": "a"}, "A dict is not text"),
+        (b"bytes", "A bytes is not text"),
+        (7, "A int is not text"),
+        (torch.zeros(2, 3), "torch.float32 of shape"),
+        (torch.zeros(6).long(), "shape \\(6,\\)"),
+        (torch.zeros(0, 3).long(), "shape \\(0, 3\\)"),
+        (torch.full((2, 8), -100), "negative token -100"),
+        ([[1, 2], [1]], "several lengths"),
+        (torch.full((4, 8), 400), "400"),
+    ],
+    ids=str,
+)
+def test_text_that_cannot_be_used(
+    calibration: Any, reason: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    with pytest.raises(OneshotError, match=reason):
+        oneshot.compress(make_checkpoint(), tmp_path / "out", calibration=calibration, **SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tokens_are_for_models_that_write_text(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    encoder = make_checkpoint(family="bert", model_class="BertForMaskedLM")
+    with pytest.raises(CalibrationError, match="only models that write text read"):
+        oneshot.compress(encoder, tmp_path / "out", calibration=torch.ones(8, 16).long(), **SMALL | {"sparsity": 0.1})
+
+
+def test_options_beside_a_config_are_refused(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    config = oneshot.Config.of(make_checkpoint(), tmp_path / "out", sparsity=0.2)
+    with pytest.raises(ConfigError, match="A Config has all options"):
+        oneshot.compress(config, sparsity=0.3)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        oneshot.compress(make_checkpoint(), tmp_path / "out", tokenizer="x", **SMALL)

@@ -1,0 +1,164 @@
+"""`Result`: what it shows, loads, measures and uploads; `oneshot.predict`, `profile` and `evaluate`; progress."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, build_model, topics
+
+import oneshot
+from oneshot.api.hub import push
+from oneshot.errors import OutputError
+
+SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_sequences": 8, "sequence_length": 32}
+IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def result(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> oneshot.Result:
+    return oneshot.compress(
+        make_checkpoint(),
+        tmp_path / "out",
+        sparsity=0.2,
+        calibration=text_file,
+        form="per-layer",
+        round_to=1,
+        progress=False,
+        **SMALL,
+    )
+
+
+def test_a_result_is_five_lines_and_a_table(result: oneshot.Result) -> None:
+    lines = repr(result).splitlines()
+    assert len(lines) == 5
+    stored = result.report.stored_parameters
+    assert f"{stored['dense']:,} → {stored['compressed']:,}" in lines[2]
+    assert str(result.output) in lines[1]
+    assert "form per-layer" in lines[3]
+    page = result._repr_html_()
+    assert page.count("<tr>") == 4
+    assert f"{stored['compressed']:,}" in page
+
+
+def test_a_result_is_loaded_and_measured(result: oneshot.Result, other_text_file: Path) -> None:
+    model = result.load(dtype=torch.float32)
+    assert (
+        sum(tensor.numel() for tensor in model.state_dict().values()) == result.report.stored_parameters["compressed"]
+    )
+    assert not model.training
+    options: dict[str, Any] = {"sequence_length": 32, "max_windows": 2, "decode_tokens": 0, "device": "cpu"}
+    measured, dense = result.evaluate(other_text_file, **options)
+    assert measured.stored_parameters == result.report.stored_parameters["compressed"]
+    assert dense.stored_parameters == result.report.stored_parameters["dense"]
+    logits = model(IDS).logits
+    assert logits.shape == (2, 24, 400)
+
+
+def test_evaluation_takes_texts_and_models_in_memory(
+    result: oneshot.Result, make_checkpoint: MakeCheckpoint, tokenizer: Any, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"sequence_length": 32, "max_windows": 2, "decode_tokens": 0, "device": "cpu"}
+    text = topics(30, 31)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
+    from_file = oneshot.evaluate(make_checkpoint(), tmp_path / "text.jsonl", baseline=result.output, **options)
+    from_memory = oneshot.evaluate(build_model(), [text], baseline=result.load(), tokenizer=tokenizer, **options)
+    for left, right in zip(from_file, from_memory, strict=True):
+        assert list(left.perplexity.values()) == list(right.perplexity.values())
+    with pytest.raises(oneshot.OneshotError, match="give evaluate the texts"):
+        oneshot.evaluate(make_checkpoint(), IDS)
+
+
+def test_a_gguf_result_says_who_opens_it(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
+    made = oneshot.compress(
+        make_checkpoint(), tmp_path / "out", sparsity=0.2, calibration=text_file, form="gguf", progress=False, **SMALL
+    )
+    with pytest.raises(OutputError, match="GGUF file"):
+        made.load()
+
+
+def test_prediction_and_profile(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = make_checkpoint()
+    predicted = oneshot.predict(checkpoint, sparsity=0.2, calibration=text_file, **SMALL)
+    assert list(tmp_path.iterdir()) == []
+    profile = oneshot.profile(checkpoint, calibration=text_file, progress=False, **SMALL)
+    assert isinstance(profile, oneshot.Profile)
+    made = oneshot.compress(
+        str(checkpoint),
+        sparsity=0.2,
+        calibration=text_file,
+        form="per-layer",
+        profile=tmp_path / f"{checkpoint.name}-profile",
+        progress=False,
+        **SMALL,
+    )
+    assert made.output == Path(f"{checkpoint.name}-oneshot-0.20")
+    assert made.output.is_dir()
+    assert made.report.stored_parameters["dense"] == predicted.stored_parameters["dense"]
+
+
+def test_progress_is_told(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every stage is told, counts upwards, and none passes its total; nothing is on stderr."""
+    told: list[oneshot.Progress] = []
+    oneshot.compress(
+        make_checkpoint(),
+        tmp_path / "out",
+        sparsity=0.2,
+        calibration=text_file,
+        form="per-layer",
+        round_to=1,
+        progress=told.append,
+        **SMALL,
+    )
+    stages = list(dict.fromkeys(event.stage for event in told))
+    for part in ("opening", "reading the text", "profile", "planning", "layer 1/2", "layer 2/2", "writing"):
+        assert any(stage.startswith(part) for stage in stages), part
+    assert all(event.total is None or event.done <= event.total for event in told)
+    assert next(event.done for event in reversed(told) if event.stage == "layer 2/2") == 2 * 8 * 32
+    assert "layer" not in capsys.readouterr().err
+
+
+class FakeHub:
+    """What `push` asks of `HfApi`: it keeps the files that a repository would have."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.files: dict[str, bytes] = {}
+        self.made: dict[str, Any] = {}
+        self._refuses = refuses
+
+    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> Any:
+        if self._refuses:
+            raise ValueError("401 Client Error")
+        self.made = {"repo_id": repo_id, "private": private, "exist_ok": exist_ok}
+        return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+    def upload_folder(
+        self, *, repo_id: str, folder_path: Path, commit_message: str, ignore_patterns: list[str]
+    ) -> None:
+        assert repo_id == "me/small"
+        for path in folder_path.rglob("*"):
+            if path.is_file() and path.name not in ignore_patterns:
+                self.files[path.relative_to(folder_path).as_posix()] = path.read_bytes()
+
+
+def test_an_upload_has_every_file_and_no_path_of_this_machine(
+    result: oneshot.Result, make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path
+) -> None:
+    hub = FakeHub()
+    push(result.output, result.report, "small", private=True, api=hub)
+    assert hub.made == {"repo_id": "small", "private": True, "exist_ok": True}
+    assert hub.files.keys() == {path.name for path in result.output.iterdir()}
+    assert hub.files["model.safetensors"] == (result.output / "model.safetensors").read_bytes()
+    for name, content in hub.files.items():
+        for path in (text_file, make_checkpoint(), tmp_path):
+            assert str(path.parent).encode() not in content, name
+    assert f"calibration: {text_file.name}" in hub.files["recipe.yaml"].decode()
+    with pytest.raises(OutputError, match=r"cannot be uploaded to small \(401 Client Error\)"):
+        push(result.output, result.report, "small", api=FakeHub(refuses=True))
