@@ -10,6 +10,13 @@ from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
 from quality_rows import quality_rows
 from tables.claims import claims_table
 from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, sums_table
+from tables.gpu_measured import (
+    gpu_first_run_table,
+    gpu_gram_table,
+    gpu_rates_table,
+    gpu_runs_table,
+    gpu_sketch_table,
+)
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.inner_sizes import inner_sizes_table, stream_errors_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
@@ -56,6 +63,7 @@ DOCUMENTS = (
     ROOT / "docs" / "recipes" / "oneshot.md",
     KERNELS / "pivoted_qr" / "README.md",
     KERNELS / "count_sketch" / "README.md",
+    KERNELS / "gram" / "README.md",
 )
 
 # table: (function, results file)
@@ -90,6 +98,11 @@ TABLES = {
     "pareto_fallback": (pareto_fallback_table, "pareto"),
     "pareto_frontier": (pareto_frontier_table, "pareto"),
     "sketch_quality": (sketch_table, "sketch_quality"),
+    "gpu_rates": (gpu_rates_table, "gpu"),
+    "gpu_runs": (gpu_runs_table, "gpu"),
+    "gpu_first_run": (gpu_first_run_table, "gpu_estimate"),
+    "gpu_sketch": (gpu_sketch_table, "gpu"),
+    "gpu_gram": (gpu_gram_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),
     **{

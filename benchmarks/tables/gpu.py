@@ -5,14 +5,19 @@ from harness import Row, latest, read_rows
 from tables.cells import markdown, origin
 
 GIB = 2**30
-REST = ("energies", "condition", "output head", "embedding", "transfer")
+REST = ("ranks", "energies", "condition", "output head", "embedding", "transfer")
+
+
+def estimates() -> list[Row]:
+    """Return the rows of today's code; those of the first run are another table."""
+    return [row for row in read_rows("gpu_estimate") if "measured" not in row]
 
 
 def gpu_times_table() -> str:
     """Seconds by phase."""
     head = ["model", "card", "run", "start and text", "forward", "sums", "pivots", "solve", "rest", "total, estimated"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * 3 + "--:|" * 7]
-    for row in read_rows("gpu_estimate"):
+    for row in estimates():
         cells = _seconds(row) if row["fits"] else ["does not fit", *[""] * 6]
         lines.append("| " + " | ".join([row["model"], row["card"], row["run"], *cells]) + " |")
     return "\n".join(lines)
@@ -33,7 +38,7 @@ def gpu_memory_table() -> str:
         "| model | card | run | device, estimated | at | host, estimated | activations on |",
         "|---|---|---|--:|---|--:|---|",
     ]
-    for row in read_rows("gpu_estimate"):
+    for row in estimates():
         names = f"| {row['model']} | {row['card']} | {row['run']} |"
         if not row["fits"]:
             lines.append(f"{names} {_needed(row['reason'])} | | | |")

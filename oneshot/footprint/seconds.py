@@ -1,6 +1,7 @@
 """Predicted seconds of the stages of a run: their operations over the measured rates of this machine.
 
-They are right to a factor of two. Downloads, disks, and other work on the machine are not included.
+They are right to a factor of two. Downloads, disks, and other work on the machine are not included. Constants of a
+device were measured on an H100 (rows of `benchmarks/results/gpu.jsonl`).
 """
 
 import math
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from oneshot_kernels import cholesky_pivots_
+from oneshot_kernels.pivoted_qr.panels import WIDTH
 
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
@@ -26,13 +28,14 @@ from oneshot.text.self_written import DOCUMENT_TOKENS
 
 MATRIX = 1024  # columns of the matrices that are timed on a CPU; a device gets four times as many
 PIVOTED = 768
-PANEL = 64  # pivots between two updates of a whole Gram on a device
+CAPTURE_SECONDS = 8e-3  # of the graph of a panel, captured anew for every Gram
 SUMMED_BYTES = 32  # moved for a number of a batch: zero, sum and read in float32, then added in float64
 MOVED_BYTES = 256 * 2**20
 WARM_SECONDS = 0.05  # a device at rest has a low clock
-START_SECONDS = 3.0  # tokenizer, headers, report
-STEP_SECONDS = 0.8e-3  # of a layer while a device writes text token by token; estimated from its launches
-SOLVE_SECONDS = 0.5e-6  # for each row of a triangle that a device solves with one right-hand side; estimated
+START_SECONDS = 3.0  # tokenizer, headers, report, and what libraries do when a device uses them first
+STEP_SECONDS = 2.2e-3  # of a layer while a device writes text token by token
+SOLVE_SECONDS = 7.2e-8  # for each row of a triangle that a device solves with one right-hand side
+EIGEN_SECONDS = 7.1e-9  # for each number of a matrix whose eigenvectors a device finds, in float32
 
 Seconds = dict[str, float]  # by phase
 
@@ -45,7 +48,7 @@ class Rates:
         stream, sums, energies, double: operations of products: in the forward passes, in Grams, in the energies of the
             report, and in float64.
         pivoted: operations of pivoted Cholesky on a CPU.
-        pivot_seconds: of the launches of one pivot on a device; None for a CPU.
+        pivot_seconds: of one pivot on a device, without updates of the whole Gram; None for a CPU.
         bandwidth, link: bytes that a device moves in its memory, and to or from pinned host memory.
     """
 
@@ -65,12 +68,13 @@ class Rates:
     def pivots(self, size: int, kept: float) -> float:
         """Return the seconds of `kept` pivots of a Gram of `size` columns.
 
-        A device launches the kernels of each pivot, and updates the whole Gram after every panel of them.
+        A device updates one triangle of the Gram after every panel of pivots. The time of its memory and of its
+        arithmetic add up, because one product follows the other.
         """
         if self.pivot_seconds is None:
             return size**3 / 3 / self.pivoted
-        update = max(2 * 8 * size**2 / self.bandwidth, 2 * PANEL * size**2 / self.double)
-        return kept * self.pivot_seconds + kept / PANEL * update
+        update = 8 * size**2 / self.bandwidth + WIDTH * size**2 / self.double
+        return kept * self.pivot_seconds + kept / WIDTH * update + CAPTURE_SECONDS
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
@@ -97,12 +101,16 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     large, moved = gram(size), torch.empty(MOVED_BYTES, dtype=torch.uint8, device=device)
     waiting = torch.empty(MOVED_BYTES, dtype=torch.uint8, pin_memory=True)
     stream, other = product(dtype), torch.empty_like(moved)
+
+    def pivots(rank: int) -> float:
+        return _seconds(lambda: cholesky_pivots_(large.clone(), rank=rank), device)
+
     return Rates(
         stream,
         sums=stream,
         energies=product(torch.float32),
         double=product(torch.float64),
-        pivot_seconds=_seconds(lambda: cholesky_pivots_(large, rank=PANEL), device) / PANEL,
+        pivot_seconds=max(pivots(2 * PIVOTED) - pivots(PIVOTED), 0.0) / PIVOTED,  # without what is once for a Gram
         bandwidth=2 * MOVED_BYTES / _seconds(lambda: other.copy_(moved), device),
         link=MOVED_BYTES / _seconds(lambda: moved.copy_(waiting, non_blocking=True), device),
     )
@@ -186,7 +194,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
         "output head": PROBE_SEQUENCES * (probes_per_layer(kinds) * layers + 3) * logits,
     }
     if "rank" in kinds:
-        seconds["ranks"] = layers * _low_rank(work) / rates.energies
+        seconds["ranks"] = layers * _low_rank(work, rates)
     if rates.on_device:
         seconds["condition"] = layers * _condition(3 / 4 * size)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
@@ -231,7 +239,7 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
     if method.plans_ranks:
         read = tokens / batches_apart(tokens, hidden)
         grams = 2 * _gram(hidden, read) + _gram(_heads(work), read)
-        seconds["ranks"] += read * forward / rates.stream + grams / rates.sums + _low_rank(work) / rates.energies
+        seconds["ranks"] += read * forward / rates.stream + grams / rates.sums + _low_rank(work, rates)
     if schedule.finds_subspaces:
         seconds["solve"] += 6 * hidden * shape.layer_parameters() / rates.double
     if rates.on_device:
@@ -242,12 +250,14 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
     return seconds
 
 
-def _low_rank(work: Work) -> float:
-    """Return the operations that find the linears of low rank of a layer."""
-    shape = work.shape
-    directions = 4 * 24 * shape.hidden_size**3  # of four linears, and products with their roots
+def _low_rank(work: Work, rates: Rates) -> float:
+    """Return the seconds that find the linears of low rank of a layer."""
+    shape, size = work.shape, work.shape.hidden_size
     others = shape.intermediate_size + shape.num_key_value_heads * shape.head_dim  # outputs of down and of values
-    return directions + 4 * (shape.layer_parameters() - others * shape.hidden_size) * shape.hidden_size
+    products = 4 * (shape.layer_parameters() - others * size) * size
+    if rates.on_device:  # four linears: eigenvectors, and products with their roots
+        return 4 * EIGEN_SECONDS * size**2 + (products + 4 * 12 * size**3) / rates.energies
+    return (products + 4 * 24 * size**3) / rates.energies
 
 
 def _forward(work: Work) -> float:

@@ -1,0 +1,119 @@
+"""Tables of what `gpu.py` measured on GPUs, in docs/gpu.md and the kernels' documents."""
+
+from collections.abc import Sequence
+
+from harness import Row, latest, read_rows
+
+from tables.cells import markdown
+
+GB = 1e9
+
+
+def rows_of(*kinds: str) -> list[Row]:
+    """Return the rows of these kinds that a GPU made, oldest first."""
+    return [row for row in read_rows("gpu") if row["kind"] in kinds and row["device"] != "cpu"]
+
+
+def made_by(rows: Sequence[Row]) -> str:
+    """Return the cards and commits of rows."""
+    devices, commits = (list(dict.fromkeys(str(row[name]) for row in rows)) for name in ("device", "commit"))
+    return f"{', '.join(devices)}; commits {', '.join(commits)}"
+
+
+def gpu_rates_table() -> str:
+    """Measured rates beside those that estimates take."""
+    ceilings = {row["what"]: row for row in latest(rows_of("ceiling"), "what")}
+    others = {
+        row["what"]: row for row in latest(rows_of("factorisation"), "what", "n", "dtype") if row.get("n") != 2048
+    }
+    measured = [
+        f"{ceilings['product torch.bfloat16']['tflops']:.0f} TFLOP/s",
+        f"{ceilings['product torch.float32']['tflops']:.0f} TFLOP/s",
+        f"{ceilings['product torch.float64']['tflops']:.0f} TFLOP/s",
+        f"{ceilings['memory']['gbps'] / 1000:.2f} TB/s",
+        f"{ceilings['pinned upload']['gbps']:.0f} GB/s",
+        f"{ceilings['upload']['gbps']:.0f} GB/s",
+        f"{ceilings['launch']['microseconds']:.1f} µs",
+        f"{others['solve_triangular one side']['seconds'] * 1000:.2f} ms",
+    ]
+    names = (
+        *("bfloat16 products", "float32 products", "float64 products", "memory", "link, pinned", "link, pageable"),
+        *("a launch", "one right-hand side of a triangle of 7,552, float64"),
+    )
+    cards = {row["card"]: row["rates"] for row in read_rows("gpu_estimate") if "measured" not in row}
+    assumed = [
+        [
+            *(f"{rates[name] / 1e12:.3g} TFLOP/s" for name in ("stream", "energies", "double")),
+            *(f"{rates['bandwidth'] / 1e12:.2f} TB/s", f"{rates['link'] / GB:.0f} GB/s", "–", "–", "–"),
+        ]
+        for rates in cards.values()
+    ]
+    lines = [list(cells) for cells in zip(names, measured, *assumed, strict=True)]
+    head = ["", "H100, measured alone", *(f"{card}, in estimates" for card in cards)]
+    return markdown(head, lines, f"{made_by([*ceilings.values(), *others.values()])}.")
+
+
+def gpu_runs_table() -> str:
+    """Whole runs: seconds by stage and peaks, measured and predicted before the run."""
+    rows = rows_of("compress")
+    lines = []
+    for row in rows:
+        stages = [f"{row['seconds'][stage]:.1f}" if stage in row["seconds"] else "–" for stage in STAGES]
+        predicted = row["predicted"]
+        total = f"**{row['wall_seconds']:.1f} s** / {predicted['seconds']['total']:.0f} s"
+        device = f"{row['peak_device_bytes'] / GB:.1f} / {predicted['device_bytes'] / GB:.1f} GB"
+        host = f"{row['peak_bytes'] / GB:.1f} / {predicted['host_bytes'] / GB:.1f} GB"
+        lines.append([row["model"], row["form"], row["commit"], _card(row), *stages, total, device, host])
+    head = ["model", "form", "commit", "card", *STAGES, "in all / predicted", "device / predicted", "host / predicted"]
+    caption = "Measured seconds by stage and peaks; 262,144 tokens, `--sparsity 0.2`, bfloat16, random weights."
+    return markdown(head, lines, caption)
+
+
+STAGES = ("prepare", "profile", "layers", "write")
+
+
+def _card(row: Row) -> str:
+    return row["device"].removeprefix("NVIDIA ").split()[0]
+
+
+def gpu_first_run_table() -> str:
+    """What the model of time says of the first commit that ran on a GPU, beside what was measured there."""
+    rows = [row for row in read_rows("gpu_estimate") if "measured" in row]
+    lines = []
+    for row in rows:
+        stages = [
+            f"{sum(row['phases'].get(stage, {}).values()):.1f} / {row['measured'][stage]:.1f}"
+            for stage in ("prepare", "layers", "write")
+        ]
+        total = [f"{row['total']:.1f} / {row['measured_total']:.1f} s", f"{row['total'] / row['measured_total']:.2f}"]
+        lines.append([row["model"], row["run"], *stages, *total])
+    head = ["model", "form", "prepare", "layers", "write", "in all", "ratio"]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    return markdown(head, lines, f"Modelled / measured seconds of commit {commits} on the H100.")
+
+
+def gpu_sketch_table() -> str:
+    """CountSketch by torch and by Triton."""
+    rows = latest(rows_of("sketch"), "kernels", "columns", "dtype")
+    return _by_kernels(rows, ("torch", "triton"), "Seconds of a sketch of 2 n rows from 8,192 rows")
+
+
+def gpu_gram_table() -> str:
+    """Grams by products of panels and as one product, and by the Triton kernel that was here."""
+    rows = latest(rows_of("gram"), "kernels", "columns", "dtype")
+    return _by_kernels(
+        rows, ("torch", "one product", "triton"), "Seconds of the upper triangle of a Gram of 8,192 rows"
+    )
+
+
+def _by_kernels(rows: Sequence[Row], names: Sequence[str], caption: str) -> str:
+    cells: dict[tuple[int, str], dict[str, float]] = {}
+    for row in rows:
+        place = (row["columns"], row["dtype"].removeprefix("torch."))
+        cells.setdefault(place, {})[row["kernels"]] = row["seconds"]
+    lines = []
+    for (columns, dtype), seconds in cells.items():
+        times = [f"{seconds[name]:.3g}" if name in seconds else "–" for name in names]
+        ratio = f"{seconds['torch'] / seconds['triton']:.2f}" if "triton" in seconds else "–"
+        lines.append([f"{columns:,}", dtype, *times, ratio])
+    return markdown(["n", "rows", *names, "torch ÷ triton"], lines, f"{caption}; {made_by(rows)}.")
