@@ -59,6 +59,7 @@ SIZES = {
 
 
 TIED = {"1.1B"}  # embedding and output head
+MEASURED = "H100"
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,14 @@ def estimate(name: str, model: Model, card: str, run: str) -> dict[str, Any]:
 
 def first_run(model: Model, measured: Row) -> Row:
     """Return the row of a compression of the first commit that ran on a GPU: predicted stages beside measured ones."""
-    card, run = CARDS["H100"], measured["form"]
+    card, run = CARDS[MEASURED], measured["form"]
     config, work = described_work(model, card.memory, RUNS[run])
     rates = replace(card.rates, pivot_seconds=FIRST_PIVOT_SECONDS)
     phases = predicted_phases(work, rates, footprint_of(config, work, card.memory, None).store)
     phases["write"] = {"read, hashed and written again": measured["predicted"]["result_bytes"] / FIRST_BYTES_PER_SECOND}
     total = sum(sum(seconds.values()) for seconds in phases.values())
     return {
-        **{"model": measured["model"], "card": "H100", "run": run, "commit": measured["commit"]},
+        **{"model": measured["model"], "card": MEASURED, "run": run, "commit": measured["commit"]},
         **{"rates": asdict(rates), "phases": phases, "total": total},
         **{"measured": measured["seconds"], "measured_total": measured["wall_seconds"]},
     }
@@ -195,7 +196,8 @@ def main() -> int:
     if arguments.card_gib:
         return print_plan(arguments.model, arguments.card_gib, arguments.host_gib)
     models = {name: identify(Described(name)) for name in SIZES}
-    rows = [estimate(name, model, card, run) for name, model in models.items() for card in CARDS for run in RUNS]
+    cards = {name: list(CARDS) if name not in TIED else [MEASURED] for name in SIZES}
+    rows = [estimate(name, model, card, run) for name, model in models.items() for card in cards[name] for run in RUNS]
     rows += [first_run(models[row["model"]], row) for row in read_rows("gpu") if row["section"] == FIRST_RUN]
     (RESULTS / "gpu_estimate.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0
