@@ -37,7 +37,7 @@ from pathlib import Path
 
 from gpu_bundle import packages_folder
 from gpu_common import ROOT, Job, scratch_folder
-from gpu_kernels import ceilings, kernels, pivots, sanitizer, tests
+from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
 from gpu_real import compiled_forms, forms, quality
 from gpu_runs import agree, compressed, ranks
 
@@ -75,6 +75,7 @@ SECTIONS = {
     "ranks": Section(ranks, 60),
     "ceilings": Section(ceilings, 45),
     "kernels": Section(kernels, 60),
+    "factorisations": Section(factorisations, 60),
     "sanitizer": Section(sanitizer, 40),
 }
 ONE_OF_A_KIND = {name for name, section in SECTIONS.items() if not section.model} | {"7B per-layer+self"}  # if tiny

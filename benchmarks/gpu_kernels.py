@@ -6,13 +6,16 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from gpu_common import ROOT, Job
 
 NEEDED = ("torch", "transformers", "scipy", "psutil", "matplotlib", "triton", "pytest", "hypothesis", "numpy", "gguf")
 PIVOTED = ((4096, 2816), (11008, 7552), (11008, 11008), (14336, 9856))  # columns of a Gram, pivots that are taken
+TOGETHER = ((32, 128, 64), (8, 2048, 1024))  # Grams at once, their columns and pivots
 SANITIZED = """
 import torch
 from oneshot_kernels import cholesky_pivots_, sketch_
@@ -97,6 +100,41 @@ def pivots(job: Job) -> None:
             seconds = job.seconds_of(lambda g=gram: torch.linalg.cholesky_ex(g), 2)
             job.emit("pivots", what="Cholesky without pivots", columns=columns, seconds=seconds)
         del gram, work
+    for count, columns, rank in TOGETHER if job.cuda else ((3, 40, 20),):
+        grams = torch.stack([_gram(columns, job.device) for _ in range(count)])
+        seconds = job.seconds_of(lambda g=grams, r=rank: cholesky_pivots_(g.clone(), rank=r), 3)
+        alone = job.seconds_of(lambda g=grams, r=rank: [cholesky_pivots_(each, rank=r) for each in g.clone()], 3)
+        facts = {"grams": count, "columns": columns, "rank": rank}
+        together = cholesky_pivots_(grams.clone(), rank=rank)
+        one_by_one = torch.stack([cholesky_pivots_(each, rank=rank) for each in grams.clone()])
+        equal = bool((together == one_by_one).all())
+        job.emit("pivots", what="many Grams at once", **facts, seconds=seconds, alone_seconds=alone, equal=equal)
+
+
+def factorisations(job: Job) -> None:
+    """Time eigendecompositions, QR, LU, Cholesky and triangular solves."""
+    import torch
+
+    for size in (2048, 4096) if job.cuda else (64,):
+        for dtype in (torch.float32, torch.float64):
+            gram = _gram(size, job.device).to(dtype)
+            gram.diagonal().add_(1.0)
+            calls: dict[str, Callable[[], object]] = {
+                "eigh": partial(torch.linalg.eigh, gram),
+                "eigvalsh": partial(torch.linalg.eigvalsh, gram),
+                "qr": partial(torch.linalg.qr, gram),
+                "lu": partial(torch.linalg.lu_factor, gram),
+                "cholesky": partial(torch.linalg.cholesky_ex, gram),
+            }
+            for name, call in calls.items():
+                seconds = job.seconds_of(call, 1)
+                job.emit("factorisation", what=name, n=size, dtype=str(dtype), seconds=seconds)
+    size, right = (7552, 4096) if job.cuda else (64, 32)
+    lower = (torch.eye(size, device=job.device, dtype=torch.float64) + 1e-6).tril()
+    for name, columns in ((f"solve_triangular {size} x {right}", right), ("solve_triangular one side", 1)):
+        sides = torch.ones(size, columns, device=job.device, dtype=torch.float64)
+        seconds = job.seconds_of(lambda s=sides: torch.linalg.solve_triangular(lower, s, upper=False), 2)
+        job.emit("factorisation", what=name, dtype="fp64", seconds=seconds)
 
 
 def kernels(job: Job) -> None:

@@ -16,7 +16,7 @@ from gpu_models import write_model
 
 SPARSITY = 0.2
 TINY_TEXT = {"num_sequences": 8, "sequence_length": 64}
-AGREED_TEXT = {"num_sequences": 32, "sequence_length": 512}
+AGREED_TEXT = {"num_sequences": 16, "sequence_length": 512}
 AGREED_LAYERS = 6
 
 

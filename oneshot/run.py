@@ -87,7 +87,7 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Sho
                 yield run
             run.machine.workers.wait()  # others may still read from this one's scratch folder
         except KernelError as error:
-            raise DeviceError(f"{error} Unset ONESHOT_KERNELS to compute without Triton.") from error
+            raise DeviceError(f"{error} Set ONESHOT_KERNELS=torch to compute without Triton.") from error
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceError(
                 "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give a smaller "

@@ -1,9 +1,10 @@
 """The one place that chooses which implementation of a kernel runs.
 
-Rule: the torch version, on every device; on a GPU that is cuBLAS. The Triton kernels were compiled for GPUs but never
-run on one, so they are for those who ask. ``ONESHOT_KERNELS=reference|torch|triton`` forces one version for the whole
-process. Nothing here falls back in silence: a missing Triton when it was asked for, or a kernel that fails, is a
-`KernelError` that carries the reason. Only a full device stays the `torch.OutOfMemoryError` that callers know.
+Rule: the torch version, which on a GPU is cuBLAS; but Triton's, if Triton is installed, where it was measured to be
+faster on one: pivots, and sketches that are summed in fp32. ``ONESHOT_KERNELS=reference|torch|triton`` forces one
+version for the whole process; an operation without a Triton version then runs torch's. Nothing here falls back in
+silence: a missing Triton when it was asked for, or a kernel that fails, is a `KernelError` that carries the reason.
+Only a full device stays the `torch.OutOfMemoryError` that callers know.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Literal
 
@@ -19,6 +22,8 @@ import torch
 ENVIRONMENT_VARIABLE = "ONESHOT_KERNELS"
 
 Backend = Literal["reference", "torch", "triton"]
+
+WITH_TRITON = ("count_sketch",)  # operations of `run`; pivots choose for themselves
 
 
 class KernelError(RuntimeError):
@@ -78,21 +83,30 @@ def load_implementation(operation: str, backend: Backend) -> ModuleType:
         raise KernelError(f"{operation}: the {backend} version cannot be imported: {error}") from error
 
 
-def run(operation: str, function: str, tensor: torch.Tensor, *arguments: object) -> None:
-    """Call `function` of the implementation of `operation` that `choose_backend(tensor)` names.
+def run(operation: str, function: str, tensor: torch.Tensor, *arguments: object, default: Backend = "torch") -> None:
+    """Call `function` of the implementation of `operation` that `choose_backend(tensor, default)` names.
 
     A failure inside a Triton kernel (compilation, launch) is raised as `KernelError`. A full device is not: callers
     who can make their batches smaller wait for `torch.OutOfMemoryError`.
     """
-    backend = choose_backend(tensor)
+    backend = choose_backend(tensor, default)
+    if backend == "triton" and operation not in WITH_TRITON:
+        backend = "torch"
     implementation = getattr(load_implementation(operation, backend), function)
     if backend != "triton":
         implementation(*arguments)
         return
-    try:
+    with explained(f"{operation}.{function}", *(one for one in arguments if isinstance(one, torch.Tensor))):
         implementation(*arguments)
+
+
+@contextmanager
+def explained(operation: str, *tensors: torch.Tensor) -> Iterator[None]:
+    """Raise what a Triton kernel raises as `KernelError` with the operation and its tensors; a full device as it is."""
+    try:
+        yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        shapes = ", ".join(f"{tuple(a.shape)}:{a.dtype}" for a in arguments if isinstance(a, torch.Tensor))
-        raise KernelError(f"{operation}.{function}: the Triton kernel failed on ({shapes}): {error!r}") from error
+        shapes = ", ".join(f"{tuple(one.shape)}:{one.dtype}" for one in tensors)
+        raise KernelError(f"{operation}: the Triton kernel failed on ({shapes}): {error!r}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 KINDS = {
     *("machine", "ceiling", "rates", "tests", "predicted", "compress", "gram", "sketch", "pivots", "agree"),
-    *("speed", "quality", "ranks", "sanitizer"),
+    *("speed", "quality", "ranks", "sanitizer", "factorisation"),
 }
 
 

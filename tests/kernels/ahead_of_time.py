@@ -27,9 +27,8 @@ os.environ["ONESHOT_KERNELS"] = "triton"
 
 import torch
 import triton
-from oneshot_kernels import backend, cross_gram_, gram_, sketch_
+from oneshot_kernels import backend, sketch_
 from oneshot_kernels.count_sketch import kernel as sketch_kernel
-from oneshot_kernels.gram import kernel as gram_kernel
 from oneshot_kernels.pivoted_qr import triton_panel
 from oneshot_kernels.pivoted_qr.panels import WIDTH, Panel
 from triton.backends.compiler import GPUTarget
@@ -49,8 +48,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Compiled:
     """What one launch was compiled to.
 
-    `spilled_bytes` are those of a thread that live in memory for want of registers. `tensor_cores` are the instructions
-    that use them, without their operands.
+    `spilled_bytes` are those of a thread that live in memory for want of registers.
     """
 
     call: str
@@ -60,7 +58,6 @@ class Compiled:
     spilled_bytes: int
     shared_bytes: int
     shared_limit: int
-    tensor_cores: list[str]
 
 
 class Driver:
@@ -93,20 +90,15 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     for rows in DTYPES:
         for out in (torch.float32, torch.float64):
             for columns in (65,) if rows == torch.float16 else (128, 65):
-                a, b = torch.zeros(40, columns).to(rows), torch.zeros(40, 70).to(rows)
-                square, wide = torch.zeros(columns, columns, dtype=out), torch.zeros(columns, 70, dtype=out)
-                sketch = torch.zeros(32, columns, dtype=out)
+                a, sketch = torch.zeros(40, columns).to(rows), torch.zeros(32, columns, dtype=out)
                 what = f"{_name(rows)} → {_name(out)}, n = {columns}"
-                yield f"gram {what}", lambda square=square, a=a: gram_(square, a)
-                yield f"cross-gram {what}", lambda wide=wide, a=a, b=b: cross_gram_(wide, a, b)
                 yield f"sketch {what}", lambda sketch=sketch, a=a: sketch_(sketch, a, row_offset=0, seed=1)
     for out in (torch.float32, torch.float64):
         for columns in (512, 2047, 11_008, 28_672):  # the number of tiles is a constant of the kernel
             panel = Panel(torch.zeros(1, 1, 1, dtype=out).expand(1, columns, columns), WIDTH, columns)
             yield f"pivots {_name(out)}, n = {columns}", lambda panel=panel: triton_panel.take_pivots_(panel)
     turned = torch.zeros(64, 40, dtype=torch.bfloat16).mT
-    yield "gram of columns, bf16 → fp32", lambda: gram_(torch.zeros(64, 64), turned)
-    yield "gram of one column, bf16 → fp32", lambda: gram_(torch.zeros(1, 1), turned[:, :1].contiguous())
+    yield "sketch of columns, bf16 → fp32", lambda: sketch_(torch.zeros(32, 64), turned, row_offset=0, seed=1)
     late = torch.zeros(40, 64)
     yield "sketch of late rows", lambda: sketch_(torch.zeros(32, 64), late, row_offset=2**33, seed=1)
 
@@ -114,7 +106,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
 def compile_for(name: str) -> list[Compiled]:
     """Return a record of every binary that the calls need on the target of that name, under the first such call."""
     found: list[Compiled] = []
-    for module in (gram_kernel, sketch_kernel, triton_panel):
+    for module in (sketch_kernel, triton_panel):
         for function in vars(module).values():
             if isinstance(function, JITFunction):
                 function.device_caches.clear()  # its key is the device, which is "0" for every target
@@ -144,13 +136,11 @@ def _record(call: str, kernel: str, target: str, binary: Any) -> Compiled:
     if target.startswith("sm"):
         used = _cuobjdump(binary.asm["cubin"])
         registers, spilled = used["REG"], used["STACK"] + used["LOCAL"]
-        tensor_cores = re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned[.\w]*", binary.asm["ptx"])
     else:
         text = binary.asm["amdgcn"]
         registers, spilled = _field(text, ".vgpr_count"), _field(text, ".private_segment_fixed_size")
-        tensor_cores = re.findall(r"v_mfma_\w+", text)
     shared = int(binary.metadata.shared)
-    return Compiled(call, kernel, target, registers, spilled, shared, SHARED_LIMIT[target], sorted(set(tensor_cores)))
+    return Compiled(call, kernel, target, registers, spilled, shared, SHARED_LIMIT[target])
 
 
 def _cuobjdump(cubin: bytes) -> dict[str, int]:
@@ -176,13 +166,12 @@ def _name(dtype: torch.dtype) -> str:
 def table(found: list[Compiled]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
-        "| call | kernel | target | registers | spilled bytes | shared bytes | tensor cores |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| call | kernel | target | registers | spilled bytes | shared bytes |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for each in found:
         cells = (each.call, each.kernel, each.target, each.registers, each.spilled_bytes, each.shared_bytes)
-        instructions = ", ".join(each.tensor_cores) or "–"
-        lines.append("| " + " | ".join(map(str, (*cells, instructions))) + " |")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 

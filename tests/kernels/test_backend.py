@@ -4,18 +4,40 @@ import pytest
 import torch
 from matrices import seeded
 from oneshot_kernels import KernelError, backend, gram_, pivoted_cholesky, pivoted_qr, sketch_
+from oneshot_kernels.pivoted_qr.panels import eliminate_
 
 CUDA = type("FakeCuda", (), {"is_cuda": True, "device": "cuda:0"})()
 
 
 def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    for installed in (True, False):
-        monkeypatch.setattr(backend, "triton_installed", lambda installed=installed: installed)
-        assert backend.choose_backend(torch.zeros(1)) == "torch"
-        assert backend.choose_backend(CUDA) == "torch"
+    assert backend.choose_backend(torch.zeros(1)) == backend.choose_backend(CUDA) == "torch"
+    assert backend.choose_backend(CUDA, default="triton") == "triton"
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
     monkeypatch.setattr(backend, "triton_installed", lambda: True)
     assert backend.choose_backend(CUDA) == "triton"
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("out", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [torch.bfloat16, torch.float32])
+def test_the_default_of_sketches(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, installed: bool, out: torch.dtype, rows: torch.dtype
+) -> None:
+    """Triton where it was measured to be faster: on a GPU, summed in fp32; torch's is a word away."""
+    monkeypatch.setattr(backend, "runs_on_gpu", lambda _: on_gpu)
+    monkeypatch.setattr(backend, "triton_installed", lambda: installed)
+    loaded: list[str] = []
+
+    def load(operation: str, name: str) -> object:
+        loaded.append(name)
+        return type("Version", (), {"sketch_": staticmethod(lambda *_: None)})
+
+    monkeypatch.setattr(backend, "load_implementation", load)
+    sketch_(torch.zeros(2, 2, dtype=out), torch.zeros(3, 2, dtype=rows), row_offset=0, seed=0)
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "torch")
+    sketch_(torch.zeros(2, 2, dtype=out), torch.zeros(3, 2, dtype=rows), row_offset=0, seed=0)
+    assert loaded == ["triton" if on_gpu and installed and out == torch.float32 else "torch", "torch"]
 
 
 @pytest.mark.parametrize("forced", ["reference", "torch"])
@@ -72,28 +94,40 @@ def test_module_that_cannot_be_imported() -> None:
 
 def test_failing_triton_kernel_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from oneshot_kernels.gram import kernel
+    from oneshot_kernels.count_sketch import kernel
 
     def fails(*_: object) -> None:
         raise RuntimeError("out of resource: shared memory")
 
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
-    monkeypatch.setattr(kernel, "gram_", fails)
-    with pytest.raises(KernelError, match=r"gram.gram_.*\(3, 2\).*shared memory"):
-        gram_(torch.zeros(2, 2), torch.zeros(3, 2))
+    monkeypatch.setattr(kernel, "sketch_", fails)
+    with pytest.raises(KernelError, match=r"count_sketch.sketch_.*\(3, 2\).*shared memory"):
+        sketch_(torch.zeros(2, 2), torch.zeros(3, 2), row_offset=0, seed=0)
+
+
+def test_failing_pivots_are_an_error_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_panel = pytest.importorskip("oneshot_kernels.pivoted_qr.triton_panel", reason="triton is not installed")
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of resource: registers")
+
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
+    monkeypatch.setattr(triton_panel, "take_pivots_", fails)
+    with pytest.raises(KernelError, match=r"pivoted_qr.take_pivots_.*\(1, 3, 3\).*registers"):
+        eliminate_(torch.eye(3), 2)
 
 
 def test_a_full_device_stays_the_error_that_callers_know(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from oneshot_kernels.gram import kernel
+    from oneshot_kernels.count_sketch import kernel
 
     def fails(*_: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
-    monkeypatch.setattr(kernel, "gram_", fails)
+    monkeypatch.setattr(kernel, "sketch_", fails)
     with pytest.raises(torch.cuda.OutOfMemoryError, match="Tried to allocate"):
-        gram_(torch.zeros(2, 2), torch.zeros(3, 2))
+        sketch_(torch.zeros(2, 2), torch.zeros(3, 2), row_offset=0, seed=0)
 
 
 def test_failing_torch_version_keeps_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:

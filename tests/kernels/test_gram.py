@@ -13,7 +13,6 @@ SHAPES = [(5, 7, 3), (1, 1, 1), (33, 70, 65), (70, 1, 2), (70, 300, 140)]  # (m,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("accumulated", [torch.float32, torch.float64])
 def test_agrees_with_the_reference(
-    fast_backend: str,
     generator: torch.Generator,
     num_rows: int,
     num_columns: int,
@@ -55,7 +54,7 @@ def test_panels_cover_everything(monkeypatch: pytest.MonkeyPatch, generator: tor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_columns", [5, 300, torch_impl.MINIMUM_COLUMNS + 3])
 def test_mirrored_once_or_at_every_batch_gives_the_same_bits(
-    fast_backend: str, generator: torch.Generator, num_columns: int, dtype: torch.dtype
+    generator: torch.Generator, num_columns: int, dtype: torch.dtype
 ) -> None:
     rows = torch.randn(12, num_columns, generator=generator).to(dtype)
     every, once = torch.zeros(2, num_columns, num_columns)
@@ -75,7 +74,7 @@ def test_wide_enough_for_panels(generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_strided_inputs(fast_backend: str, generator: torch.Generator, dtype: torch.dtype) -> None:
+def test_strided_inputs(generator: torch.Generator, dtype: torch.dtype) -> None:
     rows = torch.randn(9, 26, generator=generator).to(dtype).mT[::2]
     out = gram_(torch.zeros(9, 9).mT, rows)
     want = torch.zeros(9, 9, dtype=torch.float64)
@@ -83,19 +82,19 @@ def test_strided_inputs(fast_backend: str, generator: torch.Generator, dtype: to
     assert_close(out, want, float(rows.norm()) ** 2, torch.float32)
 
 
-def test_no_rows_changes_nothing(fast_backend: str) -> None:
+def test_no_rows_changes_nothing() -> None:
     assert torch.equal(gram_(torch.eye(3), torch.zeros(0, 3)), torch.eye(3))
     assert torch.equal(cross_gram_(torch.ones(3, 2), torch.zeros(0, 3), torch.zeros(0, 2)), torch.ones(3, 2))
     assert mirror_(torch.zeros(0, 0)).shape == (0, 0)
 
 
-def test_fp32_rows_into_an_fp64_gram_are_multiplied_in_fp64(fast_backend: str) -> None:
+def test_fp32_rows_into_an_fp64_gram_are_multiplied_in_fp64() -> None:
     rows = torch.tensor([[1.0, 2.0**-20]])
     out = gram_(torch.zeros(2, 2, dtype=torch.float64), torch.cat([rows, 2.0**-20 * rows]))
     assert float(out[0, 0]) == 1 + 2.0**-40
 
 
-def test_products_of_halves_are_exact_in_fp32(fast_backend: str) -> None:
+def test_products_of_halves_are_exact_in_fp32() -> None:
     """(1 + 2⁻⁷)² has 15 digits, which neither bf16 nor fp16 holds."""
     for dtype in (torch.bfloat16, torch.float16):
         rows = torch.tensor([[1 + 2.0**-7]]).to(dtype)
@@ -113,6 +112,16 @@ def test_products_of_halves_are_exact_in_fp32(fast_backend: str) -> None:
 def test_refuses_what_does_not_fit(out: tuple[int, int, torch.dtype], rows: tuple[int, int, torch.dtype]) -> None:
     with pytest.raises(ValueError, match=r"expected|fp32|floating"):
         gram_(torch.zeros(*out[:2], dtype=out[2]), torch.zeros(*rows[:2], dtype=rows[2]))
+
+
+def test_where_triton_is_forced_the_bits_are_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    rows = torch.randn(9, 20, generator=generator).bfloat16()
+    want = gram_(torch.zeros(20, 20), rows)
+    monkeypatch.setenv("ONESHOT_KERNELS", "triton")
+    monkeypatch.setattr("oneshot_kernels.backend.triton_installed", lambda: True)
+    assert torch.equal(gram_(torch.zeros(20, 20), rows), want)
 
 
 def test_only_a_square_is_mirrored() -> None:

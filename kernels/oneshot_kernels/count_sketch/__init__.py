@@ -36,5 +36,7 @@ def sketch_(out: torch.Tensor, rows: torch.Tensor, *, row_offset: int, seed: int
     if row_offset < 0:
         raise ValueError(f"row_offset {row_offset} is negative")
     if rows.numel() > 0:
-        backend.run("count_sketch", "sketch_", rows, out, rows, row_offset, seed, nonzeros)
+        faster = out.dtype == torch.float32 and backend.triton_runs_on(rows)  # not measured in fp64
+        default: backend.Backend = "triton" if faster else "torch"
+        backend.run("count_sketch", "sketch_", rows, out, rows, row_offset, seed, nonzeros, default=default)
     return out

@@ -1,4 +1,4 @@
-"""The sketch in Triton. Compiled and run in the interpreter only, never on a GPU: see README.md.
+"""The sketch in Triton; README.md has its times on a GPU.
 
 Two kernels: one computes every row's places and signs from its index (the generator of `oneshot_kernels.random`, same
 bits), one sums each sketch row over its data rows in order. Between them torch sorts the places. No atomics: each

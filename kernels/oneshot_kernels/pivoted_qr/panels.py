@@ -124,10 +124,17 @@ def _whole_panel(panel: Panel, take_pivots_: Callable[[Panel], None]) -> None:
 def _implementation(gram: torch.Tensor) -> Callable[[Panel], None]:
     """Return the function that takes the pivots of a panel: one Triton kernel a pivot, or torch's small kernels."""
     if backend.choose_backend(gram, default="triton" if backend.triton_runs_on(gram) else "torch") == "triton":
-        from oneshot_kernels.pivoted_qr.triton_panel import take_pivots_
-    else:
-        from oneshot_kernels.pivoted_qr.torch_panel import take_pivots_
+        return _take_by_triton_
+    from oneshot_kernels.pivoted_qr.torch_panel import take_pivots_
+
     return take_pivots_
+
+
+def _take_by_triton_(panel: Panel) -> None:
+    with backend.explained("pivoted_qr.take_pivots_", panel.gram):
+        from oneshot_kernels.pivoted_qr.triton_panel import take_pivots_
+
+        take_pivots_(panel)
 
 
 def _captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
