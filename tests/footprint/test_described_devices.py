@@ -9,11 +9,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_estimate import CARDS, GIB, Described, described_work, estimate, footprint_of
+from gpu_estimate import CARDS, FIRST_RUN, GIB, Described, described_work, estimate, first_run, footprint_of
+from harness import read_rows
 
 from oneshot.checkpoint import Model, identify
 from oneshot.errors import MemoryLimitError
-from oneshot.footprint.seconds import Rates
+from oneshot.footprint.seconds import CAPTURE_SECONDS, Rates
 
 
 @cache
@@ -44,10 +45,27 @@ def test_seconds_of_7b_on_an_h200(run: str, most: int) -> None:
     assert 20 < estimate("7B", described("7B"), "H200", run)["total"] < most
 
 
+def test_the_first_run_took_what_the_model_says() -> None:
+    """Of the commit that ran first on a GPU, with its 15 launches for a pivot and its second writing of all files."""
+    rows = [row for row in read_rows("gpu") if row["section"] == FIRST_RUN]
+    assert {row["model"] for row in rows} == {"1.1B", "7B"}
+    for row in rows:
+        assert 1 / 1.3 < first_run(described(row["model"]), row)["total"] / row["wall_seconds"] < 1.3
+
+
+def test_pivots_of_the_experiment_take_what_the_model_says() -> None:
+    """Triton in a graph, with updates of the whole Gram: today's of one triangle may take less, and not half."""
+    rates = CARDS["H100"].rates
+    for row in read_rows("gpu"):
+        if row["kind"] == "pivots" and row.get("what") == "triton in a graph, width 128, tile 32":
+            taken, pivots = row["seconds"], {4096: 2816, 11008: 7552}[row["n"]]
+            assert 0.5 * taken < rates.pivots(row["n"], pivots) < 2 * taken
+
+
 def test_pivots_cost_launches_and_bandwidth_and_not_cubes() -> None:
-    """A rate measured at 768 columns said 10,855 s for what takes about 20."""
+    """A rate measured at 768 columns said 10,855 s for what takes about 20 without graphs."""
     rates = CARDS["H200"].rates
-    small, large = rates.pivots(768, 768), rates.pivots(11008, 11008)
+    small, large = (rates.pivots(size, size) - CAPTURE_SECONDS for size in (768, 11008))
     assert 11008 / 768 < large / small < 4 * 11008 / 768
     cpu = Rates(1e11, 1e11, 1e11, 1e11, pivoted=1e10)
     assert cpu.pivots(1536, 1000) == pytest.approx(1536**3 / 3 / 1e10)
