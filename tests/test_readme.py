@@ -25,7 +25,7 @@ FOREIGN = {
     *("--model", "--model_args", "--multi_gpu", "--num_processes", "--nproc-per-node"),  # lm_eval, accelerate, torchrun
     *("--outtype", "--outfile", "--pure"),  # llama.cpp
     *("--enforce-eager", "--model-impl", "--trust-remote-code"),  # vLLM
-    *("--tiny", "--bundle", "--card-gib", "--host-gib"),  # scripts in benchmarks/
+    *("--tiny", "--sections", "--card-gib", "--host-gib"),  # scripts in benchmarks/
 }
 EXTERNAL = re.compile(r"(?:https?|mailto):")
 
