@@ -107,7 +107,9 @@ class Described(Checkpoint):
         self.config = SHARED | dict(zip(NAMES, SIZES[name], strict=True)) | {"tie_word_embeddings": name in TIED}
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config))
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        unstored = {"lm_head.weight"} if name in TIED else set()
+        states = model.state_dict().items()
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in states if name not in unstored}
         self.dtypes = dict.fromkeys(self.shapes, "BF16")
 
 
