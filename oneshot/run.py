@@ -291,7 +291,8 @@ class Run:
 
     @cached_property
     def _seconds(self) -> Callable[[StackShape], float]:
-        return measured_seconds(self.model, self.machine, self._config.text.sequence_length)
+        length, with_ranks = self._config.text.sequence_length, self.method.plans_ranks
+        return measured_seconds(self.model, self.machine, length, with_ranks=with_ranks)
 
     def budget(self, target: Target) -> Budget:
         """Return what a target asks for, in its own unit."""

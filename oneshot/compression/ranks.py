@@ -10,7 +10,8 @@ the Gram of what the linear reads. Its rows count by what they do:
 - the rows of `o_proj` equally.
 
 With the principal directions `P` of `diag(w)^½ W L`, `L Lᵀ = H`, the best matrix is `W L P Pᵀ L⁻¹` (Eckart and Young
-1936). It is stored as r of its rows, from which a matrix makes the others: `r (m + n − r)` numbers.
+1936). It is stored as r of its columns, from which a matrix makes the others: `r (m + n − r)` numbers. The r columns
+are an ordinary linear, which reads r numbers: `W_r x = C (x[J] + T x[others])`.
 """
 
 from collections.abc import Mapping
@@ -31,6 +32,14 @@ from oneshot.stream import Layer
 
 Tensors = dict[str, torch.Tensor]
 
+READ_BY: dict[RankedKind, str] = {
+    "query_key": "self_attn.qk_read",
+    "output": "self_attn.o_read",
+    "gate": "mlp.gate_read",
+    "up": "mlp.up_read",
+}
+"""Names of the tensors through which linears of low rank read, in the per-layer form."""
+
 
 @dataclass(frozen=True)
 class Factored:
@@ -47,17 +56,14 @@ class Factored:
         """Return the matrix of these rows."""
         return Factored(self.outputs[kept], self.inputs)
 
-    def stored(self, linear: str, like: torch.Tensor) -> Tensors:
-        """Return the rows that are stored, what makes the others from them, and the order of both, as forms name them.
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the matrix as r of its columns, what makes the others from them, and the order of both.
 
-        The first two have the dtype of `like`.
+        With `inputs = inputs[:, J] [I, T]` in the order `[J, others]` they are `outputs inputs[:, J] (m, r)`,
+        `Tᵀ (n − r, r)` and int64 `(n,)`.
         """
-        read, others, coefficients = spanning_columns(self.outputs.T)
-        return {
-            f"{linear}.read.weight": as_like(self.outputs[read] @ self.inputs, like).contiguous(),
-            f"{linear}.map.weight": as_like(coefficients.T, like).contiguous(),
-            f"{linear}.map.columns": torch.cat((read, others)),
-        }
+        read, others, coefficients = spanning_columns(self.inputs)
+        return self.outputs @ self.inputs[:, read], coefficients.T, torch.cat((read, others))
 
 
 @dataclass(frozen=True)
@@ -149,16 +155,17 @@ def with_ranks(tensors: Tensors, mixer: Attention | FeedForward, ranks: Mapping[
 
 
 def fold_ranks(tensors: Tensors, mixer: Attention | FeedForward, ranks: Mapping[RankedKind, Factored]) -> Tensors:
-    """Return the layer with these linears stored as low rank; those of queries and keys become one."""
+    """Return the layer whose linears of low rank keep r of their columns, beside what the others are made from."""
     folded = dict(tensors)
     for kind, factored in ranks.items():
-        linears = _linears(mixer, kind)
-        stored = mixer.queries_keys if isinstance(mixer, Attention) and kind == "query_key" else linears[0]
-        weights = [folded.pop(f"{linear}.weight") for linear in linears]
-        biases = [folded.pop(f"{linear}.bias") for linear in linears if f"{linear}.bias" in folded]
-        folded |= factored.stored(stored, weights[0])
-        if biases:
-            folded[f"{stored}.bias"] = torch.cat(biases)
+        names = [f"{linear}.weight" for linear in _linears(mixer, kind)]
+        like, sizes = tensors[names[0]], [len(tensors[name]) for name in names]
+        columns, others, order = factored.columns()
+        folded |= {
+            name: as_like(part, like).contiguous() for name, part in zip(names, columns.split(sizes), strict=True)
+        }
+        folded[f"{READ_BY[kind]}.weight"] = as_like(others, like).contiguous()
+        folded[f"{READ_BY[kind]}.columns"] = order
     return folded
 
 

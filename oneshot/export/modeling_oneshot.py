@@ -50,45 +50,31 @@ class OneshotConfig(LlamaConfig):
 
 
 class OneshotCoordinates(nn.Module):
-    """From `rank` coordinates to all: those are read as they are, and the others are linear in them.
+    """`rank` numbers that stand for `width` coordinates which a matrix of low rank reads or makes.
 
-    `columns` lists the coordinates, first those that are read, then those that `weight (others, rank)` makes.
+    `columns` lists the coordinates: first `rank` of them, then the others, which are linear in the first ones by
+    `weight (others, rank)`. So `W x = W' (x[first] + x[others] weight)`, with the first columns `W'` of W.
     """
 
-    def __init__(self, rank: int, width: int) -> None:
+    def __init__(self, width: int, rank: int) -> None:
         super().__init__()
-        self.rank = rank
+        self.sizes = rank, width - rank
         self.weight = nn.Parameter(torch.empty(width - rank, rank))
         self.columns: torch.Tensor
         self.register_buffer("columns", torch.arange(width))
 
-    def forward(self, x: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
-        """Rows `(…, rank)` -> `(…, width)`; `transposed`: states `(…, width)` -> what the head multiplies with rows."""
-        if transposed:
-            read, others = x[..., self.columns].tensor_split([self.rank], dim=-1)
-            return read + others @ self.weight
-        every = torch.cat((x, nn.functional.linear(x, self.weight)), dim=-1)
-        return torch.empty_like(every).index_copy(-1, self.columns, every)
+    def forward(self, x: torch.Tensor, *, expand: bool = False) -> torch.Tensor:
+        """States `(…, width)` -> `(…, rank)`, which stand for them; `expand`: rows `(…, rank)` -> `(…, width)`."""
+        if expand:
+            every = torch.cat((x, nn.functional.linear(x, self.weight)), dim=-1)
+            return torch.empty_like(every).index_copy(-1, self.columns, every)
+        first, others = x.gather(-1, self.columns.expand(x.shape)).flatten(0, -2).split(self.sizes, dim=-1)
+        return torch.addmm(first, others, self.weight).view(*x.shape[:-1], -1)
 
 
-class OneshotLowRank(nn.Module):
-    """A linear of low rank: `read` makes some of its outputs, and `map` the others from them."""
-
-    def __init__(self, inputs: int, outputs: int, rank: int, bias: bool) -> None:
-        super().__init__()
-        self.read = nn.Linear(inputs, rank, bias=False)
-        self.map = OneshotCoordinates(rank, outputs)
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows `(…, inputs)` -> `(…, outputs)`."""
-        rows = self.map(self.read(x))
-        return rows if self.bias is None else rows + self.bias
-
-
-def linear_of(inputs: int, outputs: int, rank: int, bias: bool) -> nn.Module:
-    """Return a linear of this rank; 0 for a whole one."""
-    return OneshotLowRank(inputs, outputs, rank, bias) if rank else nn.Linear(inputs, outputs, bias=bias)
+def coordinates_of(width: int, rank: int) -> nn.Module:
+    """Return what a linear of this rank reads through; nothing for rank 0, a whole linear."""
+    return OneshotCoordinates(width, rank) if rank else nn.Identity()
 
 
 class OneshotAttention(nn.Module):
@@ -104,13 +90,14 @@ class OneshotAttention(nn.Module):
         self.scaling = config.head_dim**-0.5
         self.rotary = config.num_positions == 0
         width, bias = sizes["hidden_size"], sizes["attention_bias"]
-        self.scores = heads * self.query_key_size, groups * self.query_key_size
-        rank = sizes["query_key_rank"]
-        self.qk_proj: Any = OneshotLowRank(width, sum(self.scores), rank, bias) if rank else None
-        self.q_proj, self.k_proj = (None if rank else nn.Linear(width, size, bias=bias) for size in self.scores)
+        rank, queries, keys = sizes["query_key_rank"], heads * self.query_key_size, groups * self.query_key_size
+        self.qk_read = coordinates_of(width, rank)
+        self.q_proj = nn.Linear(rank or width, queries, bias=bias)
+        self.k_proj = nn.Linear(rank or width, keys, bias=bias)
         self.v_proj = nn.Linear(width, groups * self.value_size, bias=bias)
-        read, written = heads * self.value_size, sizes["middle_size"]
-        self.o_proj = linear_of(read, written, sizes["output_rank"], sizes["output_bias"])
+        rank, read = sizes["output_rank"], heads * self.value_size
+        self.o_read = coordinates_of(read, rank)
+        self.o_proj = nn.Linear(rank or read, sizes["middle_size"], bias=sizes["output_bias"])
         norms = sizes["query_key_norms"]
         self.q_norm = LlamaRMSNorm(self.query_key_size, eps=config.rms_norm_eps) if norms else nn.Identity()
         self.k_norm = LlamaRMSNorm(self.query_key_size, eps=config.rms_norm_eps) if norms else nn.Identity()
@@ -128,12 +115,9 @@ class OneshotAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape = hidden_states.shape[:-1]
-        if self.q_proj is not None and self.k_proj is not None:
-            queries, keys = self.q_proj(hidden_states), self.k_proj(hidden_states)
-        else:
-            queries, keys = self.qk_proj(hidden_states).split(self.scores, dim=-1)
-        queries = self.q_norm(queries.view(*shape, -1, self.query_key_size)).transpose(1, 2)
-        keys = self.k_norm(keys.view(*shape, -1, self.query_key_size)).transpose(1, 2)
+        read = self.qk_read(hidden_states)
+        queries = self.q_norm(self.q_proj(read).view(*shape, -1, self.query_key_size)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(read).view(*shape, -1, self.query_key_size)).transpose(1, 2)
         values = self.v_proj(hidden_states).view(*shape, -1, self.value_size).transpose(1, 2)
         if self.rotary:
             cos, sin = (self.of_group(table) for table in position_embeddings)
@@ -144,7 +128,7 @@ class OneshotAttention(nn.Module):
         output, weights = attend(
             self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
         )
-        return self.o_proj(output.reshape(*shape, -1).contiguous()), weights
+        return self.o_proj(self.o_read(output.reshape(*shape, -1).contiguous())), weights
 
     def of_group(self, table: torch.Tensor) -> torch.Tensor:
         """Cosines or sines `(batch, length, head_dim)` -> those of each KV group's pairs `(batch, G, length, k)`."""
@@ -167,15 +151,18 @@ class OneshotMLP(nn.Module):
     def __init__(self, config: OneshotConfig, sizes: dict[str, Any]) -> None:
         super().__init__()
         width, middle, bias = sizes["intermediate_size"], sizes["middle_size"], sizes["mlp_bias"]
-        self.gate_proj = linear_of(middle, width, sizes["gate_rank"], bias) if sizes["gated"] else None
-        self.up_proj = linear_of(middle, width, sizes["up_rank"], bias)
+        gate_rank, up_rank = sizes["gate_rank"], sizes["up_rank"]
+        self.gate_read = coordinates_of(middle, gate_rank)
+        self.gate_proj = nn.Linear(gate_rank or middle, width, bias=bias) if sizes["gated"] else None
+        self.up_read = coordinates_of(middle, up_rank)
+        self.up_proj = nn.Linear(up_rank or middle, width, bias=bias)
         self.down_proj = nn.Linear(width, sizes["output_size"], bias=bias)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.gate_proj is None:
-            return self.down_proj(self.act_fn(self.up_proj(x)))
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+            return self.down_proj(self.act_fn(self.up_proj(self.up_read(x))))
+        return self.down_proj(self.act_fn(self.gate_proj(self.gate_read(x))) * self.up_proj(self.up_read(x)))
 
 
 class OneshotDecoderLayer(GradientCheckpointingLayer):
@@ -241,9 +228,7 @@ class OneshotEmbedding(nn.Module):
         self.tables: Any = nn.ModuleList(
             [OneshotTable(rows, rank) for rows, rank in zip(self.rows, ranks, strict=True)]
         )
-        self.maps: Any = nn.ModuleList(
-            [OneshotCoordinates(rank, width) if rank < width else nn.Identity() for rank in ranks]
-        )
+        self.maps: Any = nn.ModuleList([coordinates_of(width, rank if rank < width else 0) for rank in ranks])
 
     def forward(self, x: torch.Tensor, *, to_logits: bool = False) -> torch.Tensor:
         """Tokens -> their embeddings `(…, width)`; `to_logits`: states `(…, width)` -> the tied head's logits."""
@@ -254,16 +239,19 @@ class OneshotEmbedding(nn.Module):
         for rows, table, to_width in zip(self.rows, self.tables, self.maps, strict=True):
             number = x - start
             inside = ((number >= 0) & (number < rows)).unsqueeze(-1)
-            embedded = torch.where(inside, to_width(table(number.clamp(0, rows - 1))), embedded)
+            found = table(number.clamp(0, rows - 1))
+            if isinstance(to_width, OneshotCoordinates):
+                found = to_width(found, expand=True)
+            embedded = torch.where(inside, found, embedded)
             start += rows
         return embedded
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        parts = []
-        for table, to_width in zip(self.tables, self.maps, strict=True):
-            mapped = isinstance(to_width, OneshotCoordinates)
-            parts.append(table(to_width(states, transposed=True) if mapped else states, to_logits=True))
-        return torch.cat(parts, dim=-1)
+        read = (
+            table(coordinates(states), to_logits=True)
+            for table, coordinates in zip(self.tables, self.maps, strict=True)
+        )
+        return torch.cat(tuple(read), dim=-1)
 
     def grow_(self, more: int) -> None:
         """Append rows to the last range; they are the mean of its rows."""

@@ -20,7 +20,7 @@ class LayerShape:
     the norms store a bias. `query_key_norms`: queries and keys are normed, each by one weight for all heads.
     `gated`: the FFN has a gate beside its up projection. `norm_weights`: norms have a weight for every coordinate.
     `query_key_rank` (of both linears together), `output_rank`, `gate_rank`, `up_rank`: of linears with low rank; 0 for
-    whole ones. Such a linear stores so many of its outputs, a matrix that makes the others of them, and their order.
+    whole ones. Such a linear stores `rank` of its columns, a matrix that reconstructs the others, and their order.
     `cross_attention`: the layer also has attention over the encoder's output, of the same sizes. `num_buckets`: rows of
     a stored table of relative positions, with a column for every head.
 
@@ -73,11 +73,9 @@ class LayerShape:
         widths = self.hidden_size * (1 + self.cross_attention) * attends + self.middle_size * has_ffn
         norms = widths * (self.norm_weights + self.norm_bias) + self.num_buckets * self.num_attention_heads
         orders = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
-        orders += (
-            (self.query_key_rank > 0) * (self.num_attention_heads + self.num_key_value_heads) * self.query_key_size
-        )
-        orders += (self.output_rank > 0) * self.middle_size
-        orders += ((self.gate_rank > 0) + (self.up_rank > 0)) * self.intermediate_size
+        orders += (self.query_key_rank > 0) * self.hidden_size
+        orders += (self.output_rank > 0) * self.num_attention_heads * self.value_size
+        orders += ((self.gate_rank > 0) + (self.up_rank > 0)) * self.middle_size
         return self.linear_parameters() + norms + orders + 2 * self.query_key_size * self.query_key_norms * attends
 
     def key_value_size(self) -> int:

@@ -70,11 +70,6 @@ class Attention:
         """Return the kinds of its linears that may have low rank."""
         return ("query_key", "output")
 
-    @property
-    def queries_keys(self) -> str:
-        """Return the linear of queries and keys together; only some forms have it."""
-        return f"{self.module}.qk_proj"
-
 
 @dataclass(frozen=True)
 class FeedForward:

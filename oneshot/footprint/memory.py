@@ -14,7 +14,7 @@ from oneshot.footprint.layer_memory import layer_stages
 from oneshot.footprint.profile_memory import profile_stages
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term
 from oneshot.footprint.work import Work
-from oneshot.profiling.latency import WIDTHS
+from oneshot.profiling.latency import RANKS, WIDTHS
 from oneshot.text import size_of_records
 from oneshot.text.self_written import DOCUMENT_TOKENS, SELF, document_bytes
 
@@ -109,7 +109,8 @@ def _latency(work: Work) -> Stage:
         shape.heads_per_group + shape.num_key_value_heads - 1 if work.grid.family.reason_against("heads") is None else 1
     )
     one = work.layer_bytes + shape.layer_parameters() * work.dtype.itemsize
-    copies = Term((sizes + WIDTHS) * one, knobs=("--set budget=",))
+    ranked = 2 * RANKS * (shape.intermediate_size + shape.hidden_size) * shape.hidden_size * work.dtype.itemsize
+    copies = Term((sizes + WIDTHS) * one + ranked, knobs=("--set budget=",))
     batch = terms.activations(work, shape.intermediate_size, work.text.sequence_length)
     return Stage("measuring the latency of layers (--set budget=latency)", (*terms.layer(work), copies, batch))
 

@@ -84,7 +84,7 @@ def make_plan(
             reduce_embedding=method.embedding != "none",
             leave_out_sublayers=method.leaves_out_sublayers,
             reduce_inner=method.plans_inner_sizes,
-            ranked_kinds=_ranked_kinds(method, target, plan),
+            ranked_kinds=_ranked_kinds(method, plan),
         )
 
     if not method.leaves_out_layers or (method.leaves_out_sublayers and damages is not None):
@@ -119,9 +119,9 @@ def _stated_plan(grid: Grid, method: Method, target: Target) -> Plan:
     return plan
 
 
-def _ranked_kinds(method: Method, target: Target, plan: Plan) -> tuple[RankedKind, ...]:
+def _ranked_kinds(method: Method, plan: Plan) -> tuple[RankedKind, ...]:
     """Return the kinds of linears whose ranks are planned."""
-    if not method.plans_ranks or target.budget == "latency" or plan.reduces_queries_keys or plan.reduces_values:
+    if not method.plans_ranks or plan.reduces_queries_keys or plan.reduces_values:
         return ()
     # steps for `up_proj` would give it its full rank again
     return tuple(kind for kind in RANKED_KINDS if not (kind == "up" and method.up_steps))

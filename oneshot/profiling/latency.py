@@ -7,26 +7,31 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from oneshot.checkpoint import Model
-from oneshot.families import ModelShape, StackShape
+from oneshot.families import LayerShape, ModelShape, StackShape
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
 from oneshot.stream import LayerBuilder
 
 ROUNDS = 7
 WIDTHS = 6
+RANKS = 4  # of each linear, beside the whole one
 
 Tensors = dict[str, torch.Tensor]
 
 
-def measured_seconds(model: Model, machine: Machine, sequence_length: int) -> Callable[[StackShape], float]:
+def measured_seconds(
+    model: Model, machine: Machine, sequence_length: int, *, with_ranks: bool = False
+) -> Callable[[StackShape], float]:
     """Return a function from a model's sizes to the seconds that its layers take for one sequence.
 
     The two sublayers are timed separately, on the weights of the first layer cut to size: attention with every number
     of heads (in KV groups, or equally many out of each), the FFN at `WIDTHS` widths with interpolation between them.
     They are medians over rounds in which all sizes take turns. Sizes inside heads and of the hidden state are taken as
-    in the dense model.
+    in the dense model. `with_ranks`: a linear of low rank counts as much more or less than the whole one as it was
+    measured (`_RankedSeconds`); a kind of linear that saves parameters but no time is then not worth a rank.
     """
     shape, tensors, stack = model.shape, model.read_layer(0), model.family.stack
     builder = LayerBuilder(model, machine, sequence_length)
@@ -49,15 +54,77 @@ def measured_seconds(model: Model, machine: Machine, sequence_length: int) -> Ca
     seconds = _medians(calls, machine.device)
     of_heads = dict(zip(heads, seconds, strict=False))
     of_width = seconds[len(heads) :]
+    ranked = _RankedSeconds(model, machine, tensors, sequence_length) if with_ranks else None
 
-    def of_stack(stack: StackShape) -> float:
-        return sum(
-            of_heads[layer.num_attention_heads, layer.num_key_value_heads]
-            + float(np.interp(layer.intermediate_size, widths, of_width))
-            for layer in stack.layers
+    def of_layer(layer: LayerShape) -> float:
+        whole = of_heads[layer.num_attention_heads, layer.num_key_value_heads]
+        whole += float(np.interp(layer.intermediate_size, widths, of_width))
+        return whole if ranked is None else whole + ranked.added(layer)
+
+    return lambda stack: sum(map(of_layer, stack.layers))
+
+
+class _RankedSeconds:
+    """What low rank adds to the seconds of linears, which is less than nothing where it pays.
+
+    A linear `(m, n)` of rank r takes `a + b r (n − r) + c r m`, and a whole one `a + c n m`. Least squares find the
+    numbers from `RANKS` ranks and two numbers of rows.
+    """
+
+    def __init__(self, model: Model, machine: Machine, tensors: Tensors, sequence_length: int) -> None:
+        attention, ffn = model.family.stack.attention, model.family.stack.ffn
+        out, up = tensors[f"{attention.out}.weight"], tensors[f"{ffn.up}.weight"]
+        by_inputs = {weight.shape[1]: weight for weight in (out, up)}  # one number of inputs is measured once
+        self._of_inputs = {
+            inputs: _fitted_ranks(uploaded(weight, machine.device).to(machine.dtype), sequence_length)
+            for inputs, weight in by_inputs.items()
+        }
+
+    def added(self, layer: LayerShape) -> float:
+        """Return the seconds that the ranks of a layer's linears add."""
+        values = layer.num_attention_heads * layer.value_size
+        scores = (layer.num_attention_heads + layer.num_key_value_heads) * layer.query_key_size
+        linears = (
+            (layer.query_key_rank, scores, layer.hidden_size),
+            (layer.output_rank, layer.middle_size, values),
+            (layer.gate_rank, layer.intermediate_size, layer.middle_size),
+            (layer.up_rank, layer.intermediate_size, layer.middle_size),
         )
+        return sum(self._of_inputs[inputs](rank, rows) for rank, rows, inputs in linears if rank)
 
-    return of_stack
+
+def _fitted_ranks(weight: torch.Tensor, sequence_length: int) -> Callable[[int, int], float]:
+    """Return a function from rank and rows to the seconds that a linear takes more than the whole one `(m, n)`."""
+    rows, inputs = weight.shape
+    x = weight.new_ones(1, sequence_length, inputs)
+    ranks = sorted({max(1, round(inputs * part / RANKS)) for part in range(1, RANKS)})
+    sizes = [(rank, m) for m in sorted({max(1, rows // 2), rows}) for rank in (*ranks, inputs)]
+    seconds = _medians([_linear(x, weight[:m], rank) for rank, m in sizes], weight.device)
+    low = [(rank, m) for rank, m in sizes if rank < inputs]
+    whole = [(rank, m) for rank, m in sizes if rank == inputs]
+    taken = dict(zip(sizes, seconds, strict=True))
+
+    def terms(rank: int, m: int) -> list[float]:
+        return [1.0, rank * (inputs - rank), rank * m]
+
+    of_low, *_ = np.linalg.lstsq([terms(*size) for size in low], [taken[size] for size in low])
+    of_whole, *_ = np.linalg.lstsq([[1.0, inputs * m] for _, m in whole], [taken[size] for size in whole])
+    return lambda rank, m: float(np.dot(terms(rank, m), of_low) - np.dot([1.0, inputs * m], of_whole))
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, rank: int) -> Callable[[], object]:
+    """Return a call of a linear `(m, n)`, or of one of low rank as the per-layer form computes it."""
+    inputs = weight.shape[1]
+    if rank == inputs:
+        return lambda: functional.linear(x, weight)
+    columns, outputs = torch.randperm(inputs).to(x.device), weight[:, :rank].contiguous()
+    others = weight.new_ones(inputs - rank, rank)
+
+    def call() -> torch.Tensor:
+        first, second = x.gather(-1, columns.expand(x.shape)).flatten(0, -2).tensor_split([rank], dim=-1)
+        return functional.linear(torch.addmm(first, second, others), outputs)
+
+    return call
 
 
 def _cut(model: Model, tensors: Tensors, shape: ModelShape) -> Tensors:

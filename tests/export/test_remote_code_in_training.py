@@ -134,6 +134,25 @@ def test_a_trained_embedding_stays_tied(folder: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(opened(tmp_path / "merged")), trained, rtol=1e-5, atol=1e-5)
 
 
+def test_adapters_of_the_usual_names_merge(folder: Path) -> None:
+    """Train adapters of the seven linears of a Llama, also in the layer of low ranks, and merge them."""
+    from peft import LoraConfig, get_peft_model
+
+    names = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    adapted = get_peft_model(opened(folder), LoraConfig(target_modules=names, r=2, init_lora_weights=False))
+    assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 2 * len(names)
+    adapted(IDS, labels=IDS).loss.backward()
+    assert all(weight.grad is not None for weight in adapted.parameters() if weight.requires_grad)
+    expected = logits(adapted.eval())
+    torch.testing.assert_close(logits(adapted.merge_and_unload()), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_it_compiles_without_a_break(folder: Path) -> None:
+    model = opened(folder)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(logits(compiled), logits(model), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("wanted", "step", "reached"), [(403, None, 403), (401, 64, 448), (None, 50, 400)])
 def test_a_vocabulary_of_ranges_grows_at_its_end(
     wanted: int | None, step: int | None, reached: int, folder: Path, tmp_path: Path

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from oneshot import Config
 from oneshot.checkpoint import open_model
 from oneshot.errors import ConfigError, PlanError
-from oneshot.families import LLAMA, ModelShape, find_family, read_shape
+from oneshot.families import LLAMA, ModelShape, StackShape, find_family, read_shape
 from oneshot.parsing import parse_count, parse_size
 from oneshot.pipeline import compress
 from oneshot.planning import Budget, Grid, LayerPlan, Plan, default_round_to
@@ -250,6 +251,66 @@ def test_seconds_of_every_size_are_measured(make_checkpoint: MakeCheckpoint, tmp
             if heads[0] <= model.shape.num_attention_heads:
                 assert math.isfinite(seconds(grid.stack(smaller)))
         assert seconds(grid.stack(dense)) == pytest.approx(seconds(stack))
+
+
+def test_a_rank_that_takes_more_time_is_not_chosen(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invent seconds in which low rank makes gates faster and everything else slower."""
+
+    def seconds(stack: StackShape) -> float:
+        slower = sum(bool(rank) for layer in stack.layers for rank in (layer.query_key_rank, layer.output_rank))
+        faster = sum(32 - layer.gate_rank for layer in stack.layers if layer.gate_rank)
+        return 1.0 + sum(1e-2 * layer.intermediate_size for layer in stack.layers) + slower - 2e-2 * faster
+
+    monkeypatch.setattr("oneshot.run.measured_seconds", lambda *_, **__: seconds)
+    config = make_config(make_checkpoint(), form="per-layer", budget="latency", round_to=8, sparsity=0.2)
+    layers = compress(config).plan["layers"]
+    assert any(layer["gate_rank"] for layer in layers)
+    assert {layer[f"{kind}_rank"] for layer in layers for kind in ("query_key", "output", "up")} == {None}
+
+
+@pytest.mark.parametrize("head_dim", [8, 12])
+def test_seconds_of_ranks_follow_what_was_measured(
+    head_dim: int, make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invent a machine that takes 5 µs a call of low rank, and 1 ns a multiplication."""
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, rank: int) -> Callable[[], float]:
+        rows, inputs = weight.shape
+        if rank == inputs:
+            return lambda: 1e-9 * rows * inputs
+        return lambda: 5e-6 + 1e-9 * rank * (rows + inputs - rank)
+
+    monkeypatch.setattr("oneshot.profiling.latency._linear", linear)
+    monkeypatch.setattr(
+        "oneshot.profiling.latency._medians",
+        lambda calls, device: [done if isinstance(done := call(), float) else 1e-3 for call in calls],
+    )
+    model = open_model(str(make_checkpoint(head_dim=head_dim)), tmp_path)
+    seconds = measured_seconds(model, cpu_machine(tmp_path), sequence_length=16, with_ranks=True)
+    stack = model.shape.stack()
+    values = 4 * head_dim
+    for ranks, rows, inputs in (
+        ({"query_key_rank": 11}, 6 * head_dim, 32),
+        ({"output_rank": 7}, 32, values),
+        ({"gate_rank": 20}, 40, 32),
+        ({"up_rank": 3}, 40, 32),
+    ):
+        smaller = replace(stack.layers[0], intermediate_size=40)
+        layers = {name: replace(smaller, **changes) for name, changes in (("whole", {}), ("low", ranks))}
+        taken = {name: seconds(replace(stack, layers=(layer,))) for name, layer in layers.items()}
+        (rank,) = ranks.values()
+        expected = 5e-6 + 1e-9 * (rank * (rows + inputs - rank) - rows * inputs)
+        assert taken["low"] - taken["whole"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_ranks_are_timed_for_every_linear(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    model = open_model(str(make_checkpoint()), tmp_path)
+    seconds = measured_seconds(model, cpu_machine(tmp_path), sequence_length=16, with_ranks=True)
+    stack = model.shape.stack()
+    ranked = replace(stack.layers[0], query_key_rank=8, output_rank=8, gate_rank=8, up_rank=8)
+    assert math.isfinite(seconds(replace(stack, layers=(ranked,))))
 
 
 @pytest.mark.parametrize(
