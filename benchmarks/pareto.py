@@ -37,7 +37,7 @@ from oneshot.pipeline import compress_sizes, profile
 
 TYPES = ("F16", "Q8_0", "Q6_K", "Q4_K_M", "Q3_K_M", "Q2_K", "Q4_0-pure")
 CONTEXT = 1024  # tokens of a window; llama-perplexity scores its second half
-SERIES = {"stock": ("stock", 64), "per-layer": ("gguf", 64), "per-layer, widths × 256": ("gguf", 256)}
+SERIES = {"stock": ("stock", 64), "gguf": ("gguf", 64), "gguf, widths × 256": ("gguf", 256)}
 PREFILL, DECODE = 512, 64  # tokens that llama-bench reads and writes
 
 
@@ -242,7 +242,7 @@ def main() -> None:
     add_text_options(options, num_sequences=32)
     options.add_argument("--folder", type=Path, required=True, help="of all files; kept")
     options.add_argument("--llama-cpp", type=Path, required=True, help="source tree with build/bin")
-    options.add_argument("--series", nargs="*", choices=tuple(SERIES), default=["stock", "per-layer"])
+    options.add_argument("--series", nargs="*", choices=tuple(SERIES), default=["stock", "gguf"])
     options.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     options.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
     options.add_argument("--windows", type=int, default=2, help=f"windows of {CONTEXT} tokens of every text")

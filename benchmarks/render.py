@@ -43,6 +43,7 @@ from tables.runs import (
     overhead_table,
     processes_table,
 )
+from tables.speed import speed_table
 from tables.tasks import written_table
 from tables.trained import trained_table
 
@@ -97,6 +98,7 @@ TABLES = {
     "pareto_speed": (pareto_speed_table, "pareto"),
     "pareto_fallback": (pareto_fallback_table, "pareto"),
     "pareto_frontier": (pareto_frontier_table, "pareto"),
+    "speed": (speed_table, "speed"),
     "sketch_quality": (sketch_table, "sketch_quality"),
     "gpu_rates": (gpu_rates_table, "gpu"),
     "gpu_runs": (gpu_runs_table, "gpu"),
