@@ -12,17 +12,17 @@ and no installed oneshot. `--tiny --device cpu` runs the same code without a GPU
 #
 #   make gpu-bundle DATA_DIR=folder     here, at the commit that is measured: .gpu/1 and .gpu/2, 52 and 50 MiB
 #
-# Call 1, with the ignored folder .gpu/1; up to 240 seconds. The machine keeps .gpu/1 for call 2.
-#   python3 benchmarks/gpu.py --output $OUT --sections "pivots" "7B stock" "7B per-layer" "1.1B stock"
+# Call 1, with the ignored folder .gpu/1; about 220 seconds. The machine keeps .gpu/1 for call 2.
+#   python3 benchmarks/gpu.py --output $OUT --seconds 280 --sections "pivots" "7B stock" "7B per-layer" "1.1B stock"
 #
-# Call 2, at once, with the ignored folder .gpu/2; up to 240 seconds. If the machine went back since, a call of `true`
+# Call 2, at once, with the ignored folder .gpu/2; about 230 seconds. If the machine went back since, a call of `true`
 # with .gpu/1 comes first.
-#   python3 benchmarks/gpu.py --output $OUT --sections "agree" "forms" "quality" "70B stock"
+#   python3 benchmarks/gpu.py --output $OUT --seconds 280 --sections "quality" "agree" "forms" "70B stock"
 #
-# With time left (each names its own seconds in SECTIONS), with .gpu/1 or nothing:
-#   python3 benchmarks/gpu.py --output $OUT --sections "8B stock" "tests" "compiled forms" "7B per-layer+self"
+# With time left, each section within the seconds of SECTIONS:
+#   python3 benchmarks/gpu.py --output $OUT --sections "8B stock" "compiled forms" "tests" "7B per-layer+self"
 #
-# Then append the rows of $OUT/gpu.jsonl to benchmarks/results/gpu.jsonl.
+# Then append the rows of $OUT/gpu.jsonl to benchmarks/results/gpu.jsonl, and run gpu_estimate.py and render.py.
 
 import argparse
 import json
@@ -64,9 +64,9 @@ SECTIONS = {
     "7B stock": Section(compressed, 90, ("7B", "stock")),
     "7B per-layer": Section(compressed, 100, ("7B", "per-layer")),
     "1.1B stock": Section(compressed, 50, ("1.1B", "stock")),
+    "quality": Section(quality, 100),
     "agree": Section(agree, 70),
     "forms": Section(forms, 60),
-    "quality": Section(quality, 100),
     "70B stock": Section(compressed, 70, ("70B", "stock")),
     "8B stock": Section(compressed, 100, ("8B", "stock")),
     "tests": Section(tests, 100),

@@ -56,6 +56,7 @@ def quality(job: Job) -> None:
     started = time.perf_counter()
     reports = compress_sizes(config, SPARSITIES)
     wall = time.perf_counter() - started
+    job.emit("quality seconds", seconds=[report.seconds for report in reports], wall_seconds_of_all=wall)
     started = time.perf_counter()
     for report, measured in zip(reports, judge(reports, windows, model, device=device), strict=True):
         job.emit(
@@ -67,7 +68,6 @@ def quality(job: Job) -> None:
             seed=config.seed,
             **shared,
             seconds=report.seconds,
-            wall_seconds_of_all=wall,
             judge_seconds=time.perf_counter() - started,
             peak_device_bytes=report.peak_device_bytes,
             warnings=list(report.warnings)[:5],
