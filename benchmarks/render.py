@@ -11,11 +11,15 @@ from quality_rows import quality_rows
 from tables.claims import claims_table
 from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, sums_table
 from tables.gpu_measured import (
+    gpu_agree_table,
     gpu_first_run_table,
     gpu_gram_table,
+    gpu_pivots_table,
+    gpu_quality_table,
     gpu_rates_table,
     gpu_runs_table,
     gpu_sketch_table,
+    gpu_speed_table,
 )
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.inner_sizes import inner_sizes_table, stream_errors_table
@@ -105,6 +109,10 @@ TABLES = {
     "gpu_first_run": (gpu_first_run_table, "gpu_estimate"),
     "gpu_sketch": (gpu_sketch_table, "gpu"),
     "gpu_gram": (gpu_gram_table, "gpu"),
+    "gpu_pivots": (gpu_pivots_table, "gpu"),
+    "gpu_agree": (gpu_agree_table, "gpu"),
+    "gpu_quality": (gpu_quality_table, "gpu"),
+    "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),
     **{

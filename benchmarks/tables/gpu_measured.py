@@ -106,6 +106,38 @@ def gpu_gram_table() -> str:
     )
 
 
+def gpu_pivots_table() -> str:
+    """Ways of taking pivots: those of the experiment, and the package's own since then."""
+    rows = [row for row in rows_of("pivots") if row["section"] == "by hand" and "seconds" in row]
+    tried = {row["what"]: {one["n"]: one["seconds"] for one in rows if one["what"] == row["what"]} for row in rows}
+    own = latest([row for row in rows_of("pivots") if row["section"] == "pivots"], "what", "columns", "rank", "kernels")
+    taken = {
+        f"`cholesky_pivots_`, {'Triton' if kernels == 'default' else 'torch'}": {
+            row["columns"]: row["seconds"]
+            for row in own
+            if row.get("kernels") == kernels and row["rank"] == RANKS.get(row["columns"])
+        }
+        for kernels in ("default", "torch")
+    }
+    ways = {name: tried[way] for way, name in WAYS.items()} | {
+        name: seconds for name, seconds in taken.items() if seconds
+    }
+    lines = [[name, *(f"{of[n]:.3g}" if n in of else "–" for n in RANKS)] for name, of in ways.items()]
+    head = ["seconds", *(f"{rank:,} pivots of {n:,}" for n, rank in RANKS.items())]
+    alike = all(row.get("equal", True) for row in [*rows, *own])
+    note = "All chose the same pivots in the same order." if alike else "Not all chose the same pivots."
+    return markdown(head, lines, f"{made_by([*rows, *own])}. {note}")
+
+
+RANKS = {4096: 2816, 11008: 7552}
+WAYS = {
+    "eliminate_ now": "15 launches a pivot, commit 2449bf0",
+    "torch kernels in a graph, width 64": "the same in a graph, experiment",
+    "triton, launch a pivot, width 128": "Triton, a launch a pivot, experiment",
+    "triton in a graph, width 128, tile 32": "Triton in a graph, experiment",
+}
+
+
 def _by_kernels(rows: Sequence[Row], names: Sequence[str], caption: str) -> str:
     cells: dict[tuple[int, str], dict[str, float]] = {}
     for row in rows:
@@ -117,3 +149,68 @@ def _by_kernels(rows: Sequence[Row], names: Sequence[str], caption: str) -> str:
         ratio = f"{seconds['torch'] / seconds['triton']:.2f}" if "triton" in seconds else "–"
         lines.append([f"{columns:,}", dtype, *times, ratio])
     return markdown(["n", "rows", *names, "torch ÷ triton"], lines, f"{caption}; {made_by(rows)}.")
+
+
+NOT_YET = "Not measured yet."
+
+
+def gpu_agree_table() -> str:
+    """One compression on the CPU and on the card, in both dtypes and by both kinds of kernels."""
+    rows = latest([row for row in rows_of("agree") if row["section"] == "agree"], "run")
+    if not rows:
+        return NOT_YET
+    lines = [
+        [
+            row["run"],
+            f"{row['same_neurons']:.2%}",
+            f"{row['equal_tensors']:.0%}",
+            f"{row['median_difference']:.1e}",
+            f"{row['worst_difference']:.1e}",
+            row["checksum"],
+        ]
+        for row in rows
+    ]
+    head = ["run", "same neurons", "equal tensors", "median difference", "largest difference", "SHA-256"]
+    caption = "Beside the first run with the same settings; differences are relative, of a tensor."
+    return markdown(head, lines, f"{caption} {made_by(rows)}.")
+
+
+def gpu_speed_table() -> str:
+    """Prefill and decoding of every form, eagerly and compiled; the dense model's time ÷ the form's."""
+    rows = latest(rows_of("speed"), "form", "how", "sequences", "length", "decode_seconds")
+    measures = [(row, name) for row in rows for name in ("prefill_seconds", "decode_seconds") if name in row]
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for row, name in measures:
+        place = (row["how"], name.removesuffix("_seconds"), f"{row['sequences']} × {row['length']:,}")
+        found.setdefault(place, {})[row["form"]] = row[name]
+    if not found:
+        return NOT_YET
+    forms = list(dict.fromkeys(row["form"] for row in rows if row["form"] != "dense"))
+    lines = []
+    for place, seconds in found.items():
+        faster = [f"{seconds['dense'] / seconds[form]:.2f} ×" if form in seconds else "–" for form in forms]
+        lines.append([*place, f"{seconds['dense'] * 1000:.2f} ms", *faster])
+    head = ["how", "what", "sequences × tokens", "dense", *forms]
+    return markdown(
+        head, lines, f"SmolLM2-135M at −20 %, bfloat16: times faster than the dense model; {made_by(rows)}."
+    )
+
+
+def gpu_quality_table() -> str:
+    """Score of the real model that was compressed on the card."""
+    rows = [row for row in rows_of("quality") if row["section"] == "quality" and row["recipe"] != "dense"]
+    rows = latest(rows, "asked")
+    if not rows:
+        return NOT_YET
+    lines = [
+        [
+            f"−{row['asked']:.0%}",
+            f"{row['score']:.3f}",
+            f"{row['worst_ratio']:.3f} ({row['worst']})",
+            *(f"{row['seconds'].get(stage, 0.0):.1f}" for stage in STAGES),
+            f"{row['peak_device_bytes'] / GB:.1f} GB",
+        ]
+        for row in rows
+    ]
+    head = ["size", "score", "worst kind", *STAGES, "device peak"]
+    return markdown(head, lines, f"SmolLM2-135M, per-layer, with its own text; seconds by stage; {made_by(rows)}.")
