@@ -31,7 +31,7 @@ format: setup
 	$(BIN)/ruff check --fix oneshot kernels benchmarks tests docs
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadgroup
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 # Real engines and quantisers, each with its own copy of what it needs: vLLM for CPUs, llama.cpp's programs, llm-compressor with
 # torchao and bitsandbytes, from their packages.

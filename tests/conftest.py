@@ -1,6 +1,7 @@
 """Fixtures: a tiny tokenizer, tiny random checkpoints of stock classes, a text file, the real SmolLM2 and MiniLM."""
 
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
@@ -18,12 +19,18 @@ import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, build_model, tiny_tokenizer, topics
 from hypothesis import settings
+from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.config import Config
 
 settings.register_profile("oneshot", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("oneshot")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the files that take longest; a file's tests stay together, so that they share what they compress."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +140,24 @@ def smollm2() -> Iterator[Path]:
     (gguf,) = Path(spec.origin).parent.glob("*.gguf")
     with tempfile.TemporaryDirectory(prefix="oneshot-test-") as scratch:
         yield locate_checkpoint(str(gguf), Path(scratch))
+
+
+@pytest.fixture(scope="session")
+def short_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first three layers of SmolLM2 as a checkpoint: real weights for what needs no good model."""
+    folder, layers = tmp_path_factory.mktemp("short") / "SmolLM2-3-layers", 3
+    folder.mkdir()
+    for path in smollm2.iterdir():
+        if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+            shutil.copy(path, folder)
+    config = json.loads((smollm2 / "config.json").read_text()) | {"num_hidden_layers": layers}
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = tuple(f"model.layers.{number}." for number in range(layers))
+    tensors = {name: tensor for path in smollm2.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    tensors = {name: t for name, t in tensors.items() if not name.startswith("model.layers.") or name.startswith(kept)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from oneshot.config import Config
 from oneshot.evaluation import evaluate
 from oneshot.pipeline import compress
 
-pytestmark = pytest.mark.xdist_group("minilm")
+pytestmark = pytest.mark.long
 EXAMPLES = {
     "which animal purrs and hunts mice": "Cats are small carnivores that people keep at home. They catch rodents.",
     "how high is the tallest mountain": "Mount Everest rises 8,849 metres above the level of the sea.",

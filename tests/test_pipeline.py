@@ -25,6 +25,8 @@ from oneshot.pipeline import compress, compress_sizes
 from oneshot.recipes import RECIPES, Selector, find_recipe
 from oneshot.stream import Layer
 
+pytestmark = pytest.mark.long
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama-gqa": {},
     "llama-tied-mha": {"tied": True, "groups": 4},

@@ -27,6 +27,8 @@ from oneshot.pipeline import compress, compress_sizes
 from oneshot.profiling import LayerProfiler
 from oneshot.report.card import REPORT_NAME
 
+pytestmark = pytest.mark.long
+
 KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # benchmarks/faults.py has more
 WEIGHTLESS = {REPORT_NAME, "report.html", "README.md"}  # these contain seconds and peak memory
 

@@ -14,7 +14,7 @@ from oneshot.pipeline import compress
 from oneshot.text import load_tokenizer
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.xdist_group("smollm2")  # one process compresses it for all of these
+pytestmark = pytest.mark.long
 
 # Plain English, unlike the technical prose of the calibration text. Written for this test.
 STORY = """
@@ -153,13 +153,13 @@ metric_list:
 """
 
 
-def test_both_forms_of_one_plan_give_the_same_model(smollm2: Path, tmp_path: Path) -> None:
+def test_both_forms_of_one_plan_give_the_same_model(short_smollm2: Path, tmp_path: Path) -> None:
     """Compare logits, and the answers in an lm-eval task, of one plan in two forms."""
     forms = ("stock", "per-layer")
     one_plan = {"recipe": "magnitude", "allocation": "uniform"}
-    reports = [compress(settings(smollm2, tmp_path / form, form=form, **one_plan)) for form in forms]
+    reports = [compress(settings(short_smollm2, tmp_path / form, form=form, **one_plan)) for form in forms]
     assert reports[0].stored_parameters == reports[1].stored_parameters
-    ids = load_tokenizer(smollm2)(STORY, return_tensors="pt").input_ids
+    ids = load_tokenizer(short_smollm2)(STORY, return_tensors="pt").input_ids
     with torch.inference_mode():
         stock, per_layer = (load_model(tmp_path / form, device=CPU, dtype=torch.float32)(ids).logits for form in forms)
     torch.testing.assert_close(per_layer, stock, rtol=0, atol=1e-5 * float(stock.abs().max()))

@@ -57,6 +57,8 @@ from transformers.models.llama import modeling_llama
 from oneshot import Config
 from oneshot.pipeline import compress
 from oneshot.machine.memory import peak_bytes
+
+pytestmark = pytest.mark.long
 torch.set_num_threads(1)
 for options in json.loads(sys.argv[1]):
     reader, writer = os.pipe()

@@ -19,9 +19,14 @@ from oneshot.cli.compress import main
 from oneshot.machine import Workers
 from oneshot.report.card import REPORT_NAME
 
+pytestmark = pytest.mark.long
+
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
 TELLING = {REPORT_NAME, "report.html", "README.md"}  # of time and memory
 OPTIONS = ["--num-sequences=15", "--sequence-length=32", "--batch-size=4", "--device=cpu", "--dtype=float32", "--quiet"]
+
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def start(processes: int, *arguments: str) -> subprocess.Popen[str]:
@@ -30,7 +35,7 @@ def start(processes: int, *arguments: str) -> subprocess.Popen[str]:
         [*LAUNCH, f"--nproc-per-node={processes}", sys.executable, "-m", "oneshot.compress", *OPTIONS, *arguments],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
     )
 
 
@@ -72,23 +77,39 @@ SHARED: dict[str, tuple[int, list[str], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def results(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, list[str]]]:
+    """Return the folder of every run of `SHARED` by several processes, in `several`, and its arguments."""
+    other = tmp_path_factory.mktemp("other") / "other.txt"
+    other.write_text(topics(30))
+    made: dict[str, tuple[Path, list[str]]] = {}
+    for name, (_, options, model) in SHARED.items():
+        text = other if name.startswith("another text") else text_file
+        arguments = [str(make_checkpoint(layers=3, **model)), f"--calibration={text}", *OPTIONS, *options]
+        made[name] = tmp_path_factory.mktemp("run"), arguments
+    for count in sorted({processes for processes, _, _ in SHARED.values()}):
+        runs = [
+            [*arguments, f"--output={folder / 'several'}"]
+            for name, (folder, arguments) in made.items()
+            if SHARED[name][0] == count
+        ]
+        script = [sys.executable, str(Path(__file__).with_name("several_runs.py")), json.dumps(runs)]
+        command = [*LAUNCH, f"--nproc-per-node={count}", *script]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, check=False)
+        assert done.returncode == 0, done.stderr
+    return made
+
+
 @pytest.mark.parametrize("name", SHARED)
-def test_processes_give_the_bytes_of_one(
-    name: str, make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path
-) -> None:
+def test_processes_give_the_bytes_of_one(name: str, results: dict[str, tuple[Path, list[str]]]) -> None:
     """Every file of the result; the report and what is made of it also tell times and memory."""
-    processes, options, model = SHARED[name]
-    if name.startswith("another text"):
-        text_file = tmp_path / "other.txt"
-        text_file.write_text(topics(30))
-    arguments = [str(make_checkpoint(layers=3, **model)), f"--calibration={text_file}", *OPTIONS, *options]
-    process = start(processes, *arguments, f"--output={tmp_path / 'several'}")
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert main([*arguments, f"--output={tmp_path / 'one'}"]) == 0
-    assert digests(tmp_path / "one") == digests(tmp_path / "several")
-    assert {path.name for path in tmp_path.iterdir()} - {"other.txt"} == {"one", "several"}
-    one, several = (json.loads((tmp_path / each / REPORT_NAME).read_text()) for each in ("one", "several"))
+    folder, arguments = results[name]
+    assert main([*arguments, f"--output={folder / 'one'}"]) == 0
+    assert digests(folder / "one") == digests(folder / "several")
+    assert {path.name for path in folder.iterdir()} == {"one", "several"}
+    one, several = (json.loads((folder / each / REPORT_NAME).read_text()) for each in ("one", "several"))
     assert one["plan"] == several["plan"]
     for ours, theirs in zip(one["layers"], several["layers"], strict=True):
         # The measured error is of the last batch that the first process has.
