@@ -30,6 +30,8 @@ from oneshot.planning import Grid, LayerPlan, Plan
 from oneshot.recipes import RECIPES
 from oneshot.schedule import make_schedule
 
+pytestmark = pytest.mark.long
+
 GIB = 2**30
 WEIGHTS = "model.safetensors"
 Usage = namedtuple("Usage", "total used free")
@@ -58,7 +60,6 @@ from oneshot import Config
 from oneshot.pipeline import compress
 from oneshot.machine.memory import peak_bytes
 
-pytestmark = pytest.mark.long
 torch.set_num_threads(1)
 for options in json.loads(sys.argv[1]):
     reader, writer = os.pipe()
