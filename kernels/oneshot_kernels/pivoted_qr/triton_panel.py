@@ -17,7 +17,7 @@ if typing.TYPE_CHECKING:
     from oneshot_kernels.pivoted_qr.panels import Panel
 
 TILE = 32  # columns of one program: many programs, because a pivot waits for its slowest one
-STEPS = 32  # earlier pivots that are subtracted at once: so few registers that all programs run at the same time
+STEPS = 16  # earlier pivots that are subtracted at once: so few registers that all programs run at the same time
 
 
 def take_pivots_(panel: Panel) -> None:
