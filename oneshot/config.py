@@ -275,7 +275,7 @@ PARTS: dict[str, type] = {
 def own_name(checkpoint: str) -> str:
     """Return the last part of a checkpoint's path or hub name, which names what is made of it."""
     path = Path(checkpoint).expanduser()
-    return path.stem if path.suffix == ".gguf" else path.resolve().name
+    return path.stem if path.suffix == ".gguf" else path.name or path.resolve().name
 
 
 def default_output(checkpoint: str, target: Target) -> str:

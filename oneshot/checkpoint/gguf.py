@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from oneshot.checkpoint.card import write_gguf_card
 from oneshot.checkpoint.gguf_config import config_of
 from oneshot.checkpoint.gguf_file import GgufFile
 from oneshot.checkpoint.gguf_rotary import FACTORS
@@ -38,7 +39,7 @@ class GgufCheckpoint(Checkpoint):
         if not os.path.isfile(path):
             raise CheckpointError(f"{path} does not exist; check the path.")
         if importlib.util.find_spec("gguf") is None:
-            raise CheckpointError(f"Reading {path} needs the package gguf; run pip install 'oneshot[demo]'.")
+            raise CheckpointError(f"Reading {path} needs the package gguf; run pip install 'oneshot-llm[gguf]'.")
         self.folder, self._path = path.parent, path
         try:
             self._file = GgufFile(path)
@@ -147,6 +148,7 @@ def convert_gguf(path: Path, scratch: Path) -> Path:
         _write_weights(source, folder)
         tokenizer.save_pretrained(folder)
         _write_config(source.config, folder)
+        write_gguf_card(source._file.metadata, folder)
     except (OSError, SafetensorError) as error:
         raise OutputError(
             f"{path} cannot be converted in {scratch} ({cause(error)}); free some space there, or name another "

@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from oneshot.cli.options import (
     add_checkpoint,
@@ -15,9 +17,12 @@ from oneshot.cli.options import (
     run_command,
 )
 from oneshot.cli.parser import Parser
-from oneshot.config import own_name, tcsp_options
+from oneshot.config import Config, own_name, tcsp_options
 from oneshot.errors import ConfigError
 from oneshot.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from oneshot.report.records import Report
 
 
 def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
@@ -58,6 +63,9 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
     add_settings(method)
     add_text(parser)
     add_output_form(add_machine(parser))
+    parser.add_argument("--verbose", action="store_true", help="also show tables of sizes and of every layer's error")
+    parser.add_argument("--no-check", action="store_true", help="leave out the check on held-out text at the end")
+    parser.add_argument("--push-to-hub", metavar="REPO", help="also upload the result, as NAME or ORGANISATION/NAME")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -86,6 +94,30 @@ def _apply_tcsp(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, value)
 
 
+def _finish(config: Config, report: "Report", arguments: argparse.Namespace) -> None:
+    """Check a result, show what came out, and upload it if that is asked for."""
+    from oneshot.api.check import quick_check, weight_bytes
+    from oneshot.api.hub import push
+    from oneshot.report.card import add_quality
+    from oneshot.report.progress import announce
+    from oneshot.report.summary import summary
+    from oneshot.report.terminal import print_report
+
+    check = None
+    if not arguments.quiet and not arguments.no_check:
+        announce("checking the result on held-out text", True)
+        check = quick_check(config, report)
+        add_quality(Path(config.output).expanduser(), check)
+    if not arguments.quiet:
+        if arguments.verbose:
+            print_report(report)
+        weights = weight_bytes(config.checkpoint), weight_bytes(config.output)
+        print(summary(report, weights=weights, check=check, source=config.checkpoint))
+    if arguments.push_to_hub is not None:
+        address = push(Path(config.output).expanduser(), report, arguments.push_to_hub)
+        print(f"uploaded to {address}")
+
+
 def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> int:
     """Run and return the exit code, as `options.run_command`."""
     arguments = build_parser(prog).parse_args(argv)
@@ -93,7 +125,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
     def run() -> None:
         from oneshot.machine import launched_rank  # torch: not for --help
         from oneshot.pipeline import compress, compress_sizes, predict
-        from oneshot.report.terminal import print_footprint, print_report
+        from oneshot.report.terminal import print_footprint
 
         sparsities = [_parse_fraction(text) for text in arguments.sparsity or []]
         if arguments.tcsp is not None:
@@ -110,8 +142,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
             reports = compress_sizes(config, sparsities, show_progress=not arguments.quiet)
         else:
             reports = [compress(config, show_progress=not arguments.quiet)]
-        if not arguments.quiet and launched_rank() == 0:
+        if launched_rank() == 0:
             for report in reports:
-                print_report(report)
+                _finish(replace(config, output=report.config["output"]), report, arguments)
 
     return run_command(arguments, run)

@@ -14,7 +14,18 @@ from oneshot.recipes import RECIPES, Method
 from oneshot.settings import parse_setting, read_recipe, settings
 
 TEXT, MACHINE = TextOptions(), MachineOptions()
-NOT_OF_THE_CONFIG = ("config", "quiet", "debug", "dry_run", "help_methods", "set", "tcsp", "push_to_hub", "verbose")
+COMMAND_ONLY = (
+    "config",
+    "quiet",
+    "debug",
+    "dry_run",
+    "help_methods",
+    "set",
+    "tcsp",
+    "push_to_hub",
+    "verbose",
+    "no_check",
+)
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +152,7 @@ def parse_config(arguments: argparse.Namespace, **more: Any) -> Config:
 
     Raises `ConfigError`.
     """
-    options = {name: value for name, value in vars(arguments).items() if name not in NOT_OF_THE_CONFIG} | more
+    options = {name: value for name, value in vars(arguments).items() if name not in COMMAND_ONLY} | more
     options = {name: value for name, value in options.items() if value is not None and value is not False}
     options |= dict(parse_setting(text) for text in arguments.set)
     if arguments.config is not None:

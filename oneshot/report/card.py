@@ -7,10 +7,12 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from oneshot.config import own_name
 from oneshot.errors import printable
 from oneshot.families import stated_class
-from oneshot.report.records import Report
-from oneshot.report.sharing import is_hub_name, shared_sources
+from oneshot.report.layer_table import layer_table
+from oneshot.report.records import Check, Report
+from oneshot.report.sharing import is_hub_name, shared_name, shared_sources, without_local_paths
 from oneshot.report.terminal import size_rows
 
 REPORT_NAME = "oneshot_report.json"
@@ -23,6 +25,16 @@ TASKS = {  # names on the hub, by the ending of a class's name
     "ForConditionalGeneration": "text2text-generation",
     "Model": "feature-extraction",
 }
+AUTO_CLASSES = {  # of transformers, and the hub's names of their tasks
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForSeq2SeqLM": "text2text-generation",
+    "AutoModel": "feature-extraction",
+}
+QUALITY = "<!-- quality: not measured -->"  # replaced by `add_quality`
 HUB_TEXTS = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext"}
 
 
@@ -59,7 +71,7 @@ def metadata_of(report: Report, inherited: dict[str, Any], task: str) -> dict[st
     checkpoint = str(report.config["checkpoint"])
     if is_hub_name(checkpoint):
         metadata["base_model"] = checkpoint
-    metadata |= inherited
+    metadata = metadata | inherited | metadata  # what is compressed is the base, and not what that was made from
     sources = str(report.calibration["source"]).split("+") if report.calibration else []
     hub = [HUB_TEXTS.get(name, name.split(":")[0]) for name in sources]
     hub = [name for name in hub if is_hub_name(name)]
@@ -72,6 +84,7 @@ def metadata_of(report: Report, inherited: dict[str, Any], task: str) -> dict[st
 
 def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading: str, task: str) -> str:
     """Return the README.md of the compressed checkpoint; `inherited` as in `write_report`."""
+    report = without_local_paths(report)
     rows = "\n".join(
         f"| {name} | {values['dense']:,} | {values['compressed']:,} |" for name, values in size_rows(report)
     )
@@ -82,14 +95,17 @@ def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading
         if calibration
         else "none: this recipe only reads weights"
     )
+    layers = _layer_section(report)
     metadata = ModelCardData(**metadata_of(report, inherited, task)).to_yaml()
     return f"""---
 {metadata}
 ---
-# Compressed from {_escaped(Path(str(report.config["checkpoint"])).name)}
+# Compressed from {_escaped(own_name(str(report.config["checkpoint"])))}
 
 {title}, made smaller in one shot, without training, by `oneshot` {report.versions.get("oneshot", "")}. {loading}
 The original's licence and terms of use apply.
+
+{_usage(report, task)}
 
 | | dense | compressed |
 |---|---|---|
@@ -99,10 +115,60 @@ The original's licence and terms of use apply.
   `{method["hidden"]}`, correction `{method["correction"]}`), seed {report.config["seed"]}.
 - Calibration text: {text}.
 - Weights are stored {_stored_as(report)}.
+{_warnings(report)}
+{QUALITY}
 
 A compressed model answers worse than the original, most of all on text unlike the calibration text. Measure it on
 your own task before use. All settings and the error of every layer are in `oneshot_report.json`.
-"""
+`oneshot compress --config recipe.yaml` makes the model again.
+{layers}"""
+
+
+def _usage(report: Report, task: str) -> str:
+    """Return a block of code that opens the result."""
+    form = report.config["form"]
+    if form == "gguf":
+        return "```\nllama-server -m FOLDER/model.gguf\n```"
+    auto = next(name for name, each in AUTO_CLASSES.items() if each == task)
+    remote = "" if form == "stock" else ", trust_remote_code=True"
+    return f"""```python
+from transformers import {auto}, AutoTokenizer
+
+name = "..."  # this folder, or its name on the hub
+model = {auto}.from_pretrained(name{remote})
+tokenizer = AutoTokenizer.from_pretrained(name)
+```"""
+
+
+def _warnings(report: Report) -> str:
+    found = [*report.warnings, *(warning for layer in report.layers for warning in layer.warnings)]
+    return "".join(f"- Warning of the run: {_escaped(warning)}\n" for warning in dict.fromkeys(found))
+
+
+def _layer_section(report: Report) -> str:
+    """Return a table of sizes by layer that can be opened; nothing if no layer has a changed size."""
+    headings, rows = layer_table(report)
+    if not headings:
+        return ""
+    lines = [headings, ["---"] * len(headings), *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"\n<details><summary>Kept sizes by layer</summary>\n\n{table}\n\n</details>\n"
+
+
+def add_quality(folder: Path, check: Check) -> None:
+    """Put a measured quality into the card of a result; a card without the place for it stays."""
+    path = folder / CARD_NAME
+    if check.perplexity is None or not path.is_file():
+        return
+    dense, compressed = check.perplexity["dense"], check.perplexity["compressed"]
+    source = _code(shared_name(check.source))
+    line = (
+        f"Perplexity on {check.tokens:,} tokens of {source} that the run did not read: {dense:.2f} before, "
+        f"{compressed:.2f} after (× {compressed / dense:.2f})."
+    )
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(path.read_text(encoding="utf-8").replace(QUALITY, line, 1), encoding="utf-8")
+    partial.replace(path)
 
 
 def _stored_as(report: Report) -> str:

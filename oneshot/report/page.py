@@ -13,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from oneshot.families import RANKED_KINDS
+from oneshot.report.layer_table import layer_table
 from oneshot.report.records import Report, SublayerReport
 
 # Sublayer kind -> name, colour (safe for the colour-blind), marker.
@@ -46,7 +48,15 @@ def report_page(report: Report) -> str:
     checkpoint = str(report.config["checkpoint"])
     general = {name: value for name, value in report.config.items() if not isinstance(value, dict)}
     name = Path(checkpoint).name or checkpoint
-    return environment.from_string(template).render(report=report, name=name, general=general, **plots)
+    headings, rows = layer_table(report)
+    ranked = {
+        number
+        for number, layer in enumerate(report.plan["layers"])
+        if any(layer[f"{kind}_rank"] is not None for kind in RANKED_KINDS)
+    }
+    return environment.from_string(template).render(
+        report=report, name=name, general=general, headings=headings, size_rows=rows, ranked=ranked, **plots
+    )
 
 
 def _sizes_plot(report: Report) -> str:

@@ -70,6 +70,24 @@ class Footprint:
 
 
 @dataclass(frozen=True)
+class Check:
+    """A quick measurement after a run, beside the original (`dense` and `compressed`).
+
+    Attributes:
+        source: of the held-out text. tokens: how many were scored. perplexity: on them; None without such a text.
+        question: what both were asked. answers: what they wrote, greedily.
+        skipped: the sentence that says why there is no check; empty if there is one.
+    """
+
+    source: str = ""
+    tokens: int = 0
+    perplexity: dict[str, float] | None = None
+    question: str = ""
+    answers: dict[str, str] = field(default_factory=dict)
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything worth knowing about a run; written as `oneshot_report.json` beside the weights.
 

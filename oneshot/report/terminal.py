@@ -10,6 +10,7 @@ from rich.text import Text
 from oneshot.errors import printable
 from oneshot.families import RANKED_KINDS
 from oneshot.planning import Profile
+from oneshot.report.layer_table import layer_table
 from oneshot.report.records import Footprint, Report, SublayerReport
 
 WIDTH = 80
@@ -41,6 +42,12 @@ def print_report(report: Report) -> None:
             f"{layer.seconds:.1f}",
         )
     console.print(layers)
+    headings, rows = layer_table(report)
+    if any(heading.startswith("rank") for heading in headings):
+        ranked = _table(*headings, title="kept sizes and ranks by layer")
+        for row in rows:
+            ranked.add_row(*row)
+        console.print(ranked)
     if report.plan["embedding"]:
         ranks = ", ".join(str(table["rank"]) for table in report.plan["embedding"])
         console.print(f"embedding: ranks {ranks} of {report.dense_shape['hidden_size']} by ranges of the vocabulary")

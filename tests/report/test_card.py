@@ -71,6 +71,7 @@ def test_a_result_inherits_licence_languages_and_data_sets(
         "license_link": "https://example.org/licence",
         "language": ["en", "de"],
         "datasets": ["org/training-text"],
+        "base_model": "org/ancestor",
     }
     assert f"{report.stored_parameters['compressed']:,}" in card
     assert "A stock checkpoint, made smaller" in card

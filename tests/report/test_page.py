@@ -99,7 +99,7 @@ def make_report(layers: tuple[tuple[SublayerReport, ...], ...] = ((ffn(1024),),)
             "num_attention_heads": 9,
             "head_dim": 64,
         },
-        plan={"query_key_size": None, "value_size": None, "hidden": None, "embedding": []},
+        plan={"layers": [], "query_key_size": None, "value_size": None, "hidden": None, "embedding": []},
         stored_parameters={"dense": 134515008, "compressed": 107972928},
         layer_parameters={"dense": 106202880, "compressed": 79660800},
         flops_per_token={"dense": 268959744, "compressed": 215875584},

@@ -1,0 +1,34 @@
+"""The kept sizes and ranks of every layer, as one table for the terminal, the page and the card."""
+
+from oneshot.report.records import Report
+
+COLUMNS = {  # of a plan's layer
+    "intermediate_size": "FFN",
+    "num_attention_heads": "heads",
+    "query_key_size": "query/key size",
+    "value_size": "value size",
+    "query_key_rank": "rank q, k",
+    "output_rank": "rank output",
+    "gate_rank": "rank gate",
+    "up_rank": "rank up",
+}
+
+
+def layer_table(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Return headings and a row for each layer of sizes that some layer has changed; a dash is a whole linear.
+
+    Without any such size both are empty. A size of 0 is a sublayer that is left out.
+    """
+    layers, dense = report.plan["layers"], report.dense_shape
+
+    def is_changed(name: str) -> bool:
+        return any(layer[name] not in (None, dense.get(name)) for layer in layers)
+
+    shown = [name for name in COLUMNS if is_changed(name)]
+    if not shown:
+        return [], []
+    rows = [
+        [str(number), *("–" if layer[name] is None else f"{layer[name]:,}" for name in shown)]
+        for number, layer in enumerate(layers)
+    ]
+    return ["layer", *(COLUMNS[name] for name in shown)], rows

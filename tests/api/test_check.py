@@ -1,0 +1,115 @@
+"""The end of a run: held-out text, answers before and after, and a summary; bounded, or with the reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, calibration_tokens
+from transformers import AutoModelForCausalLM
+
+from oneshot import Config, Report
+from oneshot.api.check import quick_check, weight_bytes
+from oneshot.cli.main import main
+from oneshot.evaluation import perplexity
+from oneshot.pipeline import compress
+from oneshot.report.card import QUALITY
+from oneshot.report.records import Check
+from oneshot.report.summary import summary
+from oneshot.text import load_text, load_tokenizer
+
+
+@pytest.fixture
+def run(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> tuple[Config, Report]:
+    config = make_config(make_checkpoint(), num_sequences=40)
+    return config, compress(config)
+
+
+def test_the_check_is_the_perplexity_on_text_that_the_run_did_not_read(run: tuple[Config, Report]) -> None:
+    config, report = run
+    check = quick_check(config, report)
+    options = {"sequence_length": 32, "seed": config.seed}
+    tokenizer = load_tokenizer(Path(config.checkpoint))
+    ids = load_text(config.text.calibration, tokenizer, num_sequences=42, **options).token_ids
+    assert torch.equal(ids[:40], calibration_tokens(config))
+    assert (check.source, check.tokens, check.skipped) == (config.text.calibration, 2 * 32, "")
+    for name, folder in (("dense", config.checkpoint), ("compressed", config.output)):
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        assert check.perplexity is not None
+        assert check.perplexity[name] == pytest.approx(perplexity(model, ids[40:])[0], rel=1e-4)
+        chat = [{"role": "user", "content": check.question}]
+        inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True, add_generation_prompt=True)
+        written = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+        answer = tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert check.answers[name] == answer.strip()
+
+
+def test_without_more_text_there_are_only_answers(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("A few words about very little. " * 40)
+    config = make_config(make_checkpoint(), calibration=str(short), num_sequences=1000)
+    check = quick_check(config, compress(config))
+    assert check.perplexity is None
+    assert check.skipped == ""
+    assert check.answers.keys() == {"dense", "compressed"}
+
+
+def test_a_check_that_does_not_fit_or_is_not_possible_has_a_reason(
+    run: tuple[Config, Report], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config, report = run
+    (Path(config.output) / "config.json").unlink()
+    assert "not possible" in quick_check(config, report).skipped
+    encoder = make_config(
+        make_checkpoint(family="bert", model_class="BertForMaskedLM"), sparsity=0.1, output=tmp_path / "encoder"
+    )
+    assert "write text" in quick_check(encoder, compress(encoder)).skipped
+    bounded = make_config(make_checkpoint(), output=tmp_path / "bounded")
+    report = compress(bounded)
+    small = Config.from_dict(bounded.to_dict() | {"machine": bounded.to_dict()["machine"] | {"max_memory_bytes": 1}})
+    assert "left out, because the whole original needs" in quick_check(small, report).skipped
+
+
+def test_the_command_ends_with_a_summary_and_the_card_has_the_quality(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, output = make_checkpoint(), tmp_path / "out"
+    options = ["--num-sequences=4", "--sequence-length=16", "--device=cpu", "--dtype=float32"]
+    command = ["compress", str(folder), "--sparsity=0.2", f"--calibration={text_file}", *options]
+    assert main([*command, "-o", str(output)]) == 0
+    printed = capsys.readouterr().out
+    names = [line[:14].strip() for line in printed.splitlines() if line[0] != " "]
+    assert names == ["result", "parameters", "weight files", "time", "quality", "asked", "before", "after", *names[8:]]
+    assert names[-1] == "next"
+    assert "warning" in names, "16 tokens are too few"
+    assert all(len(line) <= 80 or " " not in line.strip() for line in printed.splitlines())
+    card = (output / "README.md").read_text()
+    assert QUALITY not in card
+    assert "tokens of `text.txt` that the run did not read" in card
+    assert "Warning of the run: 64 calibration tokens are few" in card
+    assert "AutoModelForCausalLM.from_pretrained(name)" in card
+    assert main([*command, "-o", str(tmp_path / "quick"), "--no-check", "--verbose"]) == 0
+    printed = capsys.readouterr().out
+    assert "error by layer" in printed
+    assert "\nasked " not in printed
+    assert QUALITY in (tmp_path / "quick" / "README.md").read_text()
+    assert json.loads((output / "oneshot_report.json").read_text())["fingerprint"]
+
+
+def test_the_summary_of_long_names_and_answers_fits(run: tuple[Config, Report]) -> None:
+    _, report = run
+    check = Check("a b.txt", 10, {"dense": 2.0, "compressed": 3.0}, "Why?", {"dense": "word " * 99, "compressed": ""})
+    text = summary(report, weights=(None, 5), check=check, source="a model")
+    assert all(len(line) <= 80 or " " not in line.strip() for line in text.splitlines())
+    assert "× 1.50" in text
+    assert "--baseline 'a model'" in " ".join(text.split())
+    assert "weight files" not in text
+
+
+def test_weight_bytes(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = make_checkpoint()
+    assert weight_bytes(folder) == (folder / "model.safetensors").stat().st_size
+    assert weight_bytes("org/model") is None
