@@ -141,14 +141,14 @@ def probes_of_layer(
     shape, stack = model.shape, model.family.stack
     size, groups, width = shape.head_dim, shape.num_key_value_heads, shape.hidden_size
     attention, ffn = stack.index_of("heads"), stack.index_of("ffn")
-    dense, mixer = builder.layer(tensors), stack.attention
+    dense, mixer = builder.layer(number, tensors), stack.attention
     projections = {name: tensors[f"{name}.weight"] for name in (mixer.q, mixer.k, mixer.v, mixer.out)}
     whole = sum(weight.numel() for weight in projections.values())
     per_coordinate = (shape.num_attention_heads + groups) * width
 
     def with_linear(name: str, weight: torch.Tensor) -> torch.Tensor:
         changed = tensors | {f"{name}.weight": weight.to(tensors[f"{name}.weight"])}
-        return builder.layer(changed).run_all(x)
+        return builder.layer(number, changed).run_all(x)
 
     def with_map(weight: torch.Tensor) -> torch.Tensor:
         normed = dense.normed(attention, x)
@@ -166,7 +166,7 @@ def probes_of_layer(
         maps, _, _ = query_key_subspaces(sums.queries, sums.keys, size=kept, rotary=True)
         full = InnerMaps(queries=maps.mT @ maps)
         saved = per_coordinate * (size - kept)
-        states = builder.layer(fold_inner(tensors, mixer, full)).run_all(x)
+        states = builder.layer(number, fold_inner(tensors, mixer, full)).run_all(x)
         yield Probe("queries and keys", number, kept, saved, states)
 
     yield Probe("no attention", number, 0, whole + width, dense.run(ffn, x))
@@ -185,7 +185,7 @@ def probes_of_layer(
         for rank in ranks:
             changed = with_ranks(tensors, of_kind, {kind: linear.nearest(rank)})
             saved = saved_by_rank(linear.weight, rank)
-            yield Probe(f"rank of {NAMES[kind]}", number, rank, saved, builder.layer(changed).run_all(x))
+            yield Probe(f"rank of {NAMES[kind]}", number, rank, saved, builder.layer(number, changed).run_all(x))
 
     down = tensors[f"{stack.ffn.down}.weight"]
     for rank in DOWN_RANKS:
@@ -195,7 +195,7 @@ def probes_of_layer(
     for kept in WIDTHS:
         columns = order[:kept].sort().values
         factors = correct(down, columns, sums.neurons, correction="same-layer", damping=DAMPING)
-        narrower = builder.layer(fold_sublayer(tensors, stack.sublayers[ffn], shape, factors))
+        narrower = builder.layer(number, fold_sublayer(tensors, stack.sublayers[ffn], shape, factors))
         saved = 3 * width * (shape.intermediate_size - kept)
         yield Probe("FFN neurons", number, kept, saved, narrower.run_all(x))
 
@@ -213,7 +213,7 @@ def measure(model: Model, statistics: Text, probed: Text, layers: list[int], scr
     for number in range(model.shape.num_hidden_layers):
         print(f"layer {number}: {len(probes)} probes", flush=True)
         tensors = model.read_layer(number)
-        dense = builder.layer(tensors)
+        dense = builder.layer(number, tensors)
         for probe in probes:
             probe.states = dense.run_all(probe.states)
         if number in layers:

@@ -9,6 +9,7 @@ from harness import ROOT, read_rows
 from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
 from quality_rows import quality_rows
 from tables.claims import claims_table
+from tables.families import families_table
 from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, sums_table
 from tables.gpu_measured import (
     gpu_agree_table,
@@ -64,6 +65,7 @@ DOCUMENTS = (
     ROOT / "docs" / "llama-cpp.md",
     ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "results.md",
+    ROOT / "docs" / "supported-models.md",
     ROOT / "docs" / "recipes" / "group-pca.md",
     ROOT / "docs" / "recipes" / "oneshot.md",
     KERNELS / "pivoted_qr" / "README.md",
@@ -128,7 +130,9 @@ TABLES = {
 
 
 def table(name: str) -> str:
-    """Return the named table of the newest rows."""
+    """Return the named table, of the newest rows if it has numbers."""
+    if name == "families":
+        return families_table()
     make, results = TABLES[name]
     return make() if read_rows(results) else "Not measured yet."
 

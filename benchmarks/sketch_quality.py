@@ -53,7 +53,7 @@ def compress_all(folder: Path, token_ids: torch.Tensor, batch_size: int) -> list
     sizes = sorted({(sketch, rows) for _, sketch, rows, _ in VARIANTS if sketch != "none"})
     for layer, prefix in enumerate(prefixes):
         tensors = checkpoint.read_prefix(prefix)
-        dense = builder.layer(tensors)
+        dense = builder.layer(layer, tensors)
         gram = GramAccumulator(width, output_size=None, device=CPU)
         sketches = {
             (sketch, rows): SketchAccumulator(rows * width, width, nonzeros=NONZEROS[sketch], seed=0, device=CPU)

@@ -43,6 +43,7 @@ from oneshot.report.progress import ProgressBar, Shown, WarningLog, announce
 from oneshot.report.provenance import versions
 from oneshot.report.records import Footprint
 from oneshot.schedule import Schedule
+from oneshot.stream import check_family
 from oneshot.text import (
     SELF,
     Text,
@@ -84,6 +85,7 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Sho
         try:
             run = Run(config, Path(name), outputs, show_progress=show_progress)
             with limited_memory(run.machine.device, config.machine.max_device_memory_bytes), run.warnings:
+                check_family(run.model, run.machine)
                 yield run
             run.machine.workers.wait()  # others may still read from this one's scratch folder
         except KernelError as error:

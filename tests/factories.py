@@ -118,14 +118,14 @@ def build_model(
         pad_token_id=1,
         **extra,
     )
-    if family == "llama":
+    if family == "llama" or attention_bias or mlp_bias:
         sizes |= {"attention_bias": attention_bias, "mlp_bias": mlp_bias}
-    elif family == "mistral":
+    if family == "mistral" or sliding_window is not None:
         sizes |= {"sliding_window": sliding_window}
-    elif family == "opt":
+    if family == "opt":
         sizes |= {"ffn_dim": sizes.pop("intermediate_size"), "dropout": 0.0}
         del sizes["num_key_value_heads"]
-    elif family in ("bert", "distilbert"):
+    if family in ("bert", "distilbert"):
         del sizes["num_key_value_heads"]
         sizes |= {"max_position_embeddings": 64}
     if family == "distilbert":

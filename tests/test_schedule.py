@@ -23,7 +23,21 @@ from oneshot.stream import States
 TIED = ModelShape(4, 64, 256, 8, 4, 8, vocab_size=100, tied=True)
 UNTIED = ModelShape(4, 64, 256, 8, 4, 8, vocab_size=100)
 OPT_SHAPE = ModelShape(
-    4, 64, 256, 8, 8, 8, True, True, True, vocab_size=100, tied=True, layer_norms=True, gated=False, num_positions=50
+    4,
+    64,
+    256,
+    8,
+    8,
+    8,
+    True,
+    True,
+    True,
+    vocab_size=100,
+    tied=True,
+    layer_norms=True,
+    norm_bias=True,
+    gated=False,
+    num_positions=50,
 )
 FFN, HEADS, LAYER, SUBLAYER, INNER, RANK = "ffn", "heads", "layer", "sublayer", "inner", "rank"
 

@@ -4,9 +4,17 @@ from oneshot.checkpoint.card import card_metadata
 from oneshot.checkpoint.gguf import GgufCheckpoint, open_gguf
 from oneshot.checkpoint.journal import Journal
 from oneshot.checkpoint.locate import locate_checkpoint, open_model
-from oneshot.checkpoint.model import Model, identify, stock_classes, tied_names
+from oneshot.checkpoint.model import Model, identify
 from oneshot.checkpoint.place import output_folder, refuse_place
 from oneshot.checkpoint.reader import Checkpoint
+from oneshot.checkpoint.stock import (
+    attention_of,
+    make_buffers,
+    per_layer_lists,
+    sample_model,
+    stock_classes,
+    tied_names,
+)
 from oneshot.checkpoint.work_folder import peek_saved, refuse_output, remove_leftovers
 
 __all__ = [
@@ -14,16 +22,20 @@ __all__ = [
     "GgufCheckpoint",
     "Journal",
     "Model",
+    "attention_of",
     "card_metadata",
     "identify",
     "locate_checkpoint",
+    "make_buffers",
     "open_gguf",
     "open_model",
     "output_folder",
     "peek_saved",
+    "per_layer_lists",
     "refuse_output",
     "refuse_place",
     "remove_leftovers",
+    "sample_model",
     "stock_classes",
     "tied_names",
 ]

@@ -16,8 +16,8 @@ from oneshot.checkpoint.card import write_gguf_card
 from oneshot.checkpoint.gguf_config import config_of
 from oneshot.checkpoint.gguf_file import GgufFile
 from oneshot.checkpoint.gguf_rotary import FACTORS
-from oneshot.checkpoint.model import stock_classes, tied_names
 from oneshot.checkpoint.reader import INDEX_NAME, Checkpoint, all_finite
+from oneshot.checkpoint.stock import stock_classes, tied_names
 from oneshot.config import SaveDtype
 from oneshot.errors import CheckpointError, OutputError, cause
 

@@ -1,23 +1,16 @@
 """An opened checkpoint with a known family: the model that is compressed."""
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
 
 import torch
 
 from oneshot.checkpoint.reader import Checkpoint
+from oneshot.checkpoint.stock import layer_kinds, sample_model, stock_classes, stock_config, tied_names
 from oneshot.checkpoint.tables import without_equal_head
 from oneshot.errors import CheckpointError, PlanError, cause
-from oneshot.families import (
-    FAMILIES,
-    Description,
-    ModelShape,
-    Stack,
-    check_layers,
-    find_family,
-    read_shape,
-    stated_class,
-)
+from oneshot.families import Description, ModelShape, Stack, check_layers, find_family, read_shape, split
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -32,6 +25,11 @@ class Model:
     family: Description
     shape: ModelShape
 
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Return for every layer of a stack the first layer of its kind, see `stock.layer_kinds`."""
+        return layer_kinds(self.checkpoint.config, self.shape.num_hidden_layers)
+
     @property
     def start_token(self) -> int:
         """Return the token before a decoder's first one."""
@@ -41,17 +39,16 @@ class Model:
 
     @property
     def head_scale(self) -> float:
-        """Return what the stock class multiplies the last states with before the output head: `D^-½` in T5 1.0."""
-        config_class, _ = stock_classes(self.checkpoint.config)
-        scaled = getattr(config_class.from_dict(self.checkpoint.config), "scale_decoder_outputs", False)
-        return self.shape.hidden_size**-0.5 if scaled else 1.0
+        """Return what the stock class multiplies the logits or the last states with: `D^-½` in T5 1.0."""
+        scaled = getattr(stock_config(self.checkpoint.config), "scale_decoder_outputs", False)
+        return self.shape.hidden_size**-0.5 if scaled else self.family.head_scale
 
     def read_layer(self, layer: int) -> Tensors:
         """Return the tensors of a layer, without its prefix, and the table of positions that its stack shares."""
         with torch.inference_mode():  # the mode belongs to a thread, and a prefetching thread also reads
             stack = self.family.stack_of(layer)
             tensors = self.checkpoint.read_prefix(stack.layer_prefix(layer))
-            tensors = {name: tensor for name, tensor in tensors.items() if "rotary_emb" not in name}
+            tensors = split({name: tensor for name, tensor in tensors.items() if "rotary_emb" not in name}, stack)
             if stack.attention.relative_bias is not None:
                 tensors[stack.attention.relative_bias] = self.read_relative_bias(stack)
             if self.shape.mlp_bias:  # zeros if the checkpoint stores no biases, see `with_ffn_biases`
@@ -137,6 +134,7 @@ def identify(checkpoint: Checkpoint) -> Model:
     family = family.numbered(shape)
     check_layers(family, shape, checkpoint.shapes)
     _check_outside(checkpoint, family, shape, expected or _expected_outside(checkpoint, family))
+    _check_count(checkpoint, family, shape)
     return Model(checkpoint, family, shape)
 
 
@@ -147,23 +145,6 @@ def _ties_tables(checkpoint: Checkpoint) -> bool:
         config_class, _ = stock_classes(checkpoint.config)
         stated = getattr(config_class(), "tie_word_embeddings", False)
     return bool(stated)
-
-
-def stock_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the config class and the model class of transformers for the config.json of a supported family."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    config_class, family = CONFIG_MAPPING[config["model_type"]], FAMILIES[config["model_type"]]
-    if family.classes:
-        return config_class, getattr(transformers, stated_class(config) or family.classes[0])
-    return config_class, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-
-
-def tied_names(model: Any) -> set[str]:
-    """Return the tensors of a model of transformers that are others under a second name, and need not be stored."""
-    tied = model._tied_weights_keys
-    return set(tied) if tied and model.config.tie_word_embeddings else set()
 
 
 @dataclass(frozen=True)
@@ -179,13 +160,8 @@ def _expected_outside(checkpoint: Checkpoint, family: Description) -> _Outside:
 
     Raises `CheckpointError` if transformers cannot make that class.
     """
-    whole = checkpoint.config | {"attn_implementation": "sdpa"}
     try:
-        config_class, model_class = stock_classes(checkpoint.config)
-        config_class.from_dict(whole)
-        hf_config = config_class.from_dict(one_layer_config(whole, family))
-        with torch.device("meta"):
-            model = model_class._from_config(hf_config, dtype=torch.float32)
+        model = sample_model(checkpoint.config, family, torch.float32)
     except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
         raise CheckpointError(
             f"{checkpoint.folder / 'config.json'} does not describe a {family.model_type} model "
@@ -226,6 +202,17 @@ def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShap
             )
 
 
+def _check_count(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
+    """Check that plans count the parameters that are stored; else every target would be missed."""
+    stored = sum(math.prod(size) for name, size in checkpoint.shapes.items() if not name.endswith("inv_freq"))
+    counted = shape.stack().stored_parameters()
+    if stored != counted:
+        raise CheckpointError(
+            f"The checkpoint stores {stored:,} parameters where {counted:,} are counted for a {family.model_type}; "
+            "please report this with its config.json."
+        )
+
+
 def _check_dtypes(checkpoint: Checkpoint) -> None:
     """Refuse quantised weights: weights are floating-point numbers of 16 bits or more."""
     for name, dtype in checkpoint.dtypes.items():
@@ -234,10 +221,3 @@ def _check_dtypes(checkpoint: Checkpoint) -> None:
                 f"{name} is stored as {dtype}, so the weights are quantised; give the unquantised checkpoint and "
                 "quantise the result."
             )
-
-
-def one_layer_config(config: dict[str, Any], family: Description) -> dict[str, Any]:
-    """Return the config of a model with a single layer; making all layers only to use one would take memory."""
-    shared = {name: value for name, value in config.items() if name != "layer_types"}
-    decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: 1}
-    return shared | {family.sizes.num_hidden_layers: 1} | decoder

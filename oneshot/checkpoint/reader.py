@@ -161,6 +161,12 @@ class Checkpoint:
         """Return one tensor, as `read`."""
         return self.read([name])[name]
 
+    def stating(self, **values: Any) -> "Checkpoint":
+        """Return a view of the same files whose config states these values."""
+        view = copy.copy(self)
+        view.config = self.config | values
+        return view
+
     def read_prefix(self, prefix: str) -> dict[str, torch.Tensor]:
         """Return all tensors whose names begin with `prefix`, under their names without it."""
         names = [name for name in self.shapes if name.startswith(prefix)]

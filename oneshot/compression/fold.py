@@ -88,7 +88,7 @@ def _with_rows(tensors: Tensors, rows_of: dict[str, torch.Tensor]) -> Tensors:
 def without_sublayer(tensors: Tensors, sublayer: Sublayer) -> Tensors:
     """Return the layer without a sublayer's linears and norms."""
     mixer = sublayer.mixer
-    gone = {*sublayer.readers, sublayer.writer, sublayer.norm.name}
+    gone = {*sublayer.readers, sublayer.writer, *(norm.name for norm in sublayer.norms)}
     if isinstance(mixer, Attention):
         gone |= {name for name in (mixer.q_norm, mixer.k_norm) if name is not None}
     return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in gone}

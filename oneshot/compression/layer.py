@@ -101,7 +101,7 @@ class LayerCompressor:
             return
         self._enter(layer, states)
         states.passes = 1
-        dense = states.dense_layer(self._upload(tensors))
+        dense = states.dense_layer(layer, self._upload(tensors))
         current = self._current(layer, self._upload(working), states) if working else None
         for task in self._tasks(layer):
             states.defer_dense(DensePass(task.index, dense))
@@ -145,8 +145,8 @@ class LayerCompressor:
         """Compress a layer by what the text says about its activations."""
         self._enter(layer, states)
         states.passes = self._passes(tasks, states)
-        dense = states.dense_layer(tensors)
-        current = reference = states.as_compressed(dense) if working is tensors else states.layer(working)
+        dense = states.dense_layer(layer, tensors)
+        current = reference = states.as_compressed(dense) if working is tensors else states.layer(layer, working)
         if self._norms_inside:
             current = self._current(layer, working, states)
         inputs = self._input_reports(layer, dense, states)
@@ -205,7 +205,7 @@ class LayerCompressor:
 
     def _current(self, layer: int, working: Tensors, states: States) -> Layer:
         """Return the layer that the compressed stream passes."""
-        current, subspaces = states.layer(working), self._subspaces
+        current, subspaces = states.layer(layer, working), self._subspaces
         if subspaces is not None and self._norms_inside:
             first = self._model.family.stack.position(layer) + 1
             current.replace_norms(lambda index, norm: subspaces.norm(norm, first + index))

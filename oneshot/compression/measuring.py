@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.fold import augmented_weight
 from oneshot.compression.statistics import (
     GramAccumulator,
@@ -44,13 +45,19 @@ def measure(
     if task.selector in MOMENT_SELECTORS:
         moments = MomentAccumulator(task.num_columns, device=task.machine.device)
     values = _value_accumulator(task)
-    target = None
+    target, branch_norm = None, BranchNorm.of(task.sublayer, tensors, task.machine.device)
     for x, dense_state in states.read():
         inner, lost = current.inner(task.index, x), None
+        written = current.write(task.index, inner) if task.follows_dense or branch_norm is not None else inner
         if task.follows_dense and dense_state is not None:
             target = _target(task, x, dense)
-            lost = target.flatten(0, -2) - current.write(task.index, inner)
-        accumulator.update_(with_constant_column(inner) if has_bias else inner, lost)
+            lost = target.flatten(0, -2) - current.added(task.index, written)
+            lost = current.before_sum(lost) if branch_norm is None else branch_norm.taken_back(lost, written)
+        rows = with_constant_column(inner) if has_bias else inner
+        if branch_norm is not None:
+            scales = branch_norm.scales(written, current.added(task.index, written))
+            rows, inner = rows * scales.to(rows), inner * scales.to(inner)
+        accumulator.update_(rows, lost)
         if sketch is not None:
             sketch.update_(inner)
         if moments is not None:

@@ -39,7 +39,7 @@ def find_shared_heads(
             states.settle()
             states.enter_decoder()
         tensors = upload(read_tensors)
-        layer, index = states.layer(tensors), stack.index_of("heads")
+        layer, index = states.layer(number, tensors), stack.index_of("heads")
         attention = stack.attention
         columns = shape.num_attention_heads * shape.head_dim
         gram = GramAccumulator(columns, output_size=None, device=machine.device)

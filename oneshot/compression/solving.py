@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.correction import Factors, best_damping, correct, correct_heads, predicted_error
 from oneshot.compression.fold import augmented_weight, head_columns, row_energy
 from oneshot.compression.inner_heads import value_subspaces
@@ -25,8 +26,13 @@ def solve(
 
     def solution() -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
         weight = augmented_weight(tensors, task.sublayer.writer).to(task.machine.device)
+        branch_norm = BranchNorm.of(task.sublayer, tensors, task.machine.device)
+        if branch_norm is not None:
+            weight = branch_norm.seen(weight)
         units, columns = _select(task, tensors, weight, statistics)
         factors = _correct(task, weight, columns, statistics)
+        if branch_norm is not None:
+            factors = replace(factors, weight=branch_norm.unseen(factors.weight))
         if task.smaller_values is None:
             return units, factors, None
         assert statistics is not None

@@ -147,7 +147,7 @@ def find_subspaces(
             measure(x for x, _ in states.read())  # what the encoder's final norm reads
             states.enter_decoder()
         states.passes = len(stack.sublayers)
-        layer = states.layer(upload(tensors))
+        layer = states.layer(number, upload(tensors))
         for index in range(len(stack.sublayers)):
             if stack.norms_after:
                 passed = DensePass(index, layer)

@@ -37,13 +37,13 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
     layer's.
     """
     mixer = task.stack.ffn
-    dense, machine = states.dense_layer(tensors), task.machine
+    dense, machine = states.dense_layer(task.layer, tensors), task.machine
     share = task.residual_weight(task.num_columns, round(states.num_tokens * states.dense_share))
     step = up_proj_step(
         states,
         task.index,
         dense,
-        states.layer(folded),
+        states.layer(task.layer, folded),
         folded[f"{mixer.down}.weight"].to(machine.device, machine.dtype),
         steps=task.method.up_steps,
         every=batches_apart(task, states),
@@ -53,7 +53,7 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
     step = task.shared(lambda: step)  # rounding would differ between workers
     up = folded[f"{mixer.up}.weight"]
     folded = folded | {f"{mixer.up}.weight": (up.to(step) + step).to(up)}
-    current, weight = states.layer(folded), augmented_weight(folded, mixer.down).to(machine.device)
+    current, weight = states.layer(task.layer, folded), augmented_weight(folded, mixer.down).to(machine.device)
     has_bias = f"{mixer.down}.bias" in folded
     accumulator = GramAccumulator(weight.shape[1], output_size=weight.shape[0], device=machine.device)
     if states.has_dense:
@@ -80,7 +80,7 @@ def target_rows(
     output = dense.write(index, dense.inner(index, h))
     if dense_state is None:
         return output
-    return torch.lerp(output, (dense_state - h).flatten(0, -2), residual_weight)
+    return torch.lerp(output, dense.before_sum((dense_state - h).flatten(0, -2)), residual_weight)
 
 
 def up_proj_step(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Checkpoint, Journal, stock_classes, tied_names
+from oneshot.checkpoint import Checkpoint, Journal, attention_of, stock_classes, tied_names
 from oneshot.checkpoint.safe_files import companion_files, read_config
 from oneshot.errors import OutputError
 from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE
@@ -69,7 +69,9 @@ def verify(folder: Path) -> Checkpoint:
     written = checkpoint.shapes
     config_class, model_class = model_classes(checkpoint.config)
     with torch.device("meta"):
-        config = config_class.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
+        config = config_class.from_pretrained(
+            folder, local_files_only=True, attn_implementation=attention_of(model_class)
+        )
         model = model_class(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in sorted((expected.keys() | written.keys()) - tied_names(model)):

@@ -161,7 +161,7 @@ def encoder_shape(config: dict[str, Any]) -> StackShape:
     """Return the sizes that the config.json of a per-layer encoder states."""
     names = {field.name for field in fields(LayerShape)}
     return StackShape(
-        tuple(LayerShape(**{name: layer[name] for name in names}) for layer in config["layers"]),
+        tuple(LayerShape(**{name: layer[name] for name in names & layer.keys()}) for layer in config["layers"]),
         config["vocab_size"],
         config["head"],
         num_positions=config["max_position_embeddings"],

@@ -60,6 +60,8 @@ class GgufForm(LlamaLayers):
         """Return the sizes that llama.cpp's architectures can state."""
         refusal = reason_against_llama(model, NAME)
         rotary = complete_config(model.checkpoint.config).get("rope_parameters") or {"rope_type": "default"}
+        if refusal is None and model.family.model_type not in ARCHITECTURES:
+            refusal = f"--form gguf does not have the family {model.family.model_type}; use --form stock or per-layer."
         unstated = reason_against_rotary(rotary)
         if refusal is None and unstated is not None:
             refusal = f"--form gguf cannot state the model's rotary positions ({unstated}); use another form."

@@ -55,6 +55,9 @@ def reason_against_llama(model: Model, form: str) -> str | None:
         return f"--form {form} has no decoder beside an encoder, unlike {model.family.model_type}; use --form stock."
     if shape.layer_norms or not shape.gated:
         return f"--form {form} needs RMSNorms and FFNs with a gate, unlike {model.family.model_type}; use another form."
+    reason = model.family.reason_against("per-layer form")
+    if reason is not None:
+        return reason
     if sliding_window(config):
         return (
             f"--form {form} has no sliding attention window, but the model has one of {sliding_window(config)} tokens; "

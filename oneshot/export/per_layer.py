@@ -15,7 +15,8 @@ from oneshot.export.outside import Part, folded_outside
 from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
 from oneshot.planning import Grid, Plan
 
-NOT_IN_LAYERS = ("cross_attention", "num_buckets")  # this form has no encoder–decoders
+# this form has no encoder–decoders and no norms of these kinds
+NOT_IN_LAYERS = ("cross_attention", "num_buckets", "norms_all_heads", "norms_per_sublayer")
 LAYER_NORM_EPSILON = 1e-5  # PyTorch's default; configs do not state it
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot.py"
 

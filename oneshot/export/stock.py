@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Journal, Model
+from oneshot.checkpoint import Journal, Model, per_layer_lists
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import join_weights
 from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
-from oneshot.families import FAMILIES, stated_class
+from oneshot.families import FAMILIES, fuse, split, stated_class
 from oneshot.planning import Grid, Plan
 
 Tensors = dict[str, torch.Tensor]
@@ -45,7 +45,7 @@ class StockForm:
             head_dim=plan.layers[kept[0]].value_size or shape.head_dim,
         )
         if len(kept) < shape.num_hidden_layers:
-            config = _with_layers(config, kept)
+            config = _with_layers(config, kept, model.family.sizes.num_hidden_layers)
         config = model.family.resize(config, resized)
         stock = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
         return stock | dict(model.family.own_head) if plan.hidden is not None else stock
@@ -54,12 +54,13 @@ class StockForm:
         """Return a layer's tensors under their stored names; only a stack's first layer stores its positions."""
         stack, prefix = model.family.stack_of(number), model.family.layer_prefix(number)
         left_out = None if number == stack.first_layer else stack.attention.relative_bias
-        return {prefix + name: tensor for name, tensor in tensors.items() if name != left_out}
+        stored = {name: tensor for name, tensor in tensors.items() if name != left_out}
+        return {prefix + name: tensor for name, tensor in fuse(stored, stack).items()}
 
     def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
         """Return the inverse of `layer`."""
         stack, prefix = model.family.stack_of(number), model.family.layer_prefix(number)
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+        tensors = split({name.removeprefix(prefix): tensor for name, tensor in stored.items()}, stack)
         if stack.attention.relative_bias is not None:
             tensors.setdefault(stack.attention.relative_bias, model.read_relative_bias(stack))
         return tensors
@@ -85,8 +86,9 @@ class StockForm:
         return join_weights(journal, advance)
 
 
-def _with_layers(config: dict[str, Any], kept: list[int]) -> dict[str, Any]:
-    """Return the config of a model that has only these layers."""
-    fewer = config | {"num_hidden_layers": len(kept)}
-    types = config.get("layer_types")
-    return fewer if types is None else fewer | {"layer_types": [types[layer] for layer in kept]}
+def _with_layers(config: dict[str, Any], kept: list[int], key: str) -> dict[str, Any]:
+    """Return the config of a model that has only these layers; `key` states their number."""
+    lists = per_layer_lists(config)
+    unequal = {name: values for name, values in lists.items() if name in config or len(set(values)) > 1}
+    of_layers = {name: [values[layer] for layer in kept] for name, values in unequal.items()}
+    return config | {key: len(kept)} | of_layers

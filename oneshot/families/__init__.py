@@ -2,6 +2,7 @@
 
 from oneshot.families.bert import BERT
 from oneshot.families.description import Description, Feature, Sizes
+from oneshot.families.fused import fuse, split
 from oneshot.families.llama import LLAMA
 from oneshot.families.reading import (
     COMPRESSED_MODEL_TYPE,
@@ -40,6 +41,8 @@ __all__ = [
     "TableShape",
     "check_layers",
     "find_family",
+    "fuse",
     "read_shape",
+    "split",
     "stated_class",
 ]

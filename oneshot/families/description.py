@@ -6,26 +6,28 @@ which rows shrink with a set of columns, which linear is corrected, and which te
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from oneshot.families.features import Feature
+from oneshot.families.fused import fused_shapes
+from oneshot.families.resizing import NO_FFN_BIASES, NO_HIDDEN_SIZE, ONLY_STOCK
 from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention, Sublayer
 
-Feature = Literal[
-    "heads",
-    "hidden size",
-    "ffn biases",
-    "up_proj",
-    "queries and keys",
-    "embedding ranks",
-    "self text",
-    "profile",
-    "latency",
-    "per-layer form",
-]
+# features of which only families with Llama's layers are known to have them
+UNLIKE_LLAMA: Mapping[Feature, str] = {
+    "ffn biases": NO_FFN_BIASES,
+    "hidden size": NO_HIDDEN_SIZE,
+    "per-layer form": ONLY_STOCK,
+}
+# features that a norm between a mixer and the sum with the stream makes impossible
+NORMS_INSIDE: Mapping[Feature, str] = {
+    "up_proj": "--up-steps is not possible for {}, which norms what its FFN writes; leave it out.",
+    "profile": "A profile of {} is not supported; use --set allocation=uniform, and depth=none.",
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ class Description:
         prefix: module of these classes that holds the stack, if they have more than it; a plain model has none.
         free_head_size: whether the stock config states a size of heads that can shrink: without rotation and without a
             scale of scores that depends on it.
+        head_scale: what the logits are multiplied with.
+        like_llama: whether its layers compute what a form with layers of different sizes computes under Llama's names
+            (or BERT's, for encoders). Without it, the family has only the stock form and keeps its hidden size.
         own_head: what a stock config states so that the output head is not the embedding.
         unused: ends of names of layers' tensors that old checkpoints have and transformers does not read.
         unsupported: features that the family cannot have, each with a sentence that names the reason and the remedy.
@@ -82,6 +87,8 @@ class Description:
     decoder: Stack | None = None
     variant: "Callable[[Description, dict[str, Any]], Description]" = lambda family, config: family
     free_head_size: bool = False
+    head_scale: float = 1.0
+    like_llama: bool = False
     own_head: Mapping[str, Any] = field(default_factory=lambda: {"tie_word_embeddings": False})
     unused: tuple[str, ...] = ()
 
@@ -134,6 +141,12 @@ class Description:
         if feature in self.unsupported:
             return self.unsupported[feature]
         stack = self.stack
+        if not self.like_llama and feature in UNLIKE_LLAMA:
+            return UNLIKE_LLAMA[feature].format(self.model_type)
+        if feature == "heads" and stack.attention.norms_all_heads:
+            return f"Heads of {self.model_type} are normed together, so none can be removed; use --set heads=none."
+        if stack.norms_inside and feature in NORMS_INSIDE:
+            return NORMS_INSIDE[feature].format(self.model_type)
         if feature == "up_proj" and stack.ffn.gate is None:
             return f"--up-steps needs FFNs with a gate, which {self.model_type} does not have; leave it out."
         if feature == "queries and keys" and stack.attention.q_norm is not None:
@@ -145,7 +158,7 @@ class Description:
         return None
 
     def expected_tensors(self, shape: ModelShape, layer: int = 0) -> dict[str, tuple[int, ...]]:
-        """Return the stored tensors of a layer, without its prefix, and their shapes."""
+        """Return the tensors of a layer, without its prefix, and their shapes."""
         stack = self.stack_of(layer)
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
         hidden, width, ffn = shape.hidden_size, shape.intermediate_size, stack.ffn
@@ -159,15 +172,18 @@ class Description:
         expected: dict[str, tuple[int, ...]] = {f"{name}.weight": size for name, size in weights.items()}
         expected |= {f"{name}.bias": weights[name][:1] for name, has_bias in biased.items() if has_bias}
         for sublayer in stack.sublayers:
-            expected[f"{sublayer.norm.name}.weight"] = (hidden,)
-            if sublayer.norm.centres:
-                expected[f"{sublayer.norm.name}.bias"] = (hidden,)
+            expected |= {part: (hidden,) for norm in sublayer.norms for part in norm.parts}
         if shape.query_key_norms:
+            widths = (queries, keys) if shape.norms_all_heads else (shape.head_dim, shape.head_dim)
             norms = stack.attention.q_norm, stack.attention.k_norm
-            expected |= {f"{norm}.weight": (shape.head_dim,) for norm in norms}
+            expected |= {f"{norm}.weight": (width,) for norm, width in zip(norms, widths, strict=True)}
         if stack.attention.relative_bias is not None and layer == stack.first_layer:
             expected[stack.attention.relative_bias] = (shape.num_buckets, shape.num_attention_heads)
         return expected
+
+    def stored_tensors(self, shape: ModelShape, layer: int = 0) -> dict[str, tuple[int, ...]]:
+        """Return the same as the checkpoint stores them, where some linears are one."""
+        return fused_shapes(self.expected_tensors(shape, layer), self.stack_of(layer))
 
     def rename(self, tensors: dict[str, torch.Tensor], other: "Description") -> dict[str, torch.Tensor]:
         """Return a layer's tensors under the names of another family with the same sublayers."""

@@ -36,4 +36,4 @@ def resize(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     return resized | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
 
 
-LLAMA = Description("llama", STACK, resize)
+LLAMA = Description("llama", STACK, resize, like_llama=True)

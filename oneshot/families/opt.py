@@ -68,7 +68,7 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
     projects = config.get("word_embed_proj_dim") not in (None, config.get("hidden_size"))
     stack = family.stack
     if after:
-        sublayers = [replace(each, norm=replace(each.norm, place="after")) for each in stack.sublayers]
+        sublayers = [replace(each, before=None, after=each.before) for each in stack.sublayers]
         stack = replace(stack, sublayers=tuple(sublayers), final_norm=None)
     if projects:
         stack = replace(stack, project_in="model.decoder.project_in", project_out="model.decoder.project_out")
@@ -83,6 +83,7 @@ OPT = Description(
     set_ffn_width("ffn_dim"),
     check,
     sizes=SIZES,
+    like_llama=True,
     unsupported={"heads": FIXED_HEADS.format("OPT")},
     variant=variant,
 )

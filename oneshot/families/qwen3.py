@@ -13,5 +13,6 @@ QWEN3 = Description(
     "qwen3",
     replace(STACK, sublayers=(_ATTENTION, STACK.sublayers[1])),
     set_sizes,
+    like_llama=True,
     unsupported={"ffn biases": NO_FFN_BIASES.format("qwen3")},
 )

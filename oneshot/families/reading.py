@@ -1,22 +1,75 @@
 """From a config.json and the stored tensors to a family and its sizes."""
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from oneshot.errors import CheckpointError
+from oneshot.families.arcee import ARCEE
 from oneshot.families.bert import BERT
 from oneshot.families.description import Description
 from oneshot.families.distilbert import DISTILBERT
+from oneshot.families.ernie4_5 import ERNIE4_5
+from oneshot.families.exaone4 import EXAONE4
+from oneshot.families.gemma import GEMMA
+from oneshot.families.gemma2 import GEMMA2
+from oneshot.families.gemma3 import GEMMA3
+from oneshot.families.glm import GLM, GLM4
+from oneshot.families.granite import GRANITE
+from oneshot.families.helium import HELIUM
+from oneshot.families.hunyuan import HUNYUAN
 from oneshot.families.llama import LLAMA
+from oneshot.families.ministral import CWM, MINISTRAL
+from oneshot.families.ministral3 import MINISTRAL3
 from oneshot.families.mistral import MISTRAL
+from oneshot.families.nemotron import NEMOTRON
+from oneshot.families.olmo2 import OLMO2, OLMO3
 from oneshot.families.opt import OPT
+from oneshot.families.phi3 import PHI3
 from oneshot.families.qwen2 import QWEN2
 from oneshot.families.qwen3 import QWEN3
+from oneshot.families.seed_oss import SEED_OSS
 from oneshot.families.shapes import ModelShape
+from oneshot.families.smollm3 import SMOLLM3
+from oneshot.families.stablelm import STABLELM
+from oneshot.families.starcoder2 import STARCODER2
 from oneshot.families.t5 import MT5, T5
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OPT, BERT, DISTILBERT, T5, MT5)}
+DESCRIPTIONS = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    PHI3,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    ARCEE,
+    CWM,
+    ERNIE4_5,
+    EXAONE4,
+    GLM,
+    GLM4,
+    GRANITE,
+    HELIUM,
+    HUNYUAN,
+    MINISTRAL,
+    MINISTRAL3,
+    NEMOTRON,
+    OLMO2,
+    OLMO3,
+    SEED_OSS,
+    SMOLLM3,
+    STABLELM,
+    STARCODER2,
+    OPT,
+    BERT,
+    DISTILBERT,
+    T5,
+    MT5,
+)
+FAMILIES = {family.model_type: family for family in DESCRIPTIONS}
 COMPRESSED_MODEL_TYPE = "oneshot"  # of a checkpoint in the per-layer form
 ENCODER_MODEL_TYPE = "oneshot-encoder"  # of an encoder in the per-layer form
 NAS_MODEL_TYPE = "nemotron-nas"
@@ -27,8 +80,7 @@ DEFAULT_BUCKETS = 32  # of relative positions, transformers' default
 def find_family(config: dict[str, Any]) -> Description:
     """Return the family that `config["model_type"]` names.
 
-    Raises `CheckpointError`, with the reason, for quantised weights, mixtures of experts, unequal layers, and unknown
-    families.
+    Raises `CheckpointError`, with the reason, for quantised weights, mixtures of experts, and unknown families.
     """
     model_type = config.get("model_type", "(none)")
     if not isinstance(model_type, str):
@@ -46,22 +98,25 @@ def find_family(config: dict[str, Any]) -> Description:
             "The layers of the checkpoint have different sizes already (nemotron-nas); give the model it came from."
         )
     if model_type not in FAMILIES:
-        raise CheckpointError(
-            f"Model type {model_type!r} is not supported; the supported families are {', '.join(FAMILIES)}."
-        )
+        raise CheckpointError(_unknown(model_type))
     classes, stated = FAMILIES[model_type].classes, stated_class(config)
     if classes and stated is not None and stated not in classes:
         raise CheckpointError(
             f"config.json states the class {stated[:100]}; the supported ones of {model_type} are {', '.join(classes)}."
         )
-    if config.get("use_sliding_window"):
-        raise CheckpointError(
-            "Some layers of the model see all tokens and some a window (use_sliding_window), which is not supported; "
-            "give a model with equal layers."
-        )
     family = FAMILIES[model_type]
     family.check(config)
     return family.variant(family, config)
+
+
+def _unknown(model_type: str) -> str:
+    """Return a sentence about a family that is not known, with those whose names are nearest."""
+    nearest = difflib.get_close_matches(model_type, FAMILIES, n=3)
+    names = " and ".join(nearest) if nearest else f"{len(FAMILIES)} families"
+    return (
+        f"Model type {model_type[:100]!r} is not supported ({names} are); the page Supported models of the documents "
+        "(docs/supported-models.md) lists all families."
+    )
 
 
 def stated_class(config: dict[str, Any]) -> str | None:
@@ -96,12 +151,15 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         num_attention_heads=num_heads,
         num_key_value_heads=num_groups,
         head_dim=head_dim,
-        attention_bias=f"{first}{attention.q}.bias" in stored,
+        attention_bias=f"{first}{stack.stored_linear(attention.q)}.bias" in stored,
         output_bias=f"{first}{attention.out}.bias" in stored,
         mlp_bias=f"{first}{stack.ffn.down}.bias" in stored,
         vocab_size=_size(family, config, keys.vocab_size),
         query_key_norms=attention.q_norm is not None,
+        norms_all_heads=attention.norms_all_heads,
         layer_norms=stack.centres,
+        norm_bias=len(stack.sublayers[0].norms[0].parts) > 1,
+        norms_per_sublayer=len(stack.sublayers[0].norms),
         gated=stack.ffn.gate is not None,
         tied=tied,
         has_head=family.head is not None or tied,
@@ -128,7 +186,7 @@ def check_layers(family: Description, shape: ModelShape, stored: Mapping[str, tu
     expected = {
         family.layer_prefix(layer) + name: size
         for layer in range(shape.num_hidden_layers)
-        for name, size in family.expected_tensors(shape, layer).items()
+        for name, size in family.stored_tensors(shape, layer).items()
     }
     in_layers = {name for name in stored if family.is_in_layers(name) and "rotary_emb" not in name}
     for name in sorted(expected.keys() | in_layers):

@@ -17,7 +17,8 @@ class LayerShape:
     per head. `rotary_selected`: the layer stores which rotary pairs each KV group keeps.
 
     `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and the FFN's. `norm_bias`:
-    the norms store a bias. `query_key_norms`: queries and keys are normed, each by one weight for all heads.
+    the norms store a bias. `query_key_norms`: queries and keys are normed, each by the weights of one head for all
+    heads, or with `norms_all_heads` all heads together. `norms_per_sublayer`: a second norm follows the mixer.
     `gated`: the FFN has a gate beside its up projection. `norm_weights`: norms have a weight for every coordinate.
     `query_key_rank` (of both linears together), `output_rank`, `gate_rank`, `up_rank`: of linears with low rank; 0 for
     whole ones. Such a linear stores `rank` of its columns, a matrix that reconstructs the others, and their order.
@@ -43,6 +44,8 @@ class LayerShape:
     mlp_bias: bool = False
     norm_bias: bool = False
     query_key_norms: bool = False
+    norms_all_heads: bool = False
+    norms_per_sublayer: int = 1
     gated: bool = True
     norm_weights: bool = True
     cross_attention: bool = False
@@ -71,12 +74,15 @@ class LayerShape:
         """Return the stored parameters, norms included."""
         attends, has_ffn = self.num_attention_heads > 0, self.intermediate_size > 0
         widths = self.hidden_size * (1 + self.cross_attention) * attends + self.middle_size * has_ffn
-        norms = widths * (self.norm_weights + self.norm_bias) + self.num_buckets * self.num_attention_heads
+        norms = widths * (self.norm_weights + self.norm_bias) * self.norms_per_sublayer
+        norms += self.num_buckets * self.num_attention_heads
+        normed_heads = (self.num_attention_heads + self.num_key_value_heads) if self.norms_all_heads else 2
+        norms += normed_heads * self.query_key_size * self.query_key_norms * attends
         orders = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2
         orders += (self.query_key_rank > 0) * self.hidden_size
         orders += (self.output_rank > 0) * self.num_attention_heads * self.value_size
         orders += ((self.gate_rank > 0) + (self.up_rank > 0)) * self.middle_size
-        return self.linear_parameters() + norms + orders + 2 * self.query_key_size * self.query_key_norms * attends
+        return self.linear_parameters() + norms + orders
 
     def key_value_size(self) -> int:
         """Return the values that one token takes in the layer's KV cache, and one of the source in cross-attention."""
@@ -201,10 +207,10 @@ class StackShape:
 class ModelShape:
     """State the sizes of a model with equal layers, as its stock config has them; flags as in `LayerShape`.
 
-    `layer_norms`: the norms are LayerNorms, which have a bias and subtract the mean. `num_positions`: rows of a learned
-    position embedding that tokens use, `unused_positions`: rows stored before them. `has_head`: the model predicts
-    tokens; without `tied` by a head of its own. `norms_after`: norms follow the sums with the residual stream.
-    `final_norm`, `num_token_types`, `table_width`, `further_parameters`, `causal`: as in `StackShape`.
+    `layer_norms`: the norms are LayerNorms, which subtract the mean. `norm_bias`: they have a bias. `num_positions`:
+    rows of a learned position embedding that tokens use, `unused_positions`: rows stored before them. `has_head`: the
+    model predicts tokens; without `tied` by a head of its own. `norms_after`: norms follow the sums with the residual
+    stream. `final_norm`, `num_token_types`, `table_width`, `further_parameters`, `causal`: as in `StackShape`.
     `num_decoder_layers`: the last layers, which have cross-attention; 0 without an encoder. `num_buckets`: of relative
     positions, in the first layer of each stack.
     """
@@ -219,8 +225,11 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     query_key_norms: bool = False
+    norms_all_heads: bool = False
+    norms_per_sublayer: int = 1
     vocab_size: int = 0
     layer_norms: bool = False
+    norm_bias: bool = False
     gated: bool = True
     tied: bool = False
     num_positions: int = 0
@@ -255,8 +264,10 @@ class ModelShape:
             attention_bias=self.attention_bias,
             output_bias=self.output_bias,
             mlp_bias=self.mlp_bias,
-            norm_bias=self.layer_norms,
+            norm_bias=self.norm_bias,
             query_key_norms=self.query_key_norms,
+            norms_all_heads=self.norms_all_heads,
+            norms_per_sublayer=self.norms_per_sublayer,
             gated=self.gated,
             cross_attention=number >= first_of_decoder and self.num_decoder_layers > 0,
             num_buckets=self.num_buckets if number in (0, first_of_decoder) else 0,

@@ -1,6 +1,7 @@
 """A stack of equal layers, and what surrounds it: embeddings, positions, final norm."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer, SublayerKind
 
@@ -20,8 +21,11 @@ class Stack:
             states back to the width of the output head; None if all are as wide as the hidden size.
         embedding_norm: module after the sum of the embeddings; None without one.
         final_norm: module after the last layer; None if the last layer's own norm is the end.
+        embedding_scale: what the rows of the embedding are multiplied with. residual_scale: what sublayers add is
+            multiplied with.
         rotary: whether attention turns queries and keys by rotary positions.
         causal: whether a token sees only earlier ones. If not, the text is not packed but read example by example.
+        fused: linears of a layer that the checkpoint stores as one, by its name: the rows of the first, and so on.
         first_layer, first_position: of the stack among all layers and all positions of the model. Those of a decoder
             follow its encoder's.
     """
@@ -36,8 +40,11 @@ class Stack:
     project_out: str | None = None
     embedding_norm: Norm | None = None
     final_norm: Norm | None = LLAMA_NORM
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
     rotary: bool = True
     causal: bool = True
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     first_layer: int = 0
     first_position: int = 0
 
@@ -52,6 +59,14 @@ class Stack:
     def index_of(self, kind: SublayerKind) -> int:
         """Return the index of the sublayer of a kind."""
         return next(index for index, sublayer in enumerate(self.sublayers) if sublayer.kind == kind)
+
+    def writer_of(self, reader: str) -> str:
+        """Return the writer of the sublayer that a linear belongs to."""
+        return next(each.writer for each in self.sublayers if reader in each.readers)
+
+    def stored_linear(self, linear: str) -> str:
+        """Return the linear that the checkpoint stores a linear in."""
+        return next((fused for fused, parts in self.fused.items() if linear in parts), linear)
 
     @property
     def attention(self) -> Attention:
@@ -73,12 +88,17 @@ class Stack:
     @property
     def centres(self) -> bool:
         """Return whether the norms are LayerNorms."""
-        return self.sublayers[0].norm.centres
+        return self.sublayers[0].norms[0].centres
 
     @property
     def norms_after(self) -> bool:
         """Return whether norms follow the sums with the residual stream, which they then rewrite."""
-        return self.sublayers[0].norm.place == "after"
+        return self.sublayers[0].after is not None
+
+    @property
+    def norms_inside(self) -> bool:
+        """Return whether norms follow the mixers, before the sums with the residual stream."""
+        return self.sublayers[0].inside is not None
 
     def within(self, prefix: str) -> "Stack":
         """Return the same stack inside a module of a larger class, such as `bert.`."""

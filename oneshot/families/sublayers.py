@@ -10,16 +10,26 @@ SublayerKind = Literal["heads", "cross-heads", "ffn"]
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalisation: RMSNorm or LayerNorm, before its sublayer or after the sum with the residual stream."""
+    """A normalisation: RMSNorm or LayerNorm.
+
+    `offset`: it multiplies by its weight plus this number. `has_bias`: of a LayerNorm; an RMSNorm has none.
+    """
 
     name: str
     kind: Literal["rms", "layer"] = "rms"
-    place: Literal["before", "after"] = "before"
+    offset: float = 0.0
+    has_bias: bool = True
 
     @property
     def centres(self) -> bool:
-        """Return whether it subtracts the mean and has a bias."""
+        """Return whether it subtracts the mean."""
         return self.kind == "layer"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the names of its tensors."""
+        names = ("weight", "bias") if self.centres and self.has_bias else ("weight",)
+        return tuple(f"{self.name}.{part}" for part in names)
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,9 @@ class Attention:
 
     Attributes:
         module: what is called; it includes the output linear if the name of `out` lies below it.
-        q, k, v, out: linears. q_norm, k_norm: norms of single queries and keys; None without them.
+        q, k, v, out: linears. q_norm, k_norm: norms of queries and keys; None without them.
+        norms_all_heads: whether these norm all heads of a token together, with a weight for every coordinate, instead
+            of each head by itself with the weights that all share.
         fixed_heads: whether the stock class has heads as wide as its hidden size, so that its layers keep all heads.
         memory: whether keys and values read the memory.
         relative_bias: a table `(buckets, heads)` that is added to the scores by the distance of two tokens. The stack's
@@ -42,6 +54,7 @@ class Attention:
     out: str = "self_attn.o_proj"
     q_norm: str | None = None
     k_norm: str | None = None
+    norms_all_heads: bool = False
     fixed_heads: bool = False
     memory: bool = False
     relative_bias: str | None = None
@@ -102,11 +115,28 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """One part of a layer: a mixer and its norm. `shortcut`: the name of a matrix between two subspaces."""
+    """One part of a layer, a mixer with its norms: `x = after(x + inside(mixer(before(x))))`, each of them optional.
+
+    `shortcut`: the name of a matrix between two subspaces.
+    """
 
     mixer: Attention | FeedForward
-    norm: Norm
+    before: Norm | None
     shortcut: str
+    inside: Norm | None = None
+    after: Norm | None = None
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Return the norms that it has."""
+        return tuple(norm for norm in (self.before, self.inside, self.after) if norm is not None)
+
+    @property
+    def norm(self) -> Norm:
+        """Return the norm of the stream itself, for sublayers whose only norm is before or after them."""
+        norm = self.before or self.after
+        assert norm is not None
+        return norm
 
     @property
     def kind(self) -> SublayerKind:

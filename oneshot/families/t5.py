@@ -100,6 +100,7 @@ T5 = Description(
         head_dim="d_kv",
         norm_epsilon="layer_norm_epsilon",
     ),
+    like_llama=True,  # but for the forms with layers of different sizes, see below
     unsupported={
         "ffn biases": "--set correction=bias needs biases in the FFN, which T5 lacks; choose another correction.",
         "embedding ranks": "--set embedding=low-rank is not supported for T5; leave it out.",

@@ -103,7 +103,7 @@ class Grid:
             gate_rank=kept.gate_rank or 0,
             up_rank=kept.up_rank or 0,
             rotary_selected=kept.query_key_size is not None and self.family.stack.rotary,
-            norm_bias=shape.layer_norms and not self.replaces_layer_norms,
+            norm_bias=shape.norm_bias and not self.replaces_layer_norms,
         )
         if hidden is None:
             return layer
@@ -154,6 +154,8 @@ class Grid:
         """
         if self.refusal is not None:
             raise PlanError(self.refusal)
+        if method.slices and (reason := self.family.reason_against("hidden size")) is not None:
+            raise PlanError(reason)
         if method.heads == "obs" and self.family.shares_heads:
             raise PlanError(
                 "--set heads=obs chooses heads for a single layer, but here all layers of a stack share theirs; use "

@@ -69,8 +69,8 @@ def profile_embedding(
         [batch] = text.part(part).part(slice(len(last))).batches(len(last))
         probes = states.builder.embed(reduced, batch)
         upload = Uploader(machine.device)
-        for tensors in layers():
-            layer = states.builder.layer(upload(tensors))
+        for number, tensors in enumerate(layers()):
+            layer = states.builder.layer(number, upload(tensors))
             for probe in probes.split(1):
                 probe.copy_(layer.run_all(probe))
         other = replace(head, weight=reduced.to(head.weight))

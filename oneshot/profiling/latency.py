@@ -39,7 +39,7 @@ def measured_seconds(
     x = uploaded(x, machine.device).to(machine.dtype)
 
     def sublayer(smaller: ModelShape, index: int) -> Callable[[], object]:
-        layer = builder.layer(_cut(model, tensors, smaller))
+        layer = builder.layer(0, _cut(model, tensors, smaller))
         return lambda: layer.run(index, x)
 
     groups, per_group = shape.num_key_value_heads, shape.heads_per_group

@@ -71,9 +71,9 @@ class LayerSums:
         """Return a batch `(sequences, length, D)` behind the layer."""
         shape, layer, attention, ffn = self._shape, self._layer, self._attention, self._ffn
         heads = layer.inner(attention, x)
-        attended = layer.leave(attention, x + layer.write(attention, heads).view_as(x))
+        attended = layer.leave(attention, x + layer.added(attention, layer.write(attention, heads).view_as(x)))
         neurons = layer.inner(ffn, attended)
-        moved = layer.leave(ffn, attended + layer.write(ffn, neurons).view_as(x))
+        moved = layer.leave(ffn, attended + layer.added(ffn, layer.write(ffn, neurons).view_as(x)))
         if self._heads is not None:
             self._heads.update_(with_constant_column(heads) if shape.output_bias else heads)
         if self._queries_keys:

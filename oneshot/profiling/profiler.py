@@ -126,7 +126,7 @@ class LayerProfiler:
         """Measure the dense layer's statistics and error curves, and move the probes through it."""
         release_heap()  # of the last layer's factorisations
         tensors = self._upload(tensors)
-        dense, workers = self.states.builder.layer(tensors), self._machine.workers
+        dense, workers = self.states.builder.layer(layer, tensors), self._machine.workers
         self._probes.move(dense)
         statistics = self._statistics(tensors, dense)
         attention, ffn = (self._stack.index_of(kind) for kind in ("heads", "ffn"))
@@ -226,7 +226,7 @@ class LayerProfiler:
         probed = probe_size(errors)
         factors = reduce(choices[probed - 1])
         folded = fold_sublayer(tensors, sublayer, shape, factors)
-        states = self.states.builder.layer(folded).run(self._stack.index_of("heads"), self._probes.dense)
+        states = self.states.builder.layer(layer, folded).run(self._stack.index_of("heads"), self._probes.dense)
         states = dense.run(self._stack.index_of("ffn"), states)
         self._probes.add(Probe("heads", layer, states, squared_error(factors)))
 
@@ -268,13 +268,13 @@ class LayerProfiler:
         for kind, linear in linears.items():
             errors = linear.errors()
             rank = probe_size(errors, RANK_SHARE)
-            reduced = self.states.builder.layer(with_ranks(tensors, mixer, {kind: linear.nearest(rank)}))
+            reduced = self.states.builder.layer(layer, with_ranks(tensors, mixer, {kind: linear.nearest(rank)}))
             energy = mean_energy(reduced.sum(index, x) - whole)
             scaled = errors * (energy / float(errors[rank].clamp_min(torch.finfo(errors.dtype).tiny)))
             self._curves[layer].rank_errors[RANKED_KINDS.index(kind), : len(errors)] = scaled
 
     def _add_inner_probe(self, kind: str, layer: int, error: float, tensors: Tensors) -> None:
-        reduced = self.states.builder.layer(tensors)
+        reduced = self.states.builder.layer(layer, tensors)
         self._probes.add(Probe(kind, layer, reduced.run_all(self._probes.dense), error))
 
     def _errors_of_groups(self, evidence: Evidence, weight: torch.Tensor, statistics: Statistics) -> torch.Tensor:
@@ -309,7 +309,7 @@ class LayerProfiler:
             return
         columns = order[: probe_size(errors)].sort().values
         factors = self._correct(weight, columns, statistics, shape.mlp_bias)
-        reduced = self.states.builder.layer(fold_sublayer(tensors, sublayer, shape, factors))
+        reduced = self.states.builder.layer(layer, fold_sublayer(tensors, sublayer, shape, factors))
         total = reduced.sum(index, attended)
         energy = mean_energy(total - dense.sum(index, attended)) if self._has_ranks else 0.0
         self._probes.add(Probe("ffn", layer, reduced.leave(index, total), squared_error(factors), energy))

@@ -1,9 +1,21 @@
 """The model as a stream of hidden states: single layers, what moves through them, and where states are stored."""
 
+from oneshot.stream.check import check_family
 from oneshot.stream.dense_pass import DensePass
-from oneshot.stream.layers import Layer, LayerBuilder
+from oneshot.stream.layer import Layer
+from oneshot.stream.layers import LayerBuilder
 from oneshot.stream.output_head import OutputHead, Prediction
 from oneshot.stream.states import States, Step
 from oneshot.stream.store import ActivationStore
 
-__all__ = ["ActivationStore", "DensePass", "Layer", "LayerBuilder", "OutputHead", "Prediction", "States", "Step"]
+__all__ = [
+    "ActivationStore",
+    "DensePass",
+    "Layer",
+    "LayerBuilder",
+    "OutputHead",
+    "Prediction",
+    "States",
+    "Step",
+    "check_family",
+]

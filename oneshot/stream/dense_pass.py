@@ -2,7 +2,7 @@
 
 import torch
 
-from oneshot.stream.layers import Layer
+from oneshot.stream.layer import Layer
 
 
 class DensePass:

@@ -1,22 +1,21 @@
 """Single layers of the model: transformers' own layer class with real weights, without the rest of the model."""
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from oneshot.checkpoint import Model, stock_classes
-from oneshot.checkpoint.model import one_layer_config
+from oneshot.checkpoint import Model
 from oneshot.errors import CalibrationError
-from oneshot.families import Attention, FeedForward, ModelShape, Norm, Stack
+from oneshot.families import Attention, ModelShape, Stack, fuse
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
+from oneshot.stream.layer import Layer, Memory, with_parts
 from oneshot.stream.output_head import LastStates, OutputHead
+from oneshot.stream.template import Template
 from oneshot.text import Batch
 
 Tensors = dict[str, torch.Tensor]
@@ -31,21 +30,22 @@ class LayerBuilder:
 
     def __init__(self, model: Model, machine: Machine, sequence_length: int) -> None:
         self._model, self._machine, self._sequence_length = model, machine, sequence_length
-        self._templates: dict[ModelShape, _Template] = {}
+        self._templates: dict[ModelShape, Template] = {}
 
-    def layer(self, tensors: Tensors, stack: Stack | None = None, memory: "Memory | None" = None) -> "Layer":
-        """Return a layer with these weights, in the compute dtype on the compute device.
+    def layer(self, number: int, tensors: Tensors, memory: Memory | None = None) -> Layer:
+        """Return layer `number` with these weights, in the compute dtype on the compute device.
 
         Args:
-            stack: of the layer; None: the model's first one. memory: what its cross-attention reads.
+            memory: what its cross-attention reads.
         """
-        stack = stack or self._model.family.stack
+        stack, kind = self._model.family.stack_of(number), self._model.kinds[number]
         template = self._template(self._held(stack, stack.attention, tensors))
-        module = copy.deepcopy(template.layers[stack.layers])
+        module = copy.deepcopy(template.layers[stack.layers][kind])
         for attention in stack.attentions[1:]:  # meanwhile it may have other heads than the first
-            other = self._template(self._held(stack, attention, tensors)).layers[stack.layers]
+            other = self._template(self._held(stack, attention, tensors)).layers[stack.layers][kind]
             module.set_submodule(attention.module, copy.deepcopy(other.get_submodule(attention.module)))
-        return Layer(self._with_weights(module, tensors), stack, template.arguments, memory)
+        module = self._with_weights(module, fuse(tensors, stack))
+        return Layer(with_parts(module, stack), stack, template.arguments[kind], memory)
 
     def _held(self, stack: Stack, attention: Attention, tensors: Tensors) -> ModelShape:
         """Return the shape of a model whose layers are as wide as these tensors."""
@@ -77,6 +77,9 @@ class LayerBuilder:
                 "give the tokenizer that belongs to the model."
             )
         total = uploaded(functional.embedding(token_ids, embedding), machine.device).to(machine.dtype)
+        scale = self._model.family.stack.embedding_scale
+        if scale != 1:
+            total = total * total.new_tensor(scale)  # rounded to the compute dtype, as stock classes do
         if self._project_in is not None:
             total = self._project_in(total)
         if positions is not None:
@@ -132,11 +135,16 @@ class LayerBuilder:
 
     def output_head(self) -> OutputHead:
         """Return the output head and what the last states pass before it, in the compute dtype and device."""
+        head = uploaded(self._model.read_head(), self._machine.device).to(self._machine.dtype)
+        return OutputHead(self.before_head(), head)
+
+    def before_head(self) -> nn.Module:
+        """Return what the last states pass before the output head, in the compute dtype and device."""
         stack = self._model.family.last_stack
         before = [] if stack.final_norm is None else [self.final_norm(stack)]
         before += [] if stack.project_out is None else [self._linear(stack.project_out)]
-        head = uploaded(self._model.read_head(), self._machine.device).to(self._machine.dtype)
-        return OutputHead(nn.Sequential(*before), head)
+        before += [] if self._model.head_scale == 1 else [_Scale(self._model.head_scale)]
+        return nn.Sequential(*before)
 
     def final_norm(self, stack: Stack) -> nn.Module:
         """Return the norm after a stack's last layer, in the compute dtype on the compute device."""
@@ -147,186 +155,19 @@ class LayerBuilder:
         """Import and build what a run will need of transformers, so that its memory is measured beforehand."""
         self._template(self._model.shape)
 
-    def _template(self, shape: ModelShape) -> "_Template":
+    def _template(self, shape: ModelShape) -> Template:
         if shape not in self._templates:
             config = self._model.family.resize(self._model.checkpoint.config, shape)
-            self._templates[shape] = _Template(config, self._model, self._machine, self._sequence_length)
+            self._templates[shape] = Template(config, self._model, self._machine, self._sequence_length)
         return self._templates[shape]
 
 
-class _Template:
-    """A layer and a final norm of each stack without weights, and the arguments that attention is called with."""
+class _Scale(nn.Module):
+    """Multiply by a number."""
 
-    def __init__(self, config: dict[str, Any], model: Model, machine: Machine, sequence_length: int) -> None:
-        from transformers.masking_utils import create_sliding_window_causal_mask
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
 
-        family, stack = model.family, model.family.stack
-        config_class, model_class = stock_classes(config)
-        hf_config = config_class.from_dict(one_layer_config(config, family))
-        with torch.device("meta"):
-            whole = model_class._from_config(hf_config, dtype=machine.dtype, attn_implementation="sdpa")
-        self.embedding_norm: nn.Module | None = None
-        if stack.embedding_norm is not None:
-            self.embedding_norm = whole.get_submodule(stack.embedding_norm.name).requires_grad_(False)
-        self.layers: dict[str, nn.Module] = {}
-        self.final_norms: dict[str, nn.Module] = {}
-        for each in family.stacks:
-            self.layers[each.layers] = whole.get_submodule(each.layers)[0].eval().requires_grad_(False)
-            if each.final_norm is not None:
-                norm = whole.get_submodule(each.final_norm.name).requires_grad_(False)
-                self.final_norms[each.layers] = norm
-        self.arguments: dict[str, Any] = {}
-        if stack.attention.relative_bias is not None:
-            return  # each layer computes its positions from the table, and scores are causal where the module says so
-        positions = torch.arange(sequence_length, device=machine.device).unsqueeze(0)
-        example = torch.zeros(1, sequence_length, hf_config.hidden_size, dtype=machine.dtype, device=machine.device)
-        window = getattr(hf_config, "sliding_window", None)
-        mask = None  # scaled dot product attention is causal by itself where the module says so
-        if window is not None and window < sequence_length:
-            mask = create_sliding_window_causal_mask(
-                config=whole.config,
-                inputs_embeds=example,
-                attention_mask=None,
-                past_key_values=None,
-                position_ids=positions,
-            )
-        self.arguments = {"attention_mask": mask}
-        if stack.rotary:
-            around = whole.get_submodule(stack.layers.rpartition(".")[0])
-            rotary = type(around.rotary_emb)(whole.config).to(machine.device)
-            self.arguments |= {"position_embeddings": rotary(example, positions), "position_ids": positions}
-
-
-@dataclass
-class Memory:
-    """The encoder's output for the present batch, which cross-attention reads, `(sequences, source length, D)`."""
-
-    states: torch.Tensor
-
-
-class Layer:
-    """One layer, callable by its sublayers.
-
-    A sublayer adds `writer(inner(x))` to the residual stream `x`. Its norm comes before the sublayer or after the sum.
-    `memory`: of a decoder's layer; None for others.
-    """
-
-    def __init__(
-        self, module: nn.Module, stack: Stack, arguments: dict[str, Any], memory: Memory | None = None
-    ) -> None:
-        self._module, self._stack, self._arguments, self._memory = module, stack, arguments, memory
-
-    def reading(self, memory: Memory | None) -> "Layer":
-        """Return the same layer with another memory."""
-        return self if memory is self._memory else Layer(self._module, self._stack, self._arguments, memory)
-
-    def inner(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the activations that the sublayer's writer reads, as rows `(tokens, n)`."""
-        mixer, normed = self._stack.sublayers[index].mixer, self.normed(index, x)
-        if isinstance(mixer, FeedForward):
-            return self._neurons(mixer, normed).flatten(0, -2)
-        read: list[torch.Tensor] = []
-        attention = self._part(mixer.module)
-        if not _contains_writer(mixer):
-            return attention(normed, **self._arguments_of(mixer))[0].flatten(0, -2)
-        handle = self._part(mixer.out).register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
-        try:
-            attention(hidden_states=normed, **self._arguments_of(mixer))
-        finally:
-            handle.remove()
-        return read[0].flatten(0, -2)
-
-    def sum(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return `x + writer(inner(x))`, `(sequences, length, D)`."""
-        mixer = self._stack.sublayers[index].mixer
-        if isinstance(mixer, Attention) and _contains_writer(mixer):
-            attention, arguments = self._part(mixer.module), self._arguments_of(mixer)
-            output, *_ = attention(hidden_states=self.normed(index, x), **arguments)
-            return x + output
-        return x + self.write(index, self.inner(index, x)).view_as(x)
-
-    def run(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the sublayer, `(sequences, length, D)`."""
-        return self.leave(index, self.sum(index, x))
-
-    def leave(self, index: int, total: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the sublayer from the sum, which a norm may follow."""
-        norm = self._norm(index)
-        return self._part(norm.name)(total) if norm.place == "after" else total
-
-    def run_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the whole layer."""
-        for index in range(len(self._stack.sublayers)):
-            x = self.run(index, x)
-        return x
-
-    def write(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return the writer's output for rows of its activations, `(tokens, D)`."""
-        return self._part(self._stack.sublayers[index].writer)(rows)
-
-    def queries_keys(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries `(tokens, H·h)` and keys `(tokens, G·h)` before their norms and rotation.
-
-        The keys of cross-attention are of the source's tokens.
-        """
-        mixer = self._stack.sublayers[index].mixer
-        assert isinstance(mixer, Attention)
-        normed = self.normed(index, x).flatten(0, -2)
-        read = normed if not mixer.memory else self._memory_states().flatten(0, -2)
-        return self._part(mixer.q)(normed), self._part(mixer.k)(read)
-
-    def values(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return values `(tokens, G·h)` before the softmax weighs them."""
-        mixer = self._stack.sublayers[index].mixer
-        assert isinstance(mixer, Attention)
-        return self._part(mixer.v)(self.normed(index, x).flatten(0, -2))
-
-    def gates(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what an FFN with a gate reads, `(tokens, D)`, and the gate's activations, `(tokens, n)`."""
-        mixer = self._stack.sublayers[index].mixer
-        assert isinstance(mixer, FeedForward)
-        assert mixer.gate is not None
-        normed = self.normed(index, x).flatten(0, -2)
-        return normed, self._part(mixer.activation)(self._part(mixer.gate)(normed))
-
-    def neuron_factors(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors of an FFN's neurons, `(tokens, n)`: the gate's activations, and what it multiplies."""
-        mixer = self._stack.sublayers[index].mixer
-        assert isinstance(mixer, FeedForward)
-        inputs, gates = self.gates(index, x)
-        return gates, self._part(mixer.up)(inputs)
-
-    def replace_norms(self, replacement: Callable[[int, Any], nn.Module]) -> None:
-        """Replace the norm of every sublayer by `replacement(index, norm)`."""
-        for index in range(len(self._stack.sublayers)):
-            name = self._norm(index).name
-            self._module.set_submodule(name, replacement(index, self._part(name)))
-
-    def normed(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return what the sublayer's linears read."""
-        norm = self._norm(index)
-        return self._part(norm.name)(x) if norm.place == "before" else x
-
-    def _arguments_of(self, mixer: Attention) -> dict[str, Any]:
-        return self._arguments | ({"key_value_states": self._memory_states()} if mixer.memory else {})
-
-    def _memory_states(self) -> torch.Tensor:
-        assert self._memory is not None
-        return self._memory.states
-
-    def _neurons(self, mixer: FeedForward, normed: torch.Tensor) -> torch.Tensor:
-        activation = self._part(mixer.activation)
-        if mixer.gate is None:
-            return activation(self._part(mixer.up)(normed))
-        return activation(self._part(mixer.gate)(normed)).mul_(self._part(mixer.up)(normed))
-
-    def _norm(self, index: int) -> Norm:
-        return self._stack.sublayers[index].norm
-
-    def _part(self, name: str) -> Any:
-        return self._module.get_submodule(name)
-
-
-def _contains_writer(mixer: Attention) -> bool:
-    """Return whether the attention module applies its output linear itself."""
-    return mixer.out.startswith(f"{mixer.module}.")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self._factor

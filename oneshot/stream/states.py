@@ -112,14 +112,14 @@ class States:
             if stream is not None:
                 stream.enter_decoder(norm, lambda batches: self._embedded(batches, embedding, None))
 
-    def layer(self, tensors: Tensors) -> Layer:
-        """Return a layer of the present stack that the compressed stream passes."""
-        return self.builder.layer(tensors, self.stack, self._compressed.memory)
+    def layer(self, number: int, tensors: Tensors) -> Layer:
+        """Return layer `number` with these weights, which the compressed stream passes."""
+        return self.builder.layer(number, tensors, self._compressed.memory)
 
-    def dense_layer(self, tensors: Tensors) -> Layer:
-        """Return a layer of the present stack that the dense stream passes, or the only stream if there is one."""
+    def dense_layer(self, number: int, tensors: Tensors) -> Layer:
+        """Return layer `number` with these weights, which the dense stream passes, or the only stream."""
         stream = self._compressed if self._dense is None else self._dense
-        return self.builder.layer(tensors, self.stack, stream.memory)
+        return self.builder.layer(number, tensors, stream.memory)
 
     def as_compressed(self, dense: Layer) -> Layer:
         """Return a layer with the same weights as a dense one that the compressed stream passes."""

@@ -121,10 +121,10 @@ def edit_config(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"model_type": "gpt2"}, ("gpt2", "llama, mistral, qwen2, qwen3")),
+        ({"model_type": "qwen9"}, ("qwen9", "qwen2", "qwen3", "supported-models")),
+        ({"model_type": "mamba"}, ("mamba", "supported-models")),
         ({"model_type": "removed"}, ("(none)",)),
         ({"model_type": "mixtral"}, ("mixtral", "mixture of experts")),
-        ({"model_type": "qwen2", "use_sliding_window": True}, ("use_sliding_window", "not supported")),
         ({"num_local_experts": 8}, ("mixture of experts",)),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ("quantised",)),
         ({"intermediate_size": "removed"}, ("intermediate_size",)),

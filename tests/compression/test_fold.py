@@ -176,6 +176,7 @@ def random_layer(family: Description, biases: bool) -> tuple[ModelShape, dict[st
         mlp_bias=biases,
         query_key_norms=family.stack.attention.q_norm is not None,
         layer_norms=family.stack.centres,
+        norm_bias=family.stack.centres,
         gated=family.stack.ffn.gate is not None,
     )
     return shape, {name: torch.randn(size) for name, size in family.expected_tensors(shape).items()}

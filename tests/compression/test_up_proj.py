@@ -56,8 +56,8 @@ def test_many_steps_equal_least_squares(
         correction = up_proj_step(
             SimpleNamespace(read=read, machine=machine),  # type: ignore[arg-type]
             INDEX,
-            builder.layer(dense),
-            builder.layer(narrow),
+            builder.layer(0, dense),
+            builder.layer(0, narrow),
             down,
             steps=steps,
             every=2,

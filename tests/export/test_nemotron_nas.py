@@ -27,6 +27,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "large-heads": {"head_dim": 16},
     "qwen2": {"family": "qwen2"},
+    "phi3": {"family": "phi3"},
+    "seed_oss": {"family": "seed_oss", "head_dim": 8, "attention_bias": True},
     "mistral": {"family": "mistral"},
 }
 

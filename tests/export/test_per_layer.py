@@ -56,8 +56,10 @@ def logits(folder: Path, ids: torch.Tensor = TOKEN_IDS) -> torch.Tensor:
         {"attention_bias": True, "mlp_bias": True},
         {"family": "qwen2"},
         {"family": "qwen3", "head_dim": 8},
+        {"family": "phi3"},
+        {"family": "seed_oss", "head_dim": 8, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
     ],
-    ids=["llama", "tied", "biases", "qwen2", "qwen3"],
+    ids=["llama", "tied", "biases", "qwen2", "qwen3", "phi3", "seed_oss"],
 )
 def test_both_forms_of_one_plan_give_equal_logits(
     recipe: str,

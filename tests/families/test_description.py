@@ -5,18 +5,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from factories import build_model
+from families.cases import CASES, variants
 
 from oneshot.families import FAMILIES, LLAMA, Feature, ModelShape, check_layers, find_family, read_shape
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama-biases": {"attention_bias": True, "mlp_bias": True},
-    "llama-tied": {"groups": 1, "tied": True},
-    "mistral": {"family": "mistral"},
-    "qwen2": {"family": "qwen2"},
-    "qwen3": {"family": "qwen3", "head_dim": 16},
-    "opt": {"family": "opt", "groups": 4},
-}
+VARIANTS = variants()
 
 
 def read(variant: str) -> tuple[Any, dict[str, Any], dict[str, tuple[int, ...]]]:
@@ -36,7 +29,7 @@ def test_expected_tensors_equal_the_layers_state_dict(variant: str) -> None:
     check_layers(family, shape, stored)
     for layer in model.get_submodule(family.stack.layers):
         expected = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
-        assert family.expected_tensors(shape) == expected
+        assert family.stored_tensors(shape) == expected
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -63,10 +56,12 @@ def test_every_name_of_a_description_exists_in_the_stock_class(variant: str) -> 
     layer.get_submodule(stack.attention.module)
     layer.get_submodule(stack.ffn.activation)
     for sublayer in stack.sublayers:
-        norm = layer.get_submodule(sublayer.norm.name)
-        assert isinstance(norm, torch.nn.LayerNorm) == sublayer.norm.centres
+        for norm in sublayer.norms:
+            assert {f"{norm.name}.{part}" for part, _ in layer.get_submodule(norm.name).named_parameters()} == {
+                *norm.parts
+            }
         for linear in (*sublayer.readers, sublayer.writer):
-            assert isinstance(layer.get_submodule(linear), torch.nn.Linear)
+            assert isinstance(layer.get_submodule(stack.stored_linear(linear)), torch.nn.Linear)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -86,12 +81,12 @@ def test_a_resized_config_makes_a_model_of_that_size(variant: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[narrow["model_type"]].from_dict(narrow))
     layer = model.get_submodule(family.stack.layers)[0]
-    assert {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()} == family.expected_tensors(
-        resized
-    )
+    assert {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()} == family.stored_tensors(resized)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.decoder is None])
+@pytest.mark.parametrize(
+    "name", [name for name, family in FAMILIES.items() if family.reason_against("per-layer form") is None]
+)
 def test_renaming_there_and_back_changes_nothing(name: str) -> None:
     family = FAMILIES[name]
     stack = family.stack
@@ -107,6 +102,7 @@ def test_renaming_there_and_back_changes_nothing(name: str) -> None:
         mlp_bias=True,
         query_key_norms=stack.attention.q_norm is not None,
         layer_norms=stack.centres,
+        norm_bias=stack.centres,
         gated=stack.ffn.gate is not None,
     )
     extra = [f"{sublayer.shortcut}.weight" for sublayer in stack.sublayers] + [stack.attention.rotary_pairs]
@@ -124,23 +120,14 @@ def test_renaming_there_and_back_changes_nothing(name: str) -> None:
         assert renamed[f"{llamas}.weight"] is tensors[f"{own}.weight"]
 
 
-def test_families_refuse_features_with_a_remedy() -> None:
+def test_every_family_is_in_the_table_of_tests() -> None:
+    assert CASES.keys() | {"mt5"} == FAMILIES.keys(), "MT5 is T5 under another name"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_families_refuse_features_with_a_remedy(name: str) -> None:
     features: tuple[Feature, ...] = get_args(Feature)
-    reasons = {
-        (name, feature): FAMILIES[name].reason_against(feature)
-        for name in ("llama", "mistral", "qwen2", "qwen3", "opt", "bert", "distilbert")
-        for feature in features
-    }
-    of_encoders = ("heads", "up_proj", "embedding ranks", "self text")
-    refused = {key: reason for key, reason in reasons.items() if reason is not None}
-    assert refused.keys() == {
-        ("mistral", "ffn biases"),
-        ("qwen2", "ffn biases"),
-        ("qwen3", "ffn biases"),
-        ("qwen3", "queries and keys"),
-        ("opt", "heads"),
-        ("opt", "up_proj"),
-        ("opt", "embedding ranks"),
-        *((name, feature) for name in ("bert", "distilbert") for feature in of_encoders),
-    }
-    assert all("--" in reason for reason in refused.values())
+    reasons = {feature: FAMILIES[name].reason_against(feature) for feature in features}
+    refused = {feature: reason for feature, reason in reasons.items() if reason is not None}
+    assert refused.keys() == CASES[name].refused
+    assert all("--" in reason or "profile" in reason for reason in refused.values())

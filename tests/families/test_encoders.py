@@ -86,14 +86,14 @@ def test_layers_equal_the_stock_hidden_states(model: Model, stock: Any, tmp_path
     builder = LayerBuilder(model, cpu_machine(tmp_path), TOKEN_IDS.shape[1])
     x = states[0]
     for number in range(3):
-        layer = builder.layer(model.read_layer(number))
+        layer = builder.layer(number, model.read_layer(number))
         assert_close(layer.run_all(x), states[number + 1])
         for index in range(2):
             x = layer.run(index, x)
         assert_close(x, states[number + 1])
     changed = states[0].clone()
     changed[:, -1] += 1
-    moved = builder.layer(model.read_layer(0)).run_all(changed)
+    moved = builder.layer(0, model.read_layer(0)).run_all(changed)
     assert float((moved - states[1])[:, 0].norm()) > 1e-3, "the first token sees the last one"
 
 
@@ -112,7 +112,7 @@ def test_parts_of_sublayers_equal_hooks_on_the_stock_model(model: Model, stock: 
     builder = LayerBuilder(model, cpu_machine(tmp_path), TOKEN_IDS.shape[1])
     for number in range(3):
         stack, x = model.family.stack, states[number]
-        layer, prefix = builder.layer(model.read_layer(number)), stack.layer_prefix(number)
+        layer, prefix = builder.layer(number, model.read_layer(number)), stack.layer_prefix(number)
         for index, sublayer in enumerate(stack.sublayers):
             for reader in sublayer.readers:
                 assert_close(layer.normed(index, x), inputs[prefix + reader])
@@ -134,8 +134,8 @@ def test_a_narrow_ffn_equals_silent_neurons(model: Model, tmp_path: Path) -> Non
     silent = torch.zeros_like(tensors[f"{sublayer.writer}.weight"])
     silent[:, neurons] = tensors[f"{sublayer.writer}.weight"][:, neurons]
     builder, x = LayerBuilder(model, cpu_machine(tmp_path), 20), torch.randn(2, 20, 32)
-    narrow = builder.layer(fold_sublayer(tensors, sublayer, model.shape, factors))
-    full = builder.layer(tensors | {f"{sublayer.writer}.weight": silent})
+    narrow = builder.layer(0, fold_sublayer(tensors, sublayer, model.shape, factors))
+    full = builder.layer(0, tensors | {f"{sublayer.writer}.weight": silent})
     assert narrow.inner(index, x).shape == (40, 3)
     assert_close(narrow.run_all(x), full.run_all(x))
 
@@ -151,7 +151,7 @@ def test_streams_of_examples_equal_a_padded_batch(model: Model, stock: Any, tmp_
     assert_close(torch.cat([x.flatten(0, 1) for x, _ in states.read()]), expected[0][mask])
     assert [tuple(x.shape[:2]) for x, _ in states.read()] == [(1, 4), (2, 9), (1, 9), (1, 20)]
     for number in range(3):
-        layer = states.builder.layer(model.read_layer(number))
+        layer = states.builder.layer(number, model.read_layer(number))
         states.defer(lambda x, _, layer=layer: layer.run_all(x))  # type: ignore[misc]
         for index in range(2):
             states.defer_dense(lambda x, _, layer=layer, index=index: layer.run(index, x))  # type: ignore[misc]

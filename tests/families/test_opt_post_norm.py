@@ -63,7 +63,7 @@ def test_layers_and_logits_equal_the_stock_model(
     x = builder.embed(model.read_embedding(), Text(IDS, "text").batches(3)[0])
     for number in range(3):
         assert_close(x, expected[number])
-        x = builder.layer(model.read_layer(number)).run_all(x)
+        x = builder.layer(number, model.read_layer(number)).run_all(x)
     assert_close(x, expected[3])
     head = builder.output()
     assert isinstance(head, OutputHead)

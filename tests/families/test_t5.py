@@ -119,7 +119,7 @@ def test_streams_of_examples_equal_a_padded_batch(model: Model, stock: Any, tmp_
         mask, local = (source, number) if encoding else (target, number - ENCODER_LAYERS)
         assert_close(rows(0), hidden[local][mask])
         assert_close(rows(1), hidden[local][mask])
-        layer, dense = (build(model.read_layer(number)) for build in (states.layer, states.dense_layer))
+        layer, dense = (build(number, model.read_layer(number)) for build in (states.layer, states.dense_layer))
         states.defer(lambda x, _, layer=layer: layer.run_all(x))  # type: ignore[misc]
         for index in range(len(states.stack.sublayers)):
             states.defer_dense(lambda x, _, dense=dense, index=index: dense.run(index, x))  # type: ignore[misc]
@@ -146,7 +146,7 @@ def test_workers_have_parts_of_the_streams(dense_every: int, model: Model, tmp_p
         for states in (*shares, whole):
             if number == ENCODER_LAYERS:
                 states.enter_decoder()
-            layer, dense = (build(model.read_layer(number)) for build in (states.layer, states.dense_layer))
+            layer, dense = (build(number, model.read_layer(number)) for build in (states.layer, states.dense_layer))
             states.defer(layer_step(layer))
             states.defer_dense(layer_step(dense))
     expected = list(whole.read())
@@ -181,7 +181,7 @@ def test_parts_of_sublayers_equal_hooks_on_the_stock_model(model: Model, stock: 
     for number in range(NUM_LAYERS):
         if number == ENCODER_LAYERS:
             states.enter_decoder()
-        layer, prefix = states.layer(model.read_layer(number)), model.family.layer_prefix(number)
+        layer, prefix = states.layer(number, model.read_layer(number)), model.family.layer_prefix(number)
         [(x, _)] = states.read()
         for index, sublayer in enumerate(states.stack.sublayers):
             for reader in sublayer.readers:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from factories import MakeCheckpoint, build_model, cpu_machine
+from families.cases import variants
 from strategies import TOLERANCES
 from torch.nn import functional
 
@@ -16,6 +17,7 @@ from oneshot.checkpoint import Model, open_model
 from oneshot.compression.correction import Factors
 from oneshot.compression.fold import fold_sublayer, head_columns
 from oneshot.errors import CalibrationError, DeviceError
+from oneshot.families import Stack, Sublayer
 from oneshot.machine import Store, Workers, resolve_device
 from oneshot.machine.prefetch import prefetch
 from oneshot.stream import ActivationStore, Layer, LayerBuilder, OutputHead, States, Step
@@ -27,30 +29,7 @@ def batch_of(token_ids: torch.Tensor) -> Batch:
 
 
 TOKEN_IDS = torch.randint(0, 400, (3, 24), generator=torch.Generator().manual_seed(1))
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {"layers": 3},
-    "llama-biases": {"attention_bias": True, "mlp_bias": True},
-    "llama-mha": {"groups": 4},
-    "llama-one-kv-head": {"groups": 1, "tied": True},
-    "llama-wide-heads": {"head_dim": 16},
-    "llama3-rope": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        }
-    },
-    "mistral": {"family": "mistral"},
-    "mistral-window": {"family": "mistral", "sliding_window": 7},
-    "qwen2": {"family": "qwen2", "layers": 3},
-    "qwen3": {"family": "qwen3", "head_dim": 16},
-    "mistral-window-longer-than-the-text": {"family": "mistral", "sliding_window": 100},
-    "opt": {"family": "opt", "groups": 4, "layers": 3},
-    "opt-tied": {"family": "opt", "groups": 4, "tied": True},
-}
+VARIANTS = variants()
 
 
 def open_builder(folder: Path, scratch: Path, **changes: Any) -> tuple[Model, LayerBuilder]:
@@ -81,6 +60,11 @@ def record_inputs(model: Any, names: list[str]) -> dict[str, torch.Tensor]:
     return inputs
 
 
+def entrance(stack: Stack, sublayer: Sublayer) -> str:
+    """Return the first module of a sublayer, which reads the stream."""
+    return stack.stored_linear(sublayer.readers[0]) if sublayer.before is None else sublayer.before.name
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
 def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
@@ -97,7 +81,7 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
         stack.layer_prefix(layer) + name
         for layer in layers
         for sublayer in stack.sublayers
-        for name in (sublayer.norm.name, sublayer.writer)
+        for name in (entrance(stack, sublayer), sublayer.writer)
     ]
     inputs = record_inputs(stock, [*names, stack.final_norm.name])
     states = stock(TOKEN_IDS, output_hidden_states=True).hidden_states
@@ -106,7 +90,7 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
     x = builder.embed(model.read_embedding(), batch_of(TOKEN_IDS))
     for number in layers:
         assert_close(x, states[number])
-        prefix, layer = stack.layer_prefix(number), builder.layer(model.read_layer(number))
+        prefix, layer = stack.layer_prefix(number), builder.layer(number, model.read_layer(number))
         assert_close(layer.run_all(x), before[stack.position(number + 1)])
         for index, sublayer in enumerate(stack.sublayers):
             position = stack.position(number, index)
@@ -115,13 +99,13 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
             expected = inputs[prefix + sublayer.writer].flatten(0, -2)
             torch.testing.assert_close(inner, expected, rtol=1e-4, atol=1e-4)
             assert_close(total, before[position + 1])
-            torch.testing.assert_close(x + layer.write(index, inner).view_as(x), total)
+            torch.testing.assert_close(x + layer.added(index, layer.write(index, inner)).view_as(x), total)
             after = layer.run(index, x)
             assert torch.equal(layer.leave(index, total), total), "no norm follows the sum"
             assert torch.equal(after, total)
             x = after
     head = builder.output_head()
-    assert_close(head.norm(x), states[-1])
+    assert_close(head.norm(x) / model.head_scale, states[-1])
     assert torch.equal(head.weight, stock.get_output_embeddings().weight)
 
 
@@ -139,14 +123,22 @@ def test_parts_of_sublayers_equal_the_stock_modules(
     for name, module in stock.get_submodule(f"{stack.layers}.0").named_modules():
         module.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output}))
     x = stock(TOKEN_IDS, output_hidden_states=True).hidden_states[0]
-    layer, attention, ffn = builder.layer(model.read_layer(0)), stack.attention, stack.ffn
-    for rows, name in zip(layer.queries_keys(stack.index_of("heads"), x), (attention.q, attention.k), strict=True):
-        torch.testing.assert_close(rows, outputs[name].flatten(0, -2), rtol=1e-4, atol=1e-4)
+    layer, attention, ffn = builder.layer(0, model.read_layer(0)), stack.attention, stack.ffn
+    queries, keys = layer.queries_keys(stack.index_of("heads"), x)
+    if attention.q in outputs:
+        expected = outputs[attention.q], outputs[attention.k]
+    else:
+        together = outputs[stack.stored_linear(attention.q)]
+        expected = together[..., : queries.shape[1]], together[..., queries.shape[1] :][..., : keys.shape[1]]
+    for rows, theirs in zip((queries, keys), expected, strict=True):
+        torch.testing.assert_close(rows, theirs.flatten(0, -2), rtol=1e-4, atol=1e-4)
     if ffn.gate is not None:
         index = stack.index_of("ffn")
-        normed, gates = layer.gates(index, layer.run(stack.index_of("heads"), x))
-        norm = stack.sublayers[index].norm.name
-        torch.testing.assert_close(normed, outputs[norm].flatten(0, -2), rtol=1e-4, atol=1e-4)
+        attended = layer.run(stack.index_of("heads"), x)
+        normed, gates = layer.gates(index, attended)
+        norm = stack.sublayers[index].before
+        read = attended if norm is None else outputs[norm.name]
+        torch.testing.assert_close(normed, read.flatten(0, -2), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(gates, outputs[ffn.activation].flatten(0, -2), rtol=1e-4, atol=1e-4)
 
 
@@ -179,8 +171,8 @@ def test_narrow_layers_equal_layers_with_silent_columns(
     if bias is not None:
         kept = torch.cat((columns, torch.tensor([weight.shape[1]])))
         new_weight = torch.cat((new_weight, bias.double().unsqueeze(1)), dim=1)
-    narrow = builder.layer(fold_sublayer(tensors, sublayer, model.shape, Factors(kept, new_weight)))
-    full = builder.layer(tensors | {f"{sublayer.writer}.weight": silent})
+    narrow = builder.layer(0, fold_sublayer(tensors, sublayer, model.shape, Factors(kept, new_weight)))
+    full = builder.layer(0, tensors | {f"{sublayer.writer}.weight": silent})
     x = torch.randn(2, 24, 32)
     assert narrow.inner(index, x).shape == (48, len(columns))
     torch.testing.assert_close(narrow.inner(index, x), full.inner(index, x)[:, columns], rtol=1e-4, atol=1e-4)
@@ -193,7 +185,7 @@ def test_the_sliding_window_matters_here(make_checkpoint: MakeCheckpoint, tmp_pa
     outputs = []
     for window in (7, None):
         model, builder = open_builder(make_checkpoint(family="mistral", sliding_window=window), tmp_path)
-        layer = builder.layer(model.read_layer(0))
+        layer = builder.layer(0, model.read_layer(0))
         outputs.append(layer.run(0, torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(2))))
     torch.testing.assert_close(outputs[0][:, :7], outputs[1][:, :7])
     assert float((outputs[0] - outputs[1])[:, 7:].abs().max()) > 1e-3
@@ -205,14 +197,14 @@ def test_a_bfloat16_stream_is_near_the_float32_one(make_checkpoint: MakeCheckpoi
     results: list[torch.Tensor] = []
     for dtype in (torch.float32, torch.bfloat16):
         model, builder = open_builder(make_checkpoint(), tmp_path, dtype=dtype)
-        results.append(builder.layer(model.read_layer(0)).run_all(x.to(dtype)))
+        results.append(builder.layer(0, model.read_layer(0)).run_all(x.to(dtype)))
     assert results[1].dtype == torch.bfloat16
     assert 0 < float((results[0] - results[1]).norm() / results[0].norm()) < 0.02
 
 
 def test_layers_hold_no_gradients(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     model, builder = open_builder(make_checkpoint(), tmp_path)
-    assert not builder.layer(model.read_layer(0)).run_all(torch.randn(1, 24, 32)).requires_grad
+    assert not builder.layer(0, model.read_layer(0)).run_all(torch.randn(1, 24, 32)).requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -283,8 +275,8 @@ def test_deferred_steps_move_both_streams(
         torch.testing.assert_close(compressed, other_hidden[number], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(dense, hidden[number], rtol=1e-4, atol=1e-4)
         tensors = model.read_layer(number)
-        dense_layer = states.builder.layer(tensors)
-        layer = states.builder.layer(tensors | {name: 0.5 * tensors[name] for name in writers})
+        dense_layer = states.builder.layer(number, tensors)
+        layer = states.builder.layer(number, tensors | {name: 0.5 * tensors[name] for name in writers})
         for index in range(len(model.family.stack.sublayers)):
             states.defer(step_through(layer, index))
             states.defer_dense(step_through(dense_layer, index))

@@ -1,0 +1,81 @@
+"""The stock classes of a checkpoint's family, and models of them with a few layers and without weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from oneshot.families import FAMILIES, Description, stated_class
+
+PER_LAYER = ("layer_types", "no_rope_layers")  # lists of a config with an entry for every layer
+
+
+def stock_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the config class and the model class of transformers for the config.json of a supported family."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class, family = CONFIG_MAPPING[config["model_type"]], FAMILIES[config["model_type"]]
+    if family.classes:
+        return config_class, getattr(transformers, stated_class(config) or family.classes[0])
+    return config_class, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+
+
+def stock_config(config: dict[str, Any]) -> Any:
+    """Return the config.json as an object of transformers' class, with the defaults of that class."""
+    return stock_classes(config)[0].from_dict(config)
+
+
+def attention_of(model_class: Any) -> str:
+    """Return the implementation of attention: scaled dot product attention, or the class's own if it lacks that."""
+    return "sdpa" if model_class._supports_sdpa else "eager"
+
+
+def tied_names(model: Any) -> set[str]:
+    """Return the tensors of a model of transformers that are others under a second name, and need not be stored."""
+    tied = model._tied_weights_keys
+    return set(tied) if tied and model.config.tie_word_embeddings else set()
+
+
+def per_layer_lists(config: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return what the config states for single layers, such as `layer_types`, also if only by a default."""
+    complete = stock_config(config)
+    lists = {name: getattr(complete, name, None) for name in PER_LAYER}
+    return {name: list(values) for name, values in lists.items() if values}
+
+
+def layer_kinds(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return for every layer the first one of its kind: those for which the config states the same.
+
+    Kinds differ in what their attention sees (a window, or all tokens) and in their rotary positions.
+    """
+    lists = per_layer_lists(config).values()
+    kinds = [tuple(values[layer] for values in lists) for layer in range(num_layers)]
+    return tuple(kinds.index(kind) for kind in kinds)
+
+
+def make_buffers(model: Any, device: torch.device) -> None:
+    """Make the buffers that no checkpoint stores, such as rotary frequencies, as transformers does when it loads one.
+
+    `model`: of transformers, on the meta device; its parameters stay there.
+    """
+    for module in model.modules():
+        absent = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        for name, buffer in absent.items():
+            setattr(module, name, torch.empty_like(buffer, device=device))
+        if absent:
+            model._init_weights(module)
+
+
+def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype, layers: Sequence[int] = (0,)) -> Any:
+    """Return a model of the stock class on the meta device that has only these layers, or the first one of each stack.
+
+    All layers would take memory and time, only to use a few.
+    """
+    config_class, model_class = stock_classes(config)
+    of_layers = {name: [values[layer] for layer in layers] for name, values in per_layer_lists(config).items()}
+    decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: len(layers)}
+    fewer = config | of_layers | {family.sizes.num_hidden_layers: len(layers)} | decoder
+    with torch.device("meta"):
+        hf_config = config_class.from_dict(fewer)
+        return model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class))

@@ -1,0 +1,61 @@
+"""Correct a writer before the norm of its branch: the stream gets `N(y) = γ y / rms(y)` of the output `y = W a`.
+
+To first order a change `δ` of the output changes the stream by `γ s (δ − ŷ ŷᵀ δ)`. Here `s = 1 / rms(y)` is of the
+dense output, and `ŷ` its direction. The error is at most `Σ s² ‖γ δ‖²` over the tokens. So the writer is fitted to its
+own dense output, and every token counts by `s`: without it, tokens of a large output would dominate. Pivots are chosen
+and errors reported for `γ W`; the solution of a row of `W` does not depend on its scale.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from oneshot.families import Sublayer
+from oneshot.machine.transfer import as_like
+
+SMALLEST_GAIN = 1e-6  # of the largest: such rows reach the stream no more, but count in the root mean square
+SOFT_GAIN = 0.1  # of the mean square: weaker coordinates take less of a residual, which division would amplify
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class BranchNorm:
+    """The norm after a writer: its `gain (D,)`, float64 on the compute device."""
+
+    gain: torch.Tensor
+
+    @classmethod
+    def of(cls, sublayer: Sublayer, tensors: Tensors, device: torch.device) -> "BranchNorm | None":
+        """Return the norm inside a sublayer of a layer with these tensors; None without one."""
+        norm = sublayer.inside
+        if norm is None:
+            return None
+        assert not norm.centres, "no family has a LayerNorm inside its branches"
+        gain = tensors[f"{norm.name}.weight"].to(device).double() + norm.offset
+        smallest = SMALLEST_GAIN * gain.abs().max()
+        return cls(torch.where(gain.abs() < smallest, smallest, gain))
+
+    def scales(self, written: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """Return `s (tokens, 1)` from the writer's rows `(tokens, D)` and what the stream gets of them."""
+        seen = (written.float() * self.gain.float()).norm(dim=1, keepdim=True)
+        return added.float().norm(dim=1, keepdim=True) / seen.clamp_min(torch.finfo(torch.float32).tiny)
+
+    def taken_back(self, residual: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+        """Return what the rows `s γ y` lack for the stream to gain a residual `(tokens, D)`.
+
+        A change along the output itself does nothing behind the norm, so the residual loses its part along it.
+        """
+        gain = self.gain.float()
+        direction = torch.nn.functional.normalize(written.float(), dim=1)
+        change = residual.float() * (gain / (gain.square() + SOFT_GAIN * gain.square().mean()))
+        change -= direction * (direction * change).sum(1, keepdim=True)
+        return (change * gain).to(residual.dtype)
+
+    def seen(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return `γ W`, float64, for a writer `(D, n)`."""
+        return self.gain.unsqueeze(1) * as_like(weight, self.gain)
+
+    def unseen(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the inverse of `seen`."""
+        return weight / self.gain.unsqueeze(1)

@@ -1,0 +1,46 @@
+"""Linears that a checkpoint stores as one: split when they are read, fused when they are written."""
+
+from collections.abc import Mapping
+
+import torch
+
+from oneshot.families.stack import Stack
+
+PARTS = ("weight", "bias")
+
+Tensors = dict[str, torch.Tensor]
+
+
+def split(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
+    """Return a layer's tensors with every fused linear as its parts, which are views of its rows.
+
+    The first part has a row for every column that the sublayer's writer reads. The others share the rest equally.
+    """
+    split_up = dict(tensors)
+    for fused, linears in stack.fused.items():
+        first = tensors[f"{stack.writer_of(linears[0])}.weight"].shape[1]
+        for part in PARTS:
+            whole = split_up.pop(f"{fused}.{part}", None)
+            if whole is not None:
+                each = (len(whole) - first) // (len(linears) - 1)
+                rows = whole.split([first, *[each] * (len(linears) - 1)])
+                split_up |= {f"{linear}.{part}": own for linear, own in zip(linears, rows, strict=True)}
+    return split_up
+
+
+def fuse(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
+    """Return the inverse of `split`."""
+    fused_again = dict(tensors)
+    for fused, linears in stack.fused.items():
+        for part in PARTS:
+            if f"{linears[0]}.{part}" in tensors:
+                rows = [fused_again.pop(f"{linear}.{part}") for linear in linears]
+                fused_again[f"{fused}.{part}"] = torch.cat(rows)
+    return fused_again
+
+
+def fused_shapes(shapes: Mapping[str, tuple[int, ...]], stack: Stack) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's tensors as they are stored."""
+    with torch.device("meta"):
+        empty = {name: torch.empty(shape) for name, shape in shapes.items()}
+        return {name: tuple(tensor.shape) for name, tensor in fuse(empty, stack).items()}

@@ -1,0 +1,43 @@
+"""Gemma 3 for text: norms before the mixers and inside the branches, windows in most layers, a scaled embedding."""
+
+from typing import Any
+
+from oneshot.errors import CheckpointError
+from oneshot.families.description import Description
+from oneshot.families.gemma import scaled_embedding
+from oneshot.families.resizing import set_sizes
+from oneshot.families.stack import Stack
+from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
+
+STACK = Stack(
+    (
+        Sublayer(
+            Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+            Norm("input_layernorm", offset=1.0),
+            "attention_shortcut",
+            inside=Norm("post_attention_layernorm", offset=1.0),
+        ),
+        Sublayer(
+            FeedForward(),
+            Norm("pre_feedforward_layernorm", offset=1.0),
+            "ffn_shortcut",
+            inside=Norm("post_feedforward_layernorm", offset=1.0),
+        ),
+    ),
+    final_norm=Norm("model.norm", offset=1.0),
+)
+
+
+def check(config: dict[str, Any]) -> None:
+    """Refuse models whose tokens also see later ones, as those that make embeddings of texts."""
+    if config.get("use_bidirectional_attention"):
+        raise CheckpointError("This Gemma 3 attends in both directions, which is not supported; give one that writes.")
+
+
+GEMMA3 = Description(
+    "gemma3_text",
+    STACK,
+    set_sizes,
+    check,
+    variant=scaled_embedding,
+)

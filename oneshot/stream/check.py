@@ -1,0 +1,150 @@
+"""Check before any work that our way through a model is that of its stock class: a family may be described wrongly.
+
+A few tokens pass transformers' own model with one layer of every kind. Hooks keep the states before every sublayer.
+From each of them our own step has to lead to the next. It also finds a release of transformers that changed a class.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from oneshot.checkpoint import Model, make_buffers, sample_model
+from oneshot.errors import CheckpointError
+from oneshot.families import Stack, fuse
+from oneshot.machine import Machine
+from oneshot.stream.layer import Memory
+from oneshot.stream.layers import LayerBuilder
+from oneshot.text import Text
+
+NUM_TOKENS = 8
+WINDOW = 4  # tokens that a sliding window sees here, so that the sequence is longer than it
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # relative to what a part adds
+ROUNDINGS = 2  # of the states, which may be much larger than what a part adds
+PART_NAMES = {"heads": "attention", "cross-heads": "cross-attention", "ffn": "FFN"}
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A part of the model: our own states after it, those of the stock model, and those `before` it (None: zeros)."""
+
+    name: str
+    ours: torch.Tensor
+    theirs: torch.Tensor
+    before: torch.Tensor | None = None
+
+    def difference(self) -> float:
+        """Return the difference relative to what the part adds, beyond rounding of the states.
+
+        If the stock model overflows, there is nothing to compare; the run itself will refuse the weights.
+        """
+        if not self.theirs.isfinite().all():
+            return 0.0
+        ours, theirs = self.ours.double(), self.theirs.double().view_as(self.ours)
+        added = theirs if self.before is None else theirs - self.before.double().view_as(ours)
+        rounding = ROUNDINGS * torch.finfo(self.theirs.dtype).eps * theirs.norm()
+        lost = (ours - theirs).norm() - rounding
+        return float(lost.clamp_min(0) / added.norm().clamp_min(torch.finfo(added.dtype).tiny))
+
+
+def check_family(model: Model, machine: Machine) -> None:
+    """Compare embeddings, every sublayer of one layer of each kind, and predictions with the stock class.
+
+    Raises `CheckpointError` that names the first part that differs.
+    """
+    if model.checkpoint.config.get("sliding_window"):
+        model = replace(model, checkpoint=model.checkpoint.stating(sliding_window=WINDOW))
+    for kind in sorted(set(model.kinds)):
+        stock = _stock_model(model, machine, kind)
+        for step in _steps(model, machine, kind, stock):
+            difference = step.difference()
+            if not difference <= TOLERANCES[machine.dtype]:
+                raise CheckpointError(
+                    f"The {step.name} of this {model.family.model_type} computes something else here than in "
+                    f"{type(stock).__name__} of transformers {version('transformers')} (it differs by "
+                    f"{difference:.1%}), so the model is not supported; please report this with its config.json."
+                )
+
+
+def _stock_model(model: Model, machine: Machine, kind: int) -> Any:
+    """Return the stock model of one layer of a kind with its weights, and with the first rows of the vocabulary."""
+    stock = sample_model(model.checkpoint.config, model.family, machine.dtype, [kind])
+    make_buffers(stock, machine.device)
+    weights = {}
+    for name, tensor in stock.state_dict().items():
+        if not model.family.is_in_layers(name) and name in model.checkpoint.shapes:
+            rows = NUM_TOKENS if tensor.shape[:1] == (model.shape.vocab_size,) else max(tensor.shape, default=1)
+            weights[name] = model.checkpoint.read_rows(name, slice(rows))
+    for stack in model.family.stacks:
+        layer = fuse(model.read_layer(max(stack.first_layer, kind)), stack)
+        weights |= {f"{stack.layers}.0.{name}": tensor for name, tensor in layer.items()}
+    for name, tensor in weights.items():
+        module, _, part = name.rpartition(".")
+        placed = tensor.to(machine.device, machine.dtype)
+        setattr(stock.get_submodule(module), part, nn.Parameter(placed, requires_grad=False))
+    for module in stock.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # it may be beyond these rows
+    stock.tie_weights()
+    return stock.eval()
+
+
+class _Watch:
+    """Keep the states that modules of a running model read and return, by `name` and `name.out`."""
+
+    def __init__(self, stock: Any, names: list[str]) -> None:
+        self.states: dict[str, torch.Tensor] = {}
+        self._handles = []
+        for name in names:
+            module = stock.get_submodule(name)
+            self._handles += [
+                module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True),
+                module.register_forward_hook(partial(self._after, name)),
+            ]
+
+    def _before(self, name: str, _: nn.Module, unnamed: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.states[name] = (unnamed[0] if unnamed else named["hidden_states"]).clone()
+
+    def _after(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        self.states[f"{name}.out"] = output[0] if isinstance(output, tuple) else output
+
+
+def _entrances(stack: Stack) -> list[str]:
+    """Return the modules of a model's first layer that read the stream: the layer, and the first one of a sublayer."""
+    first = f"{stack.layers}.0"
+    readers = (each.readers[0] if each.before is None else each.before.name for each in stack.sublayers[1:])
+    return [first, *(f"{first}.{name}" for name in readers)]
+
+
+def _steps(model: Model, machine: Machine, kind: int, stock: Any) -> Iterator[_Step]:
+    """Yield every part of a model with one layer of a kind."""
+    family, builder = model.family, LayerBuilder(model, machine, NUM_TOKENS)
+    token_ids = torch.arange(NUM_TOKENS).unsqueeze(0) % model.shape.vocab_size
+    [batch] = Text(token_ids, "a check").batches(1)
+    norms = [stack.final_norm.name for stack in family.stacks if stack.final_norm is not None]
+    watch = _Watch(stock, [*norms, *(name for stack in family.stacks for name in _entrances(stack))])
+    inputs = {"input_ids": token_ids.to(machine.device)}
+    output = stock(**inputs, **({} if family.decoder is None else {"decoder_input_ids": inputs["input_ids"]}))
+    seen, memory = watch.states, None
+    for stack in family.stacks:
+        number, entrances = max(stack.first_layer, kind), _entrances(stack)
+        passed = [*(seen[name] for name in entrances), seen[f"{entrances[0]}.out"]]
+        embedding = model.checkpoint.read_rows(stack.embedding, slice(NUM_TOKENS))
+        yield _Step("embedding", builder.embed(embedding, batch), passed[0])
+        layer = builder.layer(number, model.read_layer(number), memory)
+        for index, sublayer in enumerate(stack.sublayers):
+            before, after = passed[index], passed[index + 1]
+            name = f"{PART_NAMES[sublayer.kind]} in layer {number}"
+            yield _Step(name, layer.run(index, before.view_as(passed[0])), after, before)
+        if stack.final_norm is not None:
+            normed = seen[f"{stack.final_norm.name}.out"]
+            yield _Step("final norm", builder.final_norm(stack)(passed[-1]), normed)
+            memory = Memory(normed)
+    if family.head is not None and family.reason_against("profile") is None:  # else nothing here computes logits
+        states = builder.before_head()(passed[-1])
+        yield _Step("output head", functional.linear(states, stock.get_output_embeddings().weight), output.logits)

@@ -1,0 +1,172 @@
+"""One layer with its weights, callable by its sublayers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from oneshot.families import Attention, FeedForward, Stack, split
+
+
+@dataclass
+class Memory:
+    """The encoder's output for the present batch, which cross-attention reads, `(sequences, source length, D)`."""
+
+    states: torch.Tensor
+
+
+class Layer:
+    """One layer, callable by its sublayers.
+
+    A sublayer adds `writer(inner(x))` to the residual stream `x`. Norms may come before the sublayer, between its
+    writer and the sum, and after the sum.
+    `memory`: of a decoder's layer; None for others.
+    """
+
+    def __init__(
+        self, module: nn.Module, stack: Stack, arguments: dict[str, Any], memory: Memory | None = None
+    ) -> None:
+        self._module, self._stack, self._arguments, self._memory = module, stack, arguments, memory
+
+    def reading(self, memory: Memory | None) -> "Layer":
+        """Return the same layer with another memory."""
+        return self if memory is self._memory else Layer(self._module, self._stack, self._arguments, memory)
+
+    def inner(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the activations that the sublayer's writer reads, as rows `(tokens, n)`."""
+        mixer, normed = self._stack.sublayers[index].mixer, self.normed(index, x)
+        if isinstance(mixer, FeedForward):
+            return self._neurons(mixer, normed).flatten(0, -2)
+        read: list[torch.Tensor] = []
+        attention = self._part(mixer.module)
+        if not _contains_writer(mixer):
+            return attention(normed, **self._arguments_of(mixer))[0].flatten(0, -2)
+        handle = self._part(mixer.out).register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+        try:
+            attention(hidden_states=normed, **self._arguments_of(mixer))
+        finally:
+            handle.remove()
+        return read[0].flatten(0, -2)
+
+    def sum(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return `x + added(writer(inner(x)))`, `(sequences, length, D)`."""
+        mixer = self._stack.sublayers[index].mixer
+        if isinstance(mixer, Attention) and _contains_writer(mixer):
+            attention, arguments = self._part(mixer.module), self._arguments_of(mixer)
+            output, *_ = attention(hidden_states=self.normed(index, x), **arguments)
+            return x + self.added(index, output)
+        return x + self.added(index, self.write(index, self.inner(index, x)).view_as(x))
+
+    def added(self, index: int, written: torch.Tensor) -> torch.Tensor:
+        """Return what the stream gets of the writer's output `(…, D)`: a norm and a factor may follow the writer."""
+        norm, scale = self._stack.sublayers[index].inside, self._stack.residual_scale
+        added = written if norm is None else self._part(norm.name)(written)
+        return added if scale == 1 else added * scale
+
+    def before_sum(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the writer's outputs for which the stream gets `rows (tokens, D)`, if no norm follows the writer."""
+        scale = self._stack.residual_scale
+        return rows if scale == 1 else rows / scale
+
+    def run(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the sublayer, `(sequences, length, D)`."""
+        return self.leave(index, self.sum(index, x))
+
+    def leave(self, index: int, total: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the sublayer from the sum, which a norm may follow."""
+        norm = self._stack.sublayers[index].after
+        return total if norm is None else self._part(norm.name)(total)
+
+    def run_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the whole layer."""
+        for index in range(len(self._stack.sublayers)):
+            x = self.run(index, x)
+        return x
+
+    def write(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return the writer's output for rows of its activations, `(tokens, D)`."""
+        return self._part(self._stack.sublayers[index].writer)(rows)
+
+    def queries_keys(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries `(tokens, H·h)` and keys `(tokens, G·h)` before their norms and rotation.
+
+        The keys of cross-attention are of the source's tokens.
+        """
+        mixer = self._stack.sublayers[index].mixer
+        assert isinstance(mixer, Attention)
+        normed = self.normed(index, x).flatten(0, -2)
+        read = normed if not mixer.memory else self._memory_states().flatten(0, -2)
+        return self._part(mixer.q)(normed), self._part(mixer.k)(read)
+
+    def values(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return values `(tokens, G·h)` before the softmax weighs them."""
+        mixer = self._stack.sublayers[index].mixer
+        assert isinstance(mixer, Attention)
+        return self._part(mixer.v)(self.normed(index, x).flatten(0, -2))
+
+    def gates(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what an FFN with a gate reads, `(tokens, D)`, and the gate's activations, `(tokens, n)`."""
+        mixer = self._stack.sublayers[index].mixer
+        assert isinstance(mixer, FeedForward)
+        assert mixer.gate is not None
+        normed = self.normed(index, x).flatten(0, -2)
+        return normed, self._part(mixer.activation)(self._part(mixer.gate)(normed))
+
+    def neuron_factors(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the factors of an FFN's neurons, `(tokens, n)`: the gate's activations, and what it multiplies."""
+        mixer = self._stack.sublayers[index].mixer
+        assert isinstance(mixer, FeedForward)
+        inputs, gates = self.gates(index, x)
+        return gates, self._part(mixer.up)(inputs)
+
+    def replace_norms(self, replacement: Callable[[int, Any], nn.Module]) -> None:
+        """Replace the norm of every sublayer by `replacement(index, norm)`."""
+        for index in range(len(self._stack.sublayers)):
+            name = self._stack.sublayers[index].norm.name
+            self._module.set_submodule(name, replacement(index, self._part(name)))
+
+    def normed(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return what the sublayer's linears read."""
+        norm = self._stack.sublayers[index].before
+        return x if norm is None else self._part(norm.name)(x)
+
+    def _arguments_of(self, mixer: Attention) -> dict[str, Any]:
+        return self._arguments | ({"key_value_states": self._memory_states()} if mixer.memory else {})
+
+    def _memory_states(self) -> torch.Tensor:
+        assert self._memory is not None
+        return self._memory.states
+
+    def _neurons(self, mixer: FeedForward, normed: torch.Tensor) -> torch.Tensor:
+        activation = self._part(mixer.activation)
+        if mixer.gate is None:
+            return activation(self._part(mixer.up)(normed))
+        return activation(self._part(mixer.gate)(normed)).mul_(self._part(mixer.up)(normed))
+
+    def _part(self, name: str) -> Any:
+        return self._module.get_submodule(name)
+
+
+def with_parts(module: nn.Module, stack: Stack) -> nn.Module:
+    """Return a layer's module where linears that it has as one are also there by themselves, as views."""
+    fused = {f"{name}.{part}" for name in stack.fused for part in ("weight", "bias")}
+    if not fused:
+        return module
+    weights = dict(module.named_parameters())
+    for name, view in split(weights, stack).items():
+        linear, _, part = name.rpartition(".")
+        if name in weights:
+            continue
+        path, _, own = linear.rpartition(".")
+        if part == "weight":
+            outputs, inputs = view.shape
+            module.get_submodule(path).add_module(own, nn.Linear(inputs, outputs, bias=False, device="meta"))
+        setattr(module.get_submodule(linear), part, nn.Parameter(view, requires_grad=False))
+    return module
+
+
+def _contains_writer(mixer: Attention) -> bool:
+    """Return whether the attention module applies its output linear itself."""
+    return mixer.out.startswith(f"{mixer.module}.")

@@ -1,0 +1,85 @@
+"""Modules of the stock class without weights, and the arguments that the stock model calls its layers with."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from oneshot.checkpoint import Model, make_buffers, sample_model
+from oneshot.families import Stack
+from oneshot.machine import Machine
+
+
+class Template:
+    """Modules of the stock class without weights, for one size of layers.
+
+    Args:
+        config: of the stock class with these sizes. sequence_length: tokens in every sequence that the layers will see.
+
+    Attributes:
+        layers: of every stack, by its prefix: a layer of each kind, by the first layer of that kind (`Model.kinds`).
+        final_norms: by the prefix of their stack. embedding_norm: None without one.
+        arguments: what the stock model passes to the attention of the layers of a kind.
+    """
+
+    def __init__(self, config: dict[str, Any], model: Model, machine: Machine, sequence_length: int) -> None:
+        family, stack, kinds = model.family, model.family.stack, sorted(set(model.kinds))
+        whole = sample_model(config, family, machine.dtype, kinds)
+        self.embedding_norm: nn.Module | None = None
+        if stack.embedding_norm is not None:
+            self.embedding_norm = whole.get_submodule(stack.embedding_norm.name).requires_grad_(False)
+        self.layers: dict[str, dict[int, nn.Module]] = {}
+        self.final_norms: dict[str, nn.Module] = {}
+        for each in family.stacks:
+            modules = whole.get_submodule(each.layers).eval().requires_grad_(False)
+            self.layers[each.layers] = dict(zip(kinds, modules, strict=True))
+            if each.final_norm is not None:
+                norm = whole.get_submodule(each.final_norm.name).requires_grad_(False)
+                self.final_norms[each.layers] = norm
+        if stack.attention.relative_bias is not None:
+            # each layer computes its positions from the table, and scores are causal where the module says so
+            self.arguments: dict[int, dict[str, Any]] = {kind: {} for kind in kinds}
+        elif stack.rotary:
+            example = torch.zeros(1, sequence_length, model.shape.hidden_size, dtype=machine.dtype)
+            self.arguments = dict(zip(kinds, _stock_arguments(whole, stack, example.to(machine.device)), strict=True))
+        else:
+            # scaled dot product attention is causal by itself where the module says so
+            self.arguments = {kind: {"attention_mask": None} for kind in kinds}
+
+
+class _Recorder(nn.Module):
+    """Stand in for a layer: keep the arguments that it is called with, and change nothing."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.arguments: dict[str, Any] = {}
+        self._layer = [layer]  # not a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._layer[0], name)  # such as the type of its attention
+
+    def forward(self, hidden_states: torch.Tensor, *unnamed: Any, **arguments: Any) -> torch.Tensor:
+        assert not unnamed, "the stock model names the arguments of its layers"
+        self.arguments = {name: value for name, value in arguments.items() if value is not None and value is not False}
+        return hidden_states
+
+
+def _stock_arguments(whole: Any, stack: Stack, example: torch.Tensor) -> list[dict[str, Any]]:
+    """Return what the stock model calls each of its layers with, for states like the `example`.
+
+    It makes masks (None if scaled dot product attention needs none) and rotary positions, which may depend on the
+    layer. The model is spoilt: its layers and its final norm are gone.
+    """
+    base = whole.get_submodule(stack.layers.rpartition(".")[0])
+    make_buffers(whole, example.device)
+    layers = whole.get_submodule(stack.layers)
+    recorders = [_Recorder(layer) for layer in layers]
+    for number, recorder in enumerate(recorders):
+        layers[number] = recorder
+    if stack.final_norm is not None:
+        whole.set_submodule(stack.final_norm.name, nn.Identity())
+    base(inputs_embeds=example, use_cache=False)
+    return [{"attention_mask": None} | recorder.arguments for recorder in recorders]

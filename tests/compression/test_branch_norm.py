@@ -1,0 +1,102 @@
+"""The correction of a writer before the norm of its branch, against float64 and against whole runs of Gemma 3."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
+from families.cases import CASES
+
+from oneshot.compression.branch_norm import BranchNorm
+from oneshot.families import FAMILIES
+from oneshot.pipeline import compress
+
+DAMPING = 1e-3
+OPTIONS = CASES["gemma3_text"].options
+
+
+def seeded(*size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(0))
+
+
+def branch_norm(weight: torch.Tensor) -> BranchNorm:
+    sublayer = FAMILIES["gemma3_text"].stack.sublayers[1]
+    assert sublayer.inside is not None
+    found = BranchNorm.of(sublayer, {f"{sublayer.inside.name}.weight": weight}, torch.device("cpu"))
+    assert found is not None
+    return found
+
+
+def normed(written: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    return gain * written / (written.square().mean(1, keepdim=True) + 1e-6).sqrt()
+
+
+def test_tokens_count_by_the_inverse_of_their_root_mean_square() -> None:
+    weight, written = 0.3 * seeded(32), seeded(5, 32) * torch.tensor([[1e-4], [0.1], [1.0], [30.0], [0.0]])
+    scales = branch_norm(weight).scales(written, normed(written, 1 + weight))
+    expected = (written.square().mean(1, keepdim=True) + 1e-6).rsqrt()
+    torch.testing.assert_close(scales[:4], expected[:4], rtol=1e-4, atol=0)
+    assert scales[4] == 0, "a token whose output is zero says nothing"
+
+
+def test_a_residual_is_taken_back_through_the_norm_to_first_order() -> None:
+    """With equal gains the change of the output moves the stream along the residual, but for its radial part."""
+    gain, written, residual = torch.full((32,), 1.5), seeded(6, 32).double(), 1e-4 * seeded(32).expand(6, 32).double()
+    lost = branch_norm(gain - 1).taken_back(residual, written)
+    scale = (written.square().mean(1, keepdim=True) + 1e-6).rsqrt()
+    change = lost / gain / scale  # of the output itself: the rows lost are seen through the gain, and weigh `s`
+    moved = normed(written + change, gain) - normed(written, gain)
+    direction = written / written.norm(dim=1, keepdim=True)
+    tangent = residual - direction * (direction * residual).sum(1, keepdim=True)
+    torch.testing.assert_close(moved * 1.1, tangent, rtol=0, atol=1e-6)  # SOFT_GAIN takes an eleventh
+
+
+def test_a_row_without_gain_keeps_its_solution() -> None:
+    norm, weight = branch_norm(torch.tensor([-1.0, 0.0, 0.5])), seeded(3, 4).double()
+    torch.testing.assert_close(norm.unseen(norm.seen(weight)), weight)
+
+
+@pytest.mark.parametrize("heads", ["none", "id"])
+@torch.inference_mode()
+def test_the_writers_of_gemma_solve_weighted_least_squares(
+    heads: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """The first layer's FFN, or its attention, against normal equations in float64 over weighted tokens."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_checkpoint(**OPTIONS)
+    ffn = "id" if heads == "none" else "none"
+    config = make_config(
+        folder,
+        heads=heads,
+        ffn=ffn,
+        sparsity=0.05,
+        correction="same-layer",
+        damping=DAMPING,
+    )
+    compress(config)
+    stock = build_model(**OPTIONS)
+    first = stock.model.layers[0]
+    writer, norm = (first.mlp.down_proj, first.post_feedforward_layernorm)
+    if heads == "id":
+        writer, norm = (first.self_attn.o_proj, first.post_attention_layernorm)
+    kept: list[torch.Tensor] = []
+    writer.register_forward_hook(lambda _, inputs, output: kept.extend((inputs[0], output)))
+    stock(calibration_tokens(config))
+    inner, written = (rows.flatten(0, 1).double() for rows in kept)
+    weighted = inner * (written.square().mean(1, keepdim=True) + norm.eps).rsqrt()
+    result = AutoModelForCausalLM.from_pretrained(Path(config.output)).model.layers[0]
+    if heads == "none":
+        same = (result.mlp.up_proj.weight.unsqueeze(1) == first.mlp.up_proj.weight).all(-1)
+        found = result.mlp.down_proj.weight
+    else:
+        same = (result.self_attn.q_proj.weight.unsqueeze(1) == first.self_attn.q_proj.weight).all(-1)
+        found = result.self_attn.o_proj.weight
+    columns = same.int().argmax(1)
+    gram, dense = weighted.T @ weighted, writer.weight.double()
+    ridge = DAMPING * gram.diagonal()[columns].mean() * torch.eye(len(columns), dtype=torch.float64)
+    expected = torch.linalg.solve(
+        gram[columns][:, columns] + ridge, gram[columns] @ dense.T + ridge @ dense[:, columns].T
+    ).T
+    assert len(columns) < dense.shape[1]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)

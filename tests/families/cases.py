@@ -1,0 +1,157 @@
+"""The table of families for all tests: how a tiny model of each is built, in which variants, and what it cannot have.
+
+A new family is one file in `oneshot/families` and one entry here.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from factories import build_model
+from t5_models import build_t5
+
+from oneshot.families import Feature
+
+LLAMA3_ROTARY = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+WINDOWS_ABOVE = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}  # in all layers but one
+GEMMA3_KINDS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 900.0},
+    },
+    "query_pre_attn_scalar": 20,
+}
+GRANITE_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 5.0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family: `build(**options)` makes a tiny random model of its stock class.
+
+    Attributes:
+        options: of every variant. variants: further options of each, by name; the family itself is the one without a
+            name. refused: features that `reason_against` refuses. packed: whether text is packed for it, as for every
+            decoder.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    refused: frozenset[Feature] = frozenset()
+    packed: bool = True
+    build: Callable[..., Any] = build_model
+
+
+ENCODER_REFUSALS: frozenset[Feature] = frozenset({"heads", "up_proj", "embedding ranks", "self text"})
+T5_REFUSALS: frozenset[Feature] = frozenset(
+    {"ffn biases", "embedding ranks", "self text", "profile", "latency", "per-layer form"}
+)
+STOCK_ONLY: frozenset[Feature] = frozenset({"ffn biases", "hidden size", "per-layer form"})
+NORMS_INSIDE: frozenset[Feature] = STOCK_ONLY | {"up_proj", "profile"}
+LAYER_NORMS: frozenset[Feature] = STOCK_ONLY | {"embedding ranks"}
+CASES: dict[str, Case] = {
+    "llama": Case(
+        variants={
+            "biases": {"attention_bias": True, "mlp_bias": True},
+            "mha": {"groups": 4},
+            "one-kv-head": {"groups": 1, "tied": True},
+            "wide-heads": {"head_dim": 16},
+            "llama3-rope": {"rope_parameters": LLAMA3_ROTARY},
+        }
+    ),
+    "mistral": Case(
+        {"family": "mistral"},
+        {"window": {"sliding_window": 7}, "window-longer-than-the-text": {"sliding_window": 100}},
+        frozenset({"ffn biases"}),
+    ),
+    "qwen2": Case({"family": "qwen2"}, {"long": {"layers": 3}, "windows": WINDOWS_ABOVE}, frozenset({"ffn biases"})),
+    "qwen3": Case(
+        {"family": "qwen3", "head_dim": 8},
+        {"wide-heads": {"head_dim": 16}},
+        frozenset({"ffn biases", "queries and keys"}),
+    ),
+    "phi3": Case({"family": "phi3"}, {"window": {"sliding_window": 7}}, frozenset({"ffn biases", "hidden size"})),
+    "gemma": Case({"family": "gemma", "head_dim": 8, "tied": True}, {"untied": {"tied": False}}, STOCK_ONLY),
+    "gemma2": Case(
+        {"family": "gemma2", "head_dim": 8, "tied": True, "sliding_window": 7, "query_pre_attn_scalar": 20},
+        refused=NORMS_INSIDE,
+    ),
+    "gemma3_text": Case(
+        {"family": "gemma3_text", "head_dim": 8, "tied": True, "sliding_window": 7, "layers": 3, **GEMMA3_KINDS},
+        {"untied": {"tied": False}},
+        NORMS_INSIDE | {"queries and keys"},
+    ),
+    "arcee": Case({"family": "arcee"}, refused=STOCK_ONLY | {"up_proj"}),
+    "cwm": Case({"family": "cwm", "layers": 5, "sliding_window": 7, "head_dim": 8}, refused=STOCK_ONLY),
+    "ernie4_5": Case({"family": "ernie4_5", "head_dim": 8}, {"biases": {"use_bias": True}}, STOCK_ONLY),
+    "exaone4": Case(
+        {"family": "exaone4", "layers": 5, "sliding_window": 7}, refused=NORMS_INSIDE | {"queries and keys"}
+    ),
+    "glm": Case({"family": "glm", "head_dim": 8, "attention_bias": True}, refused=STOCK_ONLY),
+    "glm4": Case({"family": "glm4", "head_dim": 8, "attention_bias": True}, refused=NORMS_INSIDE),
+    "granite": Case(
+        {"family": "granite", **GRANITE_FACTORS}, {"biases": {"attention_bias": True, "mlp_bias": True}}, STOCK_ONLY
+    ),
+    "helium": Case({"family": "helium", "head_dim": 8}, refused=STOCK_ONLY | {"heads"}),
+    "hunyuan_v1_dense": Case({"family": "hunyuan_v1_dense", "head_dim": 8}, refused=STOCK_ONLY | {"queries and keys"}),
+    "ministral": Case(
+        {"family": "ministral", "sliding_window": 7, "head_dim": 8},
+        {"mixed": {"layer_types": ["sliding_attention", "full_attention"]}},
+        STOCK_ONLY,
+    ),
+    "ministral3": Case({"family": "ministral3", "head_dim": 8}, refused=STOCK_ONLY),
+    "nemotron": Case(
+        {"family": "nemotron"}, {"biases": {"attention_bias": True, "mlp_bias": True}}, LAYER_NORMS | {"up_proj"}
+    ),
+    "olmo2": Case({"family": "olmo2"}, refused=NORMS_INSIDE | {"heads", "queries and keys"}),
+    "olmo3": Case(
+        {"family": "olmo3", "layers": 5, "sliding_window": 7}, refused=NORMS_INSIDE | {"heads", "queries and keys"}
+    ),
+    "seed_oss": Case(
+        {"family": "seed_oss", "head_dim": 8},
+        {"biases": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}},
+        frozenset({"ffn biases", "hidden size"}),
+    ),
+    "smollm3": Case(
+        {"family": "smollm3", "layers": 4}, {"early": {"layers": 3, "no_rope_layers": [1, 0, 1]}}, STOCK_ONLY
+    ),
+    "stablelm": Case({"family": "stablelm"}, {"biases": {"use_qkv_bias": True}}, LAYER_NORMS | {"heads"}),
+    "starcoder2": Case({"family": "starcoder2"}, {"window": {"sliding_window": 7}}, LAYER_NORMS | {"up_proj"}),
+    "opt": Case(
+        {"family": "opt", "groups": 4},
+        {"tied": {"tied": True}, "long": {"layers": 3}},
+        frozenset({"heads", "up_proj", "embedding ranks"}),
+    ),
+    "bert": Case({"family": "bert", "groups": 4, "model_class": "BertModel"}, refused=ENCODER_REFUSALS, packed=False),
+    "distilbert": Case(
+        {"family": "distilbert", "groups": 4, "model_class": "DistilBertModel"}, refused=ENCODER_REFUSALS, packed=False
+    ),
+    "t5": Case({"gated": False, "tied": True}, refused=T5_REFUSALS, packed=False, build=build_t5),
+}
+
+
+def decoders() -> Iterator[str]:
+    """Yield the families whose text is packed."""
+    return (name for name, case in CASES.items() if case.packed)
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """Return the options of `build_model` for every variant of every decoder, by names such as `llama-biases`."""
+    listed = {}
+    for name in decoders():
+        case = CASES[name]
+        listed[name] = case.options
+        listed |= {f"{name}-{variant}": case.options | further for variant, further in case.variants.items()}
+    return listed

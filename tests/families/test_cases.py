@@ -1,0 +1,77 @@
+"""Every family of the table through whole runs in the stock form: what is stored, and what the stock class computes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, calibration_tokens
+from families.cases import variants
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from oneshot.checkpoint import open_model
+from oneshot.pipeline import compress
+
+# those with tests of their own for every recipe are left out
+WHOLE_RUNS = {
+    name: options
+    for name, options in variants().items()
+    if name.partition("-")[0] not in ("llama", "mistral", "qwen2", "qwen3", "opt")
+}
+
+
+def load(folder: Path) -> Any:
+    """Return the stock model; nothing is missing, nothing unexpected."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("name", WHOLE_RUNS)
+def test_nothing_removed_is_the_input_bit_for_bit(
+    name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(**WHOLE_RUNS[name])
+    config = make_config(folder, sparsity=0)
+    compress(config)
+    dense, result = tensors_of(folder), tensors_of(Path(config.output))
+    assert dense.keys() == result.keys()
+    assert all(torch.equal(tensor, result[key]) for key, tensor in dense.items())
+
+
+@pytest.mark.parametrize("name", WHOLE_RUNS)
+@torch.inference_mode()
+def test_a_result_computes_what_the_stream_passed(
+    name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stock class has the hidden states of the stream, whose last batch the compressor leaves behind."""
+    from oneshot.compression import LayerCompressor
+
+    last: list[torch.Tensor] = []
+
+    def keep(self: Any, layer: int, tensors: Any) -> Any:
+        done = passed(self, layer, tensors)
+        self._states.settle()
+        last[:] = [torch.cat([x for x, _ in self._states.read()])]
+        return done
+
+    passed = LayerCompressor.compress_layer
+    monkeypatch.setattr(LayerCompressor, "compress_layer", keep)
+    config = make_config(make_checkpoint(**WHOLE_RUNS[name]), sparsity=0.1)
+    report = compress(config)
+    result = load(Path(config.output))
+    assert sum(parameter.numel() for parameter in result.parameters()) == report.stored_parameters["compressed"]
+    hidden: list[torch.Tensor] = []
+    model = open_model(config.output, Path(config.output))
+    layers = result.get_submodule(model.family.stack.layers)
+    layers[-1].register_forward_hook(
+        lambda _, __, output: hidden.append(output[0] if isinstance(output, tuple) else output)
+    )
+    result(calibration_tokens(config))
+    torch.testing.assert_close(hidden[0], last[0], rtol=1e-4, atol=1e-4)
+    assert_cache_changes_nothing(result, 6, input_ids=torch.arange(3, 8).unsqueeze(0))
