@@ -115,6 +115,7 @@ def main() -> None:
     options.add_argument("--batches", type=int, nargs="+", default=(1, 16))
     options.add_argument("--lengths", type=int, nargs="+", default=(512, 2048))
     options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--expand", type=float, help="call expand_() with this share on per-layer results")
     options.add_argument("--data-dir", type=Path, help="also score the models; see benchmarks/README.md")
     options.add_argument("--max-windows", type=int, default=4)
     arguments = options.parse_args()
@@ -122,6 +123,10 @@ def main() -> None:
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     folders = [arguments.dense, *arguments.results]
     models = {str(folder): load_model(folder, device=device, dtype=dtype) for folder in folders}
+    if arguments.expand is not None:
+        for model in models.values():
+            if hasattr(model, "expand_"):
+                model.expand_(arguments.expand)
     judged = scores(models, arguments.dense, arguments)
     vocabulary, clock = next(iter(models.values())).config.vocab_size, Clock(device)
     generator = torch.Generator().manual_seed(0)

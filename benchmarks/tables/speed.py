@@ -4,7 +4,7 @@ from harness import Row, latest, read_rows
 
 from tables.cells import markdown, origin, rounded
 
-KEYS = ("form", "asked", "budget", "seed", "calibration_hash")
+KEYS = ("form", "asked", "budget", "seed", "calibration_hash", "expanded")
 CASE = ("device", "dtype", "threads", "mode", "batch", "length")
 
 
@@ -35,8 +35,9 @@ def _line(by_case: dict[str, Row], cases: list[str]) -> list[str]:
         f"{by_case[case]['prefill_ratio']:.2f} · {by_case[case]['decode_ratio']:.2f}" if case in by_case else "–"
         for case in cases
     ]
+    expanded = "" if row["expanded"] is None else f", expanded above {row['expanded']}"
     return [
-        row["form"],
+        row["form"] + expanded,
         f"−{row['asked']:.0%} {row['budget']}",
         f"{row['stored_parameters'] / row['dense_parameters']:.2f}",
         f"{row['file_bytes'] / 1e6:.0f}",

@@ -153,6 +153,25 @@ def test_it_compiles_without_a_break(folder: Path) -> None:
     torch.testing.assert_close(logits(compiled), logits(model), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("above", "left"), [(0, 0), (0.6, 3), (1.0, 4)])
+def test_expanded_linears_compute_the_same(above: float, left: int, folder: Path, tmp_path: Path) -> None:
+    """The gate of rank 16 takes 0.625 of a whole linear's products, and the others take less than 0.6."""
+    model = opened(folder)
+    before = logits(model)
+    model.expand_(above)
+    assert sum(module.__class__.__name__ == "OneshotCoordinates" for module in model.model.layers.modules()) == left
+    assert sum(size > 0 for name, size in model.config.layers[1].items() if name.endswith("_rank")) == left
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path / "expanded")
+    torch.testing.assert_close(logits(opened(tmp_path / "expanded")), before, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_on_disk_are_not_expanded(folder: Path, tmp_path: Path) -> None:
+    model = opened(folder, device_map="auto", max_memory={"cpu": 60000}, offload_folder=str(tmp_path / "weights"))
+    with pytest.raises(ValueError, match="open the model without off-loading"):
+        model.expand_(0)
+
+
 @pytest.mark.parametrize(("wanted", "step", "reached"), [(403, None, 403), (401, 64, 448), (None, 50, 400)])
 def test_a_vocabulary_of_ranges_grows_at_its_end(
     wanted: int | None, step: int | None, reached: int, folder: Path, tmp_path: Path
