@@ -2,7 +2,8 @@
 
 `python benchmarks/same_bytes.py OTHER_TREE` compresses tiny random models of every family with both trees, each in a
 process of its own, and prints a line for every case: equal, different (with the first tensor), or refused by both. The
-files that tensors lie in may differ. Exit code 1 if any case differs.
+files that tensors lie in may differ, unless `--files` also compares the weight files and their index. Exit code 1 if
+any case differs.
 """
 
 import argparse
@@ -18,7 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 RECIPES = ("oneshot", "stat", "tcsp", "group-pca", "flap")
 FORMS = ("stock", "per-layer")
+OTHER_FORMS = ("nemotron-nas", "gguf")
 SPARSITY = "0.1"
+FILE = "file "  # before the name of a file among tensors
 # Options beyond a recipe and a form; keys as `--set` takes them.
 VARIANTS: dict[str, dict[str, str]] = {
     "heads": {"heads": "id"},
@@ -40,6 +43,8 @@ VARIANTS: dict[str, dict[str, str]] = {
     },
     "group-slices": {"hidden": "pca", "group_size": "1", "ffn": "none", "shared_weight": "0.1"},
     "magnitude": {"ffn": "magnitude", "correction": "none"},
+    "several-files": {"max_shard_size": "60KB"},
+    "other-dtype": {"save_dtype": "bfloat16"},
     "tournament": {"pivoting": "tournament", "sketch": "sparse-sign"},
 }
 
@@ -60,6 +65,12 @@ def cases() -> list[dict[str, object]]:
                 {"family": family, "tied": True, "form": form, "recipe": "oneshot", "options": options, "name": name}
                 for name, options in VARIANTS.items()
             ]
+    listed += [
+        {"family": family, "tied": tied, "form": form, "recipe": "oneshot", "options": {}, "name": "oneshot"}
+        for family in ("llama", "qwen2")
+        for tied in (False, True)
+        for form in OTHER_FORMS
+    ]
     return listed
 
 
@@ -92,16 +103,17 @@ def arguments_of(case: dict[str, object], models: Path, output: Path, *, new: bo
     if not options.keys() & {"value_size", "query_key_size", "sparsity"}:
         listed += ["--sparsity", SPARSITY]
     for key, value in options.items():
-        visible = key in ("up_steps", "sparsity") or not new
+        visible = key in ("up_steps", "sparsity", "max_shard_size", "save_dtype") or not new
         listed += [f"--{key.replace('_', '-')}", value] if visible else ["--set", f"{key}={value}"]
     return listed
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every stored tensor, with its dtype and shape."""
+    """Return the SHA-256 of every stored tensor, with its dtype and shape, and of every weight file."""
     from safetensors.torch import load_file
 
-    found = {}
+    paths = [*folder.glob("*.safetensors*"), *folder.glob("*.gguf")]
+    found = {f"{FILE}{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)}
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
             content = tensor.contiguous().flatten().view(__import__("torch").uint8).numpy().tobytes()
@@ -151,6 +163,7 @@ def main() -> int:
     """Run both trees side by side and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="a checkout of the commit to compare with")
+    parser.add_argument("--files", action="store_true", help="weight files must be equal, not only tensors")
     parser.add_argument("--models", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, help="folder that keeps the other tree's checksums for the next call")
@@ -176,7 +189,8 @@ def main() -> int:
         theirs, ours = (json.loads((folder / f"{name}.json").read_text()) for name in ("other", "this"))
     counts = {"equal": 0, "refused by both": 0, "different": 0}
     for case, old, new in zip(cases(), theirs, ours, strict=True):
-        names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+        compared = [name for name in sorted(old.keys() | new.keys()) if arguments.files or not name.startswith(FILE)]
+        names = [name for name in compared if old.get(name) != new.get(name)]
         verdict = "different" if names else "equal"
         if "refused" in new and old.keys() & {"refused", "crashed"}:
             verdict = "refused by both"

@@ -34,6 +34,7 @@ from oneshot.export import (
     expected_bytes,
     form_of,
     part_dtype,
+    planned_parts,
     with_kept_dtype,
     write_companions,
     write_layers,
@@ -180,6 +181,11 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
             watch.lap("hidden size")
         warnings = run.warnings.take()
         embedding = journal.saved_tensors(EMBEDDING) if plan.embedding else None
+        journal.expect(
+            planned_parts(run.form, model, plan, subspaces, embedding, config.save_dtype),
+            direct=run.form.is_safetensors,
+            max_file_bytes=config.max_file_bytes,
+        )
         layers = _compress_layers(config, run, plan, schedule, subspaces, embedding, journal)
         watch.lap("layers")
         for read in run.form.outside(model, plan, subspaces, embedding)[journal.num_finished - len(layers) :]:
@@ -360,22 +366,19 @@ def _journal(config: Config, run: Run, plan: Plan, fingerprint: dict[str, Any]) 
     )
     return Journal(
         output_folder(config.output),
-        num_parts=model.shape.num_hidden_layers + len(run.form.outside(model, plan, None, None)),
         fingerprint=fingerprint,
         workers=run.machine.workers,
         overwrite=config.overwrite,
         resume=config.resume,
-        expected_bytes=part_bytes,
-        max_file_bytes=config.max_file_bytes if run.form.shards else result_bytes,
+        expected_bytes=result_bytes if run.form.is_safetensors else part_bytes + result_bytes,
         background=run.machine.device.type == "cuda",
     )
 
 
 def _write_weights(config: Config, run: Run, plan: Plan, journal: Journal) -> int:
-    """Write the weight files of the result from the journal's parts, and return the parameters that they hold."""
-    with ProgressBar(
-        num_layers=1, num_tokens=0, visible=run.show_progress, description="writing", unit="B"
-    ) as progress:
+    """Complete the weight files of the result, and return the parameters that they hold."""
+    visible = run.show_progress and not run.form.is_safetensors  # the files of others are written by now
+    with ProgressBar(num_layers=1, num_tokens=0, visible=visible, description="writing", unit="B") as progress:
         return run.form.write(run.model, plan, journal, progress.advance, config.save_dtype)
 
 

@@ -15,7 +15,7 @@ class KilledError(BaseException):
     """Stands for the end of the process."""
 
 
-@pytest.mark.parametrize("removed", [0, 1, 3, 5])
+@pytest.mark.parametrize("removed", [0, 1, 3, 4])
 def test_a_run_killed_during_the_last_removal_is_finished(
     removed: int, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -198,73 +199,77 @@ def test_several_sizes_continue_after_the_last_finished_layer(
 
 
 class Killed(BaseException):
-    """Raised while parts are joined, as if the process had been killed there."""
+    """Raised while weights are written, as if the process had been killed there."""
+
+
+def killed_at(last: int, run: Callable[[], Any]) -> None:
+    """Run, and stop before the tensor or the header number `last` is written."""
+    pwrite, lock, count = os.pwrite, threading.Lock(), 0
+
+    def dying_pwrite(*arguments: Any) -> int:
+        nonlocal count
+        with lock:
+            count += 1
+            if count >= last:
+                raise Killed
+        return pwrite(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", dying_pwrite)
+        with pytest.raises(Killed):
+            run()
 
 
 @pytest.mark.parametrize("max_file_bytes", [None, 60_000], ids=["one file", "several files"])
-@pytest.mark.parametrize("kill_at", [1, 7, 28])
-def test_a_run_that_is_killed_while_it_joins_ends_with_the_same_bytes(
-    kill_at: int,
-    max_file_bytes: int | None,
-    make_checkpoint: MakeCheckpoint,
-    make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("kill_at", [1, 12, 31])
+def test_a_run_that_is_killed_while_it_writes_ends_with_the_same_bytes(
+    kill_at: int, max_file_bytes: int | None, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
-    """Kill the run when some tensors were copied, then again a few tensors later; no layer is compressed again."""
+    """Kill the run in a layer, outside the layers or at a header, then again at the next change."""
     options = {} if max_file_bytes is None else {"max_file_bytes": max_file_bytes}
     config = make_config(make_checkpoint(layers=3), **options)
     wanted = undisturbed(config)
     assert (len([name for name in wanted if name.endswith(".safetensors")]) > 2) == (max_file_bytes is not None)
-    work, join = Path(f"{config.output}.incomplete"), Journal.join
-    for attempt, last in enumerate((kill_at, 2)):
-        copied = 0
-
-        def killed(self: Journal, *_: Any, last: int = last) -> None:
-            def advance(num_bytes: int) -> None:
-                nonlocal copied
-                copied += 1
-                if copied == last:
-                    raise Killed
-
-            join(self, advance)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Journal, "join", killed)
-            if attempt:
-                patch.setattr(LayerCompressor, "compress_layer", lambda *_: pytest.fail("a layer was compressed again"))
-            with pytest.raises(Killed):
-                compress(replace(config, resume=True))
+    for last in (kill_at, 1):
+        killed_at(last, partial(compress, replace(config, resume=True)))
         assert not Path(config.output).exists()
-        # the first of several files is complete after fewer than 28 tensors, and the parts in it are removed
-        assert (not (work / "part-00001.safetensors").exists()) == (max_file_bytes is not None and kill_at == 28)
-    monkeypatch.setattr(LayerCompressor, "compress_layer", lambda *_: pytest.fail("a layer was compressed again"))
     compress(replace(config, resume=True))
     assert contents(Path(config.output)) == wanted
     assert not list(Path(config.output).parent.glob("*.incomplete"))
 
 
-def test_a_joined_file_that_is_damaged_is_made_again(
-    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_file_bytes", [None, 60_000], ids=["one file", "several files"])
+def test_no_layer_is_compressed_again_after_the_last(
+    max_file_bytes: int | None,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kill the run after the first joined file and damage this file; its parts are gone, so layers are compressed."""
+    options = {} if max_file_bytes is None else {"max_file_bytes": max_file_bytes}
+    config = make_config(make_checkpoint(layers=3), **options)
+    wanted = undisturbed(config)
+
+    def killed(self: Journal) -> None:
+        raise Killed
+
+    for moment in ("finish", "commit"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, moment, killed)
+            with pytest.raises(Killed):
+                compress(replace(config, resume=True))
+        monkeypatch.setattr(LayerCompressor, "compress_layer", lambda *_: pytest.fail("a layer was compressed again"))
+    compress(replace(config, resume=True))
+    assert contents(Path(config.output)) == wanted
+
+
+def test_damaged_weights_are_made_again(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    """Damage the last byte of the first file when all layers are written."""
     config = make_config(make_checkpoint(layers=3), max_file_bytes=60_000)
     wanted = undisturbed(config)
-    partial_folder = Path(f"{config.output}.incomplete") / "checkpoint"
-    join = Journal.join
-
-    def killed(self: Journal, *_: Any) -> None:
-        def advance(num_bytes: int) -> None:
-            if list(partial_folder.glob("model-00001-of-*.safetensors")):
-                raise Killed
-
-        join(self, advance)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "join", killed)
-        with pytest.raises(Killed):
-            compress(config)
-    (joined,) = partial_folder.glob("*.safetensors")
-    joined.write_bytes(joined.read_bytes()[:-1] + b"?")
+    killed_at(31, partial(compress, config))
+    first, *_ = sorted((Path(f"{config.output}.incomplete") / "checkpoint").glob("*.safetensors"))
+    content = first.read_bytes()
+    first.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     compress(replace(config, resume=True))
     assert contents(Path(config.output)) == wanted
 

@@ -1,7 +1,8 @@
 """The journal of a run: finished work on disk, so that an interrupted run continues and ends with the same bytes.
 
-A run works in `OUT.incomplete` (`work_folder`), where files appear whole or not at all. So whenever a run is killed,
-the parts with records are good, and a run with the same fingerprint continues after them.
+A run works in `OUT.incomplete` (`work_folder`). Every part is written once, at its place in the files of the result
+(`layout`, `weight_files`). Its record, with checksums, follows when its bytes are on the disk. So whenever a run is
+killed, the parts with records are good, and a run with the same fingerprint continues after them.
 """
 
 import json
@@ -9,7 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint.durable import UNFINISHED, checksum, make_durable, read_whole, write_whole
-from oneshot.checkpoint.join import StoredTensor
+from oneshot.checkpoint.layout import Place, lay_out
 from oneshot.checkpoint.reader import all_finite
-from oneshot.checkpoint.weight_files import join_parts, stored_parts
+from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.checkpoint.work_folder import WorkFolder, refuse_output
 from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OutputError, PlanError, ProfileError, cause
 from oneshot.machine import ALONE, Workers
@@ -38,19 +39,17 @@ Tensors = dict[str, torch.Tensor]
 class Journal:
     """Write parts into `OUT.incomplete` and rename it when complete: OUT is whole or is not there.
 
-    A context manager: `add` every part, in order, then `join`, then `commit`. Leaving without `commit` keeps the
-    finished parts for `resume`. Everything is removed if there are none, or if the input is at fault. An earlier output
-    (only with `overwrite`) is replaced at the commit and not sooner.
+    A context manager: `expect` all parts, `add` every part, in order, then `finish`, then `commit`. Leaving without
+    `commit` keeps the finished parts for `resume`. Everything is removed if there are none, or if the input is at
+    fault. An earlier output (only with `overwrite`) is replaced at the commit and not sooner.
 
     Every process of a run has a journal and calls it alike. Only the main one touches the disk; what is read reaches
     all of them.
 
     Args:
-        num_parts: the number of calls of `add`; parts that a resumed run finds need not be added again.
         fingerprint: JSON values that identify the result; only a run with equal ones may continue.
         resume: whether to continue an interrupted run; without one, a run starts from the beginning.
-        expected_bytes: of the result's weights, to check the free disk space.
-        max_file_bytes: of one weight file of the result.
+        expected_bytes: of the result's weights, and of a copy beside them, to check the free disk space.
         background: whether a thread writes a part while the next one is computed. At most one part waits. Its error
             is raised by the next call, or when the journal is left.
 
@@ -62,19 +61,17 @@ class Journal:
         self,
         folder: Path,
         *,
-        num_parts: int,
         fingerprint: dict[str, Any],
         workers: Workers = ALONE,
         overwrite: bool = False,
         resume: bool = False,
         expected_bytes: int = 0,
-        max_file_bytes: int = 2**62,
         background: bool = False,
     ) -> None:
-        self.folder, self._work, self._num_parts = folder, WorkFolder(folder), num_parts
-        self._max_file_bytes, self._workers = max_file_bytes, workers
+        self.folder, self._work, self._workers = folder, WorkFolder(folder), workers
         self.partial = self._work.checkpoint
         self.num_finished = 0
+        self._files: WeightFiles | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal") if background else None
         self._pending: Future[None] | None = None
         if workers.is_main:
@@ -87,7 +84,6 @@ class Journal:
             except BaseException:
                 self._leave()
                 raise
-        self.num_finished = workers.share(0, lambda: self.num_finished)
 
     def _acquire(self, *, overwrite: bool, resume: bool) -> None:
         refuse_output(self.folder, overwrite=overwrite, resume=resume)
@@ -112,11 +108,7 @@ class Journal:
                 f"{self._work.path} was begun by another run (different: {differences}); give the same options and "
                 "input, or start anew with --overwrite."
             )
-        else:
-            self.num_finished = self._work.count_finished(self._num_parts)
-        missing = expected_bytes * (self._num_parts - self.num_finished) // self._num_parts
-        if self.num_finished < self._num_parts:
-            missing += min(expected_bytes, self._max_file_bytes)  # one joined file exists beside its parts
+        missing = expected_bytes - self._work.weight_bytes()
         free_bytes = shutil.disk_usage(self._work.path).free
         if free_bytes < missing:
             raise OutputError(
@@ -143,10 +135,9 @@ class Journal:
         self._leave(useless=isinstance(reason, WRONG_INPUT))
         if self._work.path.exists():
             logger.warning(
-                "%s keeps %d of %d parts; the same command with --resume continues after them.",
+                "%s keeps %d finished parts; the same command with --resume continues after them.",
                 self._work.path,
-                self.num_finished,
-                self._num_parts,
+                self._work.count_records() if self._files is None else self.num_finished,
             )
         if isinstance(reason, OSError):
             raise OutputError(_unwritable(self.folder, reason.strerror or str(reason))) from reason
@@ -159,12 +150,30 @@ class Journal:
             self._work.remove()
         self._lock.release()
 
+    def expect(self, parts: Sequence[Tensors], *, direct: bool = True, max_file_bytes: int = 2**62) -> None:
+        """Decide where every tensor of the run will lie, and find out which parts are finished: `num_finished`.
+
+        Args:
+            parts: what each call of `add` will have, with or without values (on torch's meta device).
+            direct: whether the files are the result's; otherwise another file is made from them, see `stored`.
+            max_file_bytes: of one weight file of the result.
+        """
+        self._settle()
+        folder = self.partial if direct else self._work.path
+        self._files = WeightFiles(lay_out(parts, folder, max_file_bytes))
+        self.num_finished = self._workers.share(0, lambda: self._work.count_finished(self._weights))
+
+    @property
+    def _weights(self) -> WeightFiles:
+        assert self._files is not None, "parts are expected before they are added"
+        return self._files
+
     def add(self, tensors: Tensors, *, record: dict[str, Any] | None = None, scaffold: Tensors | None = None) -> None:
-        """Write the next part; no file if there are no tensors.
+        """Write the next part to its place.
 
         `record`: JSON values, `scaffold`: tensors that `reread` must return until the end.
 
-        Raises `OutputError` for a tensor with NaN or Inf.
+        Raises `OutputError` for a tensor with NaN or Inf, and for tensors that were not expected.
         """
         self._settle()
         number = self.num_finished
@@ -185,20 +194,18 @@ class Journal:
     def _write_part(
         self, number: int, tensors: Tensors, record: dict[str, Any] | None, scaffold: Tensors | None
     ) -> None:
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not all_finite(tensor):
-                self.num_finished = number
-                raise OutputError(
-                    f"{name} became NaN or Inf and is not written; run with --dtype float32, a larger --set damping= "
-                    "or another --save-dtype."
-                )
         try:
-            checksums = {
-                path.name: self._write(path, content)
-                for path, content in ((self._work.part(number), tensors), (self._work.scaffold(number), scaffold))
-                if content
-            }
-            write_whole(self._work.record(number), json.dumps({"checksums": checksums, "record": record or {}}))
+            self._weights.layout.refuse_other(number, tensors)
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point() and not all_finite(tensor):
+                    raise OutputError(
+                        f"{name} became NaN or Inf and is not written; run with --dtype float32, a larger --set "
+                        "damping= or another --save-dtype."
+                    )
+            checksums = self._weights.write(number, tensors)
+            beside = self._write(self._work.scaffold(number), scaffold) if scaffold else None
+            written = {"checksums": checksums, "scaffold": beside, "record": record or {}}
+            write_whole(self._work.record(number), json.dumps(written))
         except BaseException:
             self.num_finished = number
             raise
@@ -244,23 +251,20 @@ class Journal:
         self._settle()
 
         def load() -> tuple[Tensors, Tensors]:
-            part, scaffold = (
-                load_file(path) if path.exists() else {}
-                for path in (self._work.part(number), self._work.scaffold(number))
-            )
-            return part, scaffold
+            path = self._work.scaffold(number)
+            return self._weights.read(number), load_file(path) if path.exists() else {}
 
         return self._workers.share(0, load)
 
-    def stored(self) -> list[StoredTensor]:
-        """Return the tensors of the finished parts, in order; for a form with a file layout of its own."""
-        return stored_parts(self._work, self._num_parts)
+    def stored(self) -> list[Place]:
+        """Return the places of the tensors of all parts, in order; for a form with a file of its own."""
+        return self._weights.layout.places
 
-    def join(self, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Join the finished parts into the weight files of the result; `advance` receives the bytes written."""
+    def finish(self) -> None:
+        """Complete the weight files after the last part."""
         self._settle()
         if self._workers.is_main:
-            join_parts(self._work, self._num_parts, self._max_file_bytes, advance)
+            self._weights.finish()
 
     def commit(self) -> None:
         """Move the complete folder to its final place, and remove the traces of its making."""

@@ -68,6 +68,10 @@ class Model:
             raise PlanError(reason)
         return replace(self, shape=replace(self.shape, mlp_bias=True))
 
+    def without_values(self) -> "Model":
+        """Return the same model whose tensors have a dtype and a shape only, on torch's meta device."""
+        return replace(self, checkpoint=self.checkpoint.without_values())
+
     def read_embedding(self) -> torch.Tensor:
         """Return the token embedding `(vocabulary, D)`; of its own width if a linear leads from there to D."""
         return self.checkpoint.read_one(self.family.stack.embedding)

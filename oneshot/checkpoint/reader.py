@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from oneshot.checkpoint.join import ITEM_BYTES
+from oneshot.checkpoint.dtypes import ITEM_BYTES
 from oneshot.checkpoint.safe_files import check_readable, read_config, read_json, stored_file
 from oneshot.errors import CheckpointError, cause
 
@@ -39,6 +39,7 @@ class Checkpoint:
         if (folder / "adapter_config.json").exists():
             raise CheckpointError(f"{folder} holds an adapter; merge it into the model, or remove adapter_config.json.")
         self._shard_of = self._find_shards()
+        self._has_values = True
         self._stored_names: dict[str, str] = {}  # of tensors that are called otherwise, see `renamed`
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -111,6 +112,12 @@ class Checkpoint:
         view.dtypes = {name: self.dtypes[stored] for name, stored in names.items()}
         return view
 
+    def without_values(self) -> "Checkpoint":
+        """Return a view of the same files whose tensors have a dtype and a shape only (torch's meta device)."""
+        view = copy.copy(self)
+        view._has_values = False
+        return view
+
     def content_hash(self) -> str:
         """Return the SHA-256 of every tensor's name, dtype, shape and first row; it identifies the model cheaply."""
         digest = hashlib.sha256()
@@ -138,7 +145,11 @@ class Checkpoint:
                     raise CheckpointError(f"{self.folder} lacks the tensor {name}; the checkpoint is incomplete.")
                 if shard not in handles:
                     handles[shard] = stack.enter_context(_open_shard(self.folder, shard))
-                tensor = handles[shard].get_tensor(stored).clone()
+                tensor = handles[shard].get_tensor(stored)  # mapped, not read
+                if not self._has_values:
+                    tensors[name] = torch.empty_like(tensor, device="meta")
+                    continue
+                tensor = tensor.clone()
                 if tensor.is_floating_point() and not all_finite(tensor):
                     raise CheckpointError(
                         f"{name} in {self.folder / shard} holds NaN or Inf; give an undamaged checkpoint."

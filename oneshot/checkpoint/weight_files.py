@@ -1,80 +1,138 @@
-"""The weight files of a result, joined from the parts that a run has finished.
+"""The weight files of a run, into which every part is written at its place, once.
 
-One `model.safetensors` if it is small enough, else numbered files with an index, as transformers names them. Each file
-appears whole. A part is removed when all its bytes are in files, so the disk holds little more than the result.
+Threads share the tensors of a part: each hashes a piece and writes it while it is in the processor's cache.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
-from oneshot.checkpoint.durable import UNFINISHED, make_durable, read_whole, write_whole
-from oneshot.checkpoint.join import StoredTensor, stored_tensors, write_joined
-from oneshot.checkpoint.reader import INDEX_NAME
-from oneshot.checkpoint.work_folder import CHECKPOINT, WorkFolder
+import torch
+
+from oneshot.checkpoint.durable import write_whole
+from oneshot.checkpoint.layout import Layout, Place
+
+CHUNK_BYTES = 2**20
+THREADS = 4
+
+Tensors = dict[str, torch.Tensor]
 
 
-def stored_parts(work: WorkFolder, num_parts: int) -> list[StoredTensor]:
-    """Return the tensors of the parts that are still there, in order."""
-    parts = map(work.part, range(num_parts))
-    return [tensor for path in parts if path.exists() for tensor in stored_tensors(path)]
+class WeightFiles:
+    """Write tensors to their places in the files of a layout, and read them from there.
 
-
-def join_parts(work: WorkFolder, num_parts: int, max_file_bytes: int, advance: Callable[[int], None]) -> None:
-    """Join the parts into files in `work.checkpoint`; those that an interrupted run has joined are kept.
-
-    No tensor is in memory. `advance` receives the bytes written.
-
-    Raises `OSError` if a file cannot be written.
+    A part lies on the disk when `write` returns, and a file is whole after `finish`.
     """
-    numbers, stored = {work.part(number): number for number in range(num_parts)}, stored_parts(work, num_parts)
-    num_done, at_hand = len(work.all_joined()), {tensor.name: tensor for tensor in stored}
-    layout = _layout(work, stored, max_file_bytes)
-    groups, files = layout["files"], file_names(len(layout["files"]))
-    for index in range(num_done, len(files)):
-        tensors = [at_hand[name] for name in groups[index]]
-        later = {at_hand[name].path for group in groups[index + 1 :] for name in group}
-        path = work.checkpoint / files[index]
-        unfinished = path.with_name(path.name + UNFINISHED)
-        digest = write_joined(unfinished, tensors, advance)
-        make_durable(unfinished, path)
-        used = {tensor.path for tensor in tensors} - later
-        checksums = {f"{CHECKPOINT}/{path.name}": digest}
-        record = {"checksums": checksums, "parts": sorted(numbers[part] for part in used)}
-        write_whole(work.joined(index), json.dumps(record))
-        for part in used:
-            part.unlink()
-    if len(files) > 1:
-        places = {name: file for file, group in zip(files, groups, strict=True) for name in group}
-        content = {"metadata": {"total_size": layout["bytes"]}, "weight_map": places}
-        write_whole(work.checkpoint / INDEX_NAME, json.dumps(content, indent=2) + "\n")
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def write(self, number: int, tensors: Tensors) -> dict[str, str]:
+        """Write a part, flush it to the disk, and return the SHA-256 of every tensor. Raises `OSError`."""
+        places = self.layout.parts[number]
+        with _opened(places, os.O_RDWR | os.O_CREAT) as files:
+            found = _in_threads(lambda place: _write(files[place.path], place, tensors[place.name]), places)
+            checksums = dict(zip((place.name for place in places), found, strict=True))
+            for file in files.values():
+                os.fsync(file)
+        return checksums
+
+    def read(self, number: int) -> Tensors:
+        """Return the tensors of a part. Raises `OSError` if a file is too short."""
+        places = self.layout.parts[number]
+        with _opened(places, os.O_RDONLY) as files:
+            return {place.name: _read(files[place.path], place) for place in places}
+
+    def damaged(self, number: int, checksums: dict[str, str]) -> Path | None:
+        """Return the first file whose bytes of a part do not have these checksums; None if all have."""
+        places = self.layout.parts[number]
+        for place in places:
+            if place.name not in checksums or not place.path.exists():
+                return place.path
+        with _opened(places, os.O_RDONLY) as files:
+            found = _in_threads(lambda place: _checksum(files[place.path], place), places)
+            for place, digest in zip(places, found, strict=True):
+                if digest != checksums[place.name]:
+                    return place.path
+        return None
+
+    def finish(self) -> None:
+        """Write the headers and the index of files whose parts are all there. Raises `OSError` if a file is short."""
+        for path, header in self.layout.headers.items():
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                _write_at(file, memoryview(header), 0)
+                if os.fstat(file).st_size != self.layout.file_bytes(path):
+                    raise OSError(f"{path} ended early")
+                os.fsync(file)
+            finally:
+                os.close(file)
+        for path, content in self.layout.index.items():
+            write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
-def _layout(work: WorkFolder, stored: list[StoredTensor], max_file_bytes: int) -> dict[str, Any]:
-    """Return the names of every file's tensors and all their bytes; decided once, while every part is there."""
-    layout = read_whole(work.layout)
-    if layout is None:
-        groups = [[tensor.name for tensor in group] for group in group_by_size(stored, max_file_bytes)]
-        layout = {"files": groups, "bytes": sum(tensor.num_bytes for tensor in stored)}
-        write_whole(work.layout, json.dumps(layout))
-    return layout
+def _in_threads(work: Callable[[Place], str], places: Iterable[Place]) -> list[str]:
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as threads:
+        return list(threads.map(work, places))
 
 
-def group_by_size(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
-    """Return groups in order, each of at most `max_bytes`; a larger tensor is a group of its own."""
-    groups: list[list[StoredTensor]] = []
-    room = 0
-    for tensor in tensors:
-        if not groups or tensor.num_bytes > room:
-            groups.append([])
-            room = max_bytes
-        groups[-1].append(tensor)
-        room -= tensor.num_bytes
-    return groups
+@contextmanager
+def _opened(places: Iterable[Place], flags: int) -> Iterator[dict[Path, int]]:
+    """Open the files of places for a while -> their descriptors."""
+    files: dict[Path, int] = {}
+    try:
+        for path in {place.path: None for place in places}:
+            files[path] = os.open(path, flags, 0o666)
+        yield files
+    finally:
+        for file in files.values():
+            os.close(file)
 
 
-def file_names(count: int) -> list[str]:
-    """Return the names that transformers gives to the weight files of a checkpoint."""
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+def _write(file: int, place: Place, tensor: torch.Tensor) -> str:
+    """Write a tensor to its place and return its SHA-256."""
+    digest, start = hashlib.sha256(), place.start
+    for piece in _pieces(tensor.detach().to("cpu").contiguous()):
+        digest.update(piece)
+        _write_at(file, piece, start)
+        start += len(piece)
+    return digest.hexdigest()
+
+
+def _write_at(file: int, data: memoryview, start: int) -> None:
+    while data:
+        written = os.pwrite(file, data, start)
+        data, start = data[written:], start + written
+
+
+def _read(file: int, place: Place) -> torch.Tensor:
+    tensor, start = torch.empty(place.shape, dtype=place.dtype), place.start
+    for piece in _pieces(tensor):
+        while piece:
+            count = os.preadv(file, [piece], start)
+            if not count:
+                raise OSError(f"{place.path} ended early")
+            piece, start = piece[count:], start + count
+    return tensor
+
+
+def _checksum(file: int, place: Place) -> str:
+    digest, start, end = hashlib.sha256(), place.start, place.start + place.num_bytes
+    while start < end:
+        piece = os.pread(file, min(CHUNK_BYTES, end - start), start)
+        if not piece:
+            break  # a file that is too short has another checksum
+        digest.update(piece)
+        start += len(piece)
+    return digest.hexdigest()
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a contiguous tensor on the host, piece by piece, in place."""
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]

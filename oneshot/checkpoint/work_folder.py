@@ -1,13 +1,13 @@
 """The folder `OUT.incomplete` in which a run works: its files, which of them are good, and how it is removed.
 
 - `fingerprint.json` says which run it belongs to, and `lock` is held by the process that writes;
-- `part-00001.safetensors` … are finished layers, and after them what is outside the layers; each has a record with its
-  checksum, and a `scaffold` if the streams passed through other tensors than the stored ones;
-- `saved-….json` and `saved-….safetensors` are what was measured or written once: plan, text, embedding;
-- `checkpoint/` becomes OUT. At the end the parts are joined there into the files that users expect, and
-  `joined-….json` say which parts a file has.
+- `checkpoint/` becomes OUT. Its weight files are written part by part: layers, and after them what is outside the
+  layers. A form with a file of its own has them beside `checkpoint/` until the end;
+- `record-00001.json` … are written when a part is on the disk, with its checksums; a `scaffold` lies beside the record
+  if the streams passed through other tensors than the stored ones;
+- `saved-….json` and `saved-….safetensors` are what was measured or written once: plan, text, embedding.
 
-Files appear whole or not at all, so a part with a record is good unless something damaged it later.
+All files but the weights appear whole or not at all. So a part with a record is good unless it was damaged later.
 """
 
 import logging
@@ -18,11 +18,13 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from oneshot.checkpoint.durable import UNFINISHED, checksum, read_whole
+from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.errors import OutputError
 
 logger = logging.getLogger(__name__)
 
 FINGERPRINT, LOCK, CHECKPOINT = "fingerprint.json", "lock", "checkpoint"
+BLOCK_BYTES = 512  # of st_blocks
 FIRST_FILES = {LOCK, CHECKPOINT, FINGERPRINT + UNFINISHED}  # written before the fingerprint
 
 
@@ -31,18 +33,13 @@ class WorkFolder:
 
     Attributes:
         path: of the folder, which need not exist. checkpoint: of the folder in it that becomes the output.
-        lock, fingerprint, layout: of files in it; the layout says which tensors each file of the result has.
+        lock, fingerprint: of files in it.
     """
 
     def __init__(self, output: Path) -> None:
         self.path = output.with_name(f"{output.name}.incomplete")
         self.checkpoint = self.path / CHECKPOINT
         self.lock, self.fingerprint = self.path / LOCK, self.path / FINGERPRINT
-        self.layout = self.path / "layout.json"
-
-    def part(self, number: int) -> Path:
-        """Return the path of a finished part's tensors."""
-        return self.path / f"part-{number + 1:05d}.safetensors"
 
     def scaffold(self, number: int) -> Path:
         """Return the path of the tensors through which the streams passed a part."""
@@ -60,14 +57,6 @@ class WorkFolder:
         """Return the path of tensors that were saved under a name."""
         return self.path / f"saved-{name}.safetensors"
 
-    def joined(self, index: int) -> Path:
-        """Return the path of the record of a file of the result."""
-        return self.path / f"joined-{index + 1:05d}.json"
-
-    def all_joined(self) -> list[Path]:
-        """Return the records of the files of the result that exist, in order."""
-        return sorted(self.path.glob("joined-*.json"))
-
     def is_foreign(self) -> bool:
         """Return whether the path holds something that no run has left there."""
         if not self.path.is_dir():
@@ -78,42 +67,39 @@ class WorkFolder:
         """Return whether an interrupted run left anything to continue with."""
         return any(self.path.glob("record-*.json")) or any(self.path.glob("saved-*.json"))
 
-    def count_finished(self, num_parts: int) -> int:
-        """Return how many parts from the first on have a record and right checksums.
+    def weight_bytes(self) -> int:
+        """Return the bytes of the disk that weight files take, without the places where nothing was written yet."""
+        return sum(path.stat().st_blocks * BLOCK_BYTES for path in self._weight_files())
 
-        Parts that were joined already count only if all others are there, because no layer can be read from them.
-        """
-        joined = self._joined_parts()
+    def _weight_files(self) -> list[Path]:
+        """Return the weight files and their index, of the result or beside it."""
+        return [path for folder in (self.checkpoint, self.path) for path in folder.glob("model*.safetensors*")]
+
+    def count_records(self) -> int:
+        """Return how many parts have a record."""
+        return sum(1 for _ in self.path.glob("record-*.json"))
+
+    def count_finished(self, files: WeightFiles) -> int:
+        """Return how many parts from the first on have a record and right checksums; remove files of other layouts."""
+        for path in self._weight_files():
+            if path not in files.layout.headers and path not in files.layout.index:
+                path.unlink()
+        num_parts = len(files.layout.parts)
         for number in range(num_parts):
             record = read_whole(self.record(number))
-            damaged = None if record is None else self._damaged(record["checksums"])
-            if record is None or (damaged is not None and number not in joined):
-                if damaged is not None:
-                    logger.warning("%s was damaged after it was written; it and what follows is made again.", damaged)
-                self._clear_checkpoint()
-                return min(number, *joined) if joined else number
+            damaged = None if record is None else self._damaged(number, record, files)
+            if damaged is not None:
+                logger.warning("%s was damaged after it was written; it and what follows is made again.", damaged)
+            if record is None or damaged is not None:
+                return number
         return num_parts
 
-    def _joined_parts(self) -> set[int]:
-        """Return the parts whose bytes are completely in joined files that are good; forget the other files."""
-        parts: set[int] = set()
-        good = True
-        for path in self.all_joined():
-            record = read_whole(path)
-            good = good and record is not None and self._damaged(record["checksums"]) is None
-            if good and record is not None:
-                parts |= set(record["parts"])
-            else:
-                path.unlink()
-        return parts
-
-    def _damaged(self, checksums: dict[str, str]) -> Path | None:
-        """Return the first file that is absent or has another checksum; None if all are good."""
-        for name, expected in checksums.items():
-            path = self.path / name
-            if not path.exists() or checksum(path) != expected:
-                return path
-        return None
+    def _damaged(self, number: int, record: dict[str, Any], files: WeightFiles) -> Path | None:
+        """Return the first file of a part whose bytes do not have the record's checksums; None if all have."""
+        scaffold, expected = self.scaffold(number), record.get("scaffold")
+        if expected is not None and (not scaffold.exists() or checksum(scaffold) != expected):
+            return scaffold
+        return files.damaged(number, record["checksums"])
 
     def clear(self) -> None:
         """Remove what an earlier run left; the lock stays."""
@@ -123,9 +109,6 @@ class WorkFolder:
     def _clear_checkpoint(self) -> None:
         shutil.rmtree(self.checkpoint)
         self.checkpoint.mkdir()
-        for path in self.all_joined():
-            path.unlink()
-        self.layout.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the folder. The fingerprint goes last, so that a killed removal is still known as a run's."""

@@ -58,6 +58,10 @@ class StreamSubspaces:
         self._subspaces, self._plan, self._device = subspaces, plan, device
         self._bases: dict[int, torch.Tensor] = {}
 
+    def on(self, device: torch.device) -> "StreamSubspaces":
+        """Return the same subspaces with bases on another device."""
+        return StreamSubspaces(self._subspaces, self._plan, device)
+
     def size(self, position: int) -> int:
         """Return the width d of the stream at a position."""
         return self._plan.sizes[position]

@@ -3,6 +3,7 @@
 from oneshot.export.companions import model_classes, verify, write_companions
 from oneshot.export.forms import FORMS, Form, form_of, stated_shape
 from oneshot.export.layers import write_layers
+from oneshot.export.planned import planned_parts
 from oneshot.export.saving import cast, expected_bytes, part_dtype, with_kept_dtype
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "form_of",
     "model_classes",
     "part_dtype",
+    "planned_parts",
     "stated_shape",
     "verify",
     "with_kept_dtype",

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,13 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     return stock_classes(config)
 
 
+def empty_model(config: dict[str, Any]) -> Any:
+    """Return a model of the class of a config.json, without values, on torch's meta device."""
+    config_class, model_class = model_classes(config)
+    with torch.device("meta"):
+        return model_class(config_class.from_dict(config, attn_implementation=attention_of(model_class)))
+
+
 def verify(folder: Path) -> Checkpoint:
     """Check that the model class has exactly the written tensors, shape by shape; it reads only headers.
 
@@ -66,13 +72,7 @@ def verify(folder: Path) -> Checkpoint:
     Raises `OutputError` with the first tensor that does not fit.
     """
     checkpoint = Checkpoint(folder)
-    written = checkpoint.shapes
-    config_class, model_class = model_classes(checkpoint.config)
-    with torch.device("meta"):
-        config = config_class.from_pretrained(
-            folder, local_files_only=True, attn_implementation=attention_of(model_class)
-        )
-        model = model_class(config)
+    written, model = checkpoint.shapes, empty_model(checkpoint.config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in sorted((expected.keys() | written.keys()) - tied_names(model)):
         if name.endswith("rotary_emb.inv_freq"):
@@ -85,9 +85,9 @@ def verify(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def join_weights(journal: Journal, advance: Callable[[int], None], *beside: Path) -> int:
-    """Join the weight files, copy files `beside` them, check the result, and return the parameters that it holds."""
-    journal.join(advance)
+def finish_weights(journal: Journal, *beside: Path) -> int:
+    """Complete the weight files, copy files `beside` them, check the result, and return its parameters."""
+    journal.finish()
     for path in beside:
         shutil.copyfile(path, journal.partial / path.name)
     return verify(journal.partial).num_parameters

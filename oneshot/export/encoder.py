@@ -12,7 +12,7 @@ from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.fold_post_norm import fold_output, fold_table, fold_tied_head
 from oneshot.config import SaveDtype
-from oneshot.export.companions import join_weights
+from oneshot.export.companions import finish_weights
 from oneshot.export.llama_layers import complete_config
 from oneshot.export.outside import Part, unchanged_outside
 from oneshot.export.renamed_layers import RenamedLayers
@@ -47,7 +47,7 @@ class EncoderForm(RenamedLayers):
 
     name = "per-layer"
     title = "A checkpoint whose layers have their own sizes"
-    shards = True
+    is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
@@ -97,8 +97,8 @@ class EncoderForm(RenamedLayers):
     def write(
         self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
     ) -> int:
-        """Join the weight files beside the modelling file, and return the parameters that they hold."""
-        return join_weights(journal, advance, MODELLING_FILE)
+        """Complete the weight files beside the modelling file, and return the parameters that they hold."""
+        return finish_weights(journal, MODELLING_FILE)
 
 
 def _as_bert(family: Description, name: str) -> str:

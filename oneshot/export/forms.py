@@ -21,11 +21,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Form(Protocol):
-    """A way to write a result. `title` begins the model card; `shards`: weights may be several files."""
+    """A way to write a result.
+
+    `title` begins the model card. `is_safetensors`: the journal writes the files of the result.
+    """
 
     name: str
     title: str
-    shards: bool
+    is_safetensors: bool
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return sentences of the model card: how a result with this config.json is opened, and by what."""
@@ -35,6 +38,9 @@ class Form(Protocol):
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return the config.json of the result. Raises `PlanError` if it cannot state the plan."""
+
+    def layer_prefix(self, model: Model, number: int) -> str:
+        """Return what the stored names of the result's layer `number` begin with."""
 
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
         """Return the tensors of the result's layer `number` under their stored names."""
@@ -50,10 +56,10 @@ class Form(Protocol):
     def write(
         self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
     ) -> int:
-        """Write the weight files from the journal's parts, check them, and return the parameters that they hold.
+        """Complete the weight files when all parts are there, check them, and return the parameters that they hold.
 
-        `advance` receives the bytes written. The config and the tokenizer are there already. The parts have the dtype
-        `part_dtype(save_dtype)`.
+        A form with a file of its own makes it of the journal's parts, which have the dtype `part_dtype(save_dtype)`;
+        `advance` receives the bytes written. The config and the tokenizer are there already.
         """
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from oneshot.checkpoint import Journal, Model, card_metadata
 from oneshot.checkpoint.durable import UNFINISHED, make_durable
 from oneshot.checkpoint.gguf_rotary import FACTORS, reason_against_rotary, rotary_factors, rotary_metadata
-from oneshot.checkpoint.join import StoredTensor
+from oneshot.checkpoint.layout import Place
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.errors import OutputError, PlanError
@@ -47,7 +47,7 @@ class GgufForm(LlamaLayers):
 
     name = NAME
     title = "A GGUF file"
-    shards = False
+    is_safetensors = False
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return what opens the result."""
@@ -136,7 +136,7 @@ def _architecture(model: Model, stack: StackShape) -> str:
     return ARCHITECTURES[model.family.model_type] if _is_uniform(stack) else OWN_SIZES
 
 
-def _tensors(model: Model, stack: StackShape, stored: list[StoredTensor], *, quantised: bool) -> list[FileTensor]:
+def _tensors(model: Model, stack: StackShape, stored: list[Place], *, quantised: bool) -> list[FileTensor]:
     """Return the tensors of the file in order: rotary factors, the journal's, zeros for absent FFNs."""
     import gguf
 
@@ -147,14 +147,14 @@ def _tensors(model: Model, stack: StackShape, stored: list[StoredTensor], *, qua
     factors = rotary_factors(complete_config(model.checkpoint.config)["rope_parameters"], model.shape.head_dim)
     if factors is not None:
         tensors.append(FileTensor(FACTORS, factors.shape, "F32", partial(np.asarray, factors)))
-    for tensor in stored:
-        name = names.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
+    for place in stored:
+        name = names.get_name(place.name, try_suffixes=(".weight", ".bias"))
         if name is None:
-            raise OutputError(f"llama.cpp has no place for {tensor.name}; please report this with the config.json.")
-        heads = _rotated_heads(tensor.name, stack) if architecture in INTERLEAVED else None
+            raise OutputError(f"llama.cpp has no place for {place.name}; please report this with the config.json.")
+        heads = _rotated_heads(place.name, stack) if architecture in INTERLEAVED else None
         order = None if heads is None else partial(interleave, heads=heads)
-        into = file_kind(tensor.dtype, tensor.shape, quantised=quantised)
-        tensors.append(FileTensor(name, tensor.shape, into, partial(read_stored, tensor, into, order)))
+        into = file_kind(place.dtype, place.shape, quantised=quantised)
+        tensors.append(FileTensor(name, place.shape, into, partial(read_stored, place, into, order)))
     without_them = dict(_expected(stack))
     for name, shape in _expected(complete):
         if name not in without_them:

@@ -6,15 +6,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 
-from oneshot.checkpoint.join import StoredTensor
+from oneshot.checkpoint.layout import Place
 
 Kind = Literal["F32", "F16", "BF16", "Q8_0"]  # names of gguf.GGMLQuantizationType
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 BLOCK, BLOCK_BYTES = 32, 34  # of Q8_0: a float16 scale and 32 integers of 8 bits
 PANEL_VALUES = 2**22  # values that are quantised at once
-NUMPY_DTYPES = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "BF16": np.uint16}
+KINDS: dict[torch.dtype, Kind] = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+NUMPY_DTYPES = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.bfloat16: np.uint16,
+}
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,8 @@ class FileTensor:
         return values // BLOCK * BLOCK_BYTES if self.kind == "Q8_0" else values * ITEM_BYTES[self.kind]
 
 
-def file_kind(dtype: str, shape: tuple[int, ...], *, quantised: bool) -> Kind:
-    """Return how llama.cpp's converter stores a tensor of this dtype (a name of safetensors).
+def file_kind(dtype: torch.dtype, shape: tuple[int, ...], *, quantised: bool) -> Kind:
+    """Return how llama.cpp's converter stores a tensor of this dtype.
 
     Vectors are float32, and there is no float64. Rows that are not whole blocks of Q8_0 are float16.
     """
@@ -42,22 +49,22 @@ def file_kind(dtype: str, shape: tuple[int, ...], *, quantised: bool) -> Kind:
         return "F32"
     if quantised:
         return "F16" if shape[-1] % BLOCK else "Q8_0"
-    return "BF16" if dtype == "BF16" else "F16" if dtype == "F16" else "F32"
+    return KINDS.get(dtype, "F32")
 
 
-def read_stored(tensor: StoredTensor, kind: Kind, order: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
+def read_stored(place: Place, kind: Kind, order: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
     """Return a tensor of the journal as the file stores it: bfloat16 as its bits, Q8_0 as its bytes.
 
     `order`: a function that orders its rows; None leaves them.
     """
-    with tensor.path.open("rb") as file:
-        file.seek(tensor.start)
-        values = np.fromfile(file, NUMPY_DTYPES[tensor.dtype], math.prod(tensor.shape)).reshape(tensor.shape)
+    with place.path.open("rb") as file:
+        file.seek(place.start)
+        values = np.fromfile(file, NUMPY_DTYPES[place.dtype], math.prod(place.shape)).reshape(place.shape)
     if order is not None:
         values = order(values)
     if kind == "Q8_0":
         return quantised(values)
-    if kind == tensor.dtype:
+    if kind == KINDS.get(place.dtype):
         return values
     return as_float32(values).astype(np.float16 if kind == "F16" else np.float32, copy=False)
 

@@ -7,7 +7,7 @@ from typing import Any
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
-from oneshot.export.companions import join_weights
+from oneshot.export.companions import finish_weights
 from oneshot.export.llama_layers import (
     KEPT_KEYS,
     NAMES,
@@ -36,7 +36,7 @@ class NemotronNasForm(LlamaLayers):
 
     name = NAME
     title = "A checkpoint in the layout of Nemotron-NAS, whose layers have their own FFN widths"
-    shards = True
+    is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return which engines open the result."""
@@ -85,8 +85,8 @@ class NemotronNasForm(LlamaLayers):
     def write(
         self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
     ) -> int:
-        """Join the weight files beside the modelling file, and return the parameters that they hold."""
-        return join_weights(journal, advance, MODELLING_FILE)
+        """Complete the weight files beside the modelling file, and return the parameters that they hold."""
+        return finish_weights(journal, MODELLING_FILE)
 
 
 def nemotron_nas_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.errors import PlanError
-from oneshot.export.companions import join_weights
+from oneshot.export.companions import finish_weights
 from oneshot.export.llama_layers import KEPT_KEYS, NAMES, LlamaLayers, Tensors, complete_config, sliding_window
 from oneshot.export.outside import Part, folded_outside
 from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
@@ -26,7 +26,7 @@ class PerLayerForm(LlamaLayers):
 
     name = "per-layer"
     title = "A checkpoint whose layers have their own sizes"
-    shards = True
+    is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
@@ -74,8 +74,8 @@ class PerLayerForm(LlamaLayers):
     def write(
         self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
     ) -> int:
-        """Join the weight files beside the modelling file, and return the parameters that they hold."""
-        return join_weights(journal, advance, MODELLING_FILE)
+        """Complete the weight files beside the modelling file, and return the parameters that they hold."""
+        return finish_weights(journal, MODELLING_FILE)
 
 
 def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:

@@ -17,14 +17,17 @@ class RenamedLayers(ABC):
     def names_of(self, model: Model) -> Description:
         """Return the family whose names a model's layers are stored under."""
 
+    def layer_prefix(self, model: Model, number: int) -> str:
+        """Return what the stored names of a layer begin with."""
+        return self.names_of(model).stack.layer_prefix(number)
+
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
         """Return a layer's tensors under their stored names."""
-        other = self.names_of(model)
-        prefix = other.stack.layer_prefix(number)
-        return {prefix + name: tensor for name, tensor in model.family.rename(tensors, other).items()}
+        prefix, renamed = self.layer_prefix(model, number), model.family.rename(tensors, self.names_of(model))
+        return {prefix + name: tensor for name, tensor in renamed.items()}
 
     def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
         """Return the inverse of `layer`."""
-        other = self.names_of(model)
-        prefix = other.stack.layer_prefix(number)
-        return other.rename({name.removeprefix(prefix): tensor for name, tensor in stored.items()}, model.family)
+        prefix = self.layer_prefix(model, number)
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+        return self.names_of(model).rename(tensors, model.family)

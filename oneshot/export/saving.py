@@ -51,7 +51,7 @@ def cast(save_dtype: SaveDtype, tensors: Tensors) -> Tensors:
         if not tensor.is_floating_point():
             in_dtype[name] = tensor
             continue
-        beyond = int(((tensor.abs() > largest) & tensor.isfinite()).sum())
+        beyond = 0 if tensor.is_meta else int(((tensor.abs() > largest) & tensor.isfinite()).sum())
         if beyond:
             logger.warning("%s has %d values beyond the range of %s; they are clamped.", name, beyond, save_dtype)
             tensor = torch.where(tensor.isfinite(), tensor.clamp(-largest, largest), tensor)

@@ -9,7 +9,7 @@ import torch
 from oneshot.checkpoint import Journal, Model, per_layer_lists
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
-from oneshot.export.companions import join_weights
+from oneshot.export.companions import finish_weights
 from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
 from oneshot.families import FAMILIES, fuse, split, stated_class
 from oneshot.planning import Grid, Plan
@@ -22,7 +22,7 @@ class StockForm:
 
     name = "stock"
     title = "A stock checkpoint"
-    shards = True
+    is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
@@ -50,16 +50,20 @@ class StockForm:
         stock = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
         return stock | dict(model.family.own_head) if plan.hidden is not None else stock
 
+    def layer_prefix(self, model: Model, number: int) -> str:
+        """Return what the stored names of a layer begin with."""
+        return model.family.layer_prefix(number)
+
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
         """Return a layer's tensors under their stored names; only a stack's first layer stores its positions."""
-        stack, prefix = model.family.stack_of(number), model.family.layer_prefix(number)
+        stack, prefix = model.family.stack_of(number), self.layer_prefix(model, number)
         left_out = None if number == stack.first_layer else stack.attention.relative_bias
         stored = {name: tensor for name, tensor in tensors.items() if name != left_out}
         return {prefix + name: tensor for name, tensor in fuse(stored, stack).items()}
 
     def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
         """Return the inverse of `layer`."""
-        stack, prefix = model.family.stack_of(number), model.family.layer_prefix(number)
+        stack, prefix = model.family.stack_of(number), self.layer_prefix(model, number)
         tensors = split({name.removeprefix(prefix): tensor for name, tensor in stored.items()}, stack)
         if stack.attention.relative_bias is not None:
             tensors.setdefault(stack.attention.relative_bias, model.read_relative_bias(stack))
@@ -82,8 +86,8 @@ class StockForm:
     def write(
         self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
     ) -> int:
-        """Join the weight files, and return the parameters that they hold."""
-        return join_weights(journal, advance)
+        """Complete the weight files, and return the parameters that they hold."""
+        return finish_weights(journal)
 
 
 def _with_layers(config: dict[str, Any], kept: list[int], key: str) -> dict[str, Any]:

@@ -9,14 +9,16 @@ import torch
 from safetensors.torch import load_file
 
 from oneshot.checkpoint import Journal, journal
-from oneshot.checkpoint.durable import make_durable
+from oneshot.checkpoint.durable import write_whole
 from oneshot.errors import OutputError
 
 PARTS = [{"a": torch.ones(3)}, {"b": torch.zeros(2)}, {"c": torch.full((2,), 3.0)}]
 
 
 def open_journal(folder: Path, **options: Any) -> Journal:
-    return Journal(folder, num_parts=3, fingerprint={"seed": 0}, background=True, **options)
+    journal = Journal(folder, fingerprint={"seed": 0}, background=True, **options)
+    journal.expect(PARTS)
+    return journal
 
 
 def write(folder: Path, count: int, error: BaseException | None = None, **options: Any) -> None:
@@ -27,7 +29,7 @@ def write(folder: Path, count: int, error: BaseException | None = None, **option
         if error is not None:
             raise error
         if count == len(PARTS):
-            opened.join()
+            opened.finish()
             opened.commit()
 
 
@@ -52,12 +54,12 @@ def write_nan(folder: Path, last: str) -> None:
     """Add a part that the thread refuses, then make one more call or none."""
     with open_journal(folder) as opened:
         opened.add(PARTS[0])
-        opened.add({"b": torch.tensor([torch.nan])})
+        opened.add({"b": torch.tensor([0, torch.nan])})
         if last != "leave":
             getattr(opened, last)(*([PARTS[2]] if last == "add" else []))
 
 
-@pytest.mark.parametrize("last", ["add", "join", "commit", "leave"])
+@pytest.mark.parametrize("last", ["add", "finish", "commit", "leave"])
 def test_an_error_of_the_thread_surfaces_in_the_next_call(last: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     with pytest.raises(OutputError, match="NaN"):
@@ -68,13 +70,13 @@ def test_an_error_of_the_thread_surfaces_in_the_next_call(last: str, tmp_path: P
 
 
 def test_a_full_disk_is_an_output_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(unfinished: Path, path: Path) -> None:
-        if path.name == "part-00002.safetensors":
+    def full(path: Path, text: str) -> None:
+        if path.name == "record-00002.json":
             raise OSError(28, "No space left on device")
-        make_durable(unfinished, path)
+        write_whole(path, text)
 
     folder = tmp_path / "out"
-    monkeypatch.setattr(journal, "make_durable", full)
+    monkeypatch.setattr(journal, "write_whole", full)
     with pytest.raises(OutputError, match="No space left"):
         write(folder, 3)
     monkeypatch.undo()
@@ -85,7 +87,7 @@ def test_a_full_disk_is_an_output_error(tmp_path: Path, monkeypatch: pytest.Monk
 def test_an_error_of_the_thread_does_not_hide_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         with open_journal(tmp_path / "out") as opened:
-            opened.add({"a": torch.tensor([torch.inf])})
+            opened.add({"a": torch.tensor([0, 0, torch.inf])})
             raise ZeroDivisionError
 
     with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, build_model, silence, topics
-from safetensors.torch import save_file
 
 from oneshot import OneshotError
-from oneshot.checkpoint.join import stored_tensors
+from oneshot.checkpoint.layout import lay_out
+from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.errors import PlanError
 from oneshot.evaluation.models import load_model
 from oneshot.export import gguf as form
@@ -229,16 +229,17 @@ def test_beside_a_tensor_only_its_quantised_bytes_are_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = torch.randn(1024, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
-    save_file({"weight": values}, tmp_path / "part.safetensors")
-    (tensor,) = stored_tensors(tmp_path / "part.safetensors")
+    files = WeightFiles(lay_out([{"weight": values}], tmp_path, 2**62))
+    files.write(0, {"weight": values})
+    (place,) = files.layout.places
     monkeypatch.setattr(gguf_tensors, "PANEL_VALUES", 2**16)
     gguf_tensors.quantised(np.ones((1, 32), np.float32))  # imports
     tracemalloc.start()
-    written = gguf_tensors.read_stored(tensor, "Q8_0", None)
+    written = gguf_tensors.read_stored(place, "Q8_0", None)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert written.nbytes == values.numel() // 32 * 34
-    assert peak < tensor.num_bytes + written.nbytes + 2 * 2**20
+    assert peak < place.num_bytes + written.nbytes + 2 * 2**20
 
 
 def test_the_size_of_q8_0_is_predicted(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:

@@ -1,0 +1,58 @@
+"""What a run is going to write, known from the plan: every part of the journal without values."""
+
+import json
+
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.compression import StreamSubspaces
+from oneshot.config import SaveDtype
+from oneshot.export.companions import empty_model
+from oneshot.export.forms import Form
+from oneshot.export.saving import cast
+from oneshot.planning import Plan
+
+META = torch.device("meta")
+
+Tensors = dict[str, torch.Tensor]
+
+
+def planned_parts(
+    form: Form,
+    model: Model,
+    plan: Plan,
+    subspaces: StreamSubspaces | None,
+    embedding: Tensors | None,
+    save_dtype: SaveDtype,
+) -> list[Tensors]:
+    """Return the tensors of the layers and of the parts outside them, on torch's meta device: dtypes and shapes.
+
+    Names and shapes of a layer are those of the result's model class. Dtypes are the input's; tensors that the input
+    lacks take that of attention's output. What is outside the layers is read and folded without values.
+
+    Args:
+        subspaces: of a smaller hidden size. embedding: tensors that replace the embedding, for a plan with ranks.
+    """
+    empty = model.without_values()
+    tensors = empty_model(json.loads(json.dumps(form.config(model, plan)))).state_dict()
+    numbers = {layer: number for number, layer in enumerate(plan.kept_layers)}
+    parts = []
+    for layer in range(model.shape.num_hidden_layers):
+        prefix = form.layer_prefix(model, numbers[layer]) if layer in numbers else None
+        stored = {} if prefix is None else {name: tensors[name] for name in tensors if name.startswith(prefix)}
+        parts.append(_typed(form, empty, layer, numbers[layer], stored) if stored else {})
+    bases = None if subspaces is None else subspaces.on(META)
+    reduced = None if embedding is None else {name: tensor.to(META) for name, tensor in embedding.items()}
+    parts += [read() for read in form.outside(empty, plan, bases, reduced)]
+    return [cast(save_dtype, part) for part in parts]
+
+
+def _typed(form: Form, empty: Model, layer: int, number: int, stored: Tensors) -> Tensors:
+    """Return the tensors of a layer, `number` in the result, in the dtypes of the input."""
+    dense = empty.read_layer(layer)
+    like = dense[f"{empty.family.stack_of(layer).attention.out}.weight"]
+    typed = {
+        name: tensor.to(dense.get(name, like).dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in form.original(empty, number, stored).items()
+    }
+    return form.layer(empty, number, typed)
