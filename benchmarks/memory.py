@@ -79,7 +79,7 @@ def write_random_checkpoint(folder: Path, config: LlamaConfig) -> None:
     hidden, width = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
         "self_attn.v_proj": (keys, hidden),
@@ -89,21 +89,32 @@ def write_random_checkpoint(folder: Path, config: LlamaConfig) -> None:
         "mlp.down_proj": (hidden, width),
     }
     norms = ("input_layernorm", "post_attention_layernorm")
+    layer = shapes | dict.fromkeys(norms, (hidden,))
+    parts: list[dict[str, tuple[int, ...]]] = [
+        {"model.embed_tokens.weight": (config.vocab_size, hidden)},
+        *(
+            {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+            for number in range(config.num_hidden_layers)
+        ),
+        {"model.norm.weight": (hidden,)},
+    ]
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * 0.02).bfloat16()
+    def made(shape: tuple[int, ...]) -> torch.Tensor:
+        values = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
+        return values.bfloat16()
 
-    with Journal(
-        folder, num_parts=config.num_hidden_layers + 2, fingerprint={}, max_file_bytes=MAX_FILE_BYTES
-    ) as writer:
-        writer.add({"model.embed_tokens.weight": random(VOCAB_SIZE, hidden)})
-        for layer in range(config.num_hidden_layers):
-            prefix = f"model.layers.{layer}."
-            linears = {f"{prefix}{name}.weight": random(*shape) for name, shape in shapes.items()}
-            writer.add(linears | {f"{prefix}{name}.weight": torch.ones(hidden).bfloat16() for name in norms})
-        writer.add({"model.norm.weight": torch.ones(hidden).bfloat16()})
-        writer.join()
+    with Journal(folder, fingerprint={}) as writer:
+        writer.expect(
+            [
+                {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in part.items()}
+                for part in parts
+            ],
+            max_file_bytes=MAX_FILE_BYTES,
+        )
+        for part in parts:
+            writer.add({name: made(shape) for name, shape in part.items()})
+        writer.finish()
         config.save_pretrained(writer.partial)
         gguf = smollm2_gguf()
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(writer.partial)
