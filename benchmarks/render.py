@@ -47,6 +47,7 @@ from tables.runs import (
     memory_table,
     overhead_table,
     processes_table,
+    writing_table,
 )
 from tables.speed import speed_table
 from tables.tasks import written_table
@@ -100,6 +101,7 @@ TABLES = {
     "faults": (faults_table, "faults"),
     "kills": (kills_table, "kills"),
     "processes": (processes_table, "processes"),
+    "writing": (writing_table, "writing"),
     "pareto": (pareto_table, "pareto"),
     "pareto_speed": (pareto_speed_table, "pareto"),
     "pareto_fallback": (pareto_fallback_table, "pareto"),

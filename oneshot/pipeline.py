@@ -31,7 +31,6 @@ from oneshot.errors import ConfigError
 from oneshot.export import (
     FORMS,
     cast,
-    expected_bytes,
     form_of,
     part_dtype,
     planned_parts,
@@ -359,18 +358,13 @@ def _compress_layers(
 
 def _journal(config: Config, run: Run, plan: Plan, fingerprint: dict[str, Any]) -> Journal:
     """Open the journal of a run."""
-    model, parameters = run.model, run.grid.stack(plan).stored_parameters()
-    part_bytes, result_bytes = (
-        expected_bytes(dtype, model.checkpoint, parameters)
-        for dtype in (part_dtype(config.save_dtype), config.save_dtype)
-    )
     return Journal(
         output_folder(config.output),
         fingerprint=fingerprint,
         workers=run.machine.workers,
         overwrite=config.overwrite,
         resume=config.resume,
-        expected_bytes=result_bytes if run.form.is_safetensors else part_bytes + result_bytes,
+        expected_bytes=sum(run.result_bytes(config, plan)),
         background=run.machine.device.type == "cuda",
     )
 

@@ -16,7 +16,7 @@ from oneshot.checkpoint import Checkpoint, GgufCheckpoint, Model, identify, loca
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.config import Config, Target
 from oneshot.errors import CalibrationError, DeviceError, OutputError, PlanError
-from oneshot.export import expected_bytes, form_of
+from oneshot.export import expected_bytes, form_of, part_dtype
 from oneshot.families import StackShape
 from oneshot.footprint import (
     current_bounds,
@@ -337,10 +337,18 @@ class Run:
         `dry`: also predict seconds, for which the machine is timed.
         """
         load_libraries(self.model, self.machine, config.text.calibration)
-        result_bytes = 0
-        if plan is not None:
-            parameters = self.grid.stack(plan).stored_parameters()
-            result_bytes = expected_bytes(config.save_dtype, self.model.checkpoint, parameters)
+        result_bytes, beside_bytes = (0, 0) if plan is None else self.result_bytes(config, plan)
         work = describe_work(config, self.model, self.method, self.grid, schedule, plan, self.machine)
         bounds = current_bounds(config.machine, self.machine.device)
-        return predict_footprint(work, bounds, config.machine, result_bytes=result_bytes, measure_time=dry)
+        return predict_footprint(
+            work, bounds, config.machine, result_bytes=result_bytes, beside_bytes=beside_bytes, measure_time=dry
+        )
+
+    def result_bytes(self, config: Config, plan: Plan) -> tuple[int, int]:
+        """Return the bytes of the result's weights, and of those beside it that a form with a file of its own needs."""
+        parameters = self.grid.stack(plan).stored_parameters()
+        of_parts, of_result = (
+            expected_bytes(dtype, self.model.checkpoint, parameters)
+            for dtype in (part_dtype(config.save_dtype), config.save_dtype)
+        )
+        return of_result, 0 if self.form.is_safetensors else of_parts

@@ -1,6 +1,6 @@
 """Tables of what runs take and survive: time, memory, faults, processes."""
 
-from statistics import fmean
+from statistics import fmean, median
 
 from harness import Row, latest, read_rows
 
@@ -97,6 +97,33 @@ def kills_table() -> str:
         ["run", "kills", "finished outputs", "equal to an undisturbed run"],
         [*lines, ["**all**", *total]],
         f"{rows[0]['model']}; {origin(rows)}.",
+    )
+
+
+def writing_table() -> str:
+    """Return seconds, bytes and disk space of writing a result before and after a change, medians over the turns."""
+    rows = latest(read_rows("writing"), "tree", "turn")
+    trees = {tree: [row for row in rows if row["tree"] == tree] for tree in ("before", "after")}
+
+    def amount(row: Row, stage: str) -> float:
+        return float(sum(row["bytes"][stage].values())) / row["result_bytes"]
+
+    def line(tree: str) -> list[str]:
+        found, named = trees[tree], {"before": "layers joined at the end", "after": "layers at their places"}
+        return [
+            named[tree],
+            *(f"{median(row['seconds'][stage] for row in found):.1f} s" for stage in ("layers", "write")),
+            *(f"{median(amount(row, stage) for row in found):.2f} ×" for stage in ("layers", "write")),
+            f"{median(row['disk_peak_bytes'] / row['result_bytes'] for row in found):.2f} ×",
+        ]
+
+    first = rows[0]
+    return markdown(
+        ["", "layers", "end", "bytes moved: layers", "bytes moved: end", "peak of the disk"],
+        [line(tree) for tree in trees],
+        f"{first['layers']} layers of the shape of Llama-2-7B, chosen by weights alone; bytes ÷ those of the result "
+        f"({first['result_bytes'] / 1e9:.1f} GB); medians of {len(trees['after'])} turns; before: {first['before']}; "
+        f"the files are {'equal' if all(row['equal'] for row in trees['after']) else 'different'}; {origin(rows)}.",
     )
 
 

@@ -81,11 +81,8 @@ def lay_out(parts: Sequence[Tensors], folder: Path, max_file_bytes: int) -> Layo
     Args:
         parts: tensors with or without values (on torch's meta device).
     """
-    ordered = [
-        Place(name, part[name].dtype, tuple(part[name].shape), folder, 0)
-        for part in parts
-        for name in sorted(part, key=lambda name: (-RANKS[part[name].dtype], name))
-    ]
+    in_order = [_in_order(part, folder) for part in parts]
+    ordered = [place for part in in_order for place in part]
     groups, found = _groups(ordered, max_file_bytes), dict[str, Place]()
     files = [folder / name for name in _file_names(len(groups))]
     headers = {}
@@ -101,7 +98,13 @@ def lay_out(parts: Sequence[Tensors], folder: Path, max_file_bytes: int) -> Layo
         total = sum(place.num_bytes for place in ordered)
         weight_map = {place.name: found[place.name].path.name for place in ordered}
         index[folder / INDEX_NAME] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return Layout(tuple(tuple(found[name] for name in part) for part in parts), headers, index)
+    return Layout(tuple(tuple(found[place.name] for place in part) for part in in_order), headers, index)
+
+
+def _in_order(part: Tensors, folder: Path) -> list[Place]:
+    """Return the tensors of a part in the order of the safetensors library, without a place yet."""
+    named = sorted(part.items(), key=lambda item: (-RANKS[item[1].dtype], item[0]))
+    return [Place(name, tensor.dtype, tuple(tensor.shape), folder, 0) for name, tensor in named]
 
 
 def _groups(places: Sequence[Place], max_bytes: int) -> list[list[Place]]:

@@ -13,6 +13,7 @@ from oneshot_kernels import cholesky_pivots_
 from oneshot.checkpoint import Model
 from oneshot.config import MachineOptions
 from oneshot.errors import ConfigError, MemoryLimitError
+from oneshot.footprint.disk import scaffold_bytes
 from oneshot.footprint.memory import DEVICE_SLACK_BYTES, HEAP_SHARE, SLACK_BYTES, scratch_bytes, stages
 from oneshot.footprint.seconds import measure_rates, predicted_seconds
 from oneshot.footprint.terms import Stage
@@ -82,9 +83,17 @@ def load_libraries(model: Model, machine: Machine, calibration: str) -> None:
 
 
 def predict_footprint(
-    work: Work, bounds: Bounds, options: MachineOptions, *, result_bytes: int, measure_time: bool
+    work: Work,
+    bounds: Bounds,
+    options: MachineOptions,
+    *,
+    result_bytes: int,
+    beside_bytes: int = 0,
+    measure_time: bool,
 ) -> Footprint:
     """Return what a run will take; activations are stored on the device if all fits, else on the host, else on disk.
+
+    `beside_bytes`: of weights that lie beside the result until it is complete.
 
     Raises `MemoryLimitError` if a bound that the user set cannot hold even with activations on disk, or the disk of
     `--offload-dir` is too small. Warns if the free memory does not suffice.
@@ -111,6 +120,7 @@ def predict_footprint(
         device_stage=device_stage.name if device else "",
         store=store,
         result_bytes=result_bytes,
+        disk_bytes=result_bytes + beside_bytes + scaffold_bytes(work),
         scratch_bytes=scratch_bytes(work) + offloaded,
         stored_parameters={"dense": stored, "compressed": compressed},
         seconds=seconds,

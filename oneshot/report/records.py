@@ -51,7 +51,8 @@ class Footprint:
         host_bytes: peak resident memory of the process. host_stage: the stage of that peak.
         device_bytes: peak that torch takes on a CUDA device, 0 without one. device_stage: as above.
         store: where activations are kept: `device`, `host` or `disk`.
-        result_bytes: of the result's weights. scratch_bytes: of files in the off-load folder, activations included.
+        result_bytes: of the result's weights. disk_bytes: the peak at the place of the result, with what the journal
+            keeps until the end. scratch_bytes: of files in the off-load folder, activations included.
         stored_parameters: of the model before (`dense`) and after (`compressed`).
         seconds: by stage, and `total`.
         exact: whether the sizes of layers are known; otherwise a profile will decide them.
@@ -67,6 +68,7 @@ class Footprint:
     stored_parameters: dict[str, int]
     seconds: dict[str, float]
     exact: bool = True
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ def print_footprint(footprint: Footprint) -> None:
         table.add_row("peak device memory", gibibytes(footprint.device_bytes), footprint.device_stage)
     table.add_row("activations", footprint.store, "device, host or disk")
     table.add_row("result on disk", gibibytes(footprint.result_bytes), "")
+    table.add_row("peak on disk", gibibytes(footprint.disk_bytes), "at --output, with what --resume needs")
     table.add_row("scratch files", gibibytes(footprint.scratch_bytes), "in --offload-dir, removed at the end")
     dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
     table.add_row("stored parameters", f"{compressed:,}", f"of {dense:,}")

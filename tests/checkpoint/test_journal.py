@@ -399,6 +399,16 @@ def test_a_run_with_another_layout_leaves_no_files_of_the_first(tmp_path: Path) 
     assert_same(load_file(tmp_path / "out" / SINGLE_NAME), merged(PARTS))
 
 
+def test_tensors_of_a_part_are_listed_as_the_library_orders_them(tmp_path: Path) -> None:
+    with open_journal(tmp_path / "out", MIXED) as journal:
+        listed = [place.name for place in journal.stored()]
+    for number, part in enumerate(MIXED):
+        save_file(part, tmp_path / f"{number}.safetensors")
+        entries = {name: entry for name, entry in header(tmp_path / f"{number}.safetensors").items() if name in part}
+        by_place = sorted(entries, key=lambda name: entries[name]["data_offsets"])
+        assert [name for name in listed if name in part] == by_place
+
+
 def test_files_beside_the_result_are_no_part_of_it(tmp_path: Path) -> None:
     """For a form with a file of its own, made of the tensors at their places."""
     with Journal(tmp_path / "out", fingerprint={}) as journal:

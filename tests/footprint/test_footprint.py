@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, cpu_machine, topics
+from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from oneshot import Config, Footprint, MachineOptions
+from oneshot.checkpoint import Journal
 from oneshot.cli.compress import main
 from oneshot.errors import ConfigError, MemoryLimitError, OutputError
 from oneshot.families import LLAMA, ModelShape
@@ -308,6 +310,51 @@ def test_prediction_and_report_agree(make_checkpoint: MakeCheckpoint, make_confi
     assert written["footprint"]["host_bytes"] >= written["peak_bytes"]
     files = sum(path.stat().st_size for path in Path(config.output).glob("*.safetensors"))
     assert predicted.result_bytes == pytest.approx(files, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "at_most"),
+    [
+        ("llama", {}, 1.0),
+        ("llama", {"save_dtype": "bfloat16"}, 1.3),
+        ("llama", {"form": "per-layer"}, 2.0),  # some layers have ranks
+        ("llama", {"form": "per-layer", "ranks": "none"}, 1.0),
+        ("llama", {"recipe": "tcsp"}, 1.3),
+        ("llama", {"form": "gguf"}, 1.05),
+        ("llama", {"form": "gguf", "save_dtype": "q8_0"}, 1.05),
+        ("opt", {"form": "per-layer", "heads": "id", "allocation": "uniform"}, 1.3),
+        ("opt", {}, 1.0),
+    ],
+    ids=str,
+)
+def test_the_peak_on_disk_is_predicted(
+    family: str,
+    options: dict[str, Any],
+    at_most: float,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the commit, tensors of all weight files, scaffolds and GGUF files take no more; and not much less."""
+    config = make_config(make_checkpoint(family=family, layers=3, width=256, vocabulary=400), **options)
+    found: list[int] = []
+    commit = Journal.commit
+
+    def measured(self: Journal) -> None:
+        work = Path(f"{config.output}.incomplete")
+        found.append(sum(path.stat().st_size - _header_bytes(path) for path in work.rglob("*.safetensors")))
+        found.append(sum(int(tensor.n_bytes) for path in work.rglob("*.gguf") for tensor in GGUFReader(path).tensors))
+        commit(self)
+
+    monkeypatch.setattr(Journal, "commit", measured)
+    report = compress(config)
+    assert report.footprint is not None
+    assert sum(found) <= 1.03 * report.footprint.disk_bytes
+    assert report.footprint.disk_bytes <= at_most * 1.05 * sum(found)
+
+
+def _header_bytes(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
 def test_a_gguf_file_is_predicted_from_its_header(make_config: MakeConfig) -> None:
