@@ -47,6 +47,7 @@ from oneshot.stream import check_family
 from oneshot.text import (
     SELF,
     Text,
+    check_source,
     documents_together,
     has_tokens,
     load_examples,
@@ -119,6 +120,9 @@ class Run:
         gguf: GgufCheckpoint | None = None,
     ) -> None:
         self._config, self._outputs = config, outputs
+        for source in split_sources(config.text.calibration):
+            if source != SELF:
+                check_source(source)
         self.warnings = WarningLog()
         workers = join_workers(on_cpu=resolve_device(config.machine.device).type == "cpu")
         device = resolve_device(config.machine.device, workers.local_rank if workers.size > 1 else None)

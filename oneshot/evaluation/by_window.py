@@ -14,13 +14,13 @@ from oneshot.evaluation.scoring import TextScore, relative_score, score_windows
 from oneshot.evaluation.tasks import run_tasks, task_manager
 from oneshot.export import stated_shape
 from oneshot.families import StackShape
-from oneshot.text import iter_documents, load_tokenizer, pack
+from oneshot.text import chat_renderer, iter_documents, load_tokenizer, pack
 
 
 def load_windows(text: str, tokenizer: Any, *, sequence_length: int, max_windows: int | None) -> torch.Tensor:
     """Return a text's first windows, int64 `(windows, sequence_length)`, with documents in their stored order."""
     return pack(
-        iter_documents(text, seed=None),
+        iter_documents(text, None, chat_renderer(tokenizer)),
         tokenizer,
         num_sequences=max_windows,
         sequence_length=sequence_length,

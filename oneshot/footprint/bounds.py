@@ -23,12 +23,11 @@ from oneshot.machine.memory import peak_bytes, peak_device_bytes, pinned_bytes
 from oneshot.report.records import Footprint
 from oneshot.report.terminal import gibibytes
 from oneshot.stream import LayerBuilder
-from oneshot.text import split_sources
+from oneshot.text import TABLES, ending_of, split_sources
 
 logger = logging.getLogger(__name__)
 
 DEVICE_SHARE = 0.9  # of a device's free memory: its allocator leaves gaps
-FILE_SUFFIXES = (".parquet",)  # texts that datasets reads
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def current_bounds(options: MachineOptions, device: torch.device) -> Bounds:
 def load_libraries(model: Model, machine: Machine, calibration: str) -> None:
     """Load what the run will need: libraries, the family's model class, the workspaces of BLAS."""
     LayerBuilder(model, machine, sequence_length=2).load_classes()
-    if any(Path(source).suffix in FILE_SUFFIXES for source in split_sources(calibration)):
+    if any(ending_of(source) in TABLES for source in split_sources(calibration)):
         import datasets  # noqa: F401
     for each in {machine.dtype, torch.float32, torch.float64}:
         square = torch.eye(64, dtype=each, device=machine.device)

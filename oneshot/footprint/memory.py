@@ -15,7 +15,7 @@ from oneshot.footprint.profile_memory import profile_stages
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term
 from oneshot.footprint.work import Work
 from oneshot.profiling.latency import RANKS, WIDTHS
-from oneshot.text import size_of_records
+from oneshot.text import PIECE_BYTES, RECORDS, TABLES, ending_of, size_of_records
 from oneshot.text.self_written import DOCUMENT_TOKENS, SELF, document_bytes
 
 SLACK_BYTES = 128 * 2**20
@@ -73,11 +73,13 @@ def _reading(source: str) -> Stage:
     size = HUB_TEXT_BYTES
     if source == "builtin":
         size = 0
-    elif Path(source).suffix in (".jsonl", ".json") and os.path.isfile(source):
-        number, longest = size_of_records(Path(source))
-        size = RECORD_BYTES * number + RECORD_FACTOR * os.path.getsize(source) + TEXT_FACTOR * longest
-    elif Path(source).suffix and os.path.isfile(source):
+    elif ending_of(source) in RECORDS and os.path.isfile(source):
+        number, longest, total = size_of_records(Path(source))
+        size = RECORD_BYTES * number + RECORD_FACTOR * total + TEXT_FACTOR * min(longest, PIECE_BYTES)
+    elif ending_of(source) in TABLES and os.path.isfile(source):
         size = TEXT_FACTOR * os.path.getsize(source)
+    elif os.path.isfile(source):
+        size = TEXT_FACTOR * min(os.path.getsize(source), PIECE_BYTES)
     return Stage("reading the text", (Term(size, knobs=("--calibration",)),), has_states=False)
 
 

@@ -1,6 +1,8 @@
 """Calibration text: where documents come from, how they are packed, and text that the model writes itself."""
 
+from oneshot.text.chats import chat_renderer
 from oneshot.text.examples import encode, load_examples, padded
+from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, size_of_records
 from oneshot.text.packing import (
     Batch,
     Text,
@@ -16,17 +18,23 @@ from oneshot.text.packing import (
 )
 from oneshot.text.pairs import load_pairs
 from oneshot.text.self_written import SELF, documents_together, write_text
-from oneshot.text.sources import SHORT_NAMES, iter_documents, iter_pairs, read_rows, size_of_records, whole_letters
+from oneshot.text.sources import SHORT_NAMES, check_source, iter_documents, iter_pairs, read_rows, whole_letters
 from oneshot.text.token_files import has_tokens, load_token_ids, save_token_ids
 from oneshot.text.tokenizers import load_tokenizer, needs_conversion
 
 __all__ = [
+    "PIECE_BYTES",
+    "RECORDS",
     "SELF",
     "SHORT_NAMES",
+    "TABLES",
     "Batch",
     "Text",
+    "chat_renderer",
+    "check_source",
     "documents_together",
     "encode",
+    "ending_of",
     "has_tokens",
     "iter_documents",
     "iter_pairs",

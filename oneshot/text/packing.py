@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from oneshot.errors import CalibrationError, cause
+from oneshot.text.chats import added_start, chat_renderer
 from oneshot.text.sources import iter_documents
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ def load_text(source: str, tokenizer: Any, *, num_sequences: int, sequence_lengt
 
     Raises `CalibrationError` if the source cannot be read or holds less than one sequence.
     """
-    documents = iter_documents(source, seed)
+    documents = iter_documents(source, seed, chat_renderer(tokenizer))
     token_ids = pack(documents, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, source=source)
     if len(token_ids) < num_sequences:
         logger.warning("%s holds %d sequences of the %d asked for.", source, len(token_ids), num_sequences)
@@ -231,19 +232,38 @@ def mix(parts: Sequence[Text], seed: int, name: str) -> Text:
 def pack(
     documents: Iterable[str], tokenizer: Any, *, num_sequences: int | None, sequence_length: int, source: str
 ) -> torch.Tensor:
-    """Join tokenised documents and cut them into `(num_sequences, sequence_length)`; None takes all of them."""
+    """Join tokenised documents and cut them into `(num_sequences, sequence_length)`; None takes all of them.
+
+    A window begins with BOS if the tokenizer puts it before texts (`cut_windows`).
+    """
     needed = None if num_sequences is None else num_sequences * sequence_length
     token_ids: list[int] = []
     for document in documents:
         token_ids.extend(tokenise(tokenizer, source, document + "\n\n")["input_ids"])
         if needed is not None and len(token_ids) >= needed:
             break
-    complete = len(token_ids) // sequence_length
-    if complete == 0:
+    windows = cut_windows(token_ids, sequence_length, added_start(tokenizer))
+    if not windows:
         raise CalibrationError(
             f"{source} holds {len(token_ids)} tokens, less than one sequence of {sequence_length}; "
             "give more text or a smaller --sequence-length."
         )
-    if num_sequences is not None:
-        complete = min(complete, num_sequences)
-    return torch.tensor(token_ids[: complete * sequence_length], dtype=torch.int64).view(complete, sequence_length)
+    return torch.tensor(windows[:num_sequences], dtype=torch.int64)
+
+
+def cut_windows(token_ids: list[int], length: int, start: int | None) -> list[list[int]]:
+    """Cut tokens into windows of `length`; each begins with the token `start`, which is added where it is not there.
+
+    Models that were trained with BOS before every text predict badly without it. `start=None`: the tokenizer adds none,
+    and the windows are the tokens.
+    """
+    windows: list[list[int]] = []
+    place = 0
+    while place < len(token_ids):
+        added = [] if start is None or token_ids[place] == start else [start]
+        window = added + token_ids[place : place + length - len(added)]
+        if len(window) < length:
+            break
+        windows.append(window)
+        place += length - len(added)
+    return windows

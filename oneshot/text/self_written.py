@@ -14,7 +14,8 @@ import torch
 
 from oneshot.errors import CalibrationError, cause
 from oneshot.families import ModelShape
-from oneshot.text.packing import Text
+from oneshot.text.chats import added_start
+from oneshot.text.packing import Text, cut_windows
 
 SELF = "self"  # the source whose text the model writes
 GENERATED_TOGETHER = 64  # documents on a CPU
@@ -108,8 +109,8 @@ def write_text(
             count = min(together, -(-(needed - len(token_ids)) // longest))
             for document in _continued(model, list(itertools.islice(beginnings, count)), longest, advance):
                 token_ids += document
-    sequences = torch.tensor(token_ids[:needed], dtype=torch.int64).view(num_sequences, sequence_length)
-    return Text(sequences, SELF)
+    windows = cut_windows(token_ids[:needed], sequence_length, added_start(tokenizer))[:num_sequences]
+    return Text(torch.tensor(windows, dtype=torch.int64), SELF)
 
 
 def document_bytes(shape: ModelShape, dtype: torch.dtype) -> float:

@@ -614,7 +614,7 @@ def test_a_folder_and_a_pipe_are_not_text(make_checkpoint: MakeCheckpoint, tmp_p
 
 
 def test_a_long_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oneshot.text.sources.LONGEST_DOCUMENT", 1000)
+    monkeypatch.setattr("oneshot.text.files.LONGEST_DOCUMENT", 1000)
     path, text = tmp_path / "long.txt", topics(0, 2)[:2500].replace("\n", " ")
     path.write_text(text)
     pieces = list(iter_documents(str(path), seed=None))

@@ -1,0 +1,180 @@
+"""Local files of text: which endings are read, their rows, and pieces that can be tokenised at once."""
+
+import gzip
+import json
+import reprlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from oneshot.errors import CalibrationError, cause
+
+TEXTS = (".txt", ".md")
+RECORDS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+TABLES = (".parquet", ".csv")
+READABLE = "give a .txt, .md, .jsonl, .json (also .gz), .csv or .parquet file"
+PIECE_BYTES = 2**18  # of a long text, tokenised at once
+LONGEST_DOCUMENT = 4_000_000  # characters that are tokenised at once where the order is the stored one
+BOM = b"\xef\xbb\xbf"
+
+
+def ending_of(source: str) -> str | None:
+    """Return the ending of a source's name that is read, in small letters; None for other names."""
+    name = source.lower()
+    return next((ending for ending in (*TEXTS, *RECORDS, *TABLES) if name.endswith(ending)), None)
+
+
+def is_file_name(source: str) -> bool:
+    """Return whether a source means a local path: by its ending or beginning, or because it or its folder exists."""
+    begins = source.startswith(("/", "./", "../", "~"))
+    folder = Path(source).parent
+    try:
+        found = Path(source).exists() or (folder.name != "" and folder.exists())
+        return ending_of(source) is not None or begins or found
+    except OSError:  # a name that is too long
+        return True
+
+
+def check_file(path: Path, *further: str) -> None:
+    """Raise `CalibrationError` for a file that is missing, empty, or of another kind than those that are read.
+
+    `further`: endings that the caller also reads.
+    """
+    try:
+        if path.is_dir():
+            raise CalibrationError(f"{path} is a folder; {READABLE}.")
+        if not path.is_file():
+            raise CalibrationError(f"{path} does not exist; {READABLE}.")
+        if ending_of(path.name) is None and not path.name.endswith(further):
+            raise CalibrationError(f"{path} has an ending that is not read; {READABLE}.")
+        if path.stat().st_size == 0:
+            raise CalibrationError(f"{path} is empty; {READABLE} with text.")
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
+
+
+def text_pieces(path: Path, seed: int | None) -> Iterator[str]:
+    """Yield a text file piece by piece, in a seeded random order; `seed=None`: as it is stored, in longer pieces."""
+    check_file(path)
+    try:
+        if seed is None:
+            with path.open(encoding="utf-8-sig") as file:
+                while piece := file.read(LONGEST_DOCUMENT):
+                    yield piece
+            return
+        size = path.stat().st_size
+        for number in seeded_order(-(-size // PIECE_BYTES), seed):
+            yield _piece(path, number * PIECE_BYTES).replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{path} is not UTF-8 text ({cause(error)}); convert it first.") from error
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
+
+
+def _piece(path: Path, start: int) -> str:
+    """Return the letters whose first byte is in a piece of the file."""
+    with path.open("rb") as file:
+        file.seek(start)
+        content = file.read(PIECE_BYTES + 3)
+    first, end = 0, min(PIECE_BYTES, len(content))
+    while start and first < min(3, end) and _continues(content[first]):
+        first += 1
+    while end < len(content) and end < PIECE_BYTES + 3 and _continues(content[end]):
+        end += 1
+    return (content[first:end] if start else content[:end].removeprefix(BOM)).decode("utf-8")
+
+
+def _continues(byte: int) -> bool:
+    """Return whether a byte of UTF-8 continues a letter."""
+    return byte & 0xC0 == 0x80
+
+
+def cut(text: str, seed: int | None) -> list[str]:
+    """Return a document that is too long to be tokenised at once in pieces, others as they are."""
+    length = LONGEST_DOCUMENT if seed is None else PIECE_BYTES
+    return [text[start : start + length] for start in range(0, len(text), length)] or [text]
+
+
+def seeded_order(count: int, seed: int) -> list[int]:
+    """Return a random permutation of the first numbers."""
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order
+
+
+def file_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines, CSV or Parquet; at least one."""
+    check_file(path)
+    kind = ending_of(path.name)
+    try:
+        rows = _table_rows(path, str(kind)[1:]) if kind in TABLES else _json_rows(path)
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
+    if not rows:
+        raise CalibrationError(f"{path} holds no rows; give one record with text per line.")
+    return rows
+
+
+def size_of_records(path: Path) -> tuple[int, int, int]:
+    """Return the number of records of a file of JSON lines, the bytes of the longest and of all; it holds one line.
+
+    An array of objects counts as one record. Raises `CalibrationError` for a file that cannot be read.
+    """
+    check_file(path)
+    number = longest = total = 0
+    is_array = False
+    try:
+        with _opened(path) as file:
+            for line in file:
+                is_array = is_array or (number == 0 and line.lstrip().startswith(b"["))
+                number, longest, total = number + 1, max(longest, len(line)), total + len(line)
+    except (OSError, EOFError) as error:
+        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
+    return (1, total, total) if is_array else (number, longest, total)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path)) if path.name.lower().endswith(".gz") else path.open("rb")
+
+
+def _json_rows(path: Path) -> list[dict[str, Any]]:
+    """Read one object per line, or one array of objects."""
+    rows: list[Any] = []
+    number = 0
+    try:
+        with _opened(path) as file:
+            for line in file:
+                number += 1
+                if not rows and line.removeprefix(BOM).lstrip().startswith(b"["):
+                    rows = json.loads(line.removeprefix(BOM) + file.read())
+                    break
+                if line.strip():
+                    rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+    except (ValueError, RecursionError, EOFError) as error:
+        raise CalibrationError(
+            f"Line {number} of {path} cannot be read as json ({cause(error)}); give one record with text per line."
+        ) from error
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise CalibrationError(
+                f"Record {number} of {path} is {reprlib.repr(row)}, which is not a JSON object; "
+                "give one record with text per line."
+            )
+    return rows
+
+
+def _table_rows(path: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the rows of a Parquet or CSV file."""
+    from datasets import load_dataset
+
+    with tempfile.TemporaryDirectory(prefix="oneshot-") as folder:
+        plain = Path(folder) / f"rows.{kind}"  # datasets takes brackets and stars in a name for a pattern
+        plain.symlink_to(path.resolve())
+        try:
+            return list(load_dataset(kind, data_files=str(plain), split="train", streaming=True))
+        except Exception as error:  # datasets raises many unrelated types; the cause is named and chained
+            raise CalibrationError(
+                f"{path} cannot be read as {kind} ({cause(error)}); give one record with text per row."
+            ) from error
