@@ -259,7 +259,7 @@ def _measured_plan(
         damages = profiled_damages(measured, run.method.allocation, run.grid)
         plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, budget))
         grids: dict[str, Grid] = {name: form_of(name, run.model.family).grid(run.model) for name in FORMS}
-        divergences = predicted_divergences(grids, run.method, config.target, plan, measured, budget)
+        divergences = predicted_divergences(grids, config.method, config.target, plan, measured, budget)
         if plan.embedding and run.machine.workers.is_main:
             device = run.machine.device
             evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)

@@ -13,6 +13,7 @@ from oneshot.checkpoint.stock import (
     per_layer_lists,
     sample_model,
     stock_classes,
+    stock_config,
     tied_names,
 )
 from oneshot.checkpoint.work_folder import peek_saved, refuse_output, remove_leftovers
@@ -37,5 +38,6 @@ __all__ = [
     "remove_leftovers",
     "sample_model",
     "stock_classes",
+    "stock_config",
     "tied_names",
 ]

@@ -17,7 +17,7 @@ from oneshot.checkpoint.gguf_config import config_of
 from oneshot.checkpoint.gguf_file import GgufFile
 from oneshot.checkpoint.gguf_rotary import FACTORS
 from oneshot.checkpoint.reader import INDEX_NAME, Checkpoint, all_finite
-from oneshot.checkpoint.stock import stock_classes, tied_names
+from oneshot.checkpoint.stock import stock_classes, stock_config, tied_names
 from oneshot.config import SaveDtype
 from oneshot.errors import CheckpointError, OutputError, cause
 
@@ -57,11 +57,11 @@ class GgufCheckpoint(Checkpoint):
 
         architecture = self._file.metadata["general.architecture"]
         kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-        config_class, model_class = stock_classes(self.config)
+        _, model_class = stock_classes(self.config)
         try:
             places = gguf.get_tensor_name_map(kind, self.config["num_hidden_layers"])
             with torch.device("meta"):
-                model: Any = model_class(config_class.from_dict(dict(self.config)))
+                model: Any = model_class(stock_config(self.config))
         except Exception as error:  # of senseless sizes; the cause is named and chained
             raise _unreadable(self._path, error) from error
         found = {
@@ -171,8 +171,7 @@ def _write_config(config: dict[str, Any], folder: Path) -> None:
     """Write config.json, and the generation config that follows from it."""
     from transformers import GenerationConfig
 
-    config_class, _ = stock_classes(config)
-    complete = config_class.from_dict(config)
+    complete = stock_config(config)
     GenerationConfig.from_model_config(complete).save_pretrained(folder)
     complete.save_pretrained(folder)
 

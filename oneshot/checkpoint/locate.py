@@ -8,7 +8,8 @@ from oneshot.checkpoint.model import Model, identify
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.errors import CheckpointError, cause
 
-WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", "LICENSE*"]
+WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "bpe.codes"]
+WEIGHT_PATTERNS += ["README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 
 
 def open_model(checkpoint: str, scratch: Path) -> Model:

@@ -1,9 +1,10 @@
 """The place of a result: where it may appear."""
 
+import tempfile
 from pathlib import Path
 
 from oneshot.checkpoint.reader import Checkpoint
-from oneshot.checkpoint.work_folder import refuse_output
+from oneshot.checkpoint.work_folder import WorkFolder, refuse_output
 from oneshot.errors import OutputError, cause
 
 
@@ -12,6 +13,7 @@ def output_folder(output: str) -> Path:
     try:
         folder = Path(output).expanduser()
         folder.resolve().exists()
+        WorkFolder(folder).path.exists()  # its name is longer
     except (OSError, RuntimeError, ValueError) as error:  # too long, unknown user, a zero byte
         raise OutputError(f"--output {output} cannot be used ({cause(error)}); choose another.") from error
     return folder
@@ -22,3 +24,14 @@ def refuse_place(output: Path, checkpoint: Checkpoint, *, overwrite: bool, resum
     if checkpoint.folder.resolve().is_relative_to(output.resolve()):
         raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
     refuse_output(output, overwrite=overwrite, resume=resume)
+    _refuse_unwritable(output)
+
+
+def _refuse_unwritable(output: Path) -> None:
+    """Raise `OutputError` if no folder can be made where the result should be; nothing stays there."""
+    place = next(folder for folder in output.absolute().parents if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".oneshot-", dir=place):
+            pass
+    except OSError as error:
+        raise OutputError(f"{output} cannot be written ({cause(error)}); choose another --output.") from error

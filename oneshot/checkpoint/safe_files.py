@@ -18,10 +18,13 @@ COMPANION_FILES = (
     "generation_config.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "added_tokens.json",
     "special_tokens_map.json",
     "merges.txt",
-    "spiece.model",
+    "*.model",  # of sentencepiece
+    "*.tiktoken",
+    "bpe.codes",
     "vocab.json",
     "vocab.txt",
     "tokenizer*",
@@ -31,10 +34,11 @@ COMPANION_FILES = (
     "sentence_bert_config.json",
     "[0-9]*_*/config.json",
     "LICENSE*",
+    "NOTICE*",
     "USE_POLICY*",
 )
 # Read by us or by transformers, whose tokenizers look for many names.
-READ_FILES = (*COMPANION_FILES, "*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*")
+READ_FILES = (*COMPANION_FILES, "*.json", "*.txt", "*.jinja", "additional_chat_templates/*")
 MAX_JSON_BYTES = 100 * 2**20
 MAX_JSON_DEPTH = 50
 MAX_LABELS = 10**6

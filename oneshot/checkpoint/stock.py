@@ -1,5 +1,6 @@
 """The stock classes of a checkpoint's family, and models of them with a few layers and without weights."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +23,11 @@ def stock_classes(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def stock_config(config: dict[str, Any]) -> Any:
-    """Return the config.json as an object of transformers' class, with the defaults of that class."""
-    return stock_classes(config)[0].from_dict(config)
+    """Return the config.json as an object of transformers' class, with the defaults of that class.
+
+    The dictionary and those inside it stay as they are; transformers changes what it is given.
+    """
+    return stock_classes(config)[0].from_dict(copy.deepcopy(config))
 
 
 def attention_of(model_class: Any) -> str:
@@ -72,10 +76,10 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
 
     All layers would take memory and time, only to use a few.
     """
-    config_class, model_class = stock_classes(config)
+    _, model_class = stock_classes(config)
     of_layers = {name: [values[layer] for layer in layers] for name, values in per_layer_lists(config).items()}
     decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: len(layers)}
     fewer = config | of_layers | {family.sizes.num_hidden_layers: len(layers)} | decoder
     with torch.device("meta"):
-        hf_config = config_class.from_dict(fewer)
+        hf_config = stock_config(fewer)
         return model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class))

@@ -28,13 +28,24 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
     """
     if dtype is not None:
         config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(with_older_keys(config), indent=2) + "\n")
     for path in companion_files(source):
         place = folder / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, place)
     if needs_conversion(source) and config.get("model_type") != read_config(source).get("model_type"):
         load_tokenizer(source).save_pretrained(folder)
+
+
+def with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json from which transformers 4 and other engines also read the rotary positions."""
+    rotary = config.get("rope_parameters")
+    if not isinstance(rotary, dict) or rotary.get("rope_theta") is None:
+        return config
+    older: dict[str, Any] = {"rope_theta": rotary["rope_theta"]}
+    if rotary.get("rope_type", "default") != "default":
+        older["rope_scaling"] = {name: value for name, value in rotary.items() if name != "rope_theta"}
+    return older | config
 
 
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:

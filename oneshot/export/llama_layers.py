@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Model
+from oneshot.checkpoint import Model, stock_config
 from oneshot.errors import PlanError
 from oneshot.export.outside import OutsideNames
 from oneshot.export.renamed_layers import RenamedLayers
@@ -38,9 +38,8 @@ class LlamaLayers(RenamedLayers):
 
 def complete_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config with the family's defaults and today's spellings, which must not become Llama's defaults."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[config["model_type"]].from_dict(config).to_dict()
+    complete: dict[str, Any] = stock_config(config).to_dict()
+    return complete
 
 
 def sliding_window(config: dict[str, Any]) -> int | None:

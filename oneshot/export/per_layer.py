@@ -32,7 +32,7 @@ class PerLayerForm(LlamaLayers):
         """Return how the result is opened."""
         return (
             "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
-            "modelling file in this folder."
+            "modelling file in this folder and needs transformers 5.15 or later."
         )
 
     def grid(self, model: Model) -> Grid:

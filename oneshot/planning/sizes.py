@@ -171,13 +171,14 @@ def predicted_divergences(
     """Return the KL divergence of the output from the dense model's, in nats per token, as the profile predicts it.
 
     It is given for the `plan`, and for the best plan of each form (`grids`) for the same target, which shows what a
-    form costs. Small numbers are more reliable than large ones, because damages are assumed to add up.
+    form costs. The `method` is not settled: each form settles its own. Small numbers are more reliable than large
+    ones, because damages are assumed to add up.
     """
     any_grid = next(iter(grids.values()))
     damages, shape = profiled_damages(profile, "sensitivity", any_grid), any_grid.shape
     predicted = {"plan": predicted_damage(plan, shape, damages)}
     for form, grid in grids.items():
-        with contextlib.suppress(PlanError):
-            best = make_plan(grid, method, target, damages, budget)
+        with contextlib.suppress(PlanError, ConfigError):
+            best = make_plan(grid, grid.settle(method), target, damages, budget)
             predicted[form] = predicted_damage(best, shape, damages)
     return predicted

@@ -1,0 +1,154 @@
+"""What lies beside the weights: a config that older engines read, and every file that belongs to the input."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import MakeCheckpoint, MakeConfig
+
+from oneshot.checkpoint import Checkpoint
+from oneshot.errors import OutputError
+from oneshot.export.companions import with_older_keys
+from oneshot.pipeline import compress, predict
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FORMS = ["stock", "per-layer", "nemotron-nas", "gguf"]
+
+
+@pytest.mark.parametrize("positions", [{"rope_type": "default", "rope_theta": 5000.0}, LLAMA3], ids=["plain", "llama3"])
+@pytest.mark.parametrize("form", FORMS)
+def test_older_engines_find_the_positions(
+    form: str, positions: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Transformers 4 takes a base of 10000 without `rope_theta`; today's reads the same positions as before."""
+    config = make_config(make_checkpoint(layers=1, rope_parameters=positions), form=form, sparsity=0.0)
+    compress(config)
+    written = json.loads((Path(config.output) / "config.json").read_text())
+    assert written["rope_theta"] == positions["rope_theta"]
+    scaling = {name: value for name, value in positions.items() if name != "rope_theta"}
+    assert written.get("rope_scaling") == (None if positions["rope_type"] == "default" else scaling)
+    if form == "stock":
+        from transformers import AutoConfig
+
+        assert AutoConfig.from_pretrained(config.output).rope_parameters == positions
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "opt"},
+        {"rope_parameters": None},
+        {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 2.0}}},
+    ],
+    ids=str,
+)
+def test_configs_without_such_keys_stay(config: dict[str, Any]) -> None:
+    assert with_older_keys(config) == config
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_inputs_config_is_never_changed(
+    form: str, own_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers adds keys to nested dictionaries that it is given; a config in the older spelling has such ones."""
+    folder = own_checkpoint(rope_parameters=LLAMA3)
+    path = folder / "config.json"
+    stated = json.loads(path.read_text())
+    scaling = stated.pop("rope_parameters")
+    theta, scaling["type"] = scaling.pop("rope_theta"), scaling.pop("rope_type")
+    path.write_text(json.dumps(stated | {"rope_theta": theta, "rope_scaling": scaling}))
+    opened: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    plain = Checkpoint.__init__
+
+    def remembering(self: Checkpoint, place: Path) -> None:
+        plain(self, place)
+        if place == folder:
+            opened.append((self.config, copy.deepcopy(self.config)))
+
+    monkeypatch.setattr(Checkpoint, "__init__", remembering)
+    compress(make_config(folder, form=form, allocation="uniform"))
+    assert opened
+    assert all(now == before for now, before in opened)
+
+
+def test_every_file_of_the_input_is_copied(own_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = own_checkpoint(layers=1)
+    further = [
+        "additional_chat_templates/tool_use.jinja",
+        "NOTICE",
+        "NOTICE.txt",
+        "LICENSE.md",
+        "USE_POLICY.md",
+        "tokenizer.model.v3",
+        "sentencepiece.bpe.model",
+        "cl100k.tiktoken",
+        "bpe.codes",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ]
+    for name in further:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    for name in ("weights.bin.index.txt", "train.py", "events.out"):
+        (folder / name).write_text("not of the model")
+    config = make_config(folder, sparsity=0.0)
+    compress(config)
+    output = Path(config.output)
+    written = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
+    assert set(further) <= written
+    assert not written & {"weights.bin.index.txt", "train.py", "events.out"}
+
+
+# The place of the result
+
+
+@pytest.mark.parametrize("length", [244, 245, 250, 255])
+def test_a_name_that_is_too_long_is_refused_at_the_start(
+    length: int, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """The folder in which a run works has a longer name; the longest possible one works."""
+    config = make_config(make_checkpoint(layers=1), output=str(tmp_path / ("n" * length)), sparsity=0.0)
+    if length == 244:
+        predict(config)
+        return
+    for call in (predict, compress):
+        with pytest.raises(OutputError, match="cannot be used"):
+            call(config)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["/proc/out", "/proc/some/out", "file/out", "file/some/out"])
+def test_an_impossible_place_is_refused_at_the_start(
+    place: str,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the text is read, and by a dry run also."""
+    monkeypatch.setattr("oneshot.run.load_text", lambda *_, **__: pytest.fail("the run began"))
+    (tmp_path / "file").write_text("a file")
+    config = make_config(make_checkpoint(layers=1), output=str(tmp_path / place))
+    for call in (predict, compress):
+        with pytest.raises(OutputError, match="cannot be"):
+            call(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_place_in_new_folders_is_possible(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(make_checkpoint(layers=1), output=str(tmp_path / "some" / "new" / "out"), sparsity=0.0)
+    predict(config)
+    assert not list(tmp_path.iterdir())
+    compress(config)
+    assert Path(config.output).is_dir()

@@ -1,0 +1,29 @@
+"""The comparison of forms in a run: each form by its own method, whatever the form of the run."""
+
+from pathlib import Path
+
+import pytest
+from factories import MakeCheckpoint, MakeConfig
+
+from oneshot.pipeline import compress, profile
+
+FORMS = ("stock", "per-layer", "nemotron-nas", "gguf")
+
+
+def test_every_run_predicts_the_same_for_each_form(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder, measured = make_checkpoint(tied=True), tmp_path / "profile"
+    profile(make_config(folder, form="per-layer", output=str(measured)))
+    found = {}
+    for form in FORMS[1:]:
+        output = str(tmp_path / form)
+        report = compress(make_config(folder, form=form, profile=str(measured), output=output, round_to=1))
+        assert report.predicted_divergence is not None
+        found[form] = dict(report.predicted_divergence)
+    own = {form: values.pop("plan") for form, values in found.items()}
+    assert found["per-layer"].keys() == set(FORMS)
+    for form in FORMS[1:]:
+        assert found[form] == found["per-layer"]
+        assert own[form] == pytest.approx(found["per-layer"][form])
+    assert own["per-layer"] < own["nemotron-nas"]
