@@ -146,7 +146,7 @@ def convert_gguf(path: Path, scratch: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_weights(source, folder)
-        tokenizer.save_pretrained(folder)
+        _save_tokenizer(tokenizer, folder)
         _write_config(source.config, folder)
         write_gguf_card(source._file.metadata, folder)
     except (OSError, SafetensorError) as error:
@@ -165,6 +165,14 @@ def _tokenizer(path: Path) -> Any:
     architecture, content, options = get_gguf_tokenizer(str(path))
     backend, more = convert_gguf_tokenizer(architecture, content)
     return PreTrainedTokenizerFast(tokenizer_object=backend, **options, **more)
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer under the name of its class that transformers 4 also knows."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_config(config: dict[str, Any], folder: Path) -> None:

@@ -132,6 +132,7 @@ def identify(checkpoint: Checkpoint) -> Model:
         expected = _expected_outside(checkpoint, family)
         checkpoint = _without_unused(checkpoint, family, expected)
     _check_dtypes(checkpoint)
+    _refuse_headless(checkpoint, family)
     if family.head in checkpoint.shapes:
         checkpoint = without_equal_head(checkpoint, family, is_tied=_ties_tables(checkpoint))
     shape = read_shape(family, checkpoint.config, checkpoint.shapes)
@@ -140,6 +141,21 @@ def identify(checkpoint: Checkpoint) -> Model:
     _check_outside(checkpoint, family, shape, expected or _expected_outside(checkpoint, family))
     _check_count(checkpoint, family, shape)
     return Model(checkpoint, family, shape)
+
+
+def _refuse_headless(checkpoint: Checkpoint, family: Description) -> None:
+    """Raise `CheckpointError` for a class without an output head, or with another one than for the next token."""
+    if family.classes:
+        return
+    stated, embedding = stated_class(checkpoint.config), family.stack.embedding
+    other = stated is not None and not stated.endswith(("ForCausalLM", "LMHeadModel"))
+    bare = embedding not in checkpoint.shapes and embedding.removeprefix("model.") in checkpoint.shapes
+    if other or bare:
+        found = f"the class {str(stated)[:100]}" if other else "tensors of a model without an output head"
+        raise CheckpointError(
+            f"{checkpoint.folder} has {found}; of {family.model_type} only models that predict the next token "
+            "(ForCausalLM) are supported."
+        )
 
 
 def _ties_tables(checkpoint: Checkpoint) -> bool:

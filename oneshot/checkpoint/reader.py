@@ -34,10 +34,10 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = read_config(folder)
-        check_readable(folder)
         if (folder / "adapter_config.json").exists():
             raise CheckpointError(f"{folder} holds an adapter; merge it into the model, or remove adapter_config.json.")
+        self.config = read_config(folder)
+        check_readable(folder)
         self._shard_of = self._find_shards()
         self._has_values = True
         self._stored_names: dict[str, str] = {}  # of tensors that are called otherwise, see `renamed`

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig, topics
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from oneshot.checkpoint.gguf_rotary import reason_against_rotary, rotary_factors
 from oneshot.errors import CheckpointError
 from oneshot.evaluation.models import load_model
 from oneshot.pipeline import compress, predict
+from oneshot.text import load_tokenizer
 
 CPU = torch.device("cpu")
 TOKEN_IDS = torch.randint(2, 400, (2, 48), generator=torch.Generator().manual_seed(1))
@@ -304,6 +305,10 @@ def test_a_tokenizer_beside_the_file_changes_nothing(as_gguf: Edit, tmp_path: Pa
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
     config = json.loads((folders[0] / "tokenizer_config.json").read_text())
     assert (config["bos_token"], config["eos_token"], config["pad_token"]) == ("<s>", "</s>", "</s>")
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 does not know today's name
+    tokenizers = [load_tokenizer(folder) for folder in (folders[0], path.parent)]
+    found, wanted = (tokenizer(topics(0, 2))["input_ids"] for tokenizer in tokenizers)
+    assert found == wanted
     config = json.loads((folders[0] / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (0, 1, 1)
 
