@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint import (
+    GgufCheckpoint,
     Journal,
     card_metadata,
     open_gguf,
+    open_headers,
     output_folder,
     refuse_output,
     refuse_place,
@@ -122,9 +124,10 @@ def predict(config: Config) -> Footprint:
     """
     offload_folder(config.machine)
     with torch.inference_mode():
-        gguf = open_gguf(config.checkpoint)
+        source = open_headers(config.checkpoint, Path(), config.revision)
+        gguf = source if isinstance(source, GgufCheckpoint) else None
         config = with_kept_dtype(config, gguf)
-        run = Run(config, Path(), gguf=gguf)
+        run = Run(config, Path(), source=source)
         if gguf is not None:
             bounds = current_bounds(config.machine, run.machine.device)
             refuse_conversion(config.checkpoint, gguf, config.machine, bounds)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from oneshot_kernels.backend import KernelError
 
-from oneshot.checkpoint import Checkpoint, GgufCheckpoint, Model, identify, locate_checkpoint, open_gguf, peek_saved
+from oneshot.checkpoint import Checkpoint, Model, identify, locate_checkpoint, open_gguf, peek_saved
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.config import Config, Target
 from oneshot.errors import CalibrationError, DeviceError, OutputError, PlanError
@@ -102,7 +102,7 @@ class Run:
     """The resources that the targets of a run share. Text and profile are made at most once, when first needed.
 
     Args:
-        gguf: a GGUF file that is not converted (a dry run); None to find and open the checkpoint.
+        source: an opened checkpoint whose weights need not be at hand (a dry run); None to find and open it.
 
     Attributes:
         dense: the sizes of the input. grid: the sizes that the form of the result can state.
@@ -117,12 +117,12 @@ class Run:
         outputs: Sequence[Path] = (),
         *,
         show_progress: Shown = False,
-        gguf: GgufCheckpoint | None = None,
+        source: Checkpoint | None = None,
     ) -> None:
         self._config, self._outputs = config, outputs
-        for source in split_sources(config.text.calibration):
-            if source != SELF:
-                check_source(source)
+        for text in split_sources(config.text.calibration):
+            if text != SELF:
+                check_source(text)
         self.warnings = WarningLog()
         workers = join_workers(on_cpu=resolve_device(config.machine.device).type == "cpu")
         device = resolve_device(config.machine.device, workers.local_rank if workers.size > 1 else None)
@@ -132,7 +132,7 @@ class Run:
         dtype = resolve_dtype(config.machine.dtype, device)
         self.machine = Machine(device, dtype, scratch, workers, batch_size=config.machine.batch_size)
         self.show_progress: Shown = show_progress if workers.is_main else False
-        self.model = self._open() if gguf is None else identify(gguf)
+        self.model = self._open() if source is None else identify(source)
         self._settle_tables()
         self.form = form_of(config.form, self.model.family)
         self.dense = self.model.shape.stack()  # without biases that only the result has

@@ -3,7 +3,7 @@
 from oneshot.checkpoint.card import card_metadata
 from oneshot.checkpoint.gguf import GgufCheckpoint, open_gguf
 from oneshot.checkpoint.journal import Journal
-from oneshot.checkpoint.locate import locate_checkpoint, open_model
+from oneshot.checkpoint.locate import locate_checkpoint, open_headers, open_model
 from oneshot.checkpoint.model import Model, identify
 from oneshot.checkpoint.place import output_folder, refuse_place
 from oneshot.checkpoint.reader import Checkpoint
@@ -29,6 +29,7 @@ __all__ = [
     "locate_checkpoint",
     "make_buffers",
     "open_gguf",
+    "open_headers",
     "open_model",
     "output_folder",
     "peek_saved",

@@ -3,13 +3,13 @@
 import os
 from pathlib import Path
 
-from oneshot.checkpoint.gguf import convert_gguf
+from huggingface_hub import is_offline_mode
+
+from oneshot.checkpoint.gguf import convert_gguf, open_gguf
+from oneshot.checkpoint.hub import HubHeaders, download, is_hub_name
 from oneshot.checkpoint.model import Model, identify
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.errors import CheckpointError, cause
-
-WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "bpe.codes"]
-WEIGHT_PATTERNS += ["README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 
 
 def open_model(checkpoint: str, scratch: Path) -> Model:
@@ -46,18 +46,26 @@ def locate_checkpoint(checkpoint: str, scratch: Path, revision: str | None = Non
         return convert_gguf(path, scratch)
     if path.exists():
         raise CheckpointError(f"{path} is a file; give a folder with config.json and safetensors, or a .gguf file.")
-    if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
+    if not is_hub_name(checkpoint):
         raise CheckpointError(f"{checkpoint} does not exist; check the path, or give a hub name such as org/model.")
-    return _download(checkpoint, revision)
+    return download(checkpoint, revision)
 
 
-def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
+def open_headers(checkpoint: str, scratch: Path, revision: str | None = None) -> Checkpoint:
+    """Open a checkpoint for a prediction: a GGUF file is not converted, and weights on the hub are not fetched.
 
+    A hub name whose files were fetched earlier is opened without a network.
+
+    Raises `CheckpointError` as `locate_checkpoint`.
+    """
+    gguf = open_gguf(checkpoint)
+    if gguf is not None:
+        return gguf
+    if os.path.exists(os.path.expanduser(checkpoint)) or not is_hub_name(checkpoint):
+        return Checkpoint(locate_checkpoint(checkpoint, scratch, revision))
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=WEIGHT_PATTERNS))
-    except Exception as error:  # its types change with the hub's HTTP library; the cause is named and chained
-        raise CheckpointError(
-            f"{name} is not a local path and cannot be fetched from the hub ({cause(error)}); "
-            "check the name, the revision, the network and your access rights."
-        ) from error
+        return HubHeaders(checkpoint, revision)
+    except CheckpointError:
+        if not is_offline_mode():
+            raise
+        return Checkpoint(locate_checkpoint(checkpoint, scratch, revision))

@@ -32,6 +32,8 @@ class Checkpoint:
     system cannot map into memory.
     """
 
+    weights_at_hand = True  # whether tensors can be read
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if (folder / "adapter_config.json").exists():

@@ -63,9 +63,11 @@ def tied(checkpoint: Checkpoint, family: Description) -> Checkpoint:
 
 
 def _pair(checkpoint: Checkpoint, family: Description) -> tuple[str, str] | None:
-    """Return the names of the embedding and of a head of the same shape; None without both."""
+    """Return the names of the embedding and of a head of the same shape; None if one cannot be read."""
     embedding, head = family.stack.embedding, family.head
-    if head is None or checkpoint.shapes.get(head, ()) != checkpoint.shapes.get(embedding):
+    if head is None or not checkpoint.weights_at_hand:
+        return None
+    if checkpoint.shapes.get(head, ()) != checkpoint.shapes.get(embedding):
         return None
     return embedding, head
 

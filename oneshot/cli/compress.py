@@ -69,7 +69,7 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print predicted memory, disk, parameters and time, and do nothing (a hub name is fetched)",
+        help="print predicted memory, disk, parameters and time, and do nothing (only headers are fetched)",
     )
     return parser
 

@@ -1,0 +1,75 @@
+"""Predictions for a name on the hub, which fetch headers and no weights; the hub is a local folder here."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig
+from huggingface_hub.utils._safetensors import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
+
+from oneshot.checkpoint import Checkpoint, hub
+from oneshot.errors import CheckpointError
+from oneshot.pipeline import predict
+
+NAME = "someone/model"
+
+
+@pytest.fixture
+def on_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`on_hub(folder)`: the hub has this folder under NAME, and nothing else."""
+
+    def put(folder: Path) -> None:
+        whole = Checkpoint(folder)
+
+        def headers(name: str, *, revision: str | None) -> SafetensorsRepoMetadata:
+            assert (name, revision) == (NAME, "v1")
+            tensors = {
+                name: TensorInfo(whole.dtypes[name], list(shape), (0, 4 * torch.Size(shape).numel()))
+                for name, shape in whole.shapes.items()
+            }
+            file = SafetensorsFileMetadata({}, tensors)
+            places = dict.fromkeys(tensors, "model.safetensors")
+            return SafetensorsRepoMetadata(None, False, places, {"model.safetensors": file})
+
+        def snapshot(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+            assert (name, revision) == (NAME, "v1")
+            fetched = tmp_path / "cache"
+            fetched.mkdir()
+            for pattern in allow_patterns:
+                for path in folder.glob(pattern):
+                    shutil.copy(path, fetched)
+            return str(fetched)
+
+        monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", headers)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+
+    return put
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer", "gguf"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_headers_predict_what_the_whole_checkpoint_predicts(
+    form: str, tied: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, on_hub: Any, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tied=tied)
+    on_hub(folder)
+    found, wanted = (
+        predict(make_config(Path(name), form=form, **revision))
+        for name, revision in ((NAME, {"revision": "v1"}), (str(folder), {}))
+    )
+    assert not list((tmp_path / "cache").glob("*.safetensors"))
+    assert found.stored_parameters == wanted.stored_parameters
+    assert found.result_bytes == wanted.result_bytes
+    assert found.store == wanted.store
+
+
+def test_what_the_hub_has_not_is_named(make_config: MakeConfig) -> None:
+    with pytest.raises(CheckpointError, match=r"someone/model is not a local path and cannot be fetched"):
+        predict(make_config(Path(NAME)))
+
+
+def test_weights_are_among_the_files_of_a_run_only() -> None:
+    assert "*.safetensors" in hub.WEIGHT_PATTERNS
+    assert "*.safetensors" not in hub.SMALL_PATTERNS
