@@ -41,7 +41,7 @@ from oneshot.export import (
     write_layers,
 )
 from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
-from oneshot.machine.memory import reset_peak
+from oneshot.machine.memory import release_heap, reset_peak
 from oneshot.planning import (
     Budget,
     Grid,
@@ -268,6 +268,7 @@ def _measured_plan(
             evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
             tensors = reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding)
             journal.save_tensors(EMBEDDING, tensors)
+        release_heap()  # of the profile and of the planner's solver
     if schedule.plans_by_profile or config.target.budget == "latency":
         journal.save("plan", {"plan": asdict(plan), "divergences": divergences})
     return plan, divergences
