@@ -146,6 +146,7 @@ def profile(config: Config, *, show_progress: Shown = False) -> Profile:
     refuse_existing(output)
     with open_run(config, show_progress=show_progress) as run:
         schedule = profile_schedule(run.grid)
+        run.check_text()
         run.store_activations(run.footprint(config, schedule, None).store)
         measured = run.make_profile(schedule)
         if run.machine.workers.is_main:
@@ -228,9 +229,12 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
 
 
 def _schedule(config: Config, run: Run, plan: Plan) -> Schedule:
-    return make_schedule(
-        run.method, plan, run.grid, num_tokens=config.text.num_tokens, has_profile=config.profile is not None
-    )
+    """Return the stages of a run, whose text is there if they read it."""
+    tokens, has_profile = config.text.num_tokens, config.profile is not None
+    schedule = make_schedule(run.method, plan, run.grid, num_tokens=tokens, has_profile=has_profile)
+    if schedule.reads_text:
+        run.check_text()
+    return schedule
 
 
 def _refuse_place(config: Config, run: Run) -> None:

@@ -120,9 +120,6 @@ class Run:
         source: Checkpoint | None = None,
     ) -> None:
         self._config, self._outputs = config, outputs
-        for text in split_sources(config.text.calibration):
-            if text != SELF:
-                check_source(text)
         self.warnings = WarningLog()
         workers = join_workers(on_cpu=resolve_device(config.machine.device).type == "cpu")
         device = resolve_device(config.machine.device, workers.local_rank if workers.size > 1 else None)
@@ -169,6 +166,12 @@ class Run:
                 100 * difference,
                 100 * share,
             )
+
+    def check_text(self) -> None:
+        """Raise `CalibrationError` if a file of the calibration text cannot be read; nothing is read yet."""
+        for source in split_sources(self._config.text.calibration):
+            if source != SELF:
+                check_source(source)
 
     def store_activations(self, store: Store) -> None:
         """Keep activations where the footprint of the run says."""

@@ -281,7 +281,10 @@ def test_a_gguf_input_shows_no_bars_of_other_libraries(tmp_path: Path) -> None:
     options = ["--sparsity=0.2", "--device=cpu", "--calibration=no-such-text.txt", f"--output={tmp_path / 'out'}"]
     result = run("oneshot", "compress", str(gguf_file), *options, TMPDIR=str(tmp_path))
     assert result.returncode == 1
-    assert result.stderr == f"error: no-such-text.txt does not exist; {READABLE}.\n"
+    assert result.stderr.splitlines() == [
+        f"opening {gguf_file} …",
+        f"error: no-such-text.txt does not exist; {READABLE}.",
+    ]
     assert result.stdout == ""
     assert not list(tmp_path.iterdir())
 
