@@ -10,7 +10,7 @@ from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import layer_kinds, sample_model, stock_classes, stock_config, tied_names
 from oneshot.checkpoint.tables import without_equal_head
 from oneshot.errors import CheckpointError, PlanError, cause
-from oneshot.families import Description, ModelShape, Stack, check_layers, find_family, read_shape, split
+from oneshot.families import Description, ModelShape, Stack, check_layers, find_family, read_shape, split, stated_class
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
