@@ -82,7 +82,7 @@ bench: setup
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/render.py
 
-# What benchmarks/gpu.py carries to a machine with a GPU and without network, into .gpu/1 and .gpu/2 (less than 57 MiB each).
+# What benchmarks/gpu.py carries to a machine with a GPU and without network, into .gpu/1 and .gpu/2 (less than 58 MiB each).
 gpu-bundle: setup
 	$(BIN)/python benchmarks/gpu_bundle.py --data-dir $(DATA_DIR)
 

