@@ -148,6 +148,7 @@ def profile(config: Config, *, show_progress: Shown = False) -> Profile:
         schedule = profile_schedule(run.grid)
         run.check_text()
         run.store_activations(run.footprint(config, schedule, None).store)
+        run.check_family()
         measured = run.make_profile(schedule)
         if run.machine.workers.is_main:
             save_profile(measured, output)
@@ -164,6 +165,7 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
     schedule = _schedule(config, run, plan)
     footprint = run.footprint(config, schedule, plan)
     run.store_activations(footprint.store)
+    run.check_family()
     fingerprint = run.fingerprint(config, schedule)
     finished = _finished_report(output, fingerprint) if config.resume else None
     if finished is not None:

@@ -86,7 +86,6 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Sho
         try:
             run = Run(config, Path(name), outputs, show_progress=show_progress)
             with limited_memory(run.machine.device, config.machine.max_device_memory_bytes), run.warnings:
-                check_family(run.model, run.machine)
                 yield run
             run.machine.workers.wait()  # others may still read from this one's scratch folder
         except KernelError as error:
@@ -139,6 +138,7 @@ class Run:
         self.method = self.grid.settle(config.method)
         self.written_text: Text | None = None
         self._profile: Profile | None = None
+        self._is_checked = False
 
     def _open(self) -> Model:
         """Find, fetch or convert the checkpoint, in one process for all."""
@@ -172,6 +172,12 @@ class Run:
         for source in split_sources(self._config.text.calibration):
             if source != SELF:
                 check_source(source)
+
+    def check_family(self) -> None:
+        """Refuse a model that its family's description does not fit; it is checked once, by reading a layer."""
+        if not self._is_checked:
+            check_family(self.model, self.machine)
+            self._is_checked = True
 
     def store_activations(self, store: Store) -> None:
         """Keep activations where the footprint of the run says."""
