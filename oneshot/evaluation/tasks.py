@@ -55,7 +55,7 @@ def task_manager(tasks: Sequence[str], include_path: str | None) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ConfigError("--tasks needs lm-eval; run pip install 'oneshot[eval]'.") from error
+        raise ConfigError("--tasks needs lm-eval; run pip install 'oneshot-llm[eval]'.") from error
     if include_path is not None:
         if not Path(include_path).is_dir():
             raise ConfigError(f"--include-path {include_path} is not a folder; give the one with your task YAML files.")

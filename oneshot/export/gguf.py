@@ -66,7 +66,7 @@ class GgufForm(LlamaLayers):
         if refusal is None and unstated is not None:
             refusal = f"--form gguf cannot state the model's rotary positions ({unstated}); use another form."
         if importlib.util.find_spec("gguf") is None:
-            refusal = "--form gguf needs the package gguf; run pip install 'oneshot[demo]'."
+            refusal = "--form gguf needs the package gguf; run pip install 'oneshot-llm[gguf]'."
         differ = not model.shape.query_key_norms  # the architecture for different layers has no norms of queries
         return Grid(
             model.family,

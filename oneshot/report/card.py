@@ -53,7 +53,7 @@ def write_report(
         inherited: metadata of the input's card (`checkpoint.card_metadata`).
         title, loading: sentences about the result's form. task: `task_of` its config.json.
     """
-    from oneshot.report.page import report_page  # matplotlib: only a finished run draws
+    from oneshot.report.page import report_page  # jinja2: only a finished run draws
 
     (folder / REPORT_NAME).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     (folder / "report.html").write_text(report_page(report), encoding="utf-8", errors="backslashreplace")

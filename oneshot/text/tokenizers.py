@@ -26,7 +26,7 @@ def load_tokenizer(folder: Path) -> Any:
         missing = _missing_packages()
         if pieces and missing:
             raise CalibrationError(
-                f"{folder / pieces[0]} needs the Python package {' and '.join(missing)}; pip install 'oneshot[pieces]'."
+                f"{folder / pieces[0]} needs the Python package {' and '.join(missing)}; pip install 'oneshot-llm[pieces]'."
             ) from error
         raise CalibrationError(
             f"The tokenizer in {folder} cannot be read ({cause(error)}); copy the model's files again."

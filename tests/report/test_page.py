@@ -16,7 +16,8 @@ from factories import MakeCheckpoint, MakeConfig
 from PIL import Image
 
 from oneshot.pipeline import compress
-from oneshot.report.page import KINDS, report_page
+from oneshot.report.page import report_page
+from oneshot.report.plots import KINDS
 from oneshot.report.records import LayerReport, Report, SublayerReport
 
 LIGHT, DARK = (0xF3, 0xF5, 0xF7), (0x10, 0x14, 0x18)  # --page in the style sheet

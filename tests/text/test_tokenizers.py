@@ -58,8 +58,8 @@ def test_vocab_json_and_merges_are_read_as_merged_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model_type", "name"), [("t5", "spiece.model"), ("llama", "tokenizer.model")])
 def test_pieces_are_read_by_sentencepiece(model_type: str, name: str, tmp_path: Path) -> None:
     """Compare with sentencepiece's own encoding."""
-    pytest.importorskip("google.protobuf", reason="protobuf is not installed: pip install 'oneshot[pieces]'")
-    sentencepiece = pytest.importorskip("sentencepiece", reason="pip install 'oneshot[pieces]'")
+    pytest.importorskip("google.protobuf", reason="protobuf is not installed: pip install 'oneshot-llm[pieces]'")
+    sentencepiece = pytest.importorskip("sentencepiece", reason="pip install 'oneshot-llm[pieces]'")
     written = io.BytesIO()
     kinds: dict[str, dict[str, Any]] = {
         "t5": {"bos_id": -1, "pad_id": 0, "eos_id": 1, "unk_id": 2},

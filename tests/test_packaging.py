@@ -1,0 +1,58 @@
+"""The distribution: its name and extras in messages and documents exist, data files are in it, plots are optional."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from factories import MakeCheckpoint, MakeConfig
+
+from oneshot.pipeline import compress
+from oneshot.version import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    """The name `oneshot` on PyPI belongs to another project, so nothing may tell users to install it."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    texts = [(ROOT / name).read_text() for name in files if name.endswith((".py", ".md", ".toml", ".yaml", "Makefile"))]
+    named = {match for text in texts for match in re.findall(r"\b(oneshot(?:-llm)?)\[(\w+(?:,\w+)*)\]", text)}
+    assert named
+    assert {name for name, _ in named} == {PROJECT["project"]["name"]}
+    extras = {extra for _, listed in named for extra in listed.split(",")}
+    assert extras <= PROJECT["project"]["optional-dependencies"].keys()
+
+
+def test_the_makefile_installs_extras_that_exist() -> None:
+    named = re.findall(r"-e '\.\[([\w,]+)\]'", (ROOT / "Makefile").read_text() + (ROOT / "README.md").read_text())
+    extras = {extra for listed in named for extra in listed.split(",")}
+    assert extras
+    assert extras <= PROJECT["project"]["optional-dependencies"].keys()
+
+
+def test_data_files_are_in_the_distribution() -> None:
+    included = PROJECT["tool"]["setuptools"]["package-data"]
+    for path in (ROOT / "oneshot").rglob("*"):
+        if path.is_file() and path.suffix not in (".py", ".pyc"):
+            package = ".".join(path.parent.relative_to(ROOT).parts)
+            assert any(path.match(pattern) for pattern in included[package]), path
+
+
+def test_the_version_is_the_modules() -> None:
+    (dynamic,) = PROJECT["tool"]["setuptools"]["dynamic"].values()
+    assert dynamic == {"attr": "oneshot.version.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
+
+
+def test_without_matplotlib_the_page_says_what_is_missing(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oneshot.report.page.find_spec", lambda _: None)
+    config = make_config(make_checkpoint(), recipe="magnitude")
+    compress(config)
+    page = (Path(config.output) / "report.html").read_text()
+    assert page.count("The plots need matplotlib") == 2
+    assert "<svg" not in page
