@@ -1,6 +1,7 @@
 """Records of an evaluation, the table on the terminal, and the JSON with its provenance."""
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,12 +20,23 @@ from oneshot.report.terminal import open_console
 from oneshot.text import token_hash
 
 LABELS = {  # of rows in the table, if a field's name is not enough
+    "layer_parameters": "parameters in the layers",
+    "file_bytes": "bytes of the weight files",
+    "flops_per_token": "FLOPs per token (linears)",
+    "kv_bytes_per_token": "KV cache bytes per token (16 bit)",
+    "prefill_seconds": "prefill seconds",
+    "decode_seconds": "decode seconds per token",
     "perplexity": "perplexity {text} ({tokens:,} tokens)",
     "top1_agreement": "top-1 agreement {text}",
     "kl_divergence": "KL divergence {text} (nats per token)",
     "score": "score: perplexity ÷ baseline's, geometric mean",
     "worst_ratio": "perplexity ÷ baseline's, worst text",
 }
+
+
+STANDARD_ERROR = "_stderr"  # the end of lm-eval's name for the standard error of a metric
+
+Cell = tuple[float, float | None]  # a number, and its standard error if it has one
 
 
 @dataclass(frozen=True)
@@ -79,35 +91,54 @@ def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
         headings.append("ratio")
     for number, heading in enumerate(headings):  # as plain text: square brackets in a name are not markup
         table.add_column(Text(printable(heading)), justify="right" if number else "left", overflow="fold")
-    flat = [_flatten(evaluation) for evaluation in evaluations]
-    for name in dict.fromkeys(name for row in flat for name in row):
-        values = [row.get(name) for row in flat]
-        cells = [
-            "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.4f}" for value in values
-        ]
-        if len(values) == 2:
-            cells.append(f"{values[0] / values[1]:.3f}" if values[0] is not None and values[1] else "–")
-        table.add_row(Text(printable(name)), *cells)
+    rows = [_rows(evaluation) for evaluation in evaluations]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        cells = [row.get(name) for row in rows]
+        shown = ["–" if cell is None else _shown(*cell) for cell in cells]
+        if len(cells) == 2:
+            values = [None if cell is None else cell[0] for cell in cells]
+            shown.append(f"{values[0] / values[1]:.3f}" if values[0] is not None and values[1] else "–")
+        table.add_row(Text(printable(name)), *shown)
     open_console().print(table)
 
 
-def _flatten(evaluation: Evaluation) -> dict[str, Any]:
+def _shown(value: float, error: float | None) -> str:
+    """Return a number, with its standard error if it has one."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4f}" if error is None or math.isnan(error) else f"{value:,.4f} ± {error:.4f}"
+
+
+def _rows(evaluation: Evaluation) -> dict[str, Cell]:
     """Return every known number under the name of its row."""
-    rows: dict[str, Any] = {}
+    rows: dict[str, Cell] = {}
     for name, value in asdict(evaluation).items():
         if name in ("checkpoint", "tokens_scored", "texts") or value is None:
             continue
         label = LABELS.get(name, name.replace("_", " "))
         if name == "tasks":
-            rows |= {f"{task} {metric}": score for task, metrics in value.items() for metric, score in metrics.items()}
+            for task, metrics in value.items():
+                rows |= _task_rows(task, metrics)
         elif name == "measures":
             for source, numbers in value.items():
-                rows |= {f"{number} {Path(source).name}": score for number, score in numbers.items()}
+                for number, score in numbers.items():
+                    rows[f"{number.replace('_', ' ')} {Path(source).name}"] = score, None
         elif isinstance(value, dict):
             for text, number in value.items():
-                rows[label.format(text=Path(text).name, tokens=evaluation.tokens_scored[text])] = number
+                rows[label.format(text=Path(text).name, tokens=evaluation.tokens_scored[text])] = number, None
         else:
-            rows[label] = value
+            rows[label] = value, None
+    return rows
+
+
+def _task_rows(task: str, metrics: Mapping[str, float]) -> dict[str, Cell]:
+    """Return the metrics of a task of lm-eval, whose names are `acc,none` and `acc_stderr,none`."""
+    rows: dict[str, Cell] = {}
+    for key, value in metrics.items():
+        metric, _, used = key.partition(",")
+        if not metric.endswith(STANDARD_ERROR):
+            label = f"{task} {metric.replace('_', ' ')}" + (f" ({used})" if used not in ("", "none") else "")
+            rows[label] = value, metrics.get(f"{metric}{STANDARD_ERROR},{used}")
     return rows
 
 

@@ -25,8 +25,9 @@ def load_tokenizer(folder: Path) -> Any:
         pieces = [name for name in PIECES if needs_conversion(folder) and (folder / name).exists()]
         missing = _missing_packages()
         if pieces and missing:
+            packages = " and ".join(missing)
             raise CalibrationError(
-                f"{folder / pieces[0]} needs the Python package {' and '.join(missing)}; pip install 'oneshot-llm[pieces]'."
+                f"{folder / pieces[0]} needs the Python package {packages}; pip install 'oneshot-llm[pieces]'."
             ) from error
         raise CalibrationError(
             f"The tokenizer in {folder} cannot be read ({cause(error)}); copy the model's files again."
