@@ -94,7 +94,7 @@ def test_missing_packages_are_named(
         monkeypatch.setattr(
             f"transformers.utils.is_{package}_available", lambda package=package: package not in missing
         )
-    expected = rf"{name} needs the Python package {' and '.join(missing)}; pip install 'oneshot\[pieces\]'"
+    expected = rf"{name} needs the Python package {' and '.join(missing)}; pip install 'oneshot-llm\[pieces\]'"
     with pytest.raises(CalibrationError, match=expected):
         load_tokenizer(write_config(tmp_path, "t5"))
 
