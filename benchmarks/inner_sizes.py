@@ -18,7 +18,7 @@ from oneshot.checkpoint import Checkpoint, Model, identify, locate_checkpoint
 from oneshot.compression.correction import correct
 from oneshot.compression.fold import fold_sublayer
 from oneshot.compression.inner_heads import InnerMaps, fold_inner, query_key_subspaces, value_subspaces
-from oneshot.compression.ranks import RankAccumulator, Ranked, with_ranks
+from oneshot.compression.ranks import Inputs, RankAccumulator, Ranked, with_ranks
 from oneshot.compression.statistics import GramAccumulator, HeadGramAccumulator, Statistics
 from oneshot.families import RankedKind
 from oneshot.linalg.pivoted_qr import weighted_pivots
@@ -120,7 +120,7 @@ def read_text(model: Model, tensors: Tensors, layer: Layer, batches: list[torch.
 
 def low_rank(weight: torch.Tensor, gram: torch.Tensor, rank: int) -> torch.Tensor:
     """Return the matrix of a rank nearest to `weight (m, n)` for inputs of this Gram, float64."""
-    return Ranked(weight, gram, torch.ones(len(weight))).nearest(rank).whole()
+    return Ranked(weight, Inputs(gram), torch.ones(len(weight))).nearest(rank).whole()
 
 
 def pivoted(rows: int, columns: int, rank: int) -> int:
@@ -221,7 +221,7 @@ def measure(model: Model, statistics: Text, probed: Text, layers: list[int], scr
             added = list(probes_of_layer(model, builder, number, tensors, sums, x))
             after = dense.run_all(x)
             for probe in added:
-                probe.energy = mean_energy(probe.states - after)
+                probe.energy = float(mean_energy(probe.states - after))
             probes += added
         else:
             for states in batches:

@@ -1,6 +1,7 @@
 """The order of the stages: open, plan, read text, profile, find subspaces, compress layers, export."""
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -55,6 +56,7 @@ from oneshot.planning import (
 from oneshot.profiling import refuse_existing, save_profile
 from oneshot.report.build import build_report
 from oneshot.report.card import REPORT_NAME, task_of, write_report
+from oneshot.report.grams import gram_sentences
 from oneshot.report.progress import ProgressBar, Shown, Stopwatch, announce
 from oneshot.report.records import Footprint, LayerReport, Report
 from oneshot.run import SAVED_TEXT, Run, open_run
@@ -63,6 +65,8 @@ from oneshot.settings import RECIPE_NAME, recipe_text
 from oneshot.stream import States
 
 Tensors = dict[str, torch.Tensor]
+
+logger = logging.getLogger(__name__)
 
 EMBEDDING = "embedding"  # the journal's name for a reduced embedding
 
@@ -150,6 +154,8 @@ def profile(config: Config, *, show_progress: Shown = False) -> Profile:
         run.store_activations(run.footprint(config, schedule, None).store)
         run.check_family()
         measured = run.make_profile(schedule)
+        for sentence in gram_sentences(run.machine.workers.gather(run.warnings.take_notes()), []):
+            logger.warning("%s", sentence)
         if run.machine.workers.is_main:
             save_profile(measured, output)
         return measured
@@ -184,7 +190,7 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
         plan, subspaces = _find_subspaces(config, run, plan)
         if schedule.finds_subspaces:
             watch.lap("hidden size")
-        warnings = run.warnings.take()
+        warnings, notes = run.warnings.take(), run.machine.workers.gather(run.warnings.take_notes())
         embedding = journal.saved_tensors(EMBEDDING) if plan.embedding else None
         journal.expect(
             planned_parts(run.form, model, plan, subspaces, embedding, config.save_dtype),
@@ -203,6 +209,8 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
             write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
             stored = {"dense": source.num_parameters, "compressed": _write_weights(config, run, plan, journal)}
             watch.lap("write")
+            for sentence in gram_sentences(notes, layers):
+                logger.warning("%s", sentence)
             announce("writing the report", run.show_progress)
             report = build_report(
                 config,
@@ -359,7 +367,7 @@ def _compress_layers(
         compressor,
         states,
         journal,
-        device=machine.device,
+        machine=machine,
         save_dtype=config.save_dtype,
         warnings=run.warnings,
         show_progress=run.show_progress,

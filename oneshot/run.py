@@ -15,7 +15,7 @@ from oneshot_kernels.backend import KernelError
 from oneshot.checkpoint import Checkpoint, Model, identify, locate_checkpoint, open_gguf, peek_saved
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.config import Config, Target
-from oneshot.errors import CalibrationError, DeviceError, OutputError, PlanError
+from oneshot.errors import CalibrationError, CheckpointError, DeviceError, OutputError, PlanError, cause
 from oneshot.export import expected_bytes, form_of, part_dtype
 from oneshot.families import StackShape
 from oneshot.footprint import (
@@ -34,6 +34,7 @@ from oneshot.machine import (
     limited_memory,
     resolve_device,
     resolve_dtype,
+    vendor_solvers,
 )
 from oneshot.machine.memory import device_capacity, release_heap, reset_peak
 from oneshot.planning import Budget, Plan, Profile, parameter_budget
@@ -85,11 +86,16 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Sho
     with scratch as name, torch.inference_mode(), exact_products():
         try:
             run = Run(config, Path(name), outputs, show_progress=show_progress)
-            with limited_memory(run.machine.device, config.machine.max_device_memory_bytes), run.warnings:
+            device, limit = run.machine.device, config.machine.max_device_memory_bytes
+            with limited_memory(device, limit), vendor_solvers(device), run.warnings:
                 yield run
             run.machine.workers.wait()  # others may still read from this one's scratch folder
         except KernelError as error:
             raise DeviceError(f"{error} Set ONESHOT_KERNELS=torch to compute without Triton.") from error
+        except torch.linalg.LinAlgError as error:
+            raise CheckpointError(
+                f"A matrix cannot be decomposed ({cause(error)}); run with --dtype float32 or check the weights."
+            ) from error
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceError(
                 "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give a smaller "

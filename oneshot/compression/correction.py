@@ -22,7 +22,7 @@ class Factors:
         weight: `(d, k)` float64, its corrected weight over those columns.
         predicted_error: relative Frobenius error of the sublayer's output from the statistics; None without them.
         condition_number, max_interpolation: of the ridged skeleton Gram, of T; None if nothing was solved.
-        damping: of the ridge; None if nothing was solved.
+        damping: of the ridge, also if rounding made a larger one necessary; None if nothing was solved.
     """
 
     kept_columns: torch.Tensor
@@ -72,7 +72,7 @@ def correct(
     factor, rest, coefficients = interpolation.factor, interpolation.rest, interpolation.coefficients
     max_interpolation = interpolation.max_coefficient
     step = None if residual is None else factor.solve(residual[kept_columns])
-    condition_number, fallback = factor.condition_number, factor.eigenvalue_fallback
+    condition_number, fallback, damping = factor.condition_number, factor.eigenvalue_fallback, factor.damping
     del interpolation, factor  # as large as the Gram in float64
     dense = weight.double()
     corrected = dense[:, kept_columns].addmm_(dense[:, rest], coefficients.T)
@@ -98,7 +98,7 @@ def correct_heads(
     width = num_heads * head_dim
     blocks = statistics.gram[:width, :width].double().view(num_heads, head_dim, num_heads, head_dim)
     kept_heads = kept_columns[kept_columns < width][::head_dim] // head_dim
-    interpolation = interpolate(torch.einsum("idjd->ij", blocks), kept_heads, damping)
+    interpolation = interpolate(torch.einsum("idjd->ij", blocks), kept_heads, damping, "kept heads")
     dense = weight.double()
     corrected = dense[:, kept_columns]
     per_head = dense[:, :width].view(len(dense), num_heads, head_dim)
@@ -113,7 +113,7 @@ def correct_heads(
         factor.condition_number,
         interpolation.max_coefficient,
         factor.eigenvalue_fallback,
-        damping,
+        factor.damping,
     )
 
 

@@ -24,6 +24,8 @@ from oneshot.planning import vocabulary_ranges
 
 Tensors = dict[str, torch.Tensor]
 
+STATES = "states that the output head reads"
+
 _TABLES = "model.embed_tokens.tables."
 
 
@@ -37,7 +39,7 @@ def range_errors(
         whole: tokens whose ranges must stay whole (a chat's marks); any rank below D has an infinite error there.
     """
     ranges, width = vocabulary_ranges(len(embedding)), embedding.shape[1]
-    root = damped_root(gram)
+    root = damped_root(gram, STATES)
     errors = torch.zeros(len(ranges), width + 1, dtype=torch.float64)
     for index, part in enumerate(ranges):
         _, energies = _decompose(embedding[part], probabilities[part], root)
@@ -59,7 +61,7 @@ def reduce_embedding(
     columns at the pivots of `V = Pᵀ L⁻¹`, and the map the transposed coefficients of the others. Arguments as in
     `range_errors`.
     """
-    root = damped_root(gram)
+    root = damped_root(gram, STATES)
     reduced: Tensors = {}
     for index, (part, table) in enumerate(zip(vocabulary_ranges(len(embedding)), tables, strict=True)):
         rows = embedding[part]

@@ -50,7 +50,9 @@ def fold_sublayer(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, facto
     """
     folded, writer, mixer = dict(tensors), sublayer.writer, sublayer.mixer
     weight = tensors[f"{writer}.weight"]
-    columns = factors.kept_columns[factors.kept_columns < weight.shape[1]]  # without the constant column
+    columns = factors.kept_columns
+    if f"{writer}.bias" in tensors:
+        columns = columns[:-1]  # without the constant column
     corrected = as_like(factors.weight[:, : len(columns)], weight)
     if isinstance(mixer, Attention) and mixer.fixed_heads:
         silent = corrected.new_zeros(weight.shape)

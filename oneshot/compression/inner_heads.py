@@ -181,7 +181,7 @@ def value_subspaces(
     inner = dense @ outside.T
     if correct:
         crossed = inside.T @ full
-        factor = RidgeFactor(crossed @ inside, damping)
+        factor = RidgeFactor(crossed @ inside, damping, "smaller values")
         inner = inner + factor.solve(crossed @ (dense.T - inside @ inner.T)).T
     return torch.stack(bases), inner @ inside.T
 

@@ -67,37 +67,49 @@ class Factored:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """What linears read, by its `gram (n, n)`; linears with the same inputs share the root. `of`: their name."""
+
+    gram: torch.Tensor
+    of: str = "inputs of a linear of low rank"
+
+    @cached_property
+    def root(self) -> torch.Tensor:
+        """Return `L (n, n)`, `L Lᵀ = H`, in float64.
+
+        On CUDA in float32: the result is stored in at most as many digits, and many cards are slow in float64.
+        """
+        return damped_root(self.gram, self.of).to(torch.float32 if self.gram.is_cuda else torch.float64)
+
+
+@dataclass(frozen=True)
 class Ranked:
-    """A linear that may have low rank: `weight (m, n)`, the `gram (n, n)` of its inputs, and its rows' weights."""
+    """A linear that may have low rank: `weight (m, n)`, its `inputs`, and its rows' weights `(m,)`."""
 
     weight: torch.Tensor
-    gram: torch.Tensor
+    inputs: Inputs
     row_weights: torch.Tensor
 
     def errors(self) -> torch.Tensor:
         """Return the share of the outputs' weighted energy that every rank loses; float64 `(min(m, n) + 1,)`, host."""
-        _, energies, _ = self._decomposed
+        _, energies = self._decomposed
         lost = suffix_sums(energies[: min(self.weight.shape)].cpu())
         return lost / lost[0].clamp_min(torch.finfo(lost.dtype).tiny)
 
     def nearest(self, rank: int) -> Factored:
         """Return the nearest matrix of a rank."""
-        directions, _, root = self._decomposed
-        directions = directions[:, :rank]
+        directions, root = self._decomposed[0][:, :rank], self.inputs.root
         inputs = torch.linalg.solve_triangular(root.T, directions, upper=True).T
         return Factored(self.weight.to(root) @ (root @ directions), inputs)
 
     @cached_property
-    def _decomposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the principal directions of `diag(w)^½ W L`, their energies in float64, and the root `L`.
-
-        On CUDA in float32: the result is stored in at most as many digits, and many cards are slow in float64.
-        """
-        precision = torch.float32 if self.gram.is_cuda else torch.float64
-        root, dense = damped_root(self.gram).to(precision), self.weight.to(precision)
+    def _decomposed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the principal directions of `diag(w)^½ W L`, and their energies in float64."""
+        root = self.inputs.root
+        dense = self.weight.to(root)
         inside = root.T @ (dense.T @ (self.row_weights.to(dense).unsqueeze(1) * dense)) @ root
-        directions = principal_directions(inside, precision)
-        return directions, energies_along(inside, directions), root
+        directions = principal_directions(inside, root.dtype)
+        return directions, energies_along(inside, directions)
 
 
 class RankAccumulator:
@@ -126,21 +138,22 @@ class RankAccumulator:
 
     def finish(self, workers: Workers, tensors: Tensors) -> dict[RankedKind, Ranked]:
         """Return the sublayer's linears with the sums of all workers; `tensors` are the layer's."""
-        inputs = self._inputs.finish(workers).gram
+        gram = self._inputs.finish(workers).gram
         if isinstance(self._mixer, Attention):
             heads, (queries, keys) = self._heads.finish(workers).gram, (one.finish(workers) for one in self._grams)
             together = torch.cat([tensors[f"{linear}.weight"] for linear in (self._mixer.q, self._mixer.k)])
             output = tensors[f"{self._mixer.out}.weight"]
             return {
-                "query_key": Ranked(together.to(inputs), inputs, _query_key_weights(queries, keys)),
-                "output": Ranked(output.to(heads), heads, inputs.new_ones(len(output))),
+                "query_key": Ranked(together.to(gram), Inputs(gram), _query_key_weights(queries, keys)),
+                "output": Ranked(output.to(heads), Inputs(heads), gram.new_ones(len(output))),
             }
         workers.sum_(self._energies)
         assert self._mixer.gate is not None
-        gates, ups = self._energies * tensors[f"{self._mixer.down}.weight"].to(inputs).double().square().sum(0)
+        gates, ups = self._energies * tensors[f"{self._mixer.down}.weight"].to(gram).double().square().sum(0)
+        inputs = Inputs(gram)
         return {
-            "gate": Ranked(tensors[f"{self._mixer.gate}.weight"].to(inputs), inputs, ups),
-            "up": Ranked(tensors[f"{self._mixer.up}.weight"].to(inputs), inputs, gates),
+            "gate": Ranked(tensors[f"{self._mixer.gate}.weight"].to(gram), inputs, ups),
+            "up": Ranked(tensors[f"{self._mixer.up}.weight"].to(gram), inputs, gates),
         }
 
 
@@ -182,7 +195,8 @@ def _query_key_weights(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tenso
     of_queries, of_keys = _pair_energies(queries), _pair_energies(keys)
     per_group = len(of_queries) // len(of_keys)
     met_by_keys = of_queries.unflatten(0, (-1, per_group)).sum(1)
-    return torch.cat((of_keys.repeat_interleave(per_group, 0), met_by_keys)).flatten()
+    met_by_queries = of_keys.unsqueeze(1).expand(-1, per_group, -1).flatten(0, 1)
+    return torch.cat((met_by_queries, met_by_keys)).flatten()
 
 
 def _pair_energies(grams: torch.Tensor) -> torch.Tensor:

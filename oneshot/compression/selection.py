@@ -70,7 +70,7 @@ def column_scores(selector: Selector, evidence: Evidence) -> torch.Tensor:
         return energy.sqrt() * (moments.mean + moments.deviation)
     assert gram is not None
     if selector == "leverage":
-        return RidgeFactor(gram, SELECTION_DAMPING).solve(gram).diagonal()
+        return RidgeFactor(gram, SELECTION_DAMPING, "columns with leverage scores").solve(gram).diagonal()
     squares = gram.diagonal().double().clamp_min(0)
     return {"activation-norm": squares * energy, "wanda": squares.sqrt() * weight.abs().sum(0)}[selector]
 

@@ -100,9 +100,8 @@ class GramAccumulator:
         Raises `CheckpointError` if the activations were not finite, `ValueError` if rows could have a target and none
         had one.
         """
-        counts = torch.tensor([self._num_rows, self._num_targets], device=self._gram.device)
-        workers.sum_(self._gram, self._energy, counts, *([] if self._residual is None else [self._residual]))
-        num_rows, num_targets = counts.tolist()
+        num_rows, num_targets = workers.sum_counts(self._gram.device, self._num_rows, self._num_targets)
+        workers.sum_(self._gram, self._energy, *([] if self._residual is None else [self._residual]))
         gram = finished_gram(self._gram)
         del self._gram
         if not torch.isfinite(torch.stack(gram.aminmax())).all():
@@ -190,8 +189,8 @@ class MomentAccumulator:
 
     def finish(self, workers: Workers = ALONE) -> Moments:
         """Return the means as a record."""
-        num_rows = torch.tensor(self._num_rows, device=self._sums.device)
-        workers.sum_(self._sums, num_rows)
+        [num_rows] = workers.sum_counts(self._sums.device, self._num_rows)
+        workers.sum_(self._sums)
         return Moments(*(as_float32(self._sums).double() / num_rows))
 
 

@@ -125,8 +125,9 @@ def up_proj_step(
     workers.sum_(gradient, gates_sum, inputs_sum)
     gates_gram, inputs_gram = finished_gram(gates_sum), finished_gram(inputs_sum)
     del gates_sum, inputs_sum
-    gates_factor = RidgeFactor(gates_gram.mul_(down_proj.float().T @ down_proj.float()), damping)
-    inputs_factor = RidgeFactor(inputs_gram, damping)
+    curvature_of_gates = gates_gram.mul_(down_proj.float().T @ down_proj.float())
+    gates_factor = RidgeFactor(curvature_of_gates, damping, "gates of kept neurons")
+    inputs_factor = RidgeFactor(inputs_gram, damping, "inputs of up_proj")
 
     def curvature(direction: torch.Tensor) -> torch.Tensor:
         product, rows = torch.zeros(num_neurons, width, dtype=torch.float64, device=device), direction.to(down_proj).T

@@ -10,10 +10,12 @@ from oneshot.compression import LayerCompressor
 from oneshot.config import SaveDtype
 from oneshot.export.forms import Form
 from oneshot.export.saving import cast
+from oneshot.machine import Machine
 from oneshot.machine.memory import peak_bytes, peak_device_bytes
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import pinned
 from oneshot.planning import Plan
+from oneshot.report.grams import worst
 from oneshot.report.progress import ProgressBar, Shown, WarningLog
 from oneshot.report.records import LayerReport
 from oneshot.stream import States
@@ -29,7 +31,7 @@ def write_layers(
     states: States | None,
     journal: Journal,
     *,
-    device: torch.device,
+    machine: Machine,
     save_dtype: SaveDtype,
     warnings: WarningLog,
     show_progress: Shown,
@@ -45,7 +47,7 @@ def write_layers(
     with ProgressBar(num_layers=num_layers, num_tokens=num_tokens, visible=show_progress) as progress:
         if states is not None:
             states.advance = progress.advance
-        read = prefetch(lambda layer: pinned(model.read_layer(layer), device), num_layers)
+        read = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), num_layers)
         for layer, tensors in enumerate(read):
             if layer < finished:
                 stored, scaffold = journal.reread(layer)
@@ -63,6 +65,7 @@ def write_layers(
                     peak_bytes(),
                     peak_device_bytes(),
                     warnings.take(),
+                    worst(machine.workers.gather(warnings.take_notes())),
                 )
                 # a resumed run moves its streams through the stored tensors unless these were folded or cast
                 is_stored = not saved or _same(form.original(model, numbers[layer], saved), done.working)

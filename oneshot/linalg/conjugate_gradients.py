@@ -24,7 +24,7 @@ def conjugate_gradients(right: torch.Tensor, product: Map, precondition: Map, *,
     for step in range(steps):
         curved = product(direction)
         curvature = _inner(direction, curved)
-        if curvature <= 0 or energy <= 0:
+        if not (curvature > 0 and energy > 0):  # also if one is not a number
             break
         length = energy / curvature
         solution = solution + length * direction

@@ -5,6 +5,7 @@ import torch
 from oneshot.linalg.psd import RidgeFactor
 
 STEPS = 128  # a whole elimination takes about this many
+COLUMNS = "columns that are eliminated"
 
 
 def eliminate(
@@ -38,7 +39,7 @@ def eliminate(
     )
     identity = torch.eye(len(gram), dtype=torch.float64, device=gram.device)
     # where A is zero all choices are equally good; those with the largest weights stay
-    inverse = RidgeFactor(gram, damping).solve(identity) if gram.diagonal().any() else identity
+    inverse = RidgeFactor(gram, damping, COLUMNS).solve(identity) if gram.diagonal().any() else identity
     remaining = weight.double().clone()
     alive = torch.ones(num_blocks, dtype=torch.bool, device=gram.device)
     surplus = torch.bincount(classes) - kept

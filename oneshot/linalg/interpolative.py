@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from oneshot_kernels import suffix_sums
 
-from oneshot.linalg.psd import RidgeFactor
+from oneshot.linalg.psd import RidgeFactor, ridged_cholesky
 
 PANEL_ROWS = 1024
-SMALLEST_RIDGE, LARGEST_RIDGE = 1e-7, 1.0  # of the mean diagonal; the first is what float32 sums know
+SMALLEST_RIDGE = 1e-7  # of the mean diagonal; what float32 sums know
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Interpolation:
         return float(self.coefficients.abs().max()) if self.coefficients.numel() else 0.0
 
 
-def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float) -> Interpolation:
+def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float, of: str = "kept columns") -> Interpolation:
     """Solve `min_T ‖A[:, rest] − A[:, skeleton] T‖² + λ‖T‖²` from `gram = AᵀA (n, n)`.
 
     STAT equation 2 with a ridge `λ = damping · mean(diag gram[skeleton, skeleton])`. With damping 0 and the
     skeleton from column-pivoted QR, `T = R11⁻¹ R12`. The ridge leaves `P[:, skeleton] = I` exact, so it shrinks
-    towards "no correction", not towards zero output.
+    towards "no correction", not towards zero output. `of`: what the skeleton is, in words.
     """
-    in_skeleton = torch.zeros(len(gram), dtype=torch.bool, device=gram.device)
-    in_skeleton[skeleton] = True
-    rest = (~in_skeleton).nonzero().squeeze(1)
+    in_skeleton = torch.zeros(len(gram), dtype=torch.uint8, device=gram.device).index_fill_(0, skeleton, 1)
+    # sorted, because a device would be waited for to count them
+    rest = in_skeleton.argsort(stable=True)[: len(gram) - len(skeleton)]
     rows = skeleton.unsqueeze(1)  # entries are gathered at once, so that no copy of whole rows is made
-    factor = RidgeFactor(gram[rows, skeleton], damping)
+    factor = RidgeFactor(gram[rows, skeleton], damping, of)
     return Interpolation(skeleton, rest, factor.solve(gram[rows, rest]), factor)
 
 
@@ -76,21 +76,16 @@ def spanning_columns(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 def ordered_factor(gram: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return the upper triangular `R (n, n)` float64 of `A[:, order] = Q R`, without A and without pivoting.
 
-    R is the Cholesky factor of the permuted Gram, with the smallest ridge (of powers of ten times its mean diagonal)
-    that makes it positive definite.
+    R is the Cholesky factor of the permuted Gram, with a ridge of 1e-7 of its mean diagonal, or what rounding makes
+    necessary (`linalg.psd`).
 
     Args:
         gram: `AᵀA (n, n)`. order: int64 `(n,)`, all columns.
     """
-    mean = gram.diagonal()[order].double().mean().clamp_min(torch.finfo(torch.float64).tiny)
-    ridge, failed, failed_at = SMALLEST_RIDGE, True, torch.empty((), dtype=torch.int32, device=gram.device)
-    while failed and ridge <= LARGEST_RIDGE:
-        square = gram[order.unsqueeze(1), order].double()
-        square.diagonal().add_(ridge * mean)
-        factor = square.mT  # in LAPACK's order of columns, so that it is factorised where it lies
-        torch.linalg.cholesky_ex(factor, out=(factor, failed_at))
-        ridge, failed = ridge * 10, bool(failed_at)
-    return factor.T
+    floor = torch.finfo(torch.float64).tiny
+    found = ridged_cholesky(gram, SMALLEST_RIDGE, of="columns of an error curve", floor=floor, order=order)
+    assert found is not None  # there is a ridge
+    return found[0].T
 
 
 def nested_errors(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 import torch
 
+from oneshot.linalg.psd import ridged_cholesky
+
 ROOT_DAMPING = 1e-4  # in units of the Gram's mean diagonal; no direction of the inputs may be free
 
 
@@ -71,12 +73,16 @@ def rotary_pair_energies(query_energy: torch.Tensor, key_energy: torch.Tensor) -
     return queries.sum(0) * keys
 
 
-def damped_root(gram: torch.Tensor) -> torch.Tensor:
-    """Return the lower Cholesky factor `L` of the damped Gram of a linear's inputs, `L Lᵀ ≈ H`, float64."""
-    damped = gram.double().clone()
-    mean = damped.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)  # the inputs may all be zero
-    damped.diagonal().add_(ROOT_DAMPING * mean)
-    return torch.linalg.cholesky(damped)
+def damped_root(gram: torch.Tensor, of: str) -> torch.Tensor:
+    """Return the lower Cholesky factor `L` of the damped Gram of a linear's inputs, `L Lᵀ ≈ H`, float64.
+
+    Args:
+        gram: `H (n, n)`. of: what the inputs are, in words.
+    """
+    floor = torch.finfo(torch.float32).tiny  # the inputs may all be zero
+    found = ridged_cholesky(gram, ROOT_DAMPING, of=of, floor=floor)
+    assert found is not None  # there is a ridge
+    return found[0]
 
 
 def roots(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,61 +1,141 @@
-"""Symmetric positive semi-definite systems: ridge, Cholesky, and an eigendecomposition where Cholesky fails."""
+"""Symmetric positive semi-definite systems, and the one rule for Grams that rounding made singular or indefinite.
+
+The rule is Cholesky of `K = G + λI` in float64, with the ridge λ that was asked for. No pivot of K is below λ if G is
+positive semi-definite. If one is, or the factorisation fails, rounding took more than λ from G's eigenvalues. Then λ
+grows tenfold until this is no longer so. Thus the Gram itself says how exact its sums were, in float32 or from 16-bit
+rows on tensor cores. Without a ridge there is nothing to raise. Then an eigendecomposition leaves out the directions
+whose eigenvalues are not above the size of the most negative one.
+
+Every such Gram is a `GramNote` on this module's logger. A run collects the notes (`report.progress.WarningLog`).
+"""
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+from oneshot.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 CONDITION_STEPS = 12
 ROUNDING = 1e-10  # of a product, beside the vectors before it
 SINGULAR = 1 / torch.finfo(torch.float32).eps  # a condition number beyond which float32 sums know nothing
+TRUSTED = 0.1  # of the ridge; a smaller pivot is rounding
+LARGEST_RIDGE = 100.0  # of the Gram's norm; whatever rounding did, less suffices
+
+
+@dataclass(frozen=True)
+class GramNote:
+    """State what was done about a Gram that rounding left singular or indefinite.
+
+    Attributes:
+        of: what the Gram is of, in words.
+        kind: `raised`: the ridge was raised. `left out`: there was no ridge, so directions were left out. `singular`:
+            nothing was done, and float32 sums cannot tell its smallest directions from rounding.
+        size: the ridge in units of the mean diagonal (`raised`), the number of directions (`left out`), the condition
+            number (`singular`).
+    """
+
+    of: str
+    kind: Literal["raised", "left out", "singular"]
+    size: float
+
+    def __str__(self) -> str:
+        if self.kind == "raised":
+            return f"its ridge was raised to {self.size:.0e} of the mean diagonal"
+        if self.kind == "left out":
+            return f"{self.size:.0f} directions were left out, because there is no ridge"
+        return f"its condition number is {self.size:.0e}"
+
+
+def ridged_cholesky(
+    gram: torch.Tensor, damping: float, *, of: str, floor: float = 0.0, order: torch.Tensor | None = None
+) -> tuple[torch.Tensor, float] | None:
+    """Return the lower factor `L (n, n)` float64 of `G + λI`, and the damping that it took; None if no λ was enough.
+
+    `λ = damping · max(mean(diag G), floor)`. Damping grows tenfold until no pivot is rounding; a zero cannot grow.
+
+    Args:
+        gram: `G (n, n)` symmetric, any float dtype; rounding may have made it indefinite. of: its name in a `GramNote`.
+        floor: of the mean diagonal, for Grams that may be zero. order: int64 `(n,)` of G's rows and columns.
+
+    Raises `CheckpointError` if the Gram has values that are not finite.
+
+    Cost: n³/3 multiply-adds for each damping, and one wait for the device.
+    """
+    diagonal = gram.diagonal() if order is None else gram.diagonal()[order]
+    mean = diagonal.double().mean().clamp_min(floor)
+    failed_at = torch.empty((), dtype=torch.int32, device=gram.device)
+    asked, largest = damping, None
+    while True:
+        if order is None:
+            square = gram.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+        else:
+            square = gram[order.unsqueeze(1), order].double()
+        ridge = damping * mean
+        square.diagonal().add_(ridge)
+        # a view in LAPACK's column order is factorised where it lies, so that no second n × n matrix is made
+        factor = square.mT
+        torch.linalg.cholesky_ex(factor, out=(factor, failed_at))
+        smallest = factor.diagonal().amin()
+        if bool((failed_at == 0) & (smallest > 0) & (smallest.square() >= TRUSTED * ridge)):
+            break
+        if largest is None:
+            largest = LARGEST_RIDGE * _finite_norm(gram, of)
+            if not float(ridge) > 0:
+                return None
+        if float(ridge) > largest:
+            raise CheckpointError(f"The Gram of the {of} cannot be factorised; check the weights for extreme values.")
+        del square, factor
+        damping *= 10
+    if damping > asked:
+        note(GramNote(of, "raised", damping))
+    return factor, damping
+
+
+def note(found: GramNote) -> None:
+    """Tell of a Gram: a run collects the record's `gram_note`, and elsewhere it is a warning."""
+    logger.warning("The Gram of the %s is singular to rounding: %s.", found.of, found, extra={"gram_note": found})
+
+
+def _finite_norm(gram: torch.Tensor, of: str) -> float:
+    norm = float(torch.linalg.vector_norm(gram, dtype=torch.float64))
+    if not norm < torch.inf:
+        raise CheckpointError(
+            f"The Gram of the {of} overflows to NaN or Inf; run with --dtype float32 or check the weights."
+        )
+    return norm
 
 
 class RidgeFactor:
     """A factor of `K = G + λI` with `λ = damping · mean(diag G)`, to solve many right-hand sides.
 
-    Cholesky in float64; where that fails (an indefinite or exactly singular Gram with no damping) the
-    pseudo-inverse from an eigendecomposition takes over, and `eigenvalue_fallback` says so.
+    A Gram that is singular or indefinite by rounding gets a larger ridge (`damping` then says which); if no ridge was
+    asked for, the pseudo-inverse takes over, and `eigenvalue_fallback` says so.
 
     Args:
         gram: `(k, k)` symmetric positive semi-definite, any float dtype.
-        damping: the ridge in units of the mean diagonal, ≥ 0.
+        damping: the ridge in units of the mean diagonal, ≥ 0. of: what the Gram is of, in words.
 
-    Cost: k³/3 multiply-adds (Cholesky); about 30 times that for the fallback. Deterministic.
+    Cost: k³/3 multiply-adds (Cholesky); about 30 times that for the pseudo-inverse. Deterministic.
     """
 
-    def __init__(self, gram: torch.Tensor, damping: float) -> None:
-        self.ridge = damping * gram.diagonal().double().mean().clamp_min(0)
-        matrix = self._ridged(gram)
-        # a view in LAPACK's column order is factorised where it lies, so that no second k × k matrix is made
-        self._cholesky = matrix.mT
-        failed_at = torch.empty((), dtype=torch.int32, device=matrix.device)
-        torch.linalg.cholesky_ex(self._cholesky, out=(self._cholesky, failed_at))
-        self.eigenvalue_fallback = bool(failed_at) or not bool(torch.isfinite(self._cholesky.diagonal()).all())
-        if self.eigenvalue_fallback:
-            logger.warning("Cholesky of a %d × %d Gram failed; using its eigendecomposition.", *gram.shape)
-            eigenvalues, vectors = torch.linalg.eigh(self._ridged(gram))
-            tiny = torch.finfo(eigenvalues.dtype).tiny
-            rounding = eigenvalues[-1] * len(gram) * torch.finfo(eigenvalues.dtype).eps
-            positive = eigenvalues > rounding.clamp_min(tiny)
-            inverse = torch.where(positive, 1 / eigenvalues.clamp_min(tiny), 0)
-            self._inverse = (vectors * inverse) @ vectors.T
-            kept = eigenvalues[positive]
-            self.condition_number = float(kept[-1] / kept[0]) if len(kept) else 1.0  # of nothing, which is exact
-        else:
-            self.condition_number = self._estimate_condition()
-            if self.condition_number > SINGULAR:
-                logger.warning(
-                    "A %d × %d Gram is singular to rounding (condition number %.0e); give more text or more --damping.",
-                    *gram.shape,
-                    self.condition_number,
-                )
-
-    def _ridged(self, gram: torch.Tensor) -> torch.Tensor:
-        matrix = gram.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-        matrix.diagonal().add_(self.ridge)
-        return matrix
+    def __init__(self, gram: torch.Tensor, damping: float, of: str = "columns") -> None:
+        mean = gram.diagonal().double().mean().clamp_min(0)
+        found = ridged_cholesky(gram, damping, of=of)
+        self.eigenvalue_fallback = found is None
+        self.damping = damping if found is None else found[1]
+        self.ridge = self.damping * mean
+        if found is None:
+            self._inverse, self.condition_number = _pseudo_inverse(gram, of)
+            return
+        self._cholesky = found[0]
+        self.condition_number = self._estimate_condition()
+        if self.condition_number > SINGULAR:
+            note(GramNote(of, "singular", self.condition_number))
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
         """Return `K⁻¹ right` in float64, `right (k, p)`."""
@@ -72,6 +152,19 @@ class RidgeFactor:
         smallest_inverse = _tridiagonal(self.solve, start)
         values = torch.linalg.eigvalsh(torch.stack((largest, smallest_inverse)).cpu())[:, -1]
         return max(1.0, float(values.prod()))
+
+
+def _pseudo_inverse(gram: torch.Tensor, of: str) -> tuple[torch.Tensor, float]:
+    """Return `G⁺ (n, n)` float64 over the directions that are above rounding, and its condition number."""
+    values, vectors = torch.linalg.eigh(gram.double())
+    info = torch.finfo(values.dtype)
+    rounding = torch.maximum(values[-1] * len(gram) * info.eps, -values[0]).clamp_min(info.tiny)
+    positive = values > rounding
+    inverse = torch.where(positive, 1 / values.clamp_min(info.tiny), 0)
+    kept = values[positive]
+    note(GramNote(of, "left out", len(gram) - len(kept)))
+    condition = float(kept[-1] / kept[0]) if len(kept) else 1.0  # of nothing, which is exact
+    return (vectors * inverse) @ vectors.T, condition
 
 
 def _tridiagonal(product: Callable[[torch.Tensor], torch.Tensor], start: torch.Tensor) -> torch.Tensor:

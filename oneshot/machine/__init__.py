@@ -1,6 +1,6 @@
 """The machine of a run: device, dtype, processes, scratch folder and where activations are stored."""
 
-from oneshot.machine.device import exact_products, limited_memory, resolve_device, resolve_dtype
+from oneshot.machine.device import exact_products, limited_memory, resolve_device, resolve_dtype, vendor_solvers
 from oneshot.machine.machine import Machine, Store
 from oneshot.machine.workers import ALONE, Workers, join_workers, launched_rank
 
@@ -15,4 +15,5 @@ __all__ = [
     "limited_memory",
     "resolve_device",
     "resolve_dtype",
+    "vendor_solvers",
 ]

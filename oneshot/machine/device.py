@@ -1,5 +1,6 @@
 """The `--device` and `--dtype` options as torch's own objects."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -56,6 +57,25 @@ def exact_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def vendor_solvers(device: torch.device) -> Iterator[None]:
+    """Let a CUDA device factorise by cuSOLVER; torch gives LU of tall matrices to MAGMA, which warns and is slower.
+
+    The library is a setting of the whole process, so it is what it was before when the block ends.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.preferred_linalg_library()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the setting is experimental
+        torch.backends.cuda.preferred_linalg_library("cusolver")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_linalg_library(before)
 
 
 @contextmanager

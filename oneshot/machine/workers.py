@@ -48,6 +48,15 @@ class Workers:
                 for tensor in tensors:
                     torch.distributed.all_reduce(tensor)
 
+    def sum_counts(self, device: torch.device, *counts: int) -> list[int]:
+        """Return the sums of counts over all processes; one alone waits for no device."""
+        if self.size == 1:
+            return list(counts)
+        totals = torch.tensor(counts, device=device)
+        self.sum_(totals)
+        summed: list[int] = totals.tolist()
+        return summed
+
     def share(self, task: int, compute: Callable[[], Result]) -> Result:
         """Return what the owner of a task computes, on every process.
 
@@ -63,6 +72,10 @@ class Workers:
             sent = iter(tensors)
             shared: Result = _with_tensors(held[0], lambda slot: _broadcast(slot, next(sent, None), owner))
         return shared
+
+    def gather(self, items: tuple[Result, ...]) -> tuple[Result, ...]:
+        """Return the items of all processes, on every process."""
+        return tuple(item for rank in range(self.size) for item in self.share(rank, lambda: items))
 
     def wait(self) -> None:
         """Wait until all processes have called this."""

@@ -265,12 +265,14 @@ class LayerProfiler:
         if not linears:
             return
         mixer, whole = self._stack.sublayers[index].mixer, dense.sum(index, x)
+        curves = {kind: linear.errors() for kind, linear in linears.items()}
+        ranks = {kind: probe_size(errors, RANK_SHARE) for kind, errors in curves.items()}
+        changes = []
         for kind, linear in linears.items():
-            errors = linear.errors()
-            rank = probe_size(errors, RANK_SHARE)
-            reduced = self.states.builder.layer(layer, with_ranks(tensors, mixer, {kind: linear.nearest(rank)}))
-            energy = mean_energy(reduced.sum(index, x) - whole)
-            scaled = errors * (energy / float(errors[rank].clamp_min(torch.finfo(errors.dtype).tiny)))
+            reduced = self.states.builder.layer(layer, with_ranks(tensors, mixer, {kind: linear.nearest(ranks[kind])}))
+            changes.append(mean_energy(reduced.sum(index, x) - whole))
+        for (kind, errors), energy in zip(curves.items(), torch.stack(changes).tolist(), strict=True):
+            scaled = errors * (energy / float(errors[ranks[kind]].clamp_min(torch.finfo(errors.dtype).tiny)))
             self._curves[layer].rank_errors[RANKED_KINDS.index(kind), : len(errors)] = scaled
 
     def _add_inner_probe(self, kind: str, layer: int, error: float, tensors: Tensors) -> None:
@@ -311,7 +313,7 @@ class LayerProfiler:
         factors = self._correct(weight, columns, statistics, shape.mlp_bias)
         reduced = self.states.builder.layer(layer, fold_sublayer(tensors, sublayer, shape, factors))
         total = reduced.sum(index, attended)
-        energy = mean_energy(total - dense.sum(index, attended)) if self._has_ranks else 0.0
+        energy = float(mean_energy(total - dense.sum(index, attended))) if self._has_ranks else 0.0
         self._probes.add(Probe("ffn", layer, reduced.leave(index, total), squared_error(factors), energy))
 
     def _correct(self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics, has_bias: bool) -> Factors:
@@ -343,6 +345,6 @@ def squared_error(factors: Factors) -> float:
     return factors.predicted_error**2
 
 
-def mean_energy(rows: torch.Tensor) -> float:
-    """Return the mean over tokens of the squared norms, for `(…, D)`."""
-    return float(rows.double().square().sum(-1).mean())
+def mean_energy(rows: torch.Tensor) -> torch.Tensor:
+    """Return the mean over tokens of the squared norms, a float64 scalar, for `(…, D)`."""
+    return rows.double().square().sum(-1).mean()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from oneshot.linalg import psd
+from oneshot.linalg.psd import GramNote
 from oneshot.report.records import LayerReport
 
 
@@ -77,11 +79,17 @@ class ProgressBar:
 
 
 class WarningLog(logging.Handler):
-    """Collect this package's warnings for the report. A context manager."""
+    """Collect this package's warnings for the report. A context manager.
+
+    Notes on Grams are collected apart, and nobody else hears of them: a run tells of each kind once
+    (`report.grams`).
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._messages: list[str] = []
+        self._notes: list[GramNote] = []
+        self._level = logging.NOTSET
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the message of a warning."""
@@ -92,12 +100,29 @@ class WarningLog(logging.Handler):
         taken, self._messages = tuple(self._messages), []
         return taken
 
+    def take_notes(self) -> tuple[GramNote, ...]:
+        """Return the notes on Grams since the last call."""
+        taken, self._notes = tuple(self._notes), []
+        return taken
+
+    def _keep_note(self, record: logging.LogRecord) -> bool:
+        """Keep a note on a Gram, and return whether the record is anything else."""
+        found = getattr(record, "gram_note", None)
+        if isinstance(found, GramNote):
+            self._notes.append(found)
+        return found is None
+
     def __enter__(self) -> "WarningLog":
         logging.getLogger("oneshot").addHandler(self)
+        self._level = psd.logger.level
+        psd.logger.setLevel(logging.WARNING)  # also in a process whose warnings nobody sees
+        psd.logger.addFilter(self._keep_note)
         return self
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger("oneshot").removeHandler(self)
+        psd.logger.removeFilter(self._keep_note)
+        psd.logger.setLevel(self._level)
 
 
 class Stopwatch:

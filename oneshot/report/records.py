@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from oneshot.linalg.psd import GramNote
 from oneshot.machine import Store
 
 
@@ -27,7 +28,10 @@ class SublayerReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer: its sublayers, the time it took, the process's peak memory when it was done, and warnings."""
+    """One layer: its sublayers, the time it took, the process's peak memory when it was done, and warnings.
+
+    `gram_notes`: one for each kind of Gram that rounding left singular, of all processes.
+    """
 
     layer: int
     sublayers: tuple[SublayerReport, ...]
@@ -35,12 +39,15 @@ class LayerReport:
     peak_bytes: int
     peak_device_bytes: int
     warnings: tuple[str, ...] = ()
+    gram_notes: tuple[GramNote, ...] = ()
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "LayerReport":
         """Return the inverse of `dataclasses.asdict`, also after JSON."""
         sublayers = tuple(SublayerReport(**sublayer) for sublayer in values["sublayers"])
-        return LayerReport(**{**values, "sublayers": sublayers, "warnings": tuple(values["warnings"])})
+        notes = tuple(GramNote(**note) for note in values.get("gram_notes", ()))
+        warnings = tuple(values["warnings"])
+        return LayerReport(**{**values, "sublayers": sublayers, "warnings": warnings, "gram_notes": notes})
 
 
 @dataclass(frozen=True)

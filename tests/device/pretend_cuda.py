@@ -10,6 +10,7 @@ Every operation on them is done on the host. On the way are checked or counted, 
 - kernels: operations that are no views. One of ours may be several of CUDA's (a sort), so this is a lower bound.
 - waits: whatever makes the host wait for the device, by what torch's CUDA sources do (`item`, `nonzero`, masks,
   blocking copies, Python numbers through an index, host numbers in `where`).
+- factorisations that torch would give to MAGMA: LU of matrices that are not square, without cuSOLVER preferred.
 - operations whose result CUDA does not promise twice, by torch's list and cuSPARSE's (`_by_chance`).
 - live and peak bytes of the device's storages, without what a kernel takes for itself: a lower bound, too.
 - bytes copied each way, and numbers whose dtype the host converts for a blocking copy.
@@ -71,6 +72,8 @@ class Log:
     from_device_bytes: Counter[str] = field(default_factory=Counter)
     converted_on_host: Counter[str] = field(default_factory=Counter)
     by_chance: Counter[str] = field(default_factory=Counter)
+    by_magma: Counter[str] = field(default_factory=Counter)
+    linalg_library: str = "default"
     live_bytes: int = 0
     peak_bytes: int = 0
     peak_site: str = ""
@@ -230,6 +233,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if device_tensors:
         _check_devices(name, args, tensors)
         _count_waits(name, args)
+        if name.startswith("linalg_lu") and args[0].shape[-1] != args[0].shape[-2] and _log.linalg_library == "default":
+            _log.by_magma[f"{site()} {name}"] += 1
         if _by_chance(name, args, kwargs):
             _log.by_chance[f"{site()} {name}"] += 1
     if (device_tensors or _is_cuda(asked)) and not (VIEWS.fullmatch(name) or WAITS.fullmatch(name)):
@@ -396,6 +401,10 @@ def pretend(total_bytes: int = 80 * 10**9) -> Iterator[Log]:
         made = new_tensor(getattr(self, "host", self), data, **kwargs)
         return PretendCuda(made) if _on_device(self) else made
 
+    def preferred_library(library: str | None = None) -> str:
+        _log.linalg_library = library or _log.linalg_library
+        return _log.linalg_library
+
     def nothing(*_: object, **__: object) -> None:
         return None
 
@@ -433,6 +442,7 @@ def pretend(total_bytes: int = 80 * 10**9) -> Iterator[Log]:
     }
     with (
         mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.object(torch.backends.cuda, "preferred_linalg_library", preferred_library),
         mock.patch.object(torch, "tensor", make),
         mock.patch.object(torch.Tensor, "new_tensor", make_like),
         mock.patch.object(torch.Tensor, "pin_memory", lambda self: self),  # also in threads, which have no mode

@@ -15,15 +15,22 @@ HERE = Path(__file__).parent
 # What the host may wait for in a layer, by stage. A wait of 20 microseconds in a loop over pivots would be seconds.
 WAITS_A_LAYER = {
     "upload": 1,  # the finished layer is on the host
-    "sums": 3,  # they are finite; rows were counted; columns that are dead
+    "sums": 1,  # they are finite
     "selection": 1,  # the Gram is finite
-    "correction": 9,  # skeleton and rest; what the report says: errors, condition, coefficients
-    "fold": 1,  # columns without the bias's
-    "profile": 2,  # influence of the layer, size of its probe
+    "correction": 6,  # the factorisation held; columns that are dead; errors, condition, coefficients
 }
-WAITS_OF_A_PROFILE = {"sums": 4, "selection": 1, "correction": 10, "fold": 1, "profile": 2}
+# The influence of the layer, and the size of its probe.
+WAITS_OF_A_PROFILE = {"sums": 1, "selection": 1, "correction": 7, "profile": 2}
+# Four linears, of which profile and layer decompose those that they need, and the layer stores some.
+WAITS_OF_RANKS = {
+    "forward": 2,  # positions of a new width
+    "sums": 5,  # Grams are finite
+    "correction": 6,  # roots held, three in a profile; pivots of what is stored
+    "hidden size": 6,  # eigendecompositions
+    "ranks": 4,  # error curves
+    "profile": 3,  # errors of the probes, once a sublayer
+}
 LOOPS = ("batches", "neurons", "tokens")
-WAITS_OF_RANKS = 80  # of a layer: four linears, twice decomposed
 # Runs with activations on disk, that choose by loops on the host, or that decompose ranges of a vocabulary or linears.
 WAITING = (
     "activations on disk",
@@ -33,7 +40,6 @@ WAITING = (
     "heads obs",
     "sketch, tournament",
     "gram, tournament",
-    "ranks",
     "ranks, biases",
     "ranks, large",
 )
@@ -75,7 +81,14 @@ def test_nothing_is_summed_in_the_order_of_chance(name: str) -> None:
     assert measured()[name]["by_chance"] == {}
 
 
-@pytest.mark.parametrize("form", ["oneshot", "per-layer"])
+@pytest.mark.parametrize("name", RUNS)
+def test_every_factorisation_is_cusolvers(name: str) -> None:
+    """MAGMA warns, and is slower where torch takes it; the setting of the process is as it was after a run."""
+    assert measured()[name]["by_magma"] == {}
+    assert measured()[name]["linalg_library"] == "default"
+
+
+@pytest.mark.parametrize("form", ["oneshot", "per-layer", "ranks"])
 @pytest.mark.parametrize("what", LOOPS)
 def test_no_wait_in_a_loop(form: str, what: str) -> None:
     """Over pivots, batches and rows: twice as many of them wait no more."""
@@ -84,10 +97,12 @@ def test_no_wait_in_a_loop(form: str, what: str) -> None:
         assert measured()[more]["waits"] == measured()[form]["waits"]
 
 
-@pytest.mark.parametrize("form", ["oneshot", "per-layer"])
+@pytest.mark.parametrize("form", ["oneshot", "per-layer", "ranks"])
 def test_waits_of_a_layer(form: str) -> None:
     few, many = measured()[form]["waits"], measured()[f"{form}, a layer more"]["waits"]
     allowed = WAITS_A_LAYER if form == "oneshot" else _sum(WAITS_A_LAYER, WAITS_OF_A_PROFILE)
+    if form == "ranks":
+        allowed = _sum(allowed, WAITS_OF_RANKS)
     for stage in many:
         assert many[stage] - few.get(stage, 0) <= allowed.get(stage, 0), stage
 
@@ -97,12 +112,6 @@ def test_most_runs_wait_rarely() -> None:
     for name, row in measured().items():
         if name not in WAITING:
             assert sum(row["waits"].values()) < 40 + 65 * row["layers"], name
-
-
-def test_ranks_wait_for_each_linear_and_not_inside() -> None:
-    for name in ("ranks", "ranks, large"):
-        row = measured()[name]
-        assert sum(row["waits"].values()) < 40 + (65 + WAITS_OF_RANKS) * row["layers"], name
 
 
 def _sum(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:

@@ -37,6 +37,12 @@ BY_CHANCE = {
     "a.cumsum(0)": 0,
     "torch.sparse_csr_tensor(torch.arange(5, device='cuda'), torch.arange(4, device='cuda'), a[:, 0]) @ a": 1,
 }
+BY_MAGMA = {
+    "torch.linalg.lu_factor(a)": 1,
+    "torch.linalg.lu_factor(a.mT @ a + torch.eye(3, device='cuda'))": 0,
+    "torch.backends.cuda.preferred_linalg_library('cusolver'); torch.linalg.lu_factor(a)": 0,
+    "torch.backends.cuda.preferred_linalg_library('default'); torch.linalg.lu_factor(a)": 1,
+}
 MIXED = [
     "a @ torch.zeros(3, 5)",
     "a.add_(torch.zeros(4, 3))",
@@ -64,7 +70,7 @@ with pretend() as log:
         except (RuntimeError, TypeError) as raised:
             error = str(raised)
         counts = {"waits": sum(log.waits.values()), "kernels": sum(log.kernels.values())}
-        counts["by_chance"] = sum(log.by_chance.values())
+        counts["by_chance"], counts["by_magma"] = sum(log.by_chance.values()), sum(log.by_magma.values())
         print(json.dumps({"made": made, "error": error, **counts}))
         del a
 """
@@ -73,7 +79,7 @@ with pretend() as log:
 @cache
 def results() -> dict[str, dict[str, Any]]:
     """Return what became of every statement, all run in one process with `a` (4, 3) on the device."""
-    statements = [*WAITS, *BY_CHANCE, *MIXED, *OTHER.values()]
+    statements = [*WAITS, *BY_CHANCE, *BY_MAGMA, *MIXED, *OTHER.values()]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(statements),
@@ -98,6 +104,13 @@ def test_sums_in_the_order_of_chance_are_counted(statement: str) -> None:
     found = results()[statement]
     assert found["error"] == ""
     assert found["by_chance"] == BY_CHANCE[statement]
+
+
+@pytest.mark.parametrize("statement", BY_MAGMA)
+def test_factorisations_that_torch_gives_to_magma_are_counted(statement: str) -> None:
+    found = results()[statement]
+    assert found["error"] == ""
+    assert found["by_magma"] == BY_MAGMA[statement]
 
 
 @pytest.mark.parametrize("statement", MIXED)

@@ -1,10 +1,13 @@
 """The device and the dtype of a run; cards are described, not there."""
 
+import contextlib
+import warnings
+
 import pytest
 import torch
 
 from oneshot.errors import DeviceError
-from oneshot.machine import exact_products, limited_memory, resolve_device, resolve_dtype
+from oneshot.machine import exact_products, limited_memory, resolve_device, resolve_dtype, vendor_solvers
 
 
 @pytest.mark.parametrize(("has_units", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
@@ -27,6 +30,32 @@ def test_float32_products_are_float32_during_a_run() -> None:
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_device_factorises_by_cusolver_during_a_run_only(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is a setting of the process, which also returns if the run fails."""
+    chosen = ["magma"]
+
+    def preferred(library: str | None = None) -> str:
+        if library is not None:
+            warnings.warn("this setting is experimental", stacklevel=1)
+            chosen.append(library)
+        return chosen[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_linalg_library", preferred)
+    with vendor_solvers(torch.device("cpu")):
+        assert chosen == ["magma"]
+    with (
+        warnings.catch_warnings(record=True) as heard,
+        contextlib.suppress(ZeroDivisionError),
+        vendor_solvers(torch.device("cuda", 0)),
+    ):
+        assert chosen[-1] == "cusolver"
+        assert heard == []
+        if fails:
+            raise ZeroDivisionError
+    assert chosen[-1] == "magma"
 
 
 def test_devices_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from oneshot.compression.ranks import READ_BY, Ranked
+from oneshot.compression.ranks import READ_BY, Inputs, Ranked
 from oneshot.errors import OneshotError
 from oneshot.evaluation import load_model
 from oneshot.export.per_layer import PerLayerForm, per_layer_shape
@@ -57,7 +57,7 @@ def test_the_factors_are_the_best_of_their_rank(
     inputs = torch.randn(40, columns, generator=generator, dtype=torch.float64)
     weights = torch.ones(rows) if equal else torch.rand(rows, generator=generator) + 0.1
     gram = inputs.T @ inputs
-    linear = Ranked(weight, gram, weights)
+    linear = Ranked(weight, Inputs(gram), weights)
     found = linear.nearest(rank)
     whole = found.whole().float()
     kept, others, order = found.columns()

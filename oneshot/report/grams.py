@@ -1,0 +1,52 @@
+"""What a run says about Grams that rounding left singular: one sentence for every kind, with the layers."""
+
+from collections.abc import Iterable, Sequence
+
+from oneshot.linalg.psd import GramNote
+from oneshot.report.records import LayerReport
+
+REMEDIES = {
+    "raised": "its weakest directions count less; give more text, or --dtype float32",
+    "left out": "give more text, or a damping above zero",
+    "singular": "give more text, or more damping",
+}
+NAMED_LAYERS = 8
+
+
+def worst(notes: Iterable[GramNote]) -> tuple[GramNote, ...]:
+    """Return one note of each name and kind, the one with the largest size, in the order of the first ones."""
+    found: dict[tuple[str, str], GramNote] = {}
+    for note in notes:
+        key = note.of, note.kind
+        found[key] = max(found.get(key, note), note, key=lambda each: each.size)
+    return tuple(found.values())
+
+
+def gram_sentences(elsewhere: Sequence[GramNote], layers: Sequence[LayerReport]) -> list[str]:
+    """Return what the user should know: a sentence for each kind of Gram, and what was done about it.
+
+    Args:
+        elsewhere: notes from before the layers, as those of a profile. layers: the reports of all layers.
+    """
+    sentences = []
+    for note in worst([*elsewhere, *(each for layer in layers for each in layer.gram_notes)]):
+
+        def same(other: GramNote, note: GramNote = note) -> bool:
+            return (other.of, other.kind) == (note.of, note.kind)
+
+        numbers = [layer.layer for layer in layers if any(map(same, layer.gram_notes))]
+        earlier = sum(map(same, elsewhere))
+        places = [f"{_layers(numbers)} of {len(layers)}"] if numbers else []
+        places += [f"{earlier} times before the layers"] if earlier else []
+        sentences.append(
+            f"The Gram of the {note.of} is singular to rounding ({', '.join(places)}), at worst {note}: "
+            f"{REMEDIES[note.kind]}."
+        )
+    return sentences
+
+
+def _layers(numbers: list[int]) -> str:
+    """Return the layers by number, or how many they are."""
+    if len(numbers) > NAMED_LAYERS:
+        return f"{len(numbers)} layers"
+    return f"layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
