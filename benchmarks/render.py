@@ -22,6 +22,7 @@ from tables.gpu_measured import (
     gpu_sketch_table,
     gpu_speed_table,
 )
+from tables.grams import singular_grams_table
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.inner_sizes import inner_sizes_table, stream_errors_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
@@ -128,6 +129,7 @@ TABLES = {
     "gpu_counts": (gpu_counts_table, "gpu_counts"),
     "sums": (sums_table, "sums"),
     "quantise": (quantise_table, "quantise"),
+    "singular_grams": (singular_grams_table, "singular_grams"),
 }
 
 

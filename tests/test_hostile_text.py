@@ -18,9 +18,9 @@ from factories import MakeConfig, build_model
 from hostile_grams import TENSOR_CORES, symmetric_noise
 from safetensors.torch import load_file
 
-from oneshot import compress
 from oneshot.compression import statistics, up_proj
 from oneshot.linalg.sums import finished_gram
+from oneshot.pipeline import compress
 from oneshot.report.records import Report
 
 WORDS = 50

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 CONDITION_STEPS = 12
 ROUNDING = 1e-10  # of a product, beside the vectors before it
 SINGULAR = 1 / torch.finfo(torch.float32).eps  # a condition number beyond which float32 sums know nothing
-TRUSTED = 0.1  # of the ridge; a smaller pivot is rounding
+TRUSTED = 0.5  # of the ridge; a smaller pivot is rounding
 LARGEST_RIDGE = 100.0  # of the Gram's norm; whatever rounding did, less suffices
 
 

@@ -61,6 +61,8 @@ SHARED: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "sketches": (3, ["--sparsity=0.15", "--recipe=stat"], {}),
     "sparse signs": (2, ["--sparsity=0.15", "--set=sketch=sparse-sign", "--set=sketch_size=100"], {}),
     "moments": (3, ["--sparsity=0.1", "--recipe=flap", "--form=per-layer", "--round-to=1"], {"mlp_bias": True}),
+    # the second process solves the FFNs, and the first one tells
+    "a singular Gram": (2, ["--sparsity=0.1", "--set=damping=0", "--num-sequences=4", "--sequence-length=8"], {}),
     "held-out text": (2, ["--sparsity=0.15", "--set=damping=auto", "--batch-size=1"], {}),
     "sizes inside heads by a profile": (
         2,
@@ -111,7 +113,10 @@ def test_processes_give_the_bytes_of_one(name: str, results: dict[str, tuple[Pat
     assert {path.name for path in folder.iterdir()} == {"one", "several"}
     one, several = (json.loads((folder / each / REPORT_NAME).read_text()) for each in ("one", "several"))
     assert one["plan"] == several["plan"]
+    assert one["warnings"] == several["warnings"]
+    assert (name == "a singular Gram") == any("singular to rounding" in warning for warning in one["warnings"])
     for ours, theirs in zip(one["layers"], several["layers"], strict=True):
+        assert ours["gram_notes"] == theirs["gram_notes"]
         # The measured error is of the last batch that the first process has.
         assert [without_measured(each) for each in ours["sublayers"]] == [
             without_measured(each) for each in theirs["sublayers"]
