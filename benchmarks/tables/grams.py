@@ -21,10 +21,11 @@ def singular_grams_table() -> str:
             [rounding, rank, *(_cell([row for row in same if row["factorisation"] == name]) for name in names)]
         )
     count = sum(row["grams"] for row in rows if row["factorisation"] == names[0] and not row["is_before"])
+    size = rows[0]["size"]
     return markdown(
         ["sums", "rank", *names],
         lines,
-        f"Before → after the rule; the worst of {count // len(kinds)} Grams of {rows[0]['size']} columns, with and without "
+        f"Before → after the rule; the worst of {count // len(kinds)} Grams of {size} columns, with and without "
         "a massive activation. *crash*: an exception. × n: the result has n times the rounding of its Gram. *ok*: less "
         f"than {MUCH:.0f} times. {origin(rows)}.",
     )

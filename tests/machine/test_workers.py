@@ -61,8 +61,6 @@ SHARED: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "sketches": (3, ["--sparsity=0.15", "--recipe=stat"], {}),
     "sparse signs": (2, ["--sparsity=0.15", "--set=sketch=sparse-sign", "--set=sketch_size=100"], {}),
     "moments": (3, ["--sparsity=0.1", "--recipe=flap", "--form=per-layer", "--round-to=1"], {"mlp_bias": True}),
-    # the second process solves the FFNs, and the first one tells
-    "a singular Gram": (2, ["--sparsity=0.1", "--set=damping=0", "--num-sequences=4", "--sequence-length=8"], {}),
     "held-out text": (2, ["--sparsity=0.15", "--set=damping=auto", "--batch-size=1"], {}),
     "sizes inside heads by a profile": (
         2,
@@ -114,13 +112,26 @@ def test_processes_give_the_bytes_of_one(name: str, results: dict[str, tuple[Pat
     one, several = (json.loads((folder / each / REPORT_NAME).read_text()) for each in ("one", "several"))
     assert one["plan"] == several["plan"]
     assert one["warnings"] == several["warnings"]
-    assert (name == "a singular Gram") == any("singular to rounding" in warning for warning in one["warnings"])
     for ours, theirs in zip(one["layers"], several["layers"], strict=True):
         assert ours["gram_notes"] == theirs["gram_notes"]
         # The measured error is of the last batch that the first process has.
         assert [without_measured(each) for each in ours["sublayers"]] == [
             without_measured(each) for each in theirs["sublayers"]
         ]
+
+
+def test_the_first_process_tells_of_grams_that_another_factorised(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path
+) -> None:
+    """The second process solves the FFNs."""
+    arguments = ["--sparsity=0.1", "--set=damping=0", "--num-sequences=4", "--sequence-length=8"]
+    checkpoint, output = make_checkpoint(layers=3), tmp_path / "out"
+    process = start(2, str(checkpoint), f"--calibration={text_file}", *arguments, f"--output={output}")
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    [told] = [each for each in json.loads((output / REPORT_NAME).read_text())["warnings"] if "singular" in each]
+    assert "(layers 0, 1, 2 of 3)" in told
+    assert errors.count("singular to rounding") == 1
 
 
 def digests(folder: Path) -> dict[str, str]:
