@@ -165,9 +165,9 @@ def test_linears_of_low_rank(gram: Gram) -> None:
     assert_finite(errors)
     assert 0 <= float(errors[-1]) <= float(errors[0]) <= 1
     np.testing.assert_allclose(linear.nearest(SIZE).whole().numpy(), weight.numpy(), atol=1e-4)
-    stored = linear.nearest(HALF).stored("name", weight)
-    assert_finite(*(tensor for tensor in stored.values() if tensor.is_floating_point()))
-    assert sorted(stored["name.map.columns"].tolist()) == list(range(40))
+    read, others, order = linear.nearest(HALF).columns()
+    assert_finite(read, others)
+    assert sorted(order.tolist()) == list(range(SIZE))
 
 
 @hostile
