@@ -100,7 +100,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "per-layer, twice the batches": ("llama", PER_LAYER | WHOLE | {"num_sequences": 32}),
     "per-layer, a layer more": ("deep", PER_LAYER | WHOLE),
     "ranks": ("llama", PER_LAYER),
-    "ranks, twice the batches": ("llama", PER_LAYER | {"num_sequences": 32}),
     "ranks, a layer more": ("deep", PER_LAYER),
     "ranks, biases": ("biased", PER_LAYER | {"dtype": "float32"}),
     "ranks, large": ("large", PER_LAYER | {"embedding": "none", "num_sequences": 8, "sequence_length": 128}),

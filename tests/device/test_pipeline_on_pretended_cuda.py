@@ -88,7 +88,7 @@ def test_every_factorisation_is_cusolvers(name: str) -> None:
     assert measured()[name]["linalg_library"] == "default"
 
 
-@pytest.mark.parametrize("form", ["oneshot", "per-layer", "ranks"])
+@pytest.mark.parametrize("form", ["oneshot", "per-layer"])
 @pytest.mark.parametrize("what", LOOPS)
 def test_no_wait_in_a_loop(form: str, what: str) -> None:
     """Over pivots, batches and rows: twice as many of them wait no more."""
