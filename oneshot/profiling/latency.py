@@ -1,6 +1,5 @@
 """Seconds of a layer by its sizes, measured on this machine, for plans under a latency budget."""
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,9 +28,10 @@ def measured_seconds(
 
     The two sublayers are timed separately, on the weights of the first layer cut to size: attention with every number
     of heads (in KV groups, or equally many out of each), the FFN at `WIDTHS` widths with interpolation between them.
-    They are medians over rounds in which all sizes take turns. Sizes inside heads and of the hidden state are taken as
-    in the dense model. `with_ranks`: a linear of low rank counts as much more or less than the whole one as it was
-    measured (`_RankedSeconds`); a kind of linear that saves parameters but no time is then not worth a rank.
+    They are minima over rounds in which all sizes take turns, which other processes disturb least. Sizes inside heads
+    and of the hidden state are taken as in the dense model. `with_ranks`: a linear of low rank counts as much more or
+    less than the whole one as it was measured (`_RankedSeconds`); a kind of linear that saves parameters but no time is
+    then not worth a rank.
     """
     shape, tensors, stack = model.shape, model.read_layer(0), model.family.stack
     builder = LayerBuilder(model, machine, sequence_length)
@@ -51,7 +51,7 @@ def measured_seconds(
     attention, ffn = stack.index_of("heads"), stack.index_of("ffn")
     calls = [sublayer(replace(shape, num_attention_heads=h, num_key_value_heads=g), attention) for h, g in heads]
     calls += [sublayer(replace(shape, intermediate_size=width), ffn) for width in widths]
-    seconds = _medians(calls, machine.device)
+    seconds = _least(calls, machine.device)
     of_heads = dict(zip(heads, seconds, strict=False))
     of_width = seconds[len(heads) :]
     ranked = _RankedSeconds(model, machine, tensors, sequence_length) if with_ranks else None
@@ -99,7 +99,7 @@ def _fitted_ranks(weight: torch.Tensor, sequence_length: int) -> Callable[[int, 
     x = weight.new_ones(1, sequence_length, inputs)
     ranks = sorted({max(1, round(inputs * part / RANKS)) for part in range(1, RANKS)})
     sizes = [(rank, m) for m in sorted({max(1, rows // 2), rows}) for rank in (*ranks, inputs)]
-    seconds = _medians([_linear(x, weight[:m], rank) for rank, m in sizes], weight.device)
+    seconds = _least([_linear(x, weight[:m], rank) for rank, m in sizes], weight.device)
     low = [(rank, m) for rank, m in sizes if rank < inputs]
     whole = [(rank, m) for rank, m in sizes if rank == inputs]
     taken = dict(zip(sizes, seconds, strict=True))
@@ -135,7 +135,7 @@ def _cut(model: Model, tensors: Tensors, shape: ModelShape) -> Tensors:
     }
 
 
-def _medians(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
+def _least(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS + 1):  # the first round warms up
         for call, seconds in zip(calls, times, strict=True):
@@ -146,4 +146,4 @@ def _medians(calls: list[Callable[[], object]], device: torch.device) -> list[fl
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - started)
-    return [statistics.median(seconds[1:]) for seconds in times]
+    return [min(seconds[1:]) for seconds in times]

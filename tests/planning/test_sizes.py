@@ -284,7 +284,7 @@ def test_seconds_of_ranks_follow_what_was_measured(
 
     monkeypatch.setattr("oneshot.profiling.latency._linear", linear)
     monkeypatch.setattr(
-        "oneshot.profiling.latency._medians",
+        "oneshot.profiling.latency._least",
         lambda calls, device: [done if isinstance(done := call(), float) else 1e-3 for call in calls],
     )
     model = open_model(str(make_checkpoint(head_dim=head_dim)), tmp_path)
