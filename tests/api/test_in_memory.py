@@ -107,6 +107,18 @@ def test_strings_and_rows_are_the_file_that_holds_them(
     assert "calibration: null" in (tmp_path / "strings" / "recipe.yaml").read_text()
 
 
+def test_chats_are_the_file_that_holds_them(make_checkpoint: MakeCheckpoint, tmp_path: Path, weights: Any) -> None:
+    chats = [
+        [{"role": "user", "content": f"Topic {number}"}, {"role": "assistant", "content": text}]
+        for number, text in enumerate(TEXTS)
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat, "id": "x"}) + "\n" for chat in chats))
+    for given, name in ((path, "file"), (chats, "memory")):
+        oneshot.compress(make_checkpoint(), tmp_path / name, calibration=given, **SMALL, **SIZES)
+    assert_same(weights("file"), weights("memory"))
+
+
 def test_data_sets_are_read_in_a_seeded_order(make_checkpoint: MakeCheckpoint, tmp_path: Path, weights: Any) -> None:
     from datasets import Dataset, DatasetDict
 
