@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")  # with every recipe; the others with one in the stock form
 RECIPES = ("oneshot", "stat", "tcsp", "group-pca", "flap")
 FORMS = ("stock", "per-layer")
 OTHER_FORMS = ("nemotron-nas", "gguf")
@@ -49,8 +50,16 @@ VARIANTS: dict[str, dict[str, str]] = {
 }
 
 
+def table() -> dict[str, Any]:
+    """Return the families of the tests' table whose text is packed."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from families.cases import CASES
+
+    return {name: case for name, case in CASES.items() if case.packed}
+
+
 def cases() -> list[dict[str, object]]:
-    """Every family, tied and untied, with every recipe and form; every variant with Llama and OPT."""
+    """Five families with every recipe and form, every variant with Llama and OPT, and all other decoders."""
     listed: list[dict[str, object]] = []
     for family in FAMILIES:
         for tied in (False, True):
@@ -71,19 +80,25 @@ def cases() -> list[dict[str, object]]:
         for tied in (False, True)
         for form in OTHER_FORMS
     ]
+    listed += [
+        {"family": family, "tied": tied, "form": "stock", "recipe": "oneshot", "options": {}, "name": "oneshot"}
+        for family in table()
+        if family not in FAMILIES
+        for tied in (False, True)
+    ]
     return listed
 
 
 def make_models(folder: Path) -> None:
     """Save a tiny random model of every family, with a tokenizer and a text."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from factories import build_model, tiny_tokenizer, topics
+    families = table()
+    from factories import tiny_tokenizer, topics
 
     fast = tiny_tokenizer()
-    for family in FAMILIES:
+    for family, case in families.items():
         for tied in (False, True):
-            extra = {"head_dim": 8} if family == "qwen3" else {}  # its default is 128
-            model = build_model(family, tied=tied, width=128, layers=3, vocabulary=400, **extra)
+            sizes = {"width": 128, "layers": 3} if family in FAMILIES else {}
+            model = case.build(**case.options | sizes | {"tied": tied})
             place = folder / f"{family}-{'tied' if tied else 'untied'}"
             model.save_pretrained(place)
             fast.save_pretrained(place)
@@ -201,7 +216,7 @@ def main() -> int:
             detail = f": {names[0]} of {len(names)}: {old.get(names[0])} | {new.get(names[0])}"
         if verdict == "refused by both":
             detail = f": {new['refused']}"
-        print(f"{case['family']:8} {tied:7} {case['form']:10} {case['name']:17} {verdict}{detail}")
+        print(f"{case['family']:16} {tied:7} {case['form']:10} {case['name']:17} {verdict}{detail}")
     print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
     return int(counts["different"] > 0)
 
