@@ -22,6 +22,7 @@ from oneshot.checkpoint import (
     remove_leftovers,
 )
 from oneshot.compression import (
+    Curvature,
     LayerCompressor,
     StreamSubspaces,
     expanded,
@@ -149,7 +150,7 @@ def profile(config: Config, *, show_progress: Shown = False) -> Profile:
     output = output_folder(config.output)
     refuse_existing(output)
     with open_run(config, show_progress=show_progress) as run:
-        schedule = profile_schedule(run.grid)
+        schedule = profile_schedule(run.grid, run.method)
         run.check_text()
         run.store_activations(run.footprint(config, schedule, None).store)
         run.check_family()
@@ -181,9 +182,13 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
     refuse_output(output, overwrite=config.overwrite, resume=config.resume and not output.exists())
     run.machine.workers.wait()  # all must have looked before one of them writes
     watch.lap("prepare")
+    curvature = None
     with _journal(config, run, plan, fingerprint) as journal:
         if run.written_text is not None:
             journal.save(SAVED_TEXT, {"token_ids": run.written_text.token_ids.tolist()})
+        if schedule.measures_curvature and not (schedule.plans_by_profile and journal.saved("plan")):
+            curvature = run.curvature  # which a profile reads
+            watch.lap("curvature")
         plan, divergences = _measured_plan(config, run, plan, budget, schedule, journal)
         if schedule.plans_by_profile:
             watch.lap("profile")
@@ -197,7 +202,10 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
             direct=run.form.is_safetensors,
             max_file_bytes=config.max_file_bytes,
         )
-        layers = _compress_layers(config, run, plan, schedule, subspaces, embedding, journal)
+        if schedule.measures_curvature and curvature is None and _passes_layers(run, journal):
+            curvature = run.curvature
+            watch.lap("curvature")
+        layers = _compress_layers(config, run, plan, schedule, subspaces, embedding, curvature, journal)
         watch.lap("layers")
         for read in run.form.outside(model, plan, subspaces, embedding)[journal.num_finished - len(layers) :]:
             journal.add(cast(config.save_dtype, read()))
@@ -326,14 +334,15 @@ def _compress_layers(
     schedule: Schedule,
     subspaces: StreamSubspaces | None,
     embedding: Tensors | None,
+    curvature: Curvature | None,
     journal: Journal,
 ) -> list[LayerReport]:
     """Compress the layers into the journal; those of an interrupted run are only replayed."""
     model, machine, states = run.model, run.machine, None
     shared_heads: dict[str, torch.Tensor] = {}
-    if schedule.finds_shared_heads and journal.num_finished < model.shape.num_hidden_layers:
+    if schedule.finds_shared_heads and _passes_layers(run, journal):
         shared_heads = find_shared_heads(model, run.text, plan, run.method.heads, machine, seed=config.seed)
-    if schedule.streams and journal.num_finished < model.shape.num_hidden_layers:
+    if schedule.streams and _passes_layers(run, journal):
         first = None if embedding is None else expanded(embedding, model.shape.hidden_size, machine.device)
         norms_after, norm = model.family.stack.norms_after, None
         if subspaces is not None and norms_after:
@@ -358,6 +367,7 @@ def _compress_layers(
         subspaces=subspaces,
         states=states,
         shared_heads=shared_heads,
+        curvature=curvature,
         seed=config.seed,
     )
     return write_layers(
@@ -372,6 +382,11 @@ def _compress_layers(
         warnings=run.warnings,
         show_progress=run.show_progress,
     )
+
+
+def _passes_layers(run: Run, journal: Journal) -> bool:
+    """Return whether a layer is not finished, so that the run needs what layers are compressed by."""
+    return journal.num_finished < run.model.shape.num_hidden_layers
 
 
 def _journal(config: Config, run: Run, plan: Plan, fingerprint: dict[str, Any]) -> Journal:

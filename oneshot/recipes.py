@@ -21,6 +21,7 @@ Allocation = Literal["auto", "uniform", "error", "stat", "stat-reversed", "block
 Depth = Literal["sensitivity", "sublayers", "none"]
 InnerSizes = Literal["sensitivity", "none"]
 Ranks = Literal["auto", "sensitivity", "none"]
+OutputCurvature = Literal["fisher", "none"]
 TokenWeighting = Literal["unit", "raw"]
 ResidualTarget = Literal["stream", "sublayer"]
 PivotWeights = Literal["output", "none"]
@@ -78,6 +79,8 @@ class Method:
         ranks: `sensitivity` also gives linears of every layer their own ranks if a profile says that it costs less: of
             queries and keys, of attention's output, of gate and up; `auto`: if the form can hold them and the method
             corrects what they lose.
+        curvature: `fisher` measures by one backward pass what a change of each sublayer's output costs the model's
+            output; neurons, ranks and sizes are then chosen by it (`compression.curvature`).
     """
 
     ffn: Selector
@@ -106,6 +109,7 @@ class Method:
     depth: Depth = "none"
     inner_sizes: InnerSizes = "none"
     ranks: Ranks = "none"
+    curvature: OutputCurvature = "none"
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -148,6 +152,13 @@ class Method:
             )
         if self.embedding == "low-rank" and (self.hidden != "none" or self.allocation not in ("auto", "sensitivity")):
             raise ConfigError("--set embedding=low-rank needs hidden=none and allocation=sensitivity; set them.")
+        if self.weighs_output and (
+            self.ffn != "id" or self.sketch != "none" or self.pivot_weights != "output" or self.slices
+        ):
+            raise ConfigError(
+                f"--set curvature={self.curvature} chooses neurons by pivots of the exact Gram; set ffn=id, "
+                "sketch=none, pivot_weights=output and hidden=none, or leave it out."
+            )
         if self.only_slices and self.allocation not in ("auto", "uniform", "error"):
             raise ConfigError(
                 f"--set allocation={self.allocation} is for neurons and heads; a hidden size has uniform or error."
@@ -200,6 +211,11 @@ class Method:
     def plans_ranks(self) -> bool:
         """Return whether a profile decides ranks of linears; `ranks` must be settled."""
         return self.ranks == "sensitivity"
+
+    @property
+    def weighs_output(self) -> bool:
+        """Return whether output curvature is measured."""
+        return self.curvature != "none"
 
     @property
     def solves(self) -> bool:

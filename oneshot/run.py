@@ -14,6 +14,7 @@ from oneshot_kernels.backend import KernelError
 
 from oneshot.checkpoint import Checkpoint, Model, identify, locate_checkpoint, open_gguf, peek_saved
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
+from oneshot.compression import Curvature
 from oneshot.config import Config, Target
 from oneshot.errors import CalibrationError, CheckpointError, DeviceError, OutputError, PlanError, cause
 from oneshot.export import expected_bytes, form_of, part_dtype
@@ -38,7 +39,14 @@ from oneshot.machine import (
 )
 from oneshot.machine.memory import device_capacity, release_heap, reset_peak
 from oneshot.planning import Budget, Plan, Profile, parameter_budget
-from oneshot.profiling import load_profile, make_profile, measured_seconds, refuse_other
+from oneshot.profiling import (
+    CURVATURE_TOKENS,
+    load_profile,
+    make_profile,
+    measure_curvature,
+    measured_seconds,
+    refuse_other,
+)
 from oneshot.recipes import TOKENS_PER_NEURON
 from oneshot.report.progress import ProgressBar, Shown, WarningLog, announce
 from oneshot.report.provenance import versions
@@ -292,6 +300,7 @@ class Run:
                     self._config.profile,
                     model_hash=self.model.checkpoint.content_hash(),
                     token_hash=self.text.token_hash,
+                    curvature=self.method.curvature,
                 )
         return self._profile
 
@@ -307,8 +316,23 @@ class Run:
             self.machine,
             kinds=schedule.profiled_kinds,
             with_embedding=schedule.profiles_embedding,
+            curvature=self.curvature if schedule.measures_curvature else None,
             show_progress=self.show_progress,
         )
+
+    @cached_property
+    def curvature(self) -> Curvature:
+        """Return the output curvature of every layer, measured when it is first needed."""
+        num_tokens = self.text.first(CURVATURE_TOKENS).num_tokens
+        with ProgressBar(
+            num_layers=2 * self.model.shape.num_hidden_layers,  # forward and back
+            num_tokens=num_tokens,
+            visible=self.show_progress,
+            description="curvature",
+        ) as progress:
+            return measure_curvature(
+                self.model, self.text, self.machine, seed=self._config.seed, advance=progress.advance
+            )
 
     @cached_property
     def _seconds(self) -> Callable[[StackShape], float]:

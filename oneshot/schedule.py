@@ -24,6 +24,7 @@ class Schedule:
         plans_by_profile: whether a profile decides the sizes of layers.
         profiled_kinds: the kinds of sublayers that a profile of this run measures; empty if it makes none.
         profiles_embedding: whether that profile also measures the embedding.
+        measures_curvature: whether a backward pass measures output curvature.
         finds_subspaces: whether the hidden size shrinks.
         streams: how many streams of hidden states pass the layers; 0 if the layers do not read the text.
         dense_every: the dense stream has one of so many batches; 0 without a dense stream.
@@ -35,6 +36,7 @@ class Schedule:
     plans_by_profile: bool = False
     profiled_kinds: tuple[str, ...] = ()
     profiles_embedding: bool = False
+    measures_curvature: bool = False
     finds_subspaces: bool = False
     streams: int = 0
     dense_every: int = 0
@@ -102,6 +104,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
         plans_by_profile=by_profile,
         profiled_kinds=kinds,
         profiles_embedding=by_profile and method.embedding != "none",
+        measures_curvature=method.weighs_output and reads,
         finds_subspaces=slices,
         streams=(2 if follows_dense else 1) if reads else 0,
         dense_every=(DENSE_EVERY if share_suffices and not needs_all else 1) if follows_dense else 0,
@@ -111,6 +114,10 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
     )
 
 
-def profile_schedule(grid: Grid, kinds: Sequence[str] = PROBED_KINDS) -> Schedule:
+def profile_schedule(grid: Grid, method: Method, kinds: Sequence[str] = PROBED_KINDS) -> Schedule:
     """Return the stages of a run that only makes a profile."""
-    return Schedule(profiled_kinds=tuple(kinds), profiles_embedding=grid.shape.tied and not grid.shape.layer_norms)
+    return Schedule(
+        profiled_kinds=tuple(kinds),
+        profiles_embedding=grid.shape.tied and not grid.shape.layer_norms,
+        measures_curvature=method.weighs_output,
+    )

@@ -49,6 +49,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"depth": "sensitivity", "sparsity": 0.3},
     {"depth": "sublayers", "sparsity": 0.3, "form": "per-layer", "heads": "id"},
     {"inner_sizes": "sensitivity", "form": "per-layer", "round_to": 4},
+    {"curvature": "fisher", "form": "per-layer", "round_to": 4},
     {"up_steps": 2, "heads": "id"},
     {"value_size": 4, "query_key_size": 4, "form": "per-layer", "correction": "same-layer"},
 ]

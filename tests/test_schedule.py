@@ -122,6 +122,19 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     (
         "per-layer",
         "oneshot",
+        {"curvature": "fisher", "embedding": "none"},
+        {
+            "plans_by_profile": True,
+            "profiled_kinds": (FFN, RANK),
+            "measures_curvature": True,
+            "streams": 2,
+            "dense_every": 2,
+        },
+    ),
+    ("per-layer", "oneshot", {"curvature": "fisher", "sparsity": 0.0}, {}),
+    (
+        "per-layer",
+        "oneshot",
         {"heads": "id"},
         {
             "plans_by_profile": True,
@@ -226,7 +239,7 @@ def test_only_a_tied_embedding_without_layer_norms_is_profiled(shape: ModelShape
     schedule, _ = schedule_of("per-layer", "oneshot", shape=shape, sparsity=0.1)
     assert schedule.profiles_embedding == ranked
     assert schedule.profiled_kinds == ((FFN, RANK) if shape.gated else (FFN,))
-    alone = profile_schedule(grid_of("stock", shape))
+    alone = profile_schedule(grid_of("stock", shape), find_recipe("oneshot"))
     assert alone == Schedule(profiled_kinds=PROBED_KINDS, profiles_embedding=ranked)
     assert alone.reads_text
 

@@ -5,6 +5,7 @@ sizes in a `sublayer.SublayerTask`.
 """
 
 from oneshot.compression.correction import Factors
+from oneshot.compression.curvature import Curvature
 from oneshot.compression.embedding import expanded, reduce_embedding
 from oneshot.compression.layer import CompressedLayer, LayerCompressor
 from oneshot.compression.shared_heads import find_shared_heads
@@ -14,6 +15,7 @@ from oneshot.compression.subspaces import StreamSubspaces, Subspaces, find_subsp
 
 __all__ = [
     "CompressedLayer",
+    "Curvature",
     "Factors",
     "LayerCompressor",
     "Statistics",

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 
 from oneshot.checkpoint import Model
+from oneshot.compression.curvature import Curvature
 from oneshot.compression.fold import confine
 from oneshot.compression.inner_heads import InnerMaps, keep_heads, reduce_queries_keys
 from oneshot.compression.layer_folder import LayerFolder, Ranks
@@ -73,6 +74,7 @@ class LayerCompressor:
     Args:
         states: the hidden states of the text; None if the method chooses by weights alone.
         shared_heads: the heads that stay in stacks whose layers share them, by the stack's prefix.
+        curvature: of the model's output; None if it was not measured.
     """
 
     def __init__(
@@ -86,11 +88,12 @@ class LayerCompressor:
         subspaces: StreamSubspaces | None = None,
         states: States | None = None,
         shared_heads: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        curvature: Curvature | None = None,
         seed: int = 0,
     ) -> None:
         self._model, self._method, self._plan, self._machine = model, method, plan, machine
         self._subspaces, self._states, self._seed = subspaces, states, seed
-        self._shared_heads = shared_heads
+        self._shared_heads, self._curvature = shared_heads, curvature
         self._upload = Uploader(machine.device)
         self._folder = LayerFolder(model, grid, subspaces)
 
@@ -234,6 +237,7 @@ class LayerCompressor:
                 index,
                 self._seed,
                 self._shared_heads.get(stack.layers) if sublayer.kind == "heads" else None,
+                None if self._curvature is None else self._curvature.of_layer(layer, self._machine.device),
             )
             for index, sublayer in enumerate(stack.sublayers)
         ]
@@ -275,7 +279,7 @@ class LayerCompressor:
         sums = RankAccumulator(self._model.shape, task.sublayer, task.index, self._machine.device)
         for x, _ in states.read(self._ranks_every(states)):
             sums.update_(current, x)
-        linears = sums.finish(self._machine.workers, working)
+        linears = sums.finish(self._machine.workers, working, task.curvature)
         ranks = task.shared(lambda: {kind: linears[kind].nearest(rank) for kind, rank in task.ranks.items()})
         return with_ranks(working, mixer, ranks), ranks
 

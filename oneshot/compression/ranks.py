@@ -9,6 +9,9 @@ the Gram of what the linear reads. Its rows count by what they do:
   neuron; a row of `up_proj` likewise;
 - the rows of `o_proj` equally.
 
+With output curvature (`compression.curvature`) the rows of queries and keys, and of `o_proj`, count by a matrix `G`
+instead of `diag(w)`, and the columns of `down_proj` by their costs.
+
 With the principal directions `P` of `diag(w)^½ W L`, `L Lᵀ = H`, the best matrix is `W L P Pᵀ L⁻¹` (Eckart and Young
 1936). It is stored as r of its columns, from which a matrix makes the others: `r (m + n − r)` numbers. The r columns
 are an ordinary linear, which reads r numbers: `W_r x = C (x[J] + T x[others])`.
@@ -21,6 +24,7 @@ from functools import cached_property
 import torch
 from oneshot_kernels import suffix_sums
 
+from oneshot.compression.curvature import LayerCurvature, column_costs
 from oneshot.compression.statistics import GramAccumulator, HeadGramAccumulator
 from oneshot.families import Attention, FeedForward, ModelShape, RankedKind, Sublayer
 from oneshot.linalg.interpolative import spanning_columns
@@ -84,11 +88,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A linear that may have low rank: `weight (m, n)`, its `inputs`, and its rows' weights `(m,)`."""
+    """A linear that may have low rank: `weight (m, n)`, its `inputs`, and a metric of its outputs.
+
+    `metric`: the rows' weights `(m,)`, or a positive definite matrix `(m, m)`.
+    """
 
     weight: torch.Tensor
     inputs: Inputs
-    row_weights: torch.Tensor
+    metric: torch.Tensor
 
     def errors(self) -> torch.Tensor:
         """Return the share of the outputs' weighted energy that every rank loses; float64 `(min(m, n) + 1,)`, host."""
@@ -104,10 +111,12 @@ class Ranked:
 
     @cached_property
     def _decomposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the principal directions of `diag(w)^½ W L`, and their energies in float64."""
+        """Return the principal directions of `W L` in the metric, and their energies in float64."""
         root = self.inputs.root
         dense = self.weight.to(root)
-        inside = root.T @ (dense.T @ (self.row_weights.to(dense).unsqueeze(1) * dense)) @ root
+        metric = self.metric.to(dense)
+        weighted = metric.unsqueeze(1) * dense if metric.ndim == 1 else metric @ dense
+        inside = root.T @ (dense.T @ weighted) @ root
         directions = principal_directions(inside, root.dtype)
         return directions, energies_along(inside, directions)
 
@@ -136,20 +145,26 @@ class RankAccumulator:
             for total, rows in zip(self._energies, layer.neuron_factors(self._index, x), strict=True):
                 total += rows.float().square().sum(0)
 
-    def finish(self, workers: Workers, tensors: Tensors) -> dict[RankedKind, Ranked]:
-        """Return the sublayer's linears with the sums of all workers; `tensors` are the layer's."""
+    def finish(
+        self, workers: Workers, tensors: Tensors, curvature: LayerCurvature | None = None
+    ) -> dict[RankedKind, Ranked]:
+        """Return the sublayer's linears with the sums of all workers; `tensors` and `curvature` are the layer's."""
         gram = self._inputs.finish(workers).gram
         if isinstance(self._mixer, Attention):
             heads, (queries, keys) = self._heads.finish(workers).gram, (one.finish(workers) for one in self._grams)
             together = torch.cat([tensors[f"{linear}.weight"] for linear in (self._mixer.q, self._mixer.k)])
             output = tensors[f"{self._mixer.out}.weight"]
+            of_scores = _query_key_weights(queries, keys) if curvature is None else curvature.query_key
+            of_output = gram.new_ones(len(output)) if curvature is None else curvature.output
             return {
-                "query_key": Ranked(together.to(gram), Inputs(gram), _query_key_weights(queries, keys)),
-                "output": Ranked(output.to(heads), Inputs(heads), gram.new_ones(len(output))),
+                "query_key": Ranked(together.to(gram), Inputs(gram), of_scores),
+                "output": Ranked(output.to(heads), Inputs(heads), of_output),
             }
         workers.sum_(self._energies)
         assert self._mixer.gate is not None
-        gates, ups = self._energies * tensors[f"{self._mixer.down}.weight"].to(gram).double().square().sum(0)
+        down = tensors[f"{self._mixer.down}.weight"].to(gram)
+        columns = down.double().square().sum(0) if curvature is None else column_costs(down, curvature.ffn)
+        gates, ups = self._energies * columns
         inputs = Inputs(gram)
         return {
             "gate": Ranked(tensors[f"{self._mixer.gate}.weight"].to(gram), inputs, ups),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from oneshot.compression.curvature import neuron_gram
 from oneshot.compression.statistics import Moments
 from oneshot.linalg.elimination import eliminate
 from oneshot.linalg.pivoted_qr import GROUP_SIZE, pivots_with_quota, weighted_pivots
@@ -25,6 +26,7 @@ class Evidence:
         moments: of the columns, for `tcsp-score` and `flap`.
         sketch: `S A (s, n)` to choose pivots from instead of the Gram; or None.
         pivot_weights: of the columns in `id`, see `column_weights`.
+        curvature: `(d, d)` of the consumer's output, by which `id` weighs neurons instead; or None.
         pivoting, group_size: of `id` for neurons, as in `linalg.pivoted_qr.weighted_pivots`.
         generator: of `random`.
     """
@@ -38,6 +40,7 @@ class Evidence:
     pivoting: Pivoting = "cholesky"
     group_size: int = GROUP_SIZE
     pivot_weights: PivotWeights = "output"
+    curvature: torch.Tensor | None = None
 
     def column_weights(self) -> torch.Tensor:
         """Return the weights of the columns in `id`, float64 `(n,)`.
@@ -46,6 +49,14 @@ class Evidence:
         """
         norms = self.consumer.double().norm(dim=0)
         return norms if self.pivot_weights == "output" else torch.ones_like(norms)
+
+    def neurons(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the Gram `(n, n)` of neurons and the weights `(n,)` of its columns, by which `id` takes pivots."""
+        assert self.gram is not None
+        if self.curvature is None:
+            return self.gram, self.column_weights()
+        gram = neuron_gram(self.gram, self.consumer, self.curvature)
+        return gram, torch.ones(len(gram), dtype=torch.float64, device=gram.device)
 
 
 def column_scores(selector: Selector, evidence: Evidence) -> torch.Tensor:
@@ -82,11 +93,9 @@ def select_neurons(selector: Selector, kept_size: int, evidence: Evidence) -> to
     (`linalg.elimination`). Others: the largest `column_scores`.
     """
     if selector == "id":
-        assert evidence.gram is not None
         return (
             weighted_pivots(
-                evidence.gram,
-                evidence.column_weights(),
+                *evidence.neurons(),
                 rank=kept_size,
                 sketch=evidence.sketch,
                 pivoting=evidence.pivoting,

@@ -60,6 +60,7 @@ def _select(
             pivoting=task.method.pivoting,
             group_size=task.method.pivot_group_size,
             pivot_weights=task.method.pivot_weights,
+            curvature=None if task.curvature is None or task.is_attention else task.curvature.ffn,
         )
         if task.is_attention:
             units = select_heads(

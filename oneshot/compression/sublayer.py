@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from oneshot.compression.correction import Factors
+from oneshot.compression.curvature import LayerCurvature
 from oneshot.compression.fold import fold_sublayer
 from oneshot.compression.subspaces import StreamSubspaces
 from oneshot.families import Attention, FeedForward, ModelShape, RankedKind, Stack, Sublayer
@@ -26,7 +27,8 @@ Tensors = dict[str, torch.Tensor]
 class SublayerTask:
     """The compression of one sublayer of one layer: its sizes in the plan, and what it is computed with.
 
-    `shared_heads`: the heads that stay, if they were chosen for all layers of the stack; else None.
+    `shared_heads`: the heads that stay, if they were chosen for all layers of the stack; else None. `curvature`: of the
+    layer, if it was measured; else None.
     """
 
     method: Method
@@ -39,6 +41,7 @@ class SublayerTask:
     index: int
     seed: int
     shared_heads: torch.Tensor | None = None
+    curvature: LayerCurvature | None = None
 
     @property
     def sublayer(self) -> Sublayer:

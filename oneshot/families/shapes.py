@@ -249,6 +249,11 @@ class ModelShape:
         """Return the number of query heads that share one KV head."""
         return self.num_attention_heads // self.num_key_value_heads
 
+    @property
+    def query_key_width(self) -> int:
+        """Return the numbers in a token's queries and keys together."""
+        return (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+
     def layer(self, number: int = 0) -> LayerShape:
         """Return the shape of a layer; layers differ only between an encoder and its decoder."""
         first_of_decoder = self.num_hidden_layers - self.num_decoder_layers

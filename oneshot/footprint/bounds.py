@@ -110,7 +110,7 @@ def predict_footprint(
         _refuse((host, bounds.host_allowed, bounds.host_forced), host_stage, "host memory", "--max-memory")
         _refuse((device, bounds.device_allowed, bounds.device_forced), device_stage, "memory", "--max-device-memory")
     seconds = predicted_seconds(work, measure_rates(work.device, work.dtype), store) if measure_time else {}
-    offloaded = sum(work.store_bytes) if store == "disk" else 0
+    offloaded = max(sum(stage.stores(work)) for stage in listed) if store == "disk" else 0
     refuse_full_disk(options, scratch_bytes(work) + offloaded)
     return Footprint(
         host_bytes=host,
@@ -152,16 +152,17 @@ def _peak(work: Work, listed: list[Stage], store: Store, bounds: Bounds, *, comp
     if computed and not on_cuda:
         return 0, listed[0]
 
-    stores = 0
-    if store == ("device" if computed else "host"):
+    def stored(stage: Stage) -> int:
+        if store != ("device" if computed else "host"):
+            return 0
         pinned = on_cuda and not computed
-        stores = sum(pinned_bytes(size) if pinned else size for size in work.store_bytes)
+        return sum(pinned_bytes(size) if pinned else size for size in stage.stores(work))
 
     def needed(stage: Stage) -> float:
         size = stage.total(computed=computed)
         if not on_cuda:
             size += stage.total(computed=True)
-        return size * (1.0 if computed else HEAP_SHARE) + stage.has_states * stores
+        return size * (1.0 if computed else HEAP_SHARE) + stored(stage)
 
     fullest = max(listed, key=needed)
     held, before = (bounds.device_held, bounds.device_peak) if computed else (bounds.host_held, bounds.host_peak)

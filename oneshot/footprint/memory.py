@@ -10,6 +10,7 @@ from pathlib import Path
 
 from oneshot.compression.fold import PANEL_ROWS
 from oneshot.footprint import terms
+from oneshot.footprint.curvature_memory import curvature_stages
 from oneshot.footprint.layer_memory import layer_stages
 from oneshot.footprint.profile_memory import profile_stages
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term
@@ -44,6 +45,8 @@ def stages(work: Work) -> list[Stage]:
         listed.append(Stage("the embedding", stage))
     if work.measures_latency:
         listed.append(_latency(work))
+    if work.schedule.measures_curvature:
+        listed += curvature_stages(work)
     if work.schedule.makes_profile:
         listed += profile_stages(work)
     if work.plan is None:
@@ -62,10 +65,13 @@ def stages(work: Work) -> list[Stage]:
 
 
 def scratch_bytes(work: Work) -> int:
-    """Return the bytes of scratch files: Grams and directions of the residual stream."""
-    if work.hidden is None:
-        return 0
-    return work.shape.hidden_size**2 * (FLOAT * len(work.hidden.group_of) + DOUBLE * work.hidden.num_groups)
+    """Return the bytes of scratch files: Grams and directions of the residual stream, and output curvature."""
+    shape, size = work.shape, 0
+    if work.schedule.measures_curvature:
+        size += FLOAT * shape.num_hidden_layers * (2 * shape.hidden_size**2 + shape.query_key_width**2)
+    if work.hidden is not None:
+        size += shape.hidden_size**2 * (FLOAT * len(work.hidden.group_of) + DOUBLE * work.hidden.num_groups)
+    return size
 
 
 def _reading(source: str) -> Stage:

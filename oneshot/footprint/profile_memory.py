@@ -30,7 +30,8 @@ def profile_stages(work: Work) -> list[Stage]:
     layer = (*terms.layer(work), terms.layer_copy(work), probes)
     batch = terms.activations(work, shape.intermediate_size)
     weights = 3 * DOUBLE * shape.hidden_size * size
-    curves = Term(max((FLOAT + DOUBLE) * size * size, DOUBLE * size * size + weights), computed=True)
+    weighed = terms.neuron_gram(work, size).bytes
+    curves = Term(max((FLOAT + DOUBLE) * size * size + weighed, DOUBLE * size * size + weights), computed=True)
     reduced = Term(work.on_cuda * work.layer_bytes, computed=True)
     if linears:
         curves = max(curves, terms.directions(work), key=terms.size_of)

@@ -19,6 +19,7 @@ from oneshot.compression.up_proj import UP_BATCHES
 from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
+from oneshot.profiling import CURVATURE_TOKENS
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.probes import PROBE_SEQUENCES, probes_per_layer
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
@@ -149,6 +150,8 @@ def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[
     stages: dict[str, Seconds] = {"prepare": {"start": START_SECONDS}}
     if SELF in work.source_tokens:
         stages["prepare"]["own text"] = _writing(work, forward, rates)
+    if work.schedule.measures_curvature:
+        stages["curvature"] = _curvature(work, forward, rates, store)
     if work.schedule.makes_profile:
         stages["profile"] = _profile(work, forward, rates)
     if work.plan is None:
@@ -172,6 +175,26 @@ def _writing(work: Work, forward: float, rates: Rates) -> float:
         return 4 * written * layers * forward / rates.stream  # slower than a forward pass
     steps = math.ceil(written / DOCUMENT_TOKENS / work.documents_together) * DOCUMENT_TOKENS
     return steps * layers * max(STEP_SECONDS, work.shape.layer_parameters() * work.dtype.itemsize / rates.bandwidth)
+
+
+def _curvature(work: Work, forward: float, rates: Rates, store: Store) -> Seconds:
+    """Return the seconds of the pass forward and back that measures output curvature."""
+    shape, layers = work.shape, work.shape.num_hidden_layers
+    tokens = min(CURVATURE_TOKENS, work.num_tokens)
+    head = tokens * shape.vocab_size * shape.hidden_size
+    grams = 2 * _gram(shape.hidden_size, tokens) + _gram(shape.query_key_width, tokens)
+    numbers = (2 * shape.hidden_size**2 + shape.query_key_width**2) / 2
+    added = math.ceil(tokens / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
+    seconds = {
+        "forward": layers * tokens * forward / rates.stream,
+        "backward": 2 * layers * tokens * forward / rates.stream,  # forward again, then back to activations alone
+        "sums": layers * (grams / rates.energies + added),
+        "output head": 6 * head / rates.energies,
+    }
+    if rates.on_device:
+        copied = 2 * layers * work.layer_bytes + 4 * (store != "device") * sum(work.curvature_store_bytes)
+        seconds["transfer"] = copied / rates.link
+    return seconds
 
 
 def _profile(work: Work, forward: float, rates: Rates) -> Seconds:

@@ -32,11 +32,22 @@ class Term:
 
 @dataclass(frozen=True)
 class Stage:
-    """The memory at the peak of a stage. `has_states`: whether hidden states may be stored meanwhile."""
+    """The memory at the peak of a stage.
+
+    `has_states`: whether hidden states may be stored meanwhile. `own_stores`: bytes of each of its activation stores;
+    None for those of the streams.
+    """
 
     name: str
     terms: tuple[Term, ...]
     has_states: bool = True
+    own_stores: tuple[int, ...] | None = None
+
+    def stores(self, work: Work) -> tuple[int, ...]:
+        """Return the bytes of each activation store that exists in this stage."""
+        if not self.has_states:
+            return ()
+        return tuple(work.store_bytes) if self.own_stores is None else self.own_stores
 
     def total(self, *, computed: bool) -> float:
         """Return the bytes on the compute device (`computed`), or of what is always on the host."""
@@ -161,7 +172,14 @@ def pivoting(work: Work, size: int, kept: int, selector: Selector) -> Term:
         return Term(DOUBLE * numbers, computed=True, knobs=("--set sketch_size=",))
     if work.method.pivoting in ("grouped", "tournament"):
         return Term(DOUBLE * (2 * square + 4 * size * kept), computed=True)
-    return Term(DOUBLE * (square + work.on_cuda * PIVOT_ROWS * size), computed=True)
+    weighed = neuron_gram(work, size).bytes
+    return Term(DOUBLE * (square + work.on_cuda * PIVOT_ROWS * size) + weighed, computed=True)
+
+
+def neuron_gram(work: Work, size: int) -> Term:
+    """Return the Gram of neurons by what they do to the output, beside which pivots are chosen; nothing without it."""
+    numbers = size * size + 2 * work.shape.hidden_size * size
+    return Term(DOUBLE * numbers * work.schedule.measures_curvature, computed=True)
 
 
 def correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
@@ -183,7 +201,8 @@ def directions(work: Work) -> Term:
     shape = work.shape
     size = max(shape.hidden_size, shape.num_attention_heads * shape.head_dim)
     rows = max(shape.intermediate_size, (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim)
-    return Term(DOUBLE * (6 * size * size + 3 * rows * size), computed=True)
+    metric = (FLOAT + DOUBLE) * shape.query_key_width**2 * work.schedule.measures_curvature
+    return Term(DOUBLE * (6 * size * size + 3 * rows * size) + metric, computed=True)
 
 
 def up_proj(work: Work, kept: int) -> tuple[Term, ...]:

@@ -11,6 +11,7 @@ from oneshot.families import ModelShape
 from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity, pinned_bytes
 from oneshot.planning import Grid, HiddenPlan, Plan
+from oneshot.profiling import CURVATURE_TOKENS
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.recipes import Method
 from oneshot.schedule import Schedule
@@ -109,6 +110,14 @@ class Work:
             return [one * sequences]
         counted = min(STATISTICS_SEQUENCES, sequences)
         return [one * counted] if self.schedule.makes_profile else []
+
+    @property
+    def curvature_store_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of each activation store while output curvature is measured."""
+        length = self.text.sequence_length
+        sequences = min(math.ceil(CURVATURE_TOKENS / length), self.text.num_sequences)
+        one = self.shape.hidden_size * self.dtype.itemsize * length * sequences
+        return (one,) * (self.shape.num_hidden_layers + 1)
 
     @property
     def kept_widths(self) -> list[int]:

@@ -1,6 +1,13 @@
 """The machine of a run: device, dtype, processes, scratch folder and where activations are stored."""
 
-from oneshot.machine.device import exact_products, limited_memory, resolve_device, resolve_dtype, vendor_solvers
+from oneshot.machine.device import (
+    exact_products,
+    limited_memory,
+    repeatable_attention,
+    resolve_device,
+    resolve_dtype,
+    vendor_solvers,
+)
 from oneshot.machine.machine import Machine, Store
 from oneshot.machine.workers import ALONE, Workers, join_workers, launched_rank
 
@@ -13,6 +20,7 @@ __all__ = [
     "join_workers",
     "launched_rank",
     "limited_memory",
+    "repeatable_attention",
     "resolve_device",
     "resolve_dtype",
     "vendor_solvers",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oneshot.errors import DeviceError
 
@@ -76,6 +77,19 @@ def vendor_solvers(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.preferred_linalg_library(before)
+
+
+@contextmanager
+def repeatable_attention(device: torch.device) -> Iterator[None]:
+    """Let attention on a CUDA device be products and a softmax, which have gradients that add up in a fixed order.
+
+    Those of fused kernels add up in any order, so two runs would differ.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 @contextmanager

@@ -7,7 +7,10 @@ import torch
 
 @dataclass(frozen=True)
 class ProfileOrigin:
-    """The origin of a profile: the model, the text, and the settings that shape its curves."""
+    """The origin of a profile: the model, the text, and the settings that shape its curves.
+
+    `curvature`: as in `Method`. With it the errors of FFNs and of ranks are in its metric instead of squared.
+    """
 
     model_hash: str
     token_hash: str
@@ -15,6 +18,7 @@ class ProfileOrigin:
     damping: float
     probe_tokens: int
     versions: dict[str, str]
+    curvature: str = "none"
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,16 @@ class Grid:
         """Return whether linears of this model can have low rank: with rotary pairs, RMSNorms, and FFNs with a gate."""
         return self.ranks and self.family.stack.rotary and self.shape.gated and not self.shape.layer_norms
 
+    @property
+    def has_curvature(self) -> bool:
+        """Return whether output curvature can be measured and used: as for ranks, in one stack of layers.
+
+        What a sublayer adds to the stream is what its writer computes, and queries and keys have linears of their own.
+        """
+        stack = self.family.stack
+        is_plain = not (stack.norms_after or stack.norms_inside or stack.fused)
+        return self.has_ranks and is_plain and self.family.decoder is None
+
     def reason_against_heads(self) -> str | None:
         """Return a sentence why no head can be removed, with the remedy; None if heads can.
 
@@ -169,6 +179,8 @@ class Grid:
             raise ConfigError(self._needing("inner_sizes=sensitivity", "leave it out"))
         if method.plans_ranks and not self.has_ranks:
             raise ConfigError(self._needing("ranks=sensitivity", "leave it out"))
+        if method.weighs_output and not self.has_curvature:
+            raise ConfigError(self._needing(f"curvature={method.curvature}", "leave it out"))
         if method.embedding not in (AUTO, "none"):
             if not self.embedding_ranks:
                 raise ConfigError(self._needing(f"embedding={method.embedding}", "leave it out"))

@@ -1,5 +1,6 @@
-"""Profiles: what smaller sizes cost, measured in one dense pass; and the latency of layers."""
+"""Profiles: what smaller sizes cost, measured in one dense pass; output curvature; and the latency of layers."""
 
+from oneshot.profiling.curvature import CURVATURE_TOKENS, measure_curvature
 from oneshot.profiling.files import load_profile, refuse_existing, refuse_other, save_profile
 from oneshot.profiling.latency import measured_seconds
 from oneshot.profiling.probes import PROBED_KINDS
@@ -7,10 +8,12 @@ from oneshot.profiling.profile import make_profile
 from oneshot.profiling.profiler import LayerProfiler
 
 __all__ = [
+    "CURVATURE_TOKENS",
     "PROBED_KINDS",
     "LayerProfiler",
     "load_profile",
     "make_profile",
+    "measure_curvature",
     "measured_seconds",
     "refuse_existing",
     "refuse_other",

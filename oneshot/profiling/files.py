@@ -51,10 +51,15 @@ def load_profile(folder: Path) -> Profile:
         raise ProfileError(f"{folder} is not a readable profile ({error}); make one with oneshot profile.") from error
 
 
-def refuse_other(profile: Profile, folder: str, *, model_hash: str, token_hash: str) -> None:
-    """Raise `ProfileError` if the profile was made of another model or of another calibration text."""
+def refuse_other(profile: Profile, folder: str, *, model_hash: str, token_hash: str, curvature: str) -> None:
+    """Raise `ProfileError` if the profile was made of another model or text, or with another `curvature`."""
     if profile.origin.model_hash != model_hash:
         raise ProfileError(f"The profile {folder} belongs to another model; make one of this checkpoint.")
+    if profile.origin.curvature != curvature:
+        raise ProfileError(
+            f"The profile {folder} was made with --set curvature={profile.origin.curvature}; give the same, or make a "
+            "new profile."
+        )
     if profile.origin.token_hash != token_hash:
         raise ProfileError(
             f"The profile {folder} belongs to another calibration text; give the same --calibration, "

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from oneshot.checkpoint import Model
+from oneshot.compression.curvature import LayerCurvature
 from oneshot.compression.fold import augmented_weight
 from oneshot.compression.ranks import RankAccumulator, Ranked
 from oneshot.compression.statistics import (
@@ -88,15 +89,15 @@ class LayerSums:
         self._rows += len(heads)
         return moved
 
-    def finish(self) -> LayerStatistics:
-        """Return the statistics with the sums of all workers."""
+    def finish(self, curvature: LayerCurvature | None = None) -> LayerStatistics:
+        """Return the statistics with the sums of all workers; `curvature`: of the layer."""
         workers = self._machine.workers
         totals = torch.stack((self._cosines, torch.full_like(self._cosines, self._rows)))
         workers.sum_(totals)
         return LayerStatistics(
             neurons=replace(self._neurons.finish(workers=workers), moments=self._moments.finish(workers)),
             query_key_grams=[grams.finish(workers) for grams in self._queries_keys],
-            linears={index: sums.finish(workers, self._tensors) for index, sums in self._ranks.items()},
+            linears={index: sums.finish(workers, self._tensors, curvature) for index, sums in self._ranks.items()},
             heads=None if self._heads is None else self._heads.finish(workers=workers),
             influence=1 - float(totals[0] / totals[1]),
         )

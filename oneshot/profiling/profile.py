@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from oneshot.checkpoint import Model
+from oneshot.compression import Curvature
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import pinned
@@ -27,20 +28,24 @@ def make_profile(
     *,
     kinds: Sequence[str],
     with_embedding: bool,
+    curvature: Curvature | None = None,
     show_progress: Shown = False,
 ) -> Profile:
     """Pass the dense model once over the first sequences and measure what smaller sizes cost.
 
     Args:
         kinds: of `probes.PROBED_KINDS`, whose sensitivity is measured. with_embedding: whether the embedding's ranks
-            are measured; a few sequences then pass the layers once more.
+            are measured; a few sequences then pass the layers once more. curvature: of the model's output, in whose
+            metric errors are measured; None for plain squared errors.
     """
     num_layers, unit = model.shape.num_hidden_layers, removed_unit(method, model.shape)
 
     def layers() -> Iterator[Tensors]:
         return prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), num_layers)
 
-    profiler = LayerProfiler(model, machine, text, head_unit=unit, damping=method.fixed_damping, probed=kinds)
+    profiler = LayerProfiler(
+        model, machine, text, head_unit=unit, damping=method.fixed_damping, probed=kinds, curvature=curvature
+    )
     with ProgressBar(
         num_layers=num_layers, num_tokens=profiler.states.num_tokens, visible=show_progress, description="profile"
     ) as progress:
@@ -60,5 +65,6 @@ def make_profile(
         damping=method.fixed_damping,
         probe_tokens=profiler.num_probe_tokens,
         versions=versions(),
+        curvature="none" if curvature is None else method.curvature,
     )
     return profiler.finish(origin, embedding)

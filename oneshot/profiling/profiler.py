@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 
 from oneshot.checkpoint import Model
-from oneshot.compression.correction import Factors, correct
+from oneshot.compression.correction import Factors, correct, predicted_error
+from oneshot.compression.curvature import Curvature, LayerCurvature, mean_cost, seen_by_output
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
 from oneshot.compression.inner_heads import (
     query_key_errors,
@@ -82,6 +83,7 @@ class LayerProfiler:
         head_unit: what a removed head is. damping: ridge of the probes' corrections.
         probed: the kinds of `PROBED_KINDS` whose sensitivity is measured; other curves are also left out, except the
             FFN's.
+        curvature: of the model's output, if it was measured. Errors of FFNs and of ranks are then in its metric.
     """
 
     def __init__(
@@ -93,10 +95,12 @@ class LayerProfiler:
         head_unit: RemovedUnit,
         damping: float,
         probed: Sequence[str] = PROBED_KINDS,
+        curvature: Curvature | None = None,
         advance: Callable[[float], None] = lambda tokens: None,
     ) -> None:
         self._model, self._machine, self._shape, self._stack = model, machine, model.shape, model.family.stack
         self._head_unit, self._damping, self._probed = head_unit, damping, probed
+        self._curvature = curvature
         self._upload = Uploader(machine.device)
         probed_text = text.last(PROBE_SEQUENCES)
         rest = text.part(slice(max(1, text.num_sequences - probed_text.num_sequences)))
@@ -128,7 +132,8 @@ class LayerProfiler:
         tensors = self._upload(tensors)
         dense, workers = self.states.builder.layer(layer, tensors), self._machine.workers
         self._probes.move(dense)
-        statistics = self._statistics(tensors, dense)
+        curvature = None if self._curvature is None else self._curvature.of_layer(layer, self._machine.device)
+        statistics = self._statistics(tensors, dense, curvature)
         attention, ffn = (self._stack.index_of(kind) for kind in ("heads", "ffn"))
         before = self._probes.dense
         attended = dense.run(attention, before)
@@ -145,13 +150,15 @@ class LayerProfiler:
                 self._profile_values(layer, tensors, statistics.heads)
             if statistics.query_key_grams:
                 self._profile_scores(layer, tensors, *statistics.query_key_grams)
-            self._profile_ranks(layer, tensors, dense, attention, statistics.linears.pop(attention, {}), before)
+            linears, metric = statistics.linears.pop(attention, {}), None if curvature is None else curvature.output
+            self._profile_ranks(layer, tensors, dense, attention, linears, before, metric)
         if workers.owns(self._stack.position(layer, ffn)):
             release_heap()
             if "sublayer" in self._probed:
                 self._probes.add(Probe("no ffn", layer, attended.clone()))
-            self._profile_ranks(layer, tensors, dense, ffn, statistics.linears.pop(ffn, {}), attended)
-            self._profile_ffn(layer, tensors, dense, statistics.neurons, attended)
+            linears, metric = statistics.linears.pop(ffn, {}), None if curvature is None else curvature.ffn
+            self._profile_ranks(layer, tensors, dense, ffn, linears, attended, metric)
+            self._profile_ffn(layer, tensors, dense, statistics.neurons, attended, metric)
         self._probes.dense = dense.run(ffn, attended)
 
     def finish(self, origin: ProfileOrigin, embedding: EmbeddingProfile) -> Profile:
@@ -183,12 +190,12 @@ class LayerProfiler:
             origin=origin,
         )
 
-    def _statistics(self, tensors: Tensors, dense: Layer) -> LayerStatistics:
+    def _statistics(self, tensors: Tensors, dense: Layer, curvature: LayerCurvature | None) -> LayerStatistics:
         """Sum the layer's statistics while its text moves through it."""
         sums = LayerSums(self._model, self._machine, tensors, dense, probed=self._probed, with_ranks=self._has_ranks)
         self.states.defer(sums)
         self.states.settle()
-        return sums.finish()
+        return sums.finish(curvature)
 
     def _profile_heads(self, layer: int, tensors: Tensors, dense: Layer, statistics: Statistics) -> None:
         shape, units, by_group = self._shape, self.head_units, self._head_unit == "kv-group"
@@ -260,8 +267,12 @@ class LayerProfiler:
         index: int,
         linears: dict[RankedKind, Ranked],
         x: torch.Tensor,
+        metric: torch.Tensor | None,
     ) -> None:
-        """Measure what one rank of each linear changes in the sublayer's output, from the stream `x` before it."""
+        """Measure what one rank of each linear changes in the sublayer's output, from the stream `x` before it.
+
+        `metric`: the curvature of this output, or None.
+        """
         if not linears:
             return
         mixer, whole = self._stack.sublayers[index].mixer, dense.sum(index, x)
@@ -270,7 +281,7 @@ class LayerProfiler:
         changes = []
         for kind, linear in linears.items():
             reduced = self.states.builder.layer(layer, with_ranks(tensors, mixer, {kind: linear.nearest(ranks[kind])}))
-            changes.append(mean_energy(reduced.sum(index, x) - whole))
+            changes.append(mean_energy(reduced.sum(index, x) - whole, metric))
         for (kind, errors), energy in zip(curves.items(), torch.stack(changes).tolist(), strict=True):
             scaled = errors * (energy / float(errors[ranks[kind]].clamp_min(torch.finfo(errors.dtype).tiny)))
             self._curves[layer].rank_errors[RANKED_KINDS.index(kind), : len(errors)] = scaled
@@ -292,20 +303,26 @@ class LayerProfiler:
         return errors[len(bias) :: len(columns) // len(groups)]
 
     def _profile_ffn(
-        self, layer: int, tensors: Tensors, dense: Layer, statistics: Statistics, attended: torch.Tensor
+        self,
+        layer: int,
+        tensors: Tensors,
+        dense: Layer,
+        statistics: Statistics,
+        attended: torch.Tensor,
+        metric: torch.Tensor | None,
     ) -> None:
         shape, curves, index = self._shape, self._curves[layer], self._stack.index_of("ffn")
         sublayer = self._stack.sublayers[index]
         weight = augmented_weight(tensors, sublayer.writer).to(self._machine.device)
         down = weight[:, : shape.intermediate_size]
         gram = statistics.gram[: shape.intermediate_size, : shape.intermediate_size]
-        norms = down.double().norm(dim=0)
-        order = weighted_pivots(gram, norms, rank=len(gram))
+        evidence = Evidence(down, None, gram, torch.Generator(), moments=statistics.moments, curvature=metric)
+        order = weighted_pivots(*evidence.neurons(), rank=len(gram))
         factor = ordered_factor(gram, order)
-        errors = curves.ffn_errors = nested_errors(factor, down[:, order])
-        curves.ffn_tails = trailing_norms(factor, norms[order])
+        seen = weight if metric is None else seen_by_output(weight, metric)
+        errors = curves.ffn_errors = nested_errors(factor, seen[:, order])
+        curves.ffn_tails = trailing_norms(factor, evidence.column_weights()[order])
         del factor  # as large as the Gram in float64
-        evidence = Evidence(down, None, gram, torch.Generator(), moments=statistics.moments)
         curves.ffn_fluctuation = column_scores("flap", evidence).cpu()
         if "ffn" not in self._probed:
             return
@@ -313,8 +330,12 @@ class LayerProfiler:
         factors = self._correct(weight, columns, statistics, shape.mlp_bias)
         reduced = self.states.builder.layer(layer, fold_sublayer(tensors, sublayer, shape, factors))
         total = reduced.sum(index, attended)
-        energy = float(mean_energy(total - dense.sum(index, attended))) if self._has_ranks else 0.0
-        self._probes.add(Probe("ffn", layer, reduced.leave(index, total), squared_error(factors), energy))
+        energy = float(mean_energy(total - dense.sum(index, attended), metric)) if self._has_ranks else 0.0
+        error = squared_error(factors)
+        if metric is not None:
+            kept = seen_by_output(factors.weight, metric)
+            error = predicted_error(seen, kept, factors.kept_columns, statistics) ** 2
+        self._probes.add(Probe("ffn", layer, reduced.leave(index, total), error, energy))
 
     def _correct(self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics, has_bias: bool) -> Factors:
         if has_bias:
@@ -345,6 +366,9 @@ def squared_error(factors: Factors) -> float:
     return factors.predicted_error**2
 
 
-def mean_energy(rows: torch.Tensor) -> torch.Tensor:
-    """Return the mean over tokens of the squared norms, a float64 scalar, for `(…, D)`."""
-    return rows.double().square().sum(-1).mean()
+def mean_energy(rows: torch.Tensor, curvature: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the mean over tokens of the squared norms, a float64 scalar, for `(…, D)`.
+
+    With a curvature it is the mean of their costs in nats.
+    """
+    return rows.double().square().sum(-1).mean() if curvature is None else mean_cost(rows, curvature)

@@ -1,6 +1,7 @@
 """One layer with its weights, callable by its sublayers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,21 @@ class Layer:
     def write(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         """Return the writer's output for rows of its activations, `(tokens, D)`."""
         return self._part(self._stack.sublayers[index].writer)(rows)
+
+    @contextmanager
+    def outputs_of(self, *linears: str) -> Iterator[dict[str, torch.Tensor]]:
+        """Collect the outputs of linears, by their names, while the layer runs inside the block."""
+        outputs: dict[str, torch.Tensor] = {}
+
+        def collect(name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
+            return lambda _, inputs, output: outputs.update({name: output})
+
+        handles = [self._part(name).register_forward_hook(collect(name)) for name in linears]
+        try:
+            yield outputs
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def queries_keys(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries `(tokens, H·h)` and keys `(tokens, G·h)` before their norms and rotation.

@@ -54,6 +54,30 @@ class OutputHead:
             divergence += (logits.sub_(normaliser.unsqueeze(1)).exp_() * difference).sum(-1)
         return divergence
 
+    def drawn_gradient(self, x: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        """Return the gradient at `x (length, D)` of the loss of tokens that are drawn from the prediction.
+
+        Args:
+            uniforms: float32 `(length,)` in [0, 1): where a token is taken from its cumulative probabilities.
+        """
+        states = self.norm(x).float()
+        normaliser = self._log_normaliser(states).unsqueeze(1)
+        expected, below = torch.zeros_like(states), torch.zeros_like(uniforms)
+        drawn = torch.zeros(uniforms.shape, dtype=torch.int64, device=uniforms.device)
+        for panel in self.weight.split(VOCABULARY_PANEL):
+            rows = panel.float()
+            probabilities = functional.linear(states, rows).sub_(normaliser).exp_()
+            expected += probabilities @ rows
+            cumulative = probabilities.cumsum(-1).add_(below.unsqueeze(1))
+            drawn += (cumulative <= uniforms.unsqueeze(1)).sum(-1)
+            below = cumulative[:, -1]
+        behind = expected - self.weight[drawn.clamp_max(len(self.weight) - 1)].float()
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            states = self.norm(x).float()
+        [gradient] = torch.autograd.grad(states, x, behind)
+        return gradient
+
     def probabilities(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean softmax over the states `(length, D)`: how often each token is predicted, `(vocabulary,)`."""
         states = self.norm(x).float()

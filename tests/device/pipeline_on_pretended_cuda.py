@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,19 @@ from factories import build_model, tiny_tokenizer, topics
 from pretend_cuda import Log, pretend
 
 import oneshot.footprint.bounds
+import oneshot.run
 from oneshot import Config
 from oneshot.footprint.seconds import Rates
 from oneshot.pipeline import compress
+from oneshot.profiling import measure_curvature
+
+
+def on_host(model: Any, text: Any, machine: Any, **options: Any) -> Any:
+    """Measure output curvature on the host: torch's backward passes need the streams of a real device."""
+    return measure_curvature(model, text, replace(machine, device=torch.device("cpu"), store="host"), **options)
+
+
+oneshot.run.measure_curvature = on_host
 
 SLACK_BYTES = 16 * 2**10  # of the many small tensors, beside which tiny models are no more than they
 oneshot.footprint.bounds.DEVICE_SLACK_BYTES = SLACK_BYTES
@@ -42,6 +52,8 @@ STAGES = {
     "oneshot/compression/selection.py": "selection",
     "oneshot/linalg/pivoted_qr.py": "selection",
     "oneshot/linalg/elimination.py": "selection",
+    "oneshot/compression/curvature.py": "curvature",
+    "oneshot/profiling/curvature.py": "curvature",
     "oneshot/compression/correction.py": "correction",
     "oneshot/compression/inner_heads.py": "inside heads",
     "oneshot/compression/measuring.py": "correction",
@@ -83,6 +95,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PER_LAYER = {"form": "per-layer"}
 WHOLE = {"ranks": "none"}
+CURVATURE = {"curvature": "fisher"}
 
 # name -> (model, options)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -103,6 +116,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "ranks, a layer more": ("deep", PER_LAYER),
     "ranks, biases": ("biased", PER_LAYER | {"dtype": "float32"}),
     "ranks, large": ("large", PER_LAYER | {"embedding": "none", "num_sequences": 8, "sequence_length": 128}),
+    "ranks, curvature": ("llama", PER_LAYER | CURVATURE),
+    "ranks, curvature, large": (
+        "large",
+        PER_LAYER | CURVATURE | {"embedding": "none", "num_sequences": 8, "sequence_length": 128},
+    ),
     "per-layer, embedding": ("tied", PER_LAYER | {"embedding": "low-rank", "num_sequences": 8}),
     "per-layer, heads": ("llama", PER_LAYER | {"heads": "id"}),
     "per-layer, depth": ("llama", PER_LAYER | {"depth": "sensitivity"}),

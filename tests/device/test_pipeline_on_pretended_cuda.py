@@ -42,6 +42,8 @@ WAITING = (
     "gram, tournament",
     "ranks, biases",
     "ranks, large",
+    "ranks, curvature",
+    "ranks, curvature, large",
 )
 
 

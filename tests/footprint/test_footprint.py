@@ -45,6 +45,7 @@ MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "stat": {"recipe": "stat"},
     "group-pca": {"recipe": "group-pca"},
     "by a profile": {"form": "per-layer"},
+    "output curvature": {"form": "per-layer", "curvature": "fisher"},
     "up_proj is also corrected": {"up_steps": 2},
     "damping by held-out text": {"damping": "auto", "heads": "id", "batch_size": 8},
     "all at once": {"hidden": "pca", "hidden_size": 224, "heads": "id", "form": "per-layer", "allocation": "uniform"},

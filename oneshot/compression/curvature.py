@@ -1,0 +1,100 @@
+"""Output curvature: what a small change of a sublayer's output costs the model's output, in nats per token.
+
+A change `δ` of what a sublayer adds to the stream makes the model's output diverge by about `½ δᵀ G δ`. `G = E[g gᵀ]`
+is the Fisher information: `g` are gradients of the loss of tokens that are drawn from the model's own predictions. It
+is the Hessian of the divergence from the dense model (Martens 2020, arXiv 1412.1193).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from oneshot.machine.transfer import to_host
+
+SHRINKAGE = 0.3  # towards its mean: few tokens do not know every direction
+SMALLEST_MEAN = 1e-30  # of the diagonal; nothing may depend on the output of a layer
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """The curvature of every layer, in files of a folder."""
+
+    folder: Path
+
+    def save(self, layer: int, *, output: torch.Tensor, query_key: torch.Tensor, ffn: torch.Tensor) -> None:
+        """Write the matrices of a layer, as `LayerCurvature` has them."""
+        save_file(to_host({"output": output, "query_key": query_key, "ffn": ffn}), self._path(layer))
+
+    def of_layer(self, layer: int, device: torch.device) -> "LayerCurvature":
+        """Return the curvature of a layer for computations on a device."""
+        return LayerCurvature(self._path(layer), device)
+
+    def _path(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer}.safetensors"
+
+
+@dataclass(frozen=True)
+class LayerCurvature:
+    """The curvature of one layer: float32 matrices that are read when they are asked for."""
+
+    path: Path
+    device: torch.device
+
+    @property
+    def output(self) -> torch.Tensor:
+        """Return `G (D, D)` of what attention adds to the stream."""
+        return self._read("output")
+
+    @property
+    def query_key(self) -> torch.Tensor:
+        """Return `G` of queries and keys together, before norms and rotation: `((H + G)·h)` in square."""
+        return self._read("query_key")
+
+    @property
+    def ffn(self) -> torch.Tensor:
+        """Return `G (D, D)` of what the FFN adds to the stream."""
+        return self._read("ffn")
+
+    def _read(self, name: str) -> torch.Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            matrix: torch.Tensor = file.get_tensor(name)
+        return matrix.to(self.device)
+
+
+def shrunk(gram: torch.Tensor) -> torch.Tensor:
+    """Return `(1 − s) G + s mean(diag G) I` of `G (n, n)`, which is positive definite."""
+    mean = gram.diagonal().mean().clamp_min(SMALLEST_MEAN)
+    mixed = (1 - SHRINKAGE) * gram
+    mixed.diagonal().add_(SHRINKAGE * mean)
+    return mixed
+
+
+def mean_cost(changes: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
+    """Return the mean of `½ δᵀ G δ` over the rows of `changes (…, D)`, a float64 scalar, in nats per token."""
+    rows = changes.flatten(0, -2).double()
+    return 0.5 * ((rows @ curvature.double()) * rows).sum(-1).mean()
+
+
+def column_costs(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
+    """Return the diagonal of `Wᵀ G W`, float64 `(n,)`: what the columns of `W (D, n)` cost in place of their norms."""
+    columns = weight.double()
+    return (columns * (curvature.double() @ columns)).sum(0)
+
+
+def neuron_gram(gram: torch.Tensor, weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
+    """Return `H ∘ (Wᵀ G W)` for neurons with the Gram `H (n, n)` that `W (D, n)` reads.
+
+    The outer product of a token's column of `G^½ W` and its activation is what a neuron does to the model's output;
+    this is the Gram of these, positive semi-definite by Schur. With `G = I` and its diagonal alone it would be the
+    weighted Gram of `Evidence.column_weights`. On CUDA products are float32, many cards are slow in float64.
+    """
+    columns = weight.to(torch.float32 if gram.is_cuda else torch.float64)
+    return (columns.T @ (curvature.to(columns) @ columns)).mul_(gram)
+
+
+def seen_by_output(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
+    """Return `L_Gᵀ W` with `L_G L_Gᵀ = G`, float64: squared errors of its outputs are `δᵀ G δ` for `W (D, n)`."""
+    return torch.linalg.cholesky(curvature.double()).T @ weight.double()

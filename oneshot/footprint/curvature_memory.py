@@ -1,0 +1,38 @@
+"""Peak bytes of the stages of the pass that measures output curvature, forward and back."""
+
+from oneshot.footprint import terms
+from oneshot.footprint.terms import BATCH, FLOAT, Stage, Term
+from oneshot.footprint.work import Work
+
+# Numbers of a token that the graph of a layer and its gradients hold, in units of the sizes of its activations.
+OF_NEURONS, OF_HEADS, OF_HIDDEN = 8, 12, 10
+FLOATS_OF_HIDDEN = 10  # norms and the gradients that are summed
+
+
+def curvature_stages(work: Work) -> list[Stage]:
+    """Return the stages; the states before every layer are stored meanwhile."""
+    shape, stores = work.shape, work.curvature_store_bytes
+    sizes = (shape.hidden_size, shape.hidden_size, shape.query_key_width)
+    layer = (*terms.layer(work), terms.layer_copy(work))
+    batch = terms.activations(work, shape.intermediate_size)
+    again = Term((not work.on_cuda) * work.layer_bytes)  # tensors that a graph may hold
+    summed = [term for size in sizes for term in terms.sums(work, size, residual=False)]
+    head = (*terms.read(work.outside_bytes), terms.output_head(work), *terms.predictions(work))
+    return [
+        Stage("the stream of the output curvature", (*layer, again, batch), own_stores=stores),
+        Stage("the drawn tokens of the output curvature", head, own_stores=stores),
+        Stage("the output curvature", (*layer, again, _graph(work), *summed), own_stores=stores),
+    ]
+
+
+def _graph(work: Work) -> Term:
+    """Return what a batch needs in a layer with a graph."""
+    shape, tokens = work.shape, work.batch_tokens
+    heads = shape.num_attention_heads * shape.head_dim
+    numbers = OF_NEURONS * shape.intermediate_size + OF_HEADS * heads + OF_HIDDEN * shape.hidden_size
+    needed = tokens * (
+        work.dtype.itemsize * numbers + FLOAT * (FLOATS_OF_HIDDEN * shape.hidden_size + 3 * shape.query_key_width)
+    )
+    if work.on_cuda:  # scores are whole there, so that gradients add up in a fixed order
+        needed += 6 * FLOAT * tokens * work.text.sequence_length * shape.num_attention_heads
+    return Term(needed, computed=True, knobs=BATCH)

@@ -1,0 +1,102 @@
+"""Output curvature: against autograd through the whole stock model, and as a price of what is removed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, calibration_tokens
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from oneshot.compression.curvature import SHRINKAGE
+from oneshot.errors import ProfileError
+from oneshot.pipeline import compress, profile
+from oneshot.profiling.curvature import LARGEST_GRADIENT, clipped
+from oneshot.run import open_run
+
+Rows = np.ndarray[Any, Any]
+
+
+def whole_model_gradients(folder: str, token_ids: torch.Tensor, seed: int) -> list[dict[str, Rows]]:
+    """Return gradients `(sequences, length, n)` of every layer, by one backward pass through all of it in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval().requires_grad_(False)
+    model.get_input_embeddings().requires_grad_()
+    kept: list[dict[str, torch.Tensor]] = []
+    for layer in model.model.layers:
+        own: dict[str, torch.Tensor] = {}
+        kept.append(own)
+
+        def keep(name: str, tensor: torch.Tensor, own: dict[str, torch.Tensor] = own) -> None:
+            tensor.retain_grad()
+            own[name] = tensor
+
+        norm = layer.post_attention_layernorm
+        norm.register_forward_pre_hook(lambda _, inputs, keep=keep: keep("output", inputs[0]))
+        layer.register_forward_hook(lambda _, inputs, output, keep=keep: keep("ffn", output))
+        for name in ("q", "k"):
+            linear = getattr(layer.self_attn, f"{name}_proj")
+            linear.register_forward_hook(lambda _, inputs, output, keep=keep, name=name: keep(name, output))
+    logits = model(token_ids, use_cache=False).logits
+    loss = torch.zeros((), dtype=torch.float64)
+    for index, own_logits in enumerate(logits):
+        uniforms = torch.rand(len(own_logits), generator=torch.Generator().manual_seed(seed + index)).double()
+        cumulative = own_logits.detach().softmax(-1).cumsum(-1)
+        drawn = torch.searchsorted(cumulative, uniforms.unsqueeze(1), right=True).squeeze(1)
+        loss = loss + functional.cross_entropy(own_logits, drawn, reduction="sum")
+    loss.backward()
+    found = []
+    for own in kept:
+        gradients = {name: tensor.grad.numpy() for name, tensor in own.items() if tensor.grad is not None}
+        queries_keys = np.concatenate((gradients.pop("q"), gradients.pop("k")), -1)
+        found.append(gradients | {"query_key": queries_keys})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "model"),
+    [
+        ("llama", {"attention_bias": True}),
+        ("qwen3", {"head_dim": 8, "tied": True}),
+        ("mistral", {"sliding_window": 8, "vocabulary": 9000}),  # more than a panel of the head
+    ],
+)
+def test_it_is_that_of_the_whole_stock_model(
+    family: str, model: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(family=family, **model)
+    config = make_config(folder, form="per-layer", num_sequences=5, sequence_length=24, batch_size=2, seed=3)
+    with open_run(config) as run:
+        measured = [run.curvature.of_layer(layer, torch.device("cpu")) for layer in range(2)]
+        found = [{"output": one.output, "query_key": one.query_key, "ffn": one.ffn} for one in measured]
+    expected = whole_model_gradients(config.checkpoint, calibration_tokens(config), config.seed)
+    for of_layer, gradients in zip(found, expected, strict=True):
+        for name, rows in gradients.items():
+            matrix = np.einsum("tm,tn->mn", *2 * [rows.reshape(-1, rows.shape[-1])]) / (5 * 24)
+            mean = np.trace(matrix) / len(matrix)
+            matrix = (1 - SHRINKAGE) * matrix + SHRINKAGE * mean * np.eye(len(matrix))
+            assert of_layer[name].dtype == torch.float32
+            np.testing.assert_allclose(of_layer[name].numpy(), matrix, atol=1e-4 * mean, rtol=1e-3)
+
+
+def test_prices_are_divergences(make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path) -> None:
+    """The measured divergence of a reduced FFN is near what the curvature predicts, in every layer."""
+    options: dict[str, Any] = {"form": "per-layer", "curvature": "fisher", "output": str(tmp_path / "profile")}
+    found = profile(make_config(make_checkpoint(layers=3, tied=True), **options))
+    assert found.origin.curvature == "fisher"
+    assert 0.5 < float(found.stream_sensitivity.min()) <= float(found.stream_sensitivity.max()) < 2
+    with pytest.raises(ProfileError, match="curvature=fisher"):
+        compress(make_config(make_checkpoint(layers=3, tied=True), form="per-layer", profile=str(tmp_path / "profile")))
+
+
+def test_no_token_has_a_gradient_far_above_the_others() -> None:
+    gradients = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(0))
+    gradients[0, 7] *= 1000
+    rows = clipped(gradients).view(2, 40, 3)
+    norms = gradients.norm(dim=-1)
+    limit = LARGEST_GRADIENT * norms[0].mean()
+    assert norms[0, 7] > limit
+    torch.testing.assert_close(rows[0, 7], gradients[0, 7] * (limit / norms[0, 7]))
+    kept = torch.arange(80) != 7
+    assert torch.equal(rows.flatten(0, 1)[kept], gradients.flatten(0, 1)[kept])
