@@ -515,7 +515,9 @@ def test_no_more_than_a_layer_is_read_at_a_time(
         "never two matrices"
     )
     layers = [part for parts in requests for part in parts if part.startswith("model.layers")]
-    assert layers == ["model.layers.0", "model.layers.1", "model.layers.2"], "every layer once, in order"
+    in_order = ["model.layers.0", "model.layers.1", "model.layers.2"]
+    assert layers[:4] == ["model.layers.0", *in_order], "every layer once, in order, after a check of the first"
+    assert layers[4:] == in_order, "the same for the check on held-out text"
 
 
 def test_memory_holds_a_few_layers_not_the_model(make_config: MakeConfig, make_checkpoint: MakeCheckpoint) -> None:

@@ -4,7 +4,7 @@ A few tokens pass transformers' own model with one layer of every kind. Hooks ke
 From each of them our own step has to lead to the next. It also finds a release of transformers that changed a class.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -21,6 +21,8 @@ from oneshot.machine import Machine
 from oneshot.stream.layer import Memory
 from oneshot.stream.layers import LayerBuilder
 from oneshot.text import Text
+
+Tensors = dict[str, torch.Tensor]
 
 NUM_TOKENS = 8
 WINDOW = 4  # tokens that a sliding window sees here, so that the sequence is longer than it
@@ -60,8 +62,10 @@ def check_family(model: Model, machine: Machine) -> None:
     if model.checkpoint.config.get("sliding_window"):
         model = replace(model, checkpoint=model.checkpoint.stating(sliding_window=WINDOW))
     for kind in sorted(set(model.kinds)):
-        stock = _stock_model(model, machine, kind)
-        for step in _steps(model, machine, kind, stock):
+        numbers = {stack.layers: max(stack.first_layer, kind) for stack in model.family.stacks}
+        layers = {stack: model.read_layer(number) for stack, number in numbers.items()}
+        stock = _stock_model(model, machine, kind, layers)
+        for step in _steps(model, machine, kind, stock, layers):
             difference = step.difference()
             if not difference <= TOLERANCES[machine.dtype]:
                 raise CheckpointError(
@@ -71,8 +75,11 @@ def check_family(model: Model, machine: Machine) -> None:
                 )
 
 
-def _stock_model(model: Model, machine: Machine, kind: int) -> Any:
-    """Return the stock model of one layer of a kind with its weights, and with the first rows of the vocabulary."""
+def _stock_model(model: Model, machine: Machine, kind: int, layers: Mapping[str, Tensors]) -> Any:
+    """Return the stock model of one layer of a kind with its weights, and with the first rows of the vocabulary.
+
+    `layers`: the tensors of the layer in every stack, by its prefix.
+    """
     stock = sample_model(model.checkpoint.config, model.family, machine.dtype, [kind])
     make_buffers(stock, machine.device)
     weights = {}
@@ -81,7 +88,7 @@ def _stock_model(model: Model, machine: Machine, kind: int) -> Any:
             rows = NUM_TOKENS if tensor.shape[:1] == (model.shape.vocab_size,) else max(tensor.shape, default=1)
             weights[name] = model.checkpoint.read_rows(name, slice(rows))
     for stack in model.family.stacks:
-        layer = fuse(model.read_layer(max(stack.first_layer, kind)), stack)
+        layer = fuse(layers[stack.layers], stack)
         weights |= {f"{stack.layers}.0.{name}": tensor for name, tensor in layer.items()}
     for name, tensor in weights.items():
         module, _, part = name.rpartition(".")
@@ -121,7 +128,7 @@ def _entrances(stack: Stack) -> list[str]:
     return [first, *(f"{first}.{name}" for name in readers)]
 
 
-def _steps(model: Model, machine: Machine, kind: int, stock: Any) -> Iterator[_Step]:
+def _steps(model: Model, machine: Machine, kind: int, stock: Any, layers: Mapping[str, Tensors]) -> Iterator[_Step]:
     """Yield every part of a model with one layer of a kind."""
     family, builder = model.family, LayerBuilder(model, machine, NUM_TOKENS)
     token_ids = torch.arange(NUM_TOKENS).unsqueeze(0) % model.shape.vocab_size
@@ -136,7 +143,7 @@ def _steps(model: Model, machine: Machine, kind: int, stock: Any) -> Iterator[_S
         passed = [*(seen[name] for name in entrances), seen[f"{entrances[0]}.out"]]
         embedding = model.checkpoint.read_rows(stack.embedding, slice(NUM_TOKENS))
         yield _Step("embedding", builder.embed(embedding, batch), passed[0])
-        layer = builder.layer(number, model.read_layer(number), memory)
+        layer = builder.layer(number, layers[stack.layers], memory)
         for index, sublayer in enumerate(stack.sublayers):
             before, after = passed[index], passed[index + 1]
             name = f"{PART_NAMES[sublayer.kind]} in layer {number}"
