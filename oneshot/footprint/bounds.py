@@ -14,7 +14,14 @@ from oneshot.checkpoint import Model
 from oneshot.config import MachineOptions
 from oneshot.errors import ConfigError, MemoryLimitError
 from oneshot.footprint.disk import scaffold_bytes
-from oneshot.footprint.memory import DEVICE_SLACK_BYTES, HEAP_SHARE, SLACK_BYTES, scratch_bytes, stages
+from oneshot.footprint.memory import (
+    CUDA_SLACK_BYTES,
+    DEVICE_SLACK_BYTES,
+    HEAP_SHARE,
+    SLACK_BYTES,
+    scratch_bytes,
+    stages,
+)
 from oneshot.footprint.seconds import measure_rates, predicted_seconds
 from oneshot.footprint.terms import Stage
 from oneshot.footprint.work import Work
@@ -166,7 +173,7 @@ def _peak(work: Work, listed: list[Stage], store: Store, bounds: Bounds, *, comp
 
     fullest = max(listed, key=needed)
     held, before = (bounds.device_held, bounds.device_peak) if computed else (bounds.host_held, bounds.host_peak)
-    slack = DEVICE_SLACK_BYTES if computed else SLACK_BYTES
+    slack = DEVICE_SLACK_BYTES if computed else CUDA_SLACK_BYTES if on_cuda else SLACK_BYTES
     return max(before, math.ceil(held + slack + needed(fullest))), fullest
 
 
