@@ -21,7 +21,7 @@ from oneshot.text.self_written import DOCUMENT_TOKENS, SELF, document_bytes
 
 SLACK_BYTES = 128 * 2**20
 HEAP_SHARE = 1.08
-# of a run on CUDA: kernels that are compiled and libraries that load during it; with SLACK_BYTES an H100 took 0.5 GB more
+# with SLACK_BYTES alone a run on an H100 took 0.5 GB more: libraries and kernels load meanwhile
 CUDA_SLACK_BYTES = 768 * 2**20
 DEVICE_SLACK_BYTES = 384 * 2**20  # workspaces of cuBLAS and cuSOLVER
 REPORT_BYTES = 64 * 2**20  # matplotlib draws a finished run
