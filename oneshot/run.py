@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from oneshot_kernels.backend import KernelError
+from safetensors import SafetensorError
 
 from oneshot.checkpoint import Checkpoint, Model, identify, locate_checkpoint, open_gguf, peek_saved
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
@@ -100,6 +101,11 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Sho
             run.machine.workers.wait()  # others may still read from this one's scratch folder
         except KernelError as error:
             raise DeviceError(f"{error} Set ONESHOT_KERNELS=torch to compute without Triton.") from error
+        except SafetensorError as error:  # of Grams and directions; the checkpoint's and the journal's have sentences
+            raise OutputError(
+                f"The scratch files in {folder} cannot be written ({cause(error)}); free some space there, or name "
+                "another folder as --offload-dir."
+            ) from error
         except torch.linalg.LinAlgError as error:
             raise CheckpointError(
                 f"A matrix cannot be decomposed ({cause(error)}); run with --dtype float32 or check the weights."

@@ -361,37 +361,47 @@ def test_the_space_is_computed_in_the_dtype_that_is_saved(
     fails(folder, "free", save_dtype="float32")
 
 
+def test_a_disk_that_fills_up_while_writing(
+    make_checkpoint: MakeCheckpoint, output: Path, monkeypatch: pytest.MonkeyPatch, fails: Check
+) -> None:
+    pwrite, written = os.pwrite, 0
+
+    def write_then_fail(file: int, data: memoryview, start: int) -> int:
+        nonlocal written
+        written += 1
+        if written > 12:  # in the second layer
+            raise OSError(28, "No space left on device")
+        return pwrite(file, data, start)
+
+    monkeypatch.setattr(os, "pwrite", write_then_fail)
+    fails(make_checkpoint(), str(output), "No space left", keeps=True)
+    assert written > 12
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("writes", "error", "options"),
     [
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        OSError(28, "No space left on device"),
+        ("oneshot.stream.store.ActivationStore.write", OSError(28, "No space left on device"), {}),
+        (
+            "oneshot.compression.subspaces.save_file",
+            SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            {"recipe": "group-pca"},
+        ),
     ],
 )
-def test_a_disk_that_fills_up_while_writing(
-    error: Exception, make_checkpoint: MakeCheckpoint, output: Path, monkeypatch: pytest.MonkeyPatch, fails: Check
-) -> None:
-    written = []
-
-    def write_then_fail(tensors: Any, path: Path, **options: Any) -> None:
-        if len(written) == 2:
-            raise error
-        written.append(path)
-        save_file(tensors, path, **options)
-
-    monkeypatch.setattr("oneshot.checkpoint.journal.save_file", write_then_fail)
-    fails(make_checkpoint(), str(output), "No space left", keeps=True)
-    assert len(written) == 2
-
-
 def test_a_scratch_disk_that_fills_up(
-    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, fails: Check
+    writes: str,
+    error: Exception,
+    options: dict[str, Any],
+    make_checkpoint: MakeCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: Check,
 ) -> None:
     def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
-    monkeypatch.setattr("oneshot.stream.store.ActivationStore.write", fail)
-    fails(make_checkpoint(), "No space left")
+    monkeypatch.setattr(writes, fail)
+    fails(make_checkpoint(), "No space left", **options)
 
 
 def test_a_write_that_the_system_refuses(make_checkpoint: MakeCheckpoint, output: Path, fails: Check) -> None:
