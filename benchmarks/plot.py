@@ -42,7 +42,7 @@ def quality_svg(dense: Row) -> str:
         axes.plot(
             list(own), list(own.values()), "--", marker="s", color="tab:blue", label="oneshot, per-layer, two texts"
         )
-        for (tool, points), colour in zip(others.items(), ("0.15", "0.4", "0.55", "0.7"), strict=True):
+        for (tool, points), colour in zip(others.items(), ("0.15", "0.35", "0.5", "0.6", "0.7"), strict=True):
             axes.plot(list(points), list(points.values()), "--", marker="s", color=colour, label=f"{tool}, two texts")
         axes.set_xlabel("stored parameters removed")
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))

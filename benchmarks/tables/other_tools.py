@@ -35,7 +35,7 @@ def summary_table() -> str:
         f"{', '.join(KINDS.values())}; ± is the standard deviation over seeds ({seeds}). The two texts are WikiText-2 "
         "and an English text of another kind. `oneshot` "
         "calibrates on `general.jsonl+self`, the other tools on `general.jsonl`. Their rows are single runs of their "
-        "own code, patched for this model. The row of `oneshot` on two texts is older than ranks of linears.",
+        "own code, patched for this model. The row of `oneshot` on two texts is one run on an H100.",
     )
 
 
@@ -72,8 +72,9 @@ def broad_tools_table() -> str:
         ["method", "stored removed", "WikiText-2", "other text", "geometric mean", "calibration", "settings"],
         lines,
         "Perplexity ÷ dense in bf16, on the first 16 windows of WikiText-2's test text and of an English text of "
-        "another kind (dense: 19.90 and 40.34). MPIFA and `oneshot` were read on 32 windows of WikiText-2. Measured on "
-        f"{_dates(_broad())} outside this repository, one run each, on two shared CPU cores. “Its own code” is the "
+        "another kind (dense: 19.90 and 40.34). MPIFA and the stock form were read on 32 windows of WikiText-2. "
+        f"Measured on {_dates(_broad())} outside this repository, one run each, on two shared CPU cores; the per-layer form on an "
+        "H100. “Its own code” is the "
         "authors' code, patched for the CPU and for grouped queries.",
     )
 
