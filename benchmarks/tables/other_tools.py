@@ -73,8 +73,8 @@ def broad_tools_table() -> str:
         lines,
         "Perplexity ÷ dense in bf16, on the first 16 windows of WikiText-2's test text and of an English text of "
         "another kind (dense: 19.90 and 40.34). MPIFA and the stock form were read on 32 windows of WikiText-2. "
-        f"Measured on {_dates(_broad())} outside this repository, one run each, on two shared CPU cores; the per-layer form on an "
-        "H100. “Its own code” is the "
+        f"Measured on {_dates(_broad())} outside this repository, one run each, on two shared CPU cores; the "
+        "per-layer form on an H100. “Its own code” is the "
         "authors' code, patched for the CPU and for grouped queries.",
     )
 
