@@ -11,6 +11,7 @@ from tables.cells import markdown, rounded, score_cell, token_span
 WIKITEXT2 = "wikitext2_valid.txt"
 SIZES = (0.1, 0.2, 0.3)
 OWN_CODE = "its own code"
+SHOWN = 5  # the best on two texts, `oneshot` among them, so that the README's table stays small
 
 
 def summary_table() -> str:
@@ -20,7 +21,7 @@ def summary_table() -> str:
     for form in ("per-layer", "stock"):
         scores = {row["asked"]: score_cell(row) for row in quality[form]}
         lines.append([f"**oneshot**, {form}", "five", *(scores.get(size, "–") for size in SIZES)])
-    for tool, scores in other_curves().items():
+    for tool, scores in list(other_curves().items())[:SHOWN]:
         lines.append([_name(tool, "per-layer"), "two", *_cells(scores)])
     shown = {form: [row for row in rows if row["asked"] in SIZES] for form, rows in quality.items()}
     seeds = ", ".join(
@@ -35,7 +36,8 @@ def summary_table() -> str:
         f"{', '.join(KINDS.values())}; ± is the standard deviation over seeds ({seeds}). The two texts are WikiText-2 "
         "and an English text of another kind. `oneshot` "
         "calibrates on `general.jsonl+self`, the other tools on `general.jsonl`. Their rows are single runs of their "
-        "own code, patched for this model. The row of `oneshot` on two texts is one run on an H100.",
+        "own code, patched for this model. The row of `oneshot` on two texts is one run on an "
+        "H100; the best four of the other tools are shown.",
     )
 
 

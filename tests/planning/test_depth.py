@@ -196,6 +196,6 @@ def test_a_dry_run_and_the_command_line(idle_layer: Path, make_config: MakeConfi
         f"--calibration={config.text.calibration}",
         "--sparsity=0.2",
     ]
-    arguments += ["--set=depth=sensitivity", "--num-sequences=8", "--sequence-length=32", "--device=cpu"]
+    arguments += ["--set=depth=sensitivity", "--num-sequences=8", "--sequence-length=32", "--device=cpu", "--verbose"]
     assert main(arguments) == 0
     assert "64 → 0" in capsys.readouterr().out
