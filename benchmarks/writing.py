@@ -11,6 +11,7 @@ checkout and turn, with whether the checkouts wrote equal files.
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ DRIVER = """
 import json, sys
 import torch
 import oneshot.pipeline as pipeline
-from oneshot import Config, compress
+from oneshot import Config
 
 def moved():
     lines = dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())
@@ -50,7 +51,7 @@ class Stopwatch(pipeline.Stopwatch):
 found = {}
 pipeline.Stopwatch = Stopwatch
 torch.set_num_threads(int(sys.argv[2]))
-report = compress(Config.of(**json.loads(sys.argv[1])))
+report = pipeline.compress(Config.of(**json.loads(sys.argv[1])))
 print(json.dumps(found | {"seconds": report.seconds}))
 """
 
@@ -125,6 +126,7 @@ def main() -> None:
         config |= {"ffn": "magnitude", "correction": "none", "max_file_bytes": 10**9, "device": "cpu"}
         for turn in range(arguments.turns):
             for tree, folder in trees.items():
+                shutil.rmtree(scratch / tree, ignore_errors=True)  # it would count in the peak of the disk
                 os.sync()  # what the run before it left
                 started = time.perf_counter()
                 found = run(folder, config | {"output": str(scratch / tree)}, arguments.threads)
