@@ -16,7 +16,6 @@ from oneshot.planning.heads import Sizes, head_options, head_sizes
 from oneshot.planning.plan import Plan
 from oneshot.planning.vocabulary import table_options
 
-LARGEST_SHARE = 0.93  # of a whole linear's products that low rank may take; beyond it the whole linear is faster
 NO_HEADS: Sizes = {"num_attention_heads": 0, "num_key_value_heads": 0, "query_key_size": None, "value_size": None}
 
 
@@ -211,20 +210,18 @@ def _inner_sizes(grid: Grid) -> list[Sizes]:
 def _ranks(shape: ModelShape, kind: RankedKind) -> list[int | None]:
     """Return the ranks of a linear, None for whole, in steps of about a sixteenth from a quarter of the hidden size.
 
-    A profile measures what half of it costs. A rank that leaves nearly all products takes longer than the whole linear.
+    A profile measures what half of it costs.
     """
-    hidden, heads = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    scores = heads + shape.num_key_value_heads * shape.head_dim
-    rows, inputs = {
-        "query_key": (scores, hidden),
-        "output": (hidden, heads),
-        "gate": (shape.intermediate_size, hidden),
-        "up": (shape.intermediate_size, hidden),
-    }[kind]
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    rows = {
+        "query_key": (heads + shape.num_key_value_heads) * shape.head_dim,
+        "output": heads * shape.head_dim,
+        "gate": shape.intermediate_size,
+        "up": shape.intermediate_size,
+    }
     step = default_round_to(hidden)
     step *= max(1, hidden // (16 * step))
-    ranks = range(step * -(-hidden // (4 * step)), min(rows, inputs), step)
-    return [*(rank for rank in ranks if rank * (rows + inputs - rank) <= LARGEST_SHARE * rows * inputs), None]
+    return [*range(step * -(-hidden // (4 * step)), min(hidden, rows[kind]), step), None]
 
 
 class _Options:

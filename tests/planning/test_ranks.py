@@ -24,7 +24,6 @@ from oneshot.families import LLAMA, RANKED_KINDS, ModelShape, RankedKind
 from oneshot.linalg.low_rank import ROOT_DAMPING
 from oneshot.pipeline import compress, predict, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan
-from oneshot.planning.own_sizes import LARGEST_SHARE
 from oneshot.planning.widths import meet_budget
 from oneshot.profiling.probes import probe_size
 from oneshot.profiling.profiler import RANK_SHARE
@@ -101,15 +100,9 @@ def test_plans_are_the_best_of_all(seed: int, share: float, kinds: tuple[RankedK
     def numbers(rows: int, columns: int, rank: int) -> int:
         return rows * columns if rank == 8 else rank * (rows + columns - rank) + columns
 
-    sizes: dict[RankedKind, tuple[int, int]] = {"query_key": (24, 8), "output": (8, 16), "gate": (12, 8), "up": (12, 8)}
-
-    def worth(kind: RankedKind) -> list[int]:
-        rows, columns = sizes[kind]
-        return [rank for rank in range(2, 8) if rank * (rows + columns - rank) <= LARGEST_SHARE * rows * columns] + [8]
-
     options = []
     for width in (6, 12):
-        for own in itertools.product(*map(worth, kinds)):
+        for own in itertools.product(range(2, 9), repeat=2):
             of_kinds = dict(zip(kinds, own, strict=True))
             query_key, output, gate, up = (of_kinds.get(kind, 8) for kind in RANKED_KINDS)
             stored = numbers(24, 8, query_key) + numbers(8, 16, output) + 8 * 8  # values are whole
