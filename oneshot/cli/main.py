@@ -47,6 +47,8 @@ def _run(arguments: list[str], prog: str | None) -> int:
         similar = did_you_mean(name, COMMANDS)
         print(f"error: {name} is not a command; give one of {', '.join(COMMANDS)}{similar}", file=sys.stderr)
         return 2
+    # torch's C++ code warns once that the choice of cuSOLVER (machine/device.py) is experimental; read at its import
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
     code: int = import_module(f"oneshot.cli.{name}").main(rest, prog or f"oneshot {name}")
     return code

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from oneshot.cli.main import COMMANDS
+from oneshot.cli.main import COMMANDS, main
 
 HEAVY = ("torch", "scipy", "transformers", "datasets", "matplotlib", "numpy", "huggingface_hub")
 HELPS = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
@@ -52,3 +52,16 @@ def test_a_reader_that_has_enough_causes_no_traceback(arguments: list[str]) -> N
     )
     os.close(writing)
     assert result.stderr == ""
+
+
+def test_a_command_keeps_the_log_of_torchs_own_code_to_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch reads the level when it is imported, so it is set before; a level that the user set stays."""
+    for level, wanted in ((None, "ERROR"), ("INFO", "INFO")):
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "restored after the test")
+        if level is None:
+            monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+        else:
+            monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", level)
+        with pytest.raises(SystemExit):
+            main(["init", "--help"])
+        assert os.environ["TORCH_CPP_LOG_LEVEL"] == wanted
