@@ -1,6 +1,8 @@
 """lm-eval's tasks on a local checkpoint."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +35,33 @@ def run_tasks(
 
     tokenizer = load_tokenizer(folder)
     loaded = load_model(folder, device=device, dtype=dtype)
-    results = simple_evaluate(
-        model=HFLM(pretrained=loaded, tokenizer=tokenizer, device=str(device)),
-        tasks=list(tasks),
-        limit=limit,
-        task_manager=manager,
-        bootstrap_iters=BOOTSTRAP_ROUNDS,
-    )
+    with _without_forks():
+        results = simple_evaluate(
+            model=HFLM(pretrained=loaded, tokenizer=tokenizer, device=str(device)),
+            tasks=list(tasks),
+            limit=limit,
+            task_manager=manager,
+            bootstrap_iters=BOOTSTRAP_ROUNDS,
+        )
     return {
         task: {name: value for name, value in metrics.items() if isinstance(value, float)}
         for task, metrics in results["results"].items()
     }
+
+
+@contextmanager
+def _without_forks() -> Iterator[None]:
+    """Let lm-eval draw its bootstrap samples here: a pool that it forks for them can hang where threads hold locks."""
+    name = "DISABLE_MULTIPROC"  # of lm-eval
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def task_manager(tasks: Sequence[str], include_path: str | None) -> Any:

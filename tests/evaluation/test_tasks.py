@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -130,9 +131,13 @@ def likelihood(model: Any, tokenizer: Any, context: str, continuation: str) -> t
 
 
 def test_tasks_have_the_stock_prompts_and_metrics(
-    make_checkpoint: MakeCheckpoint, include_path: Path, requests: list[tuple[str, str]]
+    make_checkpoint: MakeCheckpoint,
+    include_path: Path,
+    requests: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All tasks at once: requests word by word, accuracies from our own likelihoods."""
+    """All tasks at once: requests word by word, accuracies from our own likelihoods; no process is forked."""
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a process with threads was forked"))
     folder = make_checkpoint()
     tasks = list(FILES)
     results = run_tasks(folder, tasks, limit=None, include_path=str(include_path), device=CPU, dtype=torch.float32)
