@@ -113,8 +113,8 @@ def test_evaluate_shows_exact_match(
     command = [str(folder), "--baseline", str(folder), "--tasks", "lambada_greedy", "--include-path", str(include_path)]
     command += ["--decode-tokens", "0", "--device", "cpu", "--dtype", "float32", "--output", str(output)]
     assert main(command) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "exact_match,first_word" in line)
-    assert re.findall(r"\d\.\d+", line) == ["0.3333", "0.3333", "1.000"], "the ratio is the retention"
+    line = next(line for line in capsys.readouterr().out.splitlines() if "lambada_greedy exact match" in line)
+    assert re.findall(r"\d\.\d+", line) == [*["0.3333"] * 4, "1.000"], "values, standard errors, and the retention"
     numbers = json.loads(output.read_text())["evaluations"]
     assert [one["tasks"]["lambada_greedy"]["exact_match,first_word"] for one in numbers] == [pytest.approx(1 / 3)] * 2
 

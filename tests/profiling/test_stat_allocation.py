@@ -82,7 +82,8 @@ def curves(layers: int, width: int, units: int) -> Profile:
 def test_expected_errors_are_the_papers(place: Any, allocation: Any) -> None:
     """F · w(l) · e of STAT section 3.3 and appendix A.4, for norms before and after the sublayers."""
     shape = ModelShape(3, 8, 12, 4, 2, 4, vocab_size=80)
-    sublayers = tuple(replace(part, norm=replace(part.norm, place=place)) for part in LLAMA.stack.sublayers)
+    no_norms = {"before": None, "after": None}
+    sublayers = tuple(replace(part, **no_norms | {place: part.norm}) for part in LLAMA.stack.sublayers)
     family = replace(LLAMA, stack=replace(LLAMA.stack, sublayers=sublayers))
     model: Any = SimpleNamespace(family=family, shape=shape)
     given = curves(3, 12, 2)
