@@ -18,6 +18,7 @@ from oneshot.checkpoint import Model, make_buffers, sample_model
 from oneshot.errors import CheckpointError
 from oneshot.families import Stack, fuse
 from oneshot.machine import Machine
+from oneshot.machine.transfer import uploaded
 from oneshot.stream.layer import Memory
 from oneshot.stream.layers import LayerBuilder
 from oneshot.text import Text
@@ -92,7 +93,7 @@ def _stock_model(model: Model, machine: Machine, kind: int, layers: Mapping[str,
         weights |= {f"{stack.layers}.0.{name}": tensor for name, tensor in layer.items()}
     for name, tensor in weights.items():
         module, _, part = name.rpartition(".")
-        placed = tensor.to(machine.device, machine.dtype)
+        placed = uploaded(tensor, machine.device).to(machine.dtype)
         setattr(stock.get_submodule(module), part, nn.Parameter(placed, requires_grad=False))
     for module in stock.modules():
         if isinstance(module, nn.Embedding):

@@ -45,6 +45,7 @@ oneshot.footprint.bounds.measure_rates = lambda *_: Rates(1.0, 1.0, 1.0, 1.0)  #
 
 # The stage of a line of the project, by the longest beginning of its path that is listed.
 STAGES = {
+    "oneshot/checkpoint/stock.py": "forward",
     "kernels/oneshot_kernels/gram": "sums",
     "kernels/oneshot_kernels/count_sketch": "sums",
     "oneshot/compression/statistics.py": "sums",
