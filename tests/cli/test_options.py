@@ -73,7 +73,7 @@ def test_every_command_runs(
     for part in ("KL without", "stored parameters", "perplexity text.txt"):
         assert part in printed
     long = [line for line in printed.splitlines() if len(line) > WIDTH]
-    assert all(str(tmp_path) in line and len(line.split()) <= 2 for line in long), "only a path that cannot be broken"
+    assert all(len(line.split()) <= 2 and "/" in line for line in long), "only a path that cannot be broken"
 
 
 def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
