@@ -285,6 +285,7 @@ def test_preconditioned_cholesky_qr_survives_a_useless_sketch() -> None:
     ("call", "message"),
     [
         (lambda: pivoted_cholesky(torch.zeros(2, 3)), "square"),
+        (lambda: pivoted_cholesky(torch.zeros(2, 3, 3)), "square"),
         (lambda: pivoted_cholesky(torch.full((2, 2), torch.nan)), "not finite"),
         (lambda: pivoted_cholesky(torch.eye(2), rank=3), "outside"),
         (lambda: blocked_pivoted_cholesky(torch.eye(2, dtype=torch.bfloat16)), "fp32 or fp64"),

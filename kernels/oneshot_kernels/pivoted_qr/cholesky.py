@@ -48,7 +48,7 @@ def cholesky_pivots_(gram: torch.Tensor, *, rank: int) -> torch.Tensor:
     if gram.ndim == 3 and (gram.device.type == "cpu" or choose_backend(gram) == "reference"):
         empty = torch.empty(0, rank, dtype=torch.int64, device=gram.device)
         return torch.stack([cholesky_pivots_(each, rank=rank) for each in gram]) if len(gram) else empty
-    rank = check_gram(gram, rank)
+    rank = check_gram(gram, rank, batched=True)
     if choose_backend(gram) != "reference" and gram.numel() > 0:
         if gram.device.type != "cpu":
             return eliminate_(gram.contiguous(), rank).order[..., :rank]
@@ -67,9 +67,9 @@ def leading_pivots_(gram: torch.Tensor, rank: int) -> torch.Tensor:
     return eliminate_(gram, rank).pivots()[:rank]
 
 
-def check_gram(gram: torch.Tensor, rank: int | None) -> int:
-    """Return the rank to reach; raises ValueError where `gram` cannot be a Gram matrix."""
-    if gram.ndim not in (2, 3) or gram.shape[-2] != gram.shape[-1]:
+def check_gram(gram: torch.Tensor, rank: int | None, *, batched: bool = False) -> int:
+    """Return the rank to reach; raises ValueError where `gram` cannot be a Gram matrix, or several if `batched`."""
+    if gram.ndim not in ((2, 3) if batched else (2,)) or gram.shape[-2] != gram.shape[-1]:
         raise ValueError(f"a Gram matrix is square, got shape {tuple(gram.shape)}")
     if gram.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"a Gram matrix is fp32 or fp64, got {gram.dtype}")
@@ -117,7 +117,7 @@ def blocked_pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, blo
 
     Within a block of `block_size` pivots rows of R are made one at a time (BLAS-2). Then one GEMM updates the whole
     Schur complement: `panels.eliminate_`. The device is waited for at the end, for the numerical rank.
-    Raises as `pivoted_cholesky`. Cost 2 n² rank flops (the GEMM does not use symmetry), a copy of G, and R twice.
+    Raises as `pivoted_cholesky`. Cost n² rank flops (products update one triangle), a copy of G, and R twice.
     """
     return _blocked_pivoted_cholesky(gram, check_gram(gram, rank), block_size)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -99,7 +100,7 @@ def eliminate_(gram: torch.Tensor, rank: int, *, rows: torch.Tensor | None = Non
     panel = Panel(grams, max(1, min(width, rank)), rank)
     take_pivots_ = _implementation(grams)
     sizes = gram.new_empty(len(grams), rank)
-    run: Callable[[], None] = lambda: _whole_panel(panel, take_pivots_)  # noqa: E731
+    run: Callable[[], None] = partial(_whole_panel, panel, take_pivots_)
     starts = range(0, rank, panel.width)
     for start in starts:
         if start == panel.width and len(starts) >= FEWEST_PANELS and backend.runs_on_gpu(gram):
