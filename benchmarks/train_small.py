@@ -100,11 +100,7 @@ def train(model: nn.Module, batches: Iterator[Batch], steps: int, rate: float) -
     biases = {name: named.pop(name) for name in list(named) if "relative_attention_bias" in name}
     groups = [{"params": list(named.values())}, {"params": list(biases.values()), "lr": BIAS_RATE * rate}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, weight_decay=0.01)
-    warm_up = max(1, int(WARM_UP * steps))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warm_up, (1 + math.cos(math.pi * step / steps)) / 2),
-    )
+    schedule = train_schedule(optimizer, steps)
     model.train()
     started = time.perf_counter()
     for step in range(1, steps + 1):
@@ -118,6 +114,15 @@ def train(model: nn.Module, batches: Iterator[Batch], steps: int, rate: float) -
             seconds = time.perf_counter() - started
             print(f"step {step} of {steps}: loss {loss.item():.3f}, {seconds:.0f} s", flush=True)
     model.eval()
+
+
+def train_schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return a rate that rises over the first tenth of the steps and then falls along a cosine to zero."""
+    warm_up = max(1, int(WARM_UP * steps))
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warm_up, (1 + math.cos(math.pi * step / steps)) / 2),
+    )
 
 
 def masked(ids: list[int], tokenizer: Any, chance: random.Random) -> list[int]:
