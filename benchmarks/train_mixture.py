@@ -1,9 +1,9 @@
 """Train a small mixture of experts from scratch: a Qwen3-MoE language model with a learned router.
 
-The text is `general.jsonl` of the data folder, less every twelfth document. `FOLDER` is a checkpoint for the stock class,
-with a tensor for each expert as files on the hub have. Beside it lie `FOLDER-calibration.jsonl`, documents that
-were trained on, and `FOLDER-evaluation.jsonl`, the documents left out. Rows of `mixture_training.jsonl` have the loss
-by step, and at the end how tokens are shared among the experts.
+The text is `general.jsonl` of the data folder, less every twelfth document. `FOLDER` is a checkpoint for the stock
+class, with a tensor for each expert as on the hub. Beside it lie `FOLDER-calibration.jsonl`, documents that were
+trained on, and `FOLDER-evaluation.jsonl`, the documents left out. Rows of `mixture_training.jsonl` have the loss by
+step, and at the end how tokens are shared among the experts.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def main() -> None:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("folder", type=Path, help="where the checkpoint goes")
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
-    options.add_argument("--steps", type=int, default=1500)
+    options.add_argument("--steps", type=int, default=1000)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--every", type=int, default=100, help="steps between two rows")
     arguments = options.parse_args()
