@@ -16,7 +16,7 @@ class Difference:
     """The mean difference of the loss of two models, in nats per token: the difference of the scores' logarithms.
 
     Attributes:
-        mean, standard_error: of the difference over windows and seeds. low, high: its 95 % interval.
+        mean, standard_error: mean difference over windows and seeds. low, high: its 95 % interval.
         p: probability of a mean at least as far from 0 if there is no difference.
         by_seed: the mean difference over the windows for each seed, which shows the spread.
     """

@@ -72,9 +72,9 @@ class Sums:
     """The sums over the text of the statistics, from which the reductions of a layer are computed.
 
     Attributes:
-        heads, neurons: of what `o_proj` and `down_proj` read. mapped: of what attention reads, beside ones, with
-            attention's output as target. queries, keys: Grams of every head before rotation. linears: those that may
-            have low rank.
+        heads, neurons: statistics of the inputs of `o_proj` and `down_proj`.
+        mapped: Gram of attention's inputs and ones. crossed: their products with attention's output.
+        queries, keys: Grams of every head before rotation. linears: those that may have low rank.
     """
 
     heads: Statistics

@@ -125,7 +125,7 @@ class MachineOptions:
     """The device of a run and the bounds of its memory.
 
     Attributes:
-        device: `auto`, `cpu`, `cuda` or `cuda:N`. dtype: of the forward passes.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`. dtype: dtype of the forward passes.
         batch_size: sequences in one forward pass.
         max_memory_bytes: bound of the process's peak resident memory; a run that cannot keep to it is refused.
         max_device_memory_bytes: bound of what torch takes on a CUDA device.
@@ -153,9 +153,9 @@ class Config:
         target, method, text, machine: see these records. recipe: the name of the method it began with.
         form: what the result is written as.
         profile: folder of a profile to plan from; None: the run makes one if it needs one.
-        seed: of the text's order, of sketches and of random choices.
-        save_dtype: of the stored weights; `keep`: the input's; `q8_0`: blocks of 8 bits in a GGUF file.
-        max_file_bytes: of one weight file.
+        seed: seed of the text's order, of sketches and of random choices.
+        save_dtype: dtype of the stored weights; `keep`: the input's; `q8_0`: blocks of 8 bits in a GGUF file.
+        max_file_bytes: maximum bytes per weight file.
         overwrite: replace an output and forget an interrupted run. resume: continue an interrupted run.
         tie: store one table for an output head and an embedding that are two copies of it.
         revision: branch, tag or commit of a hub name; None: its main branch.

@@ -146,7 +146,7 @@ def predict(config: Config) -> Footprint:
 
 
 def profile(config: Config, *, show_progress: Shown = False) -> Profile:
-    """Measure what smaller sizes cost into the folder `config.output`, for later plans. Raises as `compress`."""
+    """Profile the model and save it to `config.output`, for later plans. Raises as `compress`."""
     output = output_folder(config.output)
     refuse_existing(output)
     with open_run(config, show_progress=show_progress) as run:
@@ -180,7 +180,7 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
             remove_leftovers(output, fingerprint)
         return finished
     refuse_output(output, overwrite=config.overwrite, resume=config.resume and not output.exists())
-    run.machine.workers.wait()  # all must have looked before one of them writes
+    run.machine.workers.wait()  # barrier: finish checks before writing
     watch.lap("prepare")
     curvature = None
     with _journal(config, run, plan, fingerprint) as journal:
@@ -237,9 +237,10 @@ def _compress(config: Config, run: Run, watch: Stopwatch) -> Report:
                 warnings=warnings + run.warnings.take(),
             )
             form, inherited = run.form, card_metadata(source.folder)
-            loading, task = form.loading(written), task_of(written)
+            task = task_of(written)
+            opening = {"title": form.title, "loading": form.loading(written), "usage": form.usage(task)}
             (folder / RECIPE_NAME).write_text(recipe_text(config), encoding="utf-8")
-            write_report(report, folder, inherited, title=form.title, loading=loading, task=task)
+            write_report(report, folder, inherited, task=task, **opening)
         journal.commit()
         report = run.machine.workers.share(0, lambda: report)
     assert report is not None

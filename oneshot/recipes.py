@@ -52,16 +52,16 @@ class Method:
         token_weighting: in that projection tokens count equally (`unit`) or by their energy (`raw`).
         embedding: `low-rank` gives ranges of a tied vocabulary their own ranks; `auto`: if the form can hold it.
         correction: `bias` adds the mean of removed columns (FLAP); `same-layer` and `two-stream`: least squares.
-        residual_target: of a two-stream correction: the dense `stream` after the sublayer, or what the dense
-            `sublayer` adds to its own input (STAT section 3.1).
+        residual_target: target of a two-stream correction: the dense `stream` after the sublayer, or the sum that the
+            dense `sublayer` adds to its own input (STAT section 3.1).
         residual_weight: share of the residual towards that target, beyond the layer's own output.
         heads_correction: what corrects the output linear of attention: its `own` layer's dense output, or as if heads
             were neurons, the dense stream (`two-stream`, STAT section 3.2, step 2b); or whole heads by one number for
             each pair of heads (`head-level`, STAT figure 3b).
         damping: ridge in units of the Gram's mean diagonal, or `auto`: least error on a held-out eighth of the text.
         up_steps: steps of conjugate gradients that also correct `up_proj`.
-        pivoting: of `id` for neurons: `cholesky` of the Gram, `qr` of the sketch, `grouped` or `tournament`.
-        pivot_weights: of the columns in `id`: norms of the `output` linear's columns (STAT A.3), or `none`.
+        pivoting: how `id` orders neurons: `cholesky` of the Gram, `qr` of the sketch, `grouped` or `tournament`.
+        pivot_weights: weights of columns in `id`: norms of the `output` linear's columns (STAT A.3), or `none`.
         pivot_group_size: columns in a group of `grouped` or `tournament` pivots.
         sketch: what neuron pivots are chosen from instead of the exact Gram.
         sketch_size: rows of the sketch, 0 for twice the FFN width.

@@ -311,7 +311,7 @@ class Run:
         return self._profile
 
     def make_profile(self, schedule: Schedule) -> Profile:
-        """Measure what smaller sizes cost. Raises `PlanError` for a family that cannot be profiled."""
+        """Profile the model. Raises `PlanError` for a family that cannot be profiled."""
         reason = self.model.family.reason_against("profile")
         if reason is not None:
             raise PlanError(reason)

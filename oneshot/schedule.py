@@ -74,8 +74,8 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
     """Return the stages of a run with a plan, made for equal layers if a profile will decide their sizes.
 
     Args:
-        method: settled for the grid. num_tokens: of the text that is asked for. has_profile: whether the profile is
-            given, so that none is made.
+        method: settled for the grid. num_tokens: tokens that are asked for. has_profile: whether the profile is given,
+            so that none is made.
     """
     shape = grid.shape
     by_profile = method.reads_profile and plan.reduces_sublayers(shape)

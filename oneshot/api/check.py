@@ -11,6 +11,7 @@ from oneshot.checkpoint import Checkpoint, locate_checkpoint
 from oneshot.config import Config
 from oneshot.errors import OneshotError, printable
 from oneshot.evaluation import kind_of, load_model, perplexity
+from oneshot.export import FORMS
 from oneshot.machine import resolve_device, resolve_dtype
 from oneshot.report.records import Check, Report
 from oneshot.text import SELF, has_tokens, load_text, load_tokenizer, shares, split_sources, token_hash
@@ -30,8 +31,9 @@ def quick_check(config: Config, report: Report) -> Check:
     four windows. A check that is not possible has a sentence that says why.
     """
     output = Path(config.output).expanduser()
-    if config.form == "gguf":
-        return Check(skipped="A GGUF file is checked by llama.cpp.")
+    form = FORMS[config.form]
+    if form.opened_by != "transformers":
+        return Check(skipped=f"{form.title} is checked by {form.opened_by}.")
     try:
         with tempfile.TemporaryDirectory(prefix="oneshot-", dir=config.machine.offload_dir) as scratch:
             if kind_of(Checkpoint(output).config) != "causal":

@@ -49,11 +49,11 @@ def compress(
             path, a list of strings or of chats, a `datasets.Dataset`, a `DataLoader`, or token ids `(sequences,
             length)`.
         form: `stock`, `per-layer`, `nemotron-nas` or `gguf`. recipe: a named method.
-        tokenizer: of a model in memory; None: the one that lies where the model came from.
-        num_sequences: of the calibration text. sequence_length: tokens of each. seed: of all random choices.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`. dtype: of the computation.
+        tokenizer: tokenizer of a model in memory; None: the one that lies where the model came from.
+        num_sequences: calibration sequences. sequence_length: tokens of each. seed: seed of all random choices.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`. dtype: dtype of the computation.
         max_memory: bound of the host memory, such as `"8GiB"`.
-        save_dtype: of the stored weights; None: as the input.
+        save_dtype: dtype of the stored weights; None: the input's.
         overwrite: replace the output. resume: continue an interrupted run.
         progress: whether bars are shown, or a function that is called with a `Progress` instead.
         settings: any other field of `Method`, `Target`, `MachineOptions` or `Config`, as `ffn="obs"`.

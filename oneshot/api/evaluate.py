@@ -22,8 +22,8 @@ def evaluate(
         model: a folder, a `.gguf` file, a name on the hub, or a model of transformers. baseline: the same.
         text: a source as on the command line, a list of such sources, or text in memory as `compress` takes it for
             calibration; without text only sizes and latency are measured.
-        tokenizer: of models in memory; None: the one that lies where the model came from.
-        options: of `evaluation.evaluate`, such as `sequence_length`, `max_windows`, `tasks`, `decode_tokens`.
+        tokenizer: tokenizer of models in memory; None: the one that lies where the model came from.
+        options: keywords of `evaluation.evaluate`, such as `sequence_length`, `max_windows`, `tasks`, `decode_tokens`.
 
     Returns the numbers of the model, then the baseline's. A list of strings counts as sources if each is a file or the
     short name of a data set.

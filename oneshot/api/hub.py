@@ -29,7 +29,7 @@ def push(
     Paths of this machine are left out of the uploaded report, page and recipe.
 
     Args:
-        private: of a new repository; None: as the account has it. token: None for the one of `hf auth login`.
+        private: visibility of a new repository; None: the account's default. token: None for that of `hf auth login`.
         api: a `huggingface_hub.HfApi`; None makes one.
 
     Raises `OutputError` if the hub cannot be reached or refuses; the folder stays.

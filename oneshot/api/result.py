@@ -9,6 +9,7 @@ from typing import Any
 from oneshot.api.hub import push
 from oneshot.errors import OutputError
 from oneshot.evaluation import Evaluation, load_model
+from oneshot.export import FORMS
 from oneshot.machine import resolve_device
 from oneshot.report.records import Report
 
@@ -34,10 +35,11 @@ class Result:
         Args:
             device: `cpu`, `cuda` or `cuda:N`. dtype: a dtype of torch, or `auto` for the stored one.
 
-        Raises `OutputError` for a GGUF file, which transformers does not open with sizes by layer.
+        Raises `OutputError` for a form that transformers does not open.
         """
-        if self.report.config["form"] == "gguf":
-            raise OutputError(f"{self.output} holds a GGUF file, which llama.cpp opens; form stock or per-layer loads.")
+        form = FORMS[self.report.config["form"]]
+        if form.opened_by != "transformers":
+            raise OutputError(f"{form.title} is opened by {form.opened_by}: {self.output}; another form loads.")
         return load_model(self.output, device=resolve_device(device), dtype=dtype)
 
     def evaluate(self, text: Any = (), *, baseline: Any = None, **options: Any) -> list[Evaluation]:

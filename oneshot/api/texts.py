@@ -27,7 +27,7 @@ def save_text(text: Any, folder: Path, *, num_sequences: int, seed: int) -> tupl
             `datasets.Dataset`; token ids as an integer tensor or array `(sequences, length)`; or a `DataLoader` whose
             batches hold `input_ids`, with an `attention_mask` if they are padded, or strings.
         num_sequences: at most so many sequences are read of a `DataLoader`.
-        seed: of the order in which rows of a large data set are taken.
+        seed: seed of the order in which rows of a large data set are taken.
 
     Raises `CalibrationError` for anything else, and for no text at all.
     """

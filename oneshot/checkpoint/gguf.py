@@ -30,7 +30,7 @@ class GgufCheckpoint(Checkpoint):
     """A GGUF file read as the float32 checkpoint that it will become, a tensor at a time.
 
     Attributes:
-        file_bytes: of the GGUF file. kind: the type of most of its bytes, such as `Q4_K`.
+        file_bytes: bytes of the GGUF file. kind: the type of most of its bytes, such as `Q4_K`.
 
     Raises `CheckpointError` if the file is damaged, of another kind, or says something that oneshot does not know.
     """

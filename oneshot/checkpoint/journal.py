@@ -49,7 +49,7 @@ class Journal:
     Args:
         fingerprint: JSON values that identify the result; only a run with equal ones may continue.
         resume: whether to continue an interrupted run; without one, a run starts from the beginning.
-        expected_bytes: of the result's weights, and of a copy beside them, to check the free disk space.
+        expected_bytes: bytes of the result's weights and of a copy beside them, to check the free disk space.
         background: whether a thread writes a part while the next one is computed. At most one part waits. Its error
             is raised by the next call, or when the journal is left.
 
@@ -156,7 +156,7 @@ class Journal:
         Args:
             parts: what each call of `add` will have, with or without values (on torch's meta device).
             direct: whether the files are the result's; otherwise another file is made from them, see `stored`.
-            max_file_bytes: of one weight file of the result.
+            max_file_bytes: maximum bytes per weight file of the result.
         """
         self._settle()
         folder = self.partial if direct else self._work.path

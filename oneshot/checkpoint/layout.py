@@ -43,8 +43,8 @@ class Layout:
     """The places of all tensors.
 
     Attributes:
-        parts: of the tensors that a run finishes together, in its order.
-        headers: what every file begins with. index: of several files, by the path of the index; none for one file.
+        parts: groups of tensors that a run finishes together, in its order.
+        headers: first bytes of every file. index: index of several files by its path; empty for one file.
     """
 
     parts: tuple[tuple[Place, ...], ...]

@@ -32,8 +32,8 @@ class WorkFolder:
     """Paths and contents of the folder in which a run that writes `output` works until it is done.
 
     Attributes:
-        path: of the folder, which need not exist. checkpoint: of the folder in it that becomes the output.
-        lock, fingerprint: of files in it.
+        path: path of the folder, which need not exist. checkpoint: path of the folder in it that becomes the output.
+        lock, fingerprint: paths of files in it.
     """
 
     def __init__(self, output: Path) -> None:

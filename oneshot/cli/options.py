@@ -95,12 +95,8 @@ def add_output_form(group: Any) -> None:
 def add_form(group: Any) -> None:
     """Add the form of the result; `--tier` is its old name, for one release."""
     forms = get_args(FormName)
-    group.add_argument(
-        "--form",
-        type=one_of(forms),
-        metavar="FORM",
-        help=f"what the result is written as: {', '.join(forms)} (default: the recipe's, usually stock)",
-    )
+    shown = f"what the result is written as: {', '.join(forms)} (default: the recipe's, usually stock)"
+    group.add_argument("--form", type=one_of(forms), metavar="FORM", help=shown)
     group.add_argument("--tier", type=one_of(forms), dest="form", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oneshot.cli.options import add_checkpoint, add_machine, add_settings, add_text, parse_config, run_command
+from oneshot.cli.options import add_checkpoint, add_form, add_machine, add_settings, add_text, parse_config, run_command
 from oneshot.cli.parser import Parser
 from oneshot.config import own_name
 
@@ -20,6 +20,7 @@ def build_parser(prog: str = "oneshot profile") -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", metavar="PROFILE", help="folder to write (default: NAME-profile in the working folder)"
     )
+    add_form(parser)
     add_settings(parser)
     add_text(parser)
     add_machine(parser)

@@ -21,8 +21,8 @@ class Factors:
         kept_columns: int64, ascending, of the reading linear.
         weight: `(d, k)` float64, its corrected weight over those columns.
         predicted_error: relative Frobenius error of the sublayer's output from the statistics; None without them.
-        condition_number, max_interpolation: of the ridged skeleton Gram, of T; None if nothing was solved.
-        damping: of the ridge, also if rounding made a larger one necessary; None if nothing was solved.
+        condition_number: the ridged skeleton Gram's. max_interpolation: `max|T|`. Both None if nothing was solved.
+        damping: damping of the ridge that was used, larger if rounding required it; None if nothing was solved.
     """
 
     kept_columns: torch.Tensor

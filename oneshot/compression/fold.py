@@ -170,7 +170,7 @@ def fold_head(
 
     Args:
         norm: tensors of the final norm. bases: at the first and the last position, `P₀ (D, d₀)` and `P (D, d)`; None
-            at full width. scale: of the states that a head of its own reads; it takes the scale in.
+            at full width. scale: factor of the states that a head of its own reads; the head absorbs it.
     """
     gamma, beta = norm["weight"], norm.get("bias")
     bias = None if beta is None else times(head, beta.double().unsqueeze(1)).squeeze(1)

@@ -121,7 +121,7 @@ def with_smaller_scores(
     """Return a layer whose full queries and keys give the scores of the smaller ones, and the maps to those.
 
     Args:
-        maps: of `query_key_subspaces`.
+        maps: the result of `query_key_subspaces`.
     """
     query_maps, key_maps, pairs = maps
     # Full queries M⁺ M q and keys Mᵀ N k have the scores (N k)ᵀ (M q); M and (M⁺)ᵀ take them to the smaller ones.
@@ -152,7 +152,7 @@ def value_subspaces(
     squares over all heads at once solve `min ‖Z Wᵀ − Z Q W'ᵀ‖² + λ‖W' − W Eᵀ‖²`, with λ as in `correction.correct`.
 
     Args:
-        weight: of the writer, `(D, H·h)`. gram: `ZᵀZ (H·h, H·h)` of what it reads. correct: solve, or keep `W Eᵀ`.
+        weight: the writer's weight `(D, H·h)`. gram: `ZᵀZ (H·h, H·h)` of its inputs. correct: solve, or keep `W Eᵀ`.
         value_grams: `VᵀV (G, h, h)` of the values of every group; None for the heads' outputs.
 
     Returns:
@@ -223,7 +223,7 @@ def value_errors(weight: torch.Tensor, gram: torch.Tensor, *, num_groups: int, h
     It is the error of `value_subspaces` before least squares, summed over the KV groups as if these were independent.
 
     Args:
-        weight: of the writer, `(D, H·h)`. gram: `ZᵀZ (H·h, H·h)` of what it reads.
+        weight: the writer's weight `(D, H·h)`. gram: `ZᵀZ (H·h, H·h)` of its inputs.
     """
     heads = torch.arange(gram.shape[0], device=gram.device).view(num_groups, -1, head_dim)
     pooled = [gram[columns.unsqueeze(2), columns.unsqueeze(1)].double().sum(0) for columns in heads]

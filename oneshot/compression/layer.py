@@ -36,7 +36,7 @@ Solved = tuple[Tensors, dict[int, InnerMaps], dict[int, Ranks], list[SublayerRep
 
 @dataclass(frozen=True)
 class CompressedLayer:
-    """A finished layer: what the checkpoint stores, what the compressed stream passed, and what was lost.
+    """A compressed layer: stored tensors, streamed tensors, errors.
 
     `folded` and `working` are the same tensors unless smaller coordinates or smaller heads were folded, or a sublayer
     was left out, which `working` still has.
@@ -48,7 +48,7 @@ class CompressedLayer:
 
 
 class _Pass:
-    """A sublayer that the compressed stream has to pass; it measures the error on the judged batch.
+    """A deferred sublayer step of the compressed stream; it measures the error on the judged batch.
 
     `target`: what the sublayer should add to that batch; None if the sublayer is unchanged.
     """
@@ -74,7 +74,7 @@ class LayerCompressor:
     Args:
         states: the hidden states of the text; None if the method chooses by weights alone.
         shared_heads: the heads that stay in stacks whose layers share them, by the stack's prefix.
-        curvature: of the model's output; None if it was not measured.
+        curvature: output curvature; None if it was not measured.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class LayerFolder:
         """Return the folded layer, on the device of `working`; tensors that stay as they are are the same.
 
         Args:
-            working: the layer that the compressed stream passed. maps, ranks: of the sublayers by their index.
+            working: the layer that the compressed stream passed. maps, ranks: by the sublayer's index.
             left_out: sublayers that the checkpoint does not store.
         """
         stack, folded = self._model.family.stack_of(layer), working

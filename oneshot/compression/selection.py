@@ -23,12 +23,12 @@ class Evidence:
         producer_energy: `(n,)`: squared norms of the rows that make each column, summed over linears; only for
             `magnitude`, else None.
         gram: `AᵀA (n, n)`; None for selectors that only look at weights.
-        moments: of the columns, for `tcsp-score` and `flap`.
+        moments: means and deviations of the columns, for `tcsp-score` and `flap`.
         sketch: `S A (s, n)` to choose pivots from instead of the Gram; or None.
-        pivot_weights: of the columns in `id`, see `column_weights`.
+        pivot_weights: which weights `id` gives to columns, see `column_weights`.
         curvature: `(d, d)` of the consumer's output, by which `id` weighs neurons instead; or None.
-        pivoting, group_size: of `id` for neurons, as in `linalg.pivoted_qr.weighted_pivots`.
-        generator: of `random`.
+        pivoting, group_size: how `id` finds pivots of neurons, as in `linalg.pivoted_qr.weighted_pivots`.
+        generator: source of the selector `random`.
     """
 
     consumer: torch.Tensor

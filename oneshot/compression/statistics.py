@@ -40,7 +40,7 @@ class Statistics:
         num_rows: tokens seen.
         num_targets: tokens that had a target. The residual and its energy are theirs, scaled to `num_rows`.
         sketch: `S A (s, n)` float32, only for pivots; or None.
-        moments: of the activations; or None.
+        moments: means and deviations of the activations; or None.
         value_grams: `VᵀV (G, h, h)` float32 of the values of every KV group, before the softmax weighs them; or None.
         held_out: the part of these sums from a held-out slice of the text; or None.
     """

@@ -74,7 +74,7 @@ def target_rows(
     """Return the target of `correction.correct` as rows `(tokens, D)`: the dense output and a share of the residual.
 
     Args:
-        index: of the FFN in the layer. h: the compressed stream before the FFN.
+        index: the FFN's index in the layer. h: the compressed stream before the FFN.
         dense_state: the dense stream after the FFN; None without one.
     """
     output = dense.write(index, dense.inner(index, h))
@@ -102,7 +102,7 @@ def up_proj_step(
     Kronecker-factored curvature `(E[g gᵀ] ∘ VᵀV) ⊗ E[x xᵀ]` (K-FAC, Martens and Grosse, arXiv 1503.05671, section 3).
 
     Args:
-        index: of the FFN in the layer. dense, current: the layer with all neurons, and with the kept ones.
+        index: the FFN's index in the layer. dense, current: the layer with all neurons, and with the kept ones.
         down_proj: `V (D, k)`. every: only each `every`-th batch is read. residual_weight: as in `correction.correct`.
         damping: ridge of both factors of the preconditioner.
 

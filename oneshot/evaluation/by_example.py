@@ -33,7 +33,7 @@ def evaluate_examples(
     The baseline runs first. Its predictions are kept, and the model is freed before the next is loaded.
 
     Args:
-        names: what the checkpoints are called. sources: of examples, as in `read_rows`.
+        names: labels of the checkpoints. sources: files or data sets with examples, as in `read_rows`.
         longest: tokens of an example, if the models and their tokenizer can take so many. limit: examples of a source.
 
     Raises `CheckpointError` and `CalibrationError`.

@@ -19,7 +19,7 @@ class Reading:
     """The way that examples are read.
 
     Attributes:
-        tokenizer: of the models. longest: tokens that an example may have; the rest is cut.
+        tokenizer: the models' tokenizer. longest: most tokens of an example; the rest is cut.
         limit: at most so many rows of each source; None for all. config: the config.json of the first model.
     """
 

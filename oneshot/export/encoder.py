@@ -18,6 +18,7 @@ from oneshot.export.outside import Part, unchanged_outside
 from oneshot.export.renamed_layers import RenamedLayers
 from oneshot.families import BERT, ENCODER_MODEL_TYPE, Description, LayerShape, ModelShape, StackShape, stated_class
 from oneshot.planning import Grid, Plan
+from oneshot.report.card import python_usage
 
 Tensors = dict[str, torch.Tensor]
 
@@ -47,6 +48,7 @@ class EncoderForm(RenamedLayers):
 
     name = "per-layer"
     title = "A checkpoint whose layers have their own sizes"
+    opened_by = "transformers"
     is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
@@ -56,6 +58,10 @@ class EncoderForm(RenamedLayers):
             f"It loads with `{auto_class[0]}.from_pretrained(..., trust_remote_code=True)`, which runs the modelling "
             "file in this folder."
         )
+
+    def usage(self, task: str) -> str:
+        """Return code that opens the result."""
+        return python_usage(task, runs_code=True)
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that our own class can have."""

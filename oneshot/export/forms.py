@@ -23,15 +23,20 @@ Tensors = dict[str, torch.Tensor]
 class Form(Protocol):
     """A way to write a result.
 
-    `title` begins the model card. `is_safetensors`: the journal writes the files of the result.
+    `title` begins the model card. `opened_by`: the library or program that opens a result. `is_safetensors`: the
+    journal writes the files of the result.
     """
 
     name: str
     title: str
+    opened_by: str
     is_safetensors: bool
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return sentences of the model card: how a result with this config.json is opened, and by what."""
+
+    def usage(self, task: str) -> str:
+        """Return a block of code for the model card that opens a result; `task`: `report.card.task_of` its config."""
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the form can state for a model."""

@@ -29,11 +29,10 @@ from oneshot.export.llama_layers import (
     Tensors,
     complete_config,
     reason_against_llama,
-    scaled_epsilon,
 )
 from oneshot.export.outside import Part, folded_outside
 from oneshot.export.per_layer import per_layer_config
-from oneshot.families import LayerShape, StackShape
+from oneshot.families import LayerShape, StackShape, scaled_epsilon
 from oneshot.planning import Grid, Plan
 
 NAME, FILE_NAME = "gguf", "model.gguf"
@@ -47,6 +46,7 @@ class GgufForm(LlamaLayers):
 
     name = NAME
     title = "A GGUF file"
+    opened_by = "llama.cpp"
     is_safetensors = False
 
     def loading(self, config: dict[str, Any]) -> str:
@@ -55,6 +55,10 @@ class GgufForm(LlamaLayers):
             f"llama.cpp and what builds on it open `{FILE_NAME}`: `llama-server -m FOLDER/{FILE_NAME}`. The "
             "config.json only states its sizes."
         )
+
+    def usage(self, task: str) -> str:
+        """Return the command that opens the result."""
+        return f"```\nllama-server -m FOLDER/{FILE_NAME}\n```"
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that llama.cpp's architectures can state."""
@@ -211,7 +215,7 @@ def _add_metadata(writer: Any, model: Model, stack: StackShape, kind: Kind) -> N
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(stack.embedding_size)
     writer.add_vocab_size(stack.vocab_size)
-    writer.add_layer_norm_rms_eps(scaled_epsilon(config["rms_norm_eps"], shape.hidden_size, stack))
+    writer.add_layer_norm_rms_eps(scaled_epsilon(config["rms_norm_eps"], shape.hidden_size, stack.embedding_size))
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)

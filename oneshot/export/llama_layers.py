@@ -70,11 +70,6 @@ def reason_against_llama(model: Model, form: str) -> str | None:
     return None
 
 
-def scaled_epsilon(epsilon: float, dense_size: int, stack: StackShape) -> float:
-    """Return the epsilon of norms that divide by a smaller hidden size as it was beside the dense one."""
-    return epsilon * (dense_size / stack.embedding_size)
-
-
 def refuse_different_heads(stack: StackShape, form: str) -> None:
     """Raise `PlanError` if layers with attention have different numbers of query heads."""
     heads = {layer.num_attention_heads for layer in stack.layers} - {0}

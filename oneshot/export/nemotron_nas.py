@@ -16,11 +16,11 @@ from oneshot.export.llama_layers import (
     complete_config,
     reason_against_llama,
     refuse_different_heads,
-    scaled_epsilon,
 )
 from oneshot.export.outside import Part, folded_outside
-from oneshot.families import NAS_MODEL_TYPE, LayerShape, ModelShape, StackShape
+from oneshot.families import NAS_MODEL_TYPE, LayerShape, ModelShape, StackShape, scaled_epsilon
 from oneshot.planning import Grid, Plan
+from oneshot.report.card import python_usage
 
 MODELLING_FILE = Path(__file__).parent / "modeling_nemotron_nas.py"
 NAME = "nemotron-nas"
@@ -36,6 +36,7 @@ class NemotronNasForm(LlamaLayers):
 
     name = NAME
     title = "A checkpoint in the layout of Nemotron-NAS, whose layers have their own FFN widths"
+    opened_by = "transformers"
     is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
@@ -50,6 +51,10 @@ class NemotronNasForm(LlamaLayers):
         if obstacle is None:
             return f"{opened} SGLang, TensorRT-LLM and MLX also have this architecture and can read these sizes."
         return f"{opened} SGLang, TensorRT-LLM and MLX cannot: {obstacle}."
+
+    def usage(self, task: str) -> str:
+        """Return code that opens the result."""
+        return python_usage(task, runs_code=True)
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that block configs can state."""
@@ -109,7 +114,7 @@ def nemotron_nas_config(config: dict[str, Any], shape: ModelShape, stack: StackS
         },
         "vocab_size": stack.vocab_size,
         "hidden_size": stack.embedding_size,
-        "rms_norm_eps": scaled_epsilon(complete["rms_norm_eps"], shape.hidden_size, stack),
+        "rms_norm_eps": scaled_epsilon(complete["rms_norm_eps"], shape.hidden_size, stack.embedding_size),
         "intermediate_size": max(layer.intermediate_size for layer in stack.layers),
         "num_hidden_layers": len(stack.layers),
         "num_attention_heads": first.num_attention_heads,

@@ -14,6 +14,7 @@ from oneshot.export.llama_layers import KEPT_KEYS, NAMES, LlamaLayers, Tensors, 
 from oneshot.export.outside import Part, folded_outside
 from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
 from oneshot.planning import Grid, Plan
+from oneshot.report.card import python_usage
 
 # this form has no encoder–decoders and no norms of these kinds
 NOT_IN_LAYERS = ("cross_attention", "num_buckets", "norms_all_heads", "norms_per_sublayer")
@@ -26,6 +27,7 @@ class PerLayerForm(LlamaLayers):
 
     name = "per-layer"
     title = "A checkpoint whose layers have their own sizes"
+    opened_by = "transformers"
     is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
@@ -34,6 +36,10 @@ class PerLayerForm(LlamaLayers):
             "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
             "modelling file in this folder and needs transformers 5.15 or later."
         )
+
+    def usage(self, task: str) -> str:
+        """Return code that opens the result."""
+        return python_usage(task, runs_code=True)
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that our own class can have."""

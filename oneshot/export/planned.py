@@ -31,7 +31,8 @@ def planned_parts(
     lacks take that of attention's output. What is outside the layers is read and folded without values.
 
     Args:
-        subspaces: of a smaller hidden size. embedding: tensors that replace the embedding, for a plan with ranks.
+        subspaces: subspaces of a smaller hidden size; None at full size.
+        embedding: tensors that replace the embedding, for a plan with ranks.
     """
     empty = model.without_values()
     tensors = empty_model(json.loads(json.dumps(form.config(model, plan)))).state_dict()

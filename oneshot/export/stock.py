@@ -13,6 +13,7 @@ from oneshot.export.companions import finish_weights
 from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
 from oneshot.families import FAMILIES, fuse, split, stated_class
 from oneshot.planning import Grid, Plan
+from oneshot.report.card import python_usage
 
 Tensors = dict[str, torch.Tensor]
 
@@ -22,6 +23,7 @@ class StockForm:
 
     name = "stock"
     title = "A stock checkpoint"
+    opened_by = "transformers"
     is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
@@ -29,6 +31,10 @@ class StockForm:
         classes = FAMILIES[config["model_type"]].classes
         name = (stated_class(config) or classes[0]) if classes else "AutoModelForCausalLM"
         return f"It loads like the original: `{name}.from_pretrained(...)`."
+
+    def usage(self, task: str) -> str:
+        """Return code that opens the result."""
+        return python_usage(task)
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's stock config can state."""

@@ -14,6 +14,7 @@ from oneshot.families.reading import (
     read_shape,
     stated_class,
 )
+from oneshot.families.resizing import scaled_epsilon
 from oneshot.families.shapes import RANKED_KINDS, LayerShape, ModelShape, RankedKind, StackShape, TableShape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
@@ -43,6 +44,7 @@ __all__ = [
     "find_family",
     "fuse",
     "read_shape",
+    "scaled_epsilon",
     "split",
     "stated_class",
 ]

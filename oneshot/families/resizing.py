@@ -40,11 +40,16 @@ def set_widths(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
 
 
 def set_sizes(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the same as `set_widths` with the hidden size.
-
-    `rms_norm_eps` grows as the hidden size shrinks, because it is added to a mean over fewer squares (`fold_hidden`).
-    """
+    """Return the same as `set_widths` with the hidden size."""
     return set_widths(config, shape) | {
         "hidden_size": shape.hidden_size,
-        "rms_norm_eps": config["rms_norm_eps"] * (config["hidden_size"] / shape.hidden_size),
+        "rms_norm_eps": scaled_epsilon(config["rms_norm_eps"], config["hidden_size"], shape.hidden_size),
     }
+
+
+def scaled_epsilon(epsilon: float, dense_size: int, size: int) -> float:
+    """Return the epsilon of norms that divide by a smaller hidden size as it was beside the dense one.
+
+    It grows as the hidden size shrinks, because it is added to a mean over fewer squares (`fold_hidden`).
+    """
+    return epsilon * (dense_size / size)

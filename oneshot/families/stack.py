@@ -26,8 +26,8 @@ class Stack:
         rotary: whether attention turns queries and keys by rotary positions.
         causal: whether a token sees only earlier ones. If not, the text is not packed but read example by example.
         fused: linears of a layer that the checkpoint stores as one, by its name: the rows of the first, and so on.
-        first_layer, first_position: of the stack among all layers and all positions of the model. Those of a decoder
-            follow its encoder's.
+        first_layer, first_position: the stack's first layer and position, counted through the whole model. A decoder
+            follows its encoder.
     """
 
     sublayers: tuple[Sublayer, ...]

@@ -9,6 +9,7 @@ from typing import Any
 
 from oneshot.errors import CheckpointError
 from oneshot.families.description import Description, Sizes
+from oneshot.families.resizing import scaled_epsilon
 from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
@@ -73,13 +74,13 @@ def _without_gate(stack: Stack) -> Stack:
 
 
 def resize(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the resized config; epsilon is added to a mean over fewer squares if the hidden size shrinks."""
+    """Return the resized config."""
     return config | {
         "d_model": shape.hidden_size,
         "d_ff": shape.intermediate_size,
         "d_kv": shape.head_dim,
         "num_heads": shape.num_attention_heads,
-        "layer_norm_epsilon": config["layer_norm_epsilon"] * (config["d_model"] / shape.hidden_size),
+        "layer_norm_epsilon": scaled_epsilon(config["layer_norm_epsilon"], config["d_model"], shape.hidden_size),
     }
 
 

@@ -20,7 +20,7 @@ class _Layer:
     """State what several stages of a layer hold.
 
     Attributes:
-        kept: the FFN width. share: of the layer's parameters that is kept.
+        kept: the FFN width. share: kept share of the layer's parameters.
         heads, size: inputs of the output projection and of `down_proj`, with their biases.
         base: what every stage holds. copies: the layer in the compute dtype, dense and compressed. folded: the
             compressed layer. batch: activations of the dense layer. target: outputs of the dense stream.

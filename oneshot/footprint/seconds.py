@@ -49,7 +49,7 @@ class Rates:
         stream, sums, energies, double: operations of products: in the forward passes, in Grams, in the energies of the
             report, and in float64.
         pivoted: operations of pivoted Cholesky on a CPU.
-        pivot_seconds: of one pivot on a device, without updates of the whole Gram; None for a CPU.
+        pivot_seconds: seconds of one pivot on a device, without updates of the whole Gram; None for a CPU.
         bandwidth, link: bytes that a device moves in its memory, and to or from pinned host memory.
     """
 
@@ -118,7 +118,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Let a device work until its clock is up."""
+    """Warm up the device to its sustained clock."""
     matrix, started = torch.ones(MATRIX, MATRIX, device=device), time.perf_counter()
     while time.perf_counter() - started < WARM_SECONDS:
         matrix = matrix @ matrix * 0.0

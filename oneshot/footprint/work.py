@@ -30,8 +30,8 @@ class Work:
     Attributes:
         plan: None for a run that only makes a profile. exact: whether its sizes are final; a profile changes them
             otherwise.
-        layer_bytes: of a layer. outside_bytes: of the largest tensor outside the layers. pinned_bytes: of a layer in
-            pinned memory.
+        layer_bytes: bytes of a layer. outside_bytes: bytes of the largest tensor outside the layers.
+        pinned_bytes: bytes of a layer in pinned memory.
         same_dtype: whether weights are stored in the compute dtype.
         device_bytes: what a CUDA device has, or may give.
         measures_latency: whether layers are timed for the budget.

@@ -10,7 +10,7 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 def conjugate_gradients(right: torch.Tensor, product: Map, precondition: Map, *, steps: int) -> torch.Tensor:
     """Return `X` after `steps` steps from zero towards `product(X) = right` (Hestenes and Stiefel 1952).
 
-    Few steps on purpose: they are what the text says clearly, the last ones would fit what it says by chance.
+    Early stopping regularises; later steps fit noise.
 
     Args:
         right: `(m, n)`. product, precondition: linear, symmetric and positive semi-definite in `⟨X, Y⟩ = Σ Xᵢⱼ Yᵢⱼ`;

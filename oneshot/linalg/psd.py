@@ -60,7 +60,7 @@ def ridged_cholesky(
 
     Args:
         gram: `G (n, n)` symmetric, any float dtype; rounding may have made it indefinite. of: its name in a `GramNote`.
-        floor: of the mean diagonal, for Grams that may be zero. order: int64 `(n,)` of G's rows and columns.
+        floor: smallest mean diagonal, for Grams that may be zero. order: int64 `(n,)`, order of G's rows and columns.
 
     Raises `CheckpointError` if the Gram has values that are not finite.
 

@@ -16,7 +16,7 @@ class Machine:
     """The machine of a run, as every computation needs it.
 
     Attributes:
-        device, dtype: of the forward passes and of the statistics.
+        device, dtype: where and in which dtype forward passes and statistics are computed.
         scratch: folder for scratch files; it is removed after the run.
         workers: the processes that share the run.
         store: where hidden states are kept between layers.

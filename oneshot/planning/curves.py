@@ -1,4 +1,4 @@
-"""What smaller sizes cost, as a profile measures it."""
+"""Measured error curves and sensitivities: a profile."""
 
 from dataclasses import dataclass
 

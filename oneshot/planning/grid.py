@@ -13,7 +13,7 @@ class Grid:
     """The sizes that a form can state for a model.
 
     Attributes:
-        family, shape: of the dense model.
+        family, shape: the dense model's.
         remedy: an option that allows more, for error messages; None if this form allows everything.
         refusal: a sentence why the form cannot hold this model at all; None if it can.
         layers_differ: whether every layer can have its own FFN width.

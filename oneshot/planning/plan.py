@@ -140,7 +140,7 @@ def dense_plan(
 
 
 def removed_unit(method: Method, shape: ModelShape) -> RemovedUnit:
-    """Return what a removed head is: as asked for, or the smaller unit."""
+    """Return the head unit; `auto` selects the smaller one."""
     if method.head_unit != "auto":
         return method.head_unit
     return "query-head" if shape.heads_per_group > 1 else "kv-group"

@@ -40,7 +40,7 @@ def measure_curvature(
     Workers share the batches; what they draw and sum does not depend on their number.
 
     Args:
-        seed: of the drawn tokens. advance: receives the tokens that passed a layer, in either direction.
+        seed: for drawing tokens. advance: receives the tokens that passed a layer, in either direction.
 
     Raises `CheckpointError` if gradients are not finite.
     """

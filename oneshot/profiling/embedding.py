@@ -51,7 +51,7 @@ def profile_embedding(
     What the output head reads is known only after the last layer, so a few sequences pass all `layers` again.
 
     Args:
-        text: of the states, of all workers. whole: tokens whose ranges stay whole.
+        text: the text of the states, of all workers. whole: tokens whose ranges stay whole.
     """
     machine = states.machine
     workers = machine.workers

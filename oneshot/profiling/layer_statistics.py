@@ -29,8 +29,8 @@ class LayerStatistics:
     """Statistics of a dense layer, summed over all workers.
 
     Attributes:
-        heads: of what attention's output linear reads; None if no probed kind needs it. neurons: of what the FFN's
-            output linear reads, with moments.
+        heads: statistics of the inputs of attention's output linear; None if no probed kind needs them.
+        neurons: statistics of the inputs of the FFN's output linear, with moments.
         query_key_grams: Grams of queries and of keys by head; empty if they are not probed or cannot shrink.
         linears: those that may have low rank, by the index of their sublayer; empty if ranks are not profiled.
         influence: one minus the mean cosine of the layer's input and output (ShortGPT equation 1).

@@ -34,9 +34,9 @@ def make_profile(
     """Pass the dense model once over the first sequences and measure what smaller sizes cost.
 
     Args:
-        kinds: of `probes.PROBED_KINDS`, whose sensitivity is measured. with_embedding: whether the embedding's ranks
-            are measured; a few sequences then pass the layers once more. curvature: of the model's output, in whose
-            metric errors are measured; None for plain squared errors.
+        kinds: members of `probes.PROBED_KINDS` whose sensitivity is measured.
+        with_embedding: whether the embedding's ranks are measured; a few sequences then pass the layers once more.
+        curvature: output curvature, in whose metric errors are measured; None for squared errors.
     """
     num_layers, unit = model.shape.num_hidden_layers, removed_unit(method, model.shape)
 

@@ -83,7 +83,7 @@ class LayerProfiler:
         head_unit: what a removed head is. damping: ridge of the probes' corrections.
         probed: the kinds of `PROBED_KINDS` whose sensitivity is measured; other curves are also left out, except the
             FFN's.
-        curvature: of the model's output, if it was measured. Errors of FFNs and of ranks are then in its metric.
+        curvature: output curvature, in whose metric errors of FFNs and of ranks are measured; None for squared errors.
     """
 
     def __init__(

@@ -45,19 +45,20 @@ def task_of(config: dict[str, Any]) -> str:
 
 
 def write_report(
-    report: Report, folder: Path, inherited: dict[str, Any], *, title: str, loading: str, task: str
+    report: Report, folder: Path, inherited: dict[str, Any], *, title: str, loading: str, usage: str, task: str
 ) -> None:
     """Write `oneshot_report.json`, `report.html` and the model card.
 
     Args:
         inherited: metadata of the input's card (`checkpoint.card_metadata`).
-        title, loading: sentences about the result's form. task: `task_of` its config.json.
+        title, loading: sentences about the result's form. usage: a block of code that opens it.
+        task: `task_of` its config.json.
     """
     from oneshot.report.page import report_page  # jinja2: only a finished run draws
 
     (folder / REPORT_NAME).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     (folder / "report.html").write_text(report_page(report), encoding="utf-8", errors="backslashreplace")
-    card = model_card(report, inherited, title=title, loading=loading, task=task)
+    card = model_card(report, inherited, title=title, loading=loading, usage=usage, task=task)
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
 
 
@@ -82,8 +83,8 @@ def metadata_of(report: Report, inherited: dict[str, Any], task: str) -> dict[st
     return metadata
 
 
-def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading: str, task: str) -> str:
-    """Return the README.md of the compressed checkpoint; `inherited` as in `write_report`."""
+def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading: str, usage: str, task: str) -> str:
+    """Return the README.md of the compressed checkpoint; arguments as for `write_report`."""
     report = without_local_paths(report)
     rows = "\n".join(
         f"| {name} | {values['dense']:,} | {values['compressed']:,} |" for name, values in size_rows(report)
@@ -105,7 +106,7 @@ def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading
 {title}, made smaller in one shot, without training, by `oneshot` {report.versions.get("oneshot", "")}. {loading}
 The original's licence and terms of use apply.
 
-{_usage(report, task)}
+{usage}
 
 | | dense | compressed |
 |---|---|---|
@@ -124,13 +125,10 @@ your own task before use. All settings and the error of every layer are in `ones
 {layers}"""
 
 
-def _usage(report: Report, task: str) -> str:
-    """Return a block of code that opens the result."""
-    form = report.config["form"]
-    if form == "gguf":
-        return "```\nllama-server -m FOLDER/model.gguf\n```"
+def python_usage(task: str, *, runs_code: bool = False) -> str:
+    """Return a block of code by which transformers opens a result; `runs_code`: with a modelling file beside it."""
     auto = next(name for name, each in AUTO_CLASSES.items() if each == task)
-    remote = "" if form == "stock" else ", trust_remote_code=True"
+    remote = ", trust_remote_code=True" if runs_code else ""
     return f"""```python
 from transformers import {auto}, AutoTokenizer
 

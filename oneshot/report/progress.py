@@ -38,7 +38,7 @@ class ProgressBar:
 
     Args:
         num_layers, num_tokens: their product is the total; 0 tokens if it is not known.
-        description: of the stage; None counts layers.
+        description: description of the stage; None counts layers.
     """
 
     def __init__(

@@ -58,10 +58,10 @@ class Footprint:
         host_bytes: peak resident memory of the process. host_stage: the stage of that peak.
         device_bytes: peak that torch takes on a CUDA device, 0 without one. device_stage: as above.
         store: where activations are kept: `device`, `host` or `disk`.
-        result_bytes: of the result's weights. disk_bytes: the peak at the place of the result, with what the journal
-            keeps until the end. scratch_bytes: of files in the off-load folder, activations included.
-        stored_parameters: of the model before (`dense`) and after (`compressed`).
-        seconds: by stage, and `total`.
+        result_bytes: bytes of the result's weights. disk_bytes: the peak at the place of the result, with what the
+            journal keeps until the end. scratch_bytes: bytes of files in the off-load folder, activations included.
+        stored_parameters: parameters of the model before (`dense`) and after (`compressed`).
+        seconds: seconds by stage, and `total`.
         exact: whether the sizes of layers are known; otherwise a profile will decide them.
     """
 
@@ -83,7 +83,7 @@ class Check:
     """A quick measurement after a run, beside the original (`dense` and `compressed`).
 
     Attributes:
-        source: of the held-out text. tokens: how many were scored. perplexity: on them; None without such a text.
+        source: source of the held-out text. tokens: scored tokens. perplexity: None without such a text.
         question: what both were asked. answers: what they wrote, greedily.
         skipped: the sentence that says why there is no check; empty if there is one.
     """

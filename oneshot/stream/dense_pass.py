@@ -6,7 +6,7 @@ from oneshot.stream.layer import Layer
 
 
 class DensePass:
-    """A sublayer that the dense stream has to pass; it keeps the present batch `before` it and its `sum`."""
+    """A deferred sublayer step of the dense stream; it keeps the present batch `before` it and its `sum`."""
 
     def __init__(self, index: int, layer: Layer) -> None:
         self._index, self._layer = index, layer

@@ -14,10 +14,10 @@ class Template:
     """Modules of the stock class without weights, for one size of layers.
 
     Args:
-        config: of the stock class with these sizes. sequence_length: tokens in every sequence that the layers will see.
+        config: config of the stock class with these sizes. sequence_length: tokens of every sequence in the layers.
 
     Attributes:
-        layers: of every stack, by its prefix: a layer of each kind, by the first layer of that kind (`Model.kinds`).
+        layers: by the prefix of a stack: one layer of each kind, by the first layer of that kind (`Model.kinds`).
         final_norms: by the prefix of their stack. embedding_norm: None without one.
         arguments: what the stock model passes to the attention of the layers of a kind.
     """

@@ -26,7 +26,7 @@ def load_pairs(
 
     Args:
         sources: each as in `iter_documents`, with tokens as in `shares`. num_tokens: at most so many, sources and
-            targets together; fewer, with a warning, if the text is shorter. start_token: of a decoder.
+            targets together; fewer, with a warning, if the text is shorter. start_token: the decoder's first token.
 
     Returns:
         A text whose `decoder` has the start token and all tokens of the target but the last.

@@ -10,9 +10,11 @@ from factories import MakeCheckpoint, MakeConfig, calibration_tokens
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from oneshot.cli.profile import main
 from oneshot.compression.curvature import SHRINKAGE
 from oneshot.errors import ProfileError
-from oneshot.pipeline import compress, profile
+from oneshot.pipeline import compress
+from oneshot.profiling import load_profile
 from oneshot.profiling.curvature import LARGEST_GRADIENT, clipped
 from oneshot.run import open_run
 
@@ -80,14 +82,23 @@ def test_it_is_that_of_the_whole_stock_model(
             np.testing.assert_allclose(of_layer[name].numpy(), matrix, atol=1e-4 * mean, rtol=1e-3)
 
 
-def test_prices_are_divergences(make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path) -> None:
-    """The measured divergence of a reduced FFN is near what the curvature predicts, in every layer."""
-    options: dict[str, Any] = {"form": "per-layer", "curvature": "fisher", "output": str(tmp_path / "profile")}
-    found = profile(make_config(make_checkpoint(layers=3, tied=True), **options))
+def test_prices_are_divergences(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, text_file: Path
+) -> None:
+    """The measured divergence of a reduced FFN is near what the curvature predicts, in every layer.
+
+    The profile is made by the command, which needs the form that its results will have.
+    """
+    folder = make_checkpoint(layers=3, tied=True)
+    command = [str(folder), "--output", str(tmp_path / "profile"), "--set", "curvature=fisher", "--quiet"]
+    command += ["--calibration", str(text_file), "--num-sequences=16", "--sequence-length=32", "--dtype=float32"]
+    assert main(command) == 1
+    assert main([*command, "--form", "per-layer"]) == 0
+    found = load_profile(tmp_path / "profile")
     assert found.origin.curvature == "fisher"
     assert 0.5 < float(found.stream_sensitivity.min()) <= float(found.stream_sensitivity.max()) < 2
     with pytest.raises(ProfileError, match="curvature=fisher"):
-        compress(make_config(make_checkpoint(layers=3, tied=True), form="per-layer", profile=str(tmp_path / "profile")))
+        compress(make_config(folder, form="per-layer", profile=str(tmp_path / "profile")))
 
 
 def test_no_token_has_a_gradient_far_above_the_others() -> None:

@@ -11,6 +11,7 @@ from factories import MakeCheckpoint, MakeConfig
 
 from oneshot import Report
 from oneshot.checkpoint import card_metadata
+from oneshot.export import FORMS
 from oneshot.pipeline import compress
 from oneshot.report.card import model_card
 
@@ -19,6 +20,7 @@ OURS = {
     "pipeline_tag": "text-generation",
     "tags": ["oneshot", "compressed", "structured-pruning"],
 }
+OPENING = {"title": "A title", "loading": "It loads.", "usage": "Open it.", "task": "text-generation"}
 INPUT_CARD = """---
 license: other
 license_name: tiny-licence
@@ -55,7 +57,7 @@ def metadata_for(report: Report, checkpoint: str, source: str | None, inherited:
     """Return the card's metadata for this name of the input and this source of the text."""
     calibration = None if source is None else {"source": source, "num_tokens": 512, "token_hash": "c5a8"}
     changed = replace(report, config=report.config | {"checkpoint": checkpoint}, calibration=calibration)
-    return front_matter(model_card(changed, inherited, title="A title", loading="It loads.", task="text-generation"))
+    return front_matter(model_card(changed, inherited, **OPENING))
 
 
 def test_a_result_inherits_licence_languages_and_data_sets(
@@ -76,6 +78,22 @@ def test_a_result_inherits_licence_languages_and_data_sets(
     assert f"{report.stored_parameters['compressed']:,}" in card
     assert "A stock checkpoint, made smaller" in card
     assert card_metadata(Path(report.config["output"])) == card_metadata(folder)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_code_of_the_card_opens_the_result(
+    form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    config = make_config(make_checkpoint(), recipe="magnitude", form=form)
+    compress(config)
+    [code] = re.findall(r"```(?:python)?\n(.*?)```", (Path(config.output) / "README.md").read_text(), re.DOTALL)
+    if FORMS[config.form].opened_by == "llama.cpp":
+        assert code == "llama-server -m FOLDER/model.gguf\n"
+        return
+    found: dict[str, Any] = {}
+    exec(code.replace('"..."', repr(config.output)), found)
+    assert found["model"].config.num_hidden_layers == 2
+    assert len(found["tokenizer"]) > 0
 
 
 def test_without_a_card_of_the_input_there_is_only_our_own_metadata(
@@ -206,9 +224,7 @@ def test_names_stay_text_in_the_card(report: Report) -> None:
     card = model_card(
         replace(report, config=config, calibration=calibration),
         {},
-        title="A title",
-        loading="It loads.",
-        task="text-generation",
+        **OPENING,
     )
     headings = [line for line in card.splitlines() if line.startswith("#")]
     assert headings == [r"# Compressed from a\`b\*c\|d\[e\](f)\<g\>\\n# Injected"]
