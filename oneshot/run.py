@@ -13,7 +13,15 @@ import torch
 from oneshot_kernels.backend import KernelError
 from safetensors import SafetensorError
 
-from oneshot.checkpoint import Checkpoint, Model, identify, locate_checkpoint, open_gguf, peek_saved
+from oneshot.checkpoint import (
+    Checkpoint,
+    Model,
+    identify,
+    load_whole,
+    locate_checkpoint,
+    open_gguf,
+    peek_saved,
+)
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.compression import Curvature
 from oneshot.config import Config, Target
@@ -292,6 +300,7 @@ class Run:
                 max_memory_bytes=self._config.machine.max_memory_bytes,
                 together=documents_together(self.model.shape, self.machine.dtype, capacity),
                 advance=progress.advance,
+                load=load_whole,
             )
 
     def profile(self, schedule: Schedule) -> Profile:

@@ -9,6 +9,7 @@ from oneshot.checkpoint.place import output_folder, refuse_place
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import (
     attention_of,
+    load_whole,
     make_buffers,
     per_layer_lists,
     sample_model,
@@ -26,6 +27,7 @@ __all__ = [
     "attention_of",
     "card_metadata",
     "identify",
+    "load_whole",
     "locate_checkpoint",
     "make_buffers",
     "open_gguf",

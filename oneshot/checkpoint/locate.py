@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from huggingface_hub import is_offline_mode
+from huggingface_hub.errors import NotASafetensorsRepoError
 
 from oneshot.checkpoint.gguf import convert_gguf, open_gguf
 from oneshot.checkpoint.hub import HubHeaders, download, is_hub_name
@@ -45,7 +46,7 @@ def locate_checkpoint(checkpoint: str, scratch: Path, revision: str | None = Non
             raise CheckpointError(f"{path} does not exist; check the path.")
         return convert_gguf(path, scratch)
     if path.exists():
-        raise CheckpointError(f"{path} is a file; give a folder with config.json and safetensors, or a .gguf file.")
+        raise CheckpointError(f"{path} is a file; give a folder with config.json and weights, or a .gguf file.")
     if not is_hub_name(checkpoint):
         raise CheckpointError(f"{checkpoint} does not exist; check the path, or give a hub name such as org/model.")
     return download(checkpoint, revision)
@@ -54,7 +55,7 @@ def locate_checkpoint(checkpoint: str, scratch: Path, revision: str | None = Non
 def open_headers(checkpoint: str, scratch: Path, revision: str | None = None) -> Checkpoint:
     """Open a checkpoint for a prediction: a GGUF file is not converted, and weights on the hub are not fetched.
 
-    A hub name whose files were fetched earlier is opened without a network.
+    A hub name whose files were fetched earlier is opened without a network. One without safetensors is fetched whole.
 
     Raises `CheckpointError` as `locate_checkpoint`.
     """
@@ -65,7 +66,7 @@ def open_headers(checkpoint: str, scratch: Path, revision: str | None = None) ->
         return Checkpoint(locate_checkpoint(checkpoint, scratch, revision))
     try:
         return HubHeaders(checkpoint, revision)
-    except CheckpointError:
-        if not is_offline_mode():
+    except CheckpointError as error:
+        if not is_offline_mode() and not isinstance(error.__cause__, NotASafetensorsRepoError):
             raise
         return Checkpoint(locate_checkpoint(checkpoint, scratch, revision))

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from oneshot.checkpoint.quantised import refuse_quantised
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import layer_kinds, sample_model, stock_classes, stock_config, tied_names
 from oneshot.checkpoint.tables import without_equal_head
@@ -126,6 +127,7 @@ def identify(checkpoint: Checkpoint) -> Model:
 
     Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
     """
+    refuse_quantised(checkpoint.config, checkpoint.folder)
     family, expected = find_family(checkpoint.config).stored_as(checkpoint.tensor_names), None
     if family.classes:
         read_shape(family, checkpoint.config, checkpoint.shapes)  # no class is made of senseless sizes

@@ -1,4 +1,4 @@
-"""A lazy reader of safetensors checkpoints; it holds a few tensors at a time."""
+"""A lazy reader of checkpoint folders; it holds a few tensors at a time."""
 
 import copy
 import errno
@@ -8,31 +8,41 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from oneshot.checkpoint.dtypes import ITEM_BYTES
+from oneshot.checkpoint.quantised import UNUSED, dequantised, scales_of
 from oneshot.checkpoint.safe_files import check_readable, read_config, read_json, stored_file
+from oneshot.checkpoint.torch_file import TorchFile
 from oneshot.errors import CheckpointError, cause
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+TORCH_NAME = "pytorch_model.bin"
 UNMAPPABLE = "unable to mmap"  # torch's words if the address space is too small
-SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")
+INDICES = {INDEX_NAME: "safetensors", f"{TORCH_NAME}.index.json": "bin"}  # with the ending of the files they name
+WEIGHT_NAMES = (SINGLE_NAME, INDEX_NAME, TORCH_NAME, f"{TORCH_NAME}.index.json")  # in transformers' order
+SHARD_NAME = re.compile(r"[^/\\\0]+")
 
 
 class Checkpoint:
-    """Read a folder with `config.json` and safetensors weights, tensor by tensor.
+    """Read a folder with `config.json` and weights as safetensors or `pytorch_model.bin`, tensor by tensor.
+
+    Weights in FP8 with scales are dequantised to bfloat16 as they are read, and the config does not state them.
 
     Opening checks that every shard in the index is present and complete. It reads headers and no weights.
 
-    Raises `CheckpointError` for a missing, empty, damaged, pickled or hostile checkpoint, and for a file that the
-    system cannot map into memory.
+    Raises `CheckpointError` for a missing, empty, damaged or hostile checkpoint, and for a file that the system cannot
+    map into memory.
     """
 
     weights_at_hand = True  # whether tensors can be read
+    _scales: Mapping[str, str] = MappingProxyType({})  # of FP8 weights, by the name of the weight
+    _block: list[int] | None = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,16 +57,18 @@ class Checkpoint:
         self.dtypes: dict[str, str] = {}
         for shard in sorted(set(self._shard_of.values())):
             self._read_header(shard)
+        self._take_scales()
         if not self.shapes:
             raise CheckpointError(f"{folder} holds no tensors; give the folder of a complete checkpoint.")
 
     def _find_shards(self) -> dict[str, str]:
-        """Return the shard file of every tensor; the names of a single file come from its header."""
-        if os.path.lexists(self.folder / SINGLE_NAME):  # before the index, as in transformers
-            with _open_shard(self.folder, SINGLE_NAME) as handle:
-                return dict.fromkeys(handle.keys(), SINGLE_NAME)
-        if os.path.lexists(self.folder / INDEX_NAME):
-            return _read_weight_map(self.folder)
+        """Return the weight file of every tensor; the names of a single file come from its header."""
+        for file in WEIGHT_NAMES:
+            if os.path.lexists(self.folder / file):
+                if file in INDICES:
+                    return read_weight_map(self.folder, file)
+                with _open_shard(self.folder, file) as handle:
+                    return dict.fromkeys(handle.keys(), file)
         files = sorted(self.folder.glob("*.gguf"))
         if files:
             raise CheckpointError(
@@ -64,8 +76,8 @@ class Checkpoint:
             )
         if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
             raise CheckpointError(
-                f"{self.folder} holds pickled weights, which can run code when read; save it with "
-                "save_pretrained(safe_serialization=True) first."
+                f"{self.folder} holds pickled weights that are not called {TORCH_NAME}; save it with save_pretrained "
+                "first."
             )
         raise CheckpointError(f"{self.folder} holds no safetensors weights; give the folder of a complete checkpoint.")
 
@@ -86,6 +98,18 @@ class Checkpoint:
                     view = handle.get_slice(name)
                     self.shapes[name] = tuple(view.get_shape())
                     self.dtypes[name] = view.get_dtype()
+
+    def _take_scales(self) -> None:
+        """Count FP8 weights with scales as the bfloat16 that they are read as; their scales are not tensors then."""
+        self._scales = scales_of(self.config, self.shapes, self.dtypes)
+        if not self._scales:
+            return
+        stated = self.config["quantization_config"]
+        self._block = stated.get("weight_block_size")
+        self.config = {name: value for name, value in self.config.items() if name != "quantization_config"}
+        gone = {*self._scales.values(), *(name for name in self.shapes if name.endswith(UNUSED))}
+        self.shapes = {name: shape for name, shape in self.shapes.items() if name not in gone}
+        self.dtypes = {name: "BF16" if name in self._scales else self.dtypes[name] for name in self.shapes}
 
     @property
     def tensor_names(self) -> frozenset[str]:
@@ -149,9 +173,10 @@ class Checkpoint:
                     handles[shard] = stack.enter_context(_open_shard(self.folder, shard))
                 tensor = handles[shard].get_tensor(stored)  # mapped, not read
                 if not self._has_values:
-                    tensors[name] = torch.empty_like(tensor, device="meta")
+                    dtype = torch.bfloat16 if stored in self._scales else tensor.dtype
+                    tensors[name] = torch.empty_like(tensor, dtype=dtype, device="meta")
                     continue
-                tensor = tensor.clone()
+                tensor = self._values(stored, tensor)
                 if tensor.is_floating_point() and not all_finite(tensor):
                     raise CheckpointError(
                         f"{name} in {self.folder / shard} holds NaN or Inf; give an undamaged checkpoint."
@@ -159,9 +184,19 @@ class Checkpoint:
                 tensors[name] = tensor
         return tensors
 
+    def _values(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a mapped tensor, in one piece and dequantised."""
+        if stored not in self._scales:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        scale = self._scales[stored]
+        with _open_shard(self.folder, self._shard_of[scale]) as handle:
+            return dequantised(tensor, handle.get_tensor(scale), self._block)
+
     def read_rows(self, name: str, rows: slice) -> torch.Tensor:
         """Return a copy of some rows of a tensor, which are not checked."""
         stored = self.stored(name)
+        if stored in self._scales:
+            return self.read_one(name)[rows]
         with _open_shard(self.folder, self._shard_of[stored]) as handle:
             found: torch.Tensor = handle.get_slice(stored)[rows].clone()
             return found
@@ -191,19 +226,19 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
 
 
-def _read_weight_map(folder: Path) -> dict[str, str]:
-    """Return the shard file of every tensor, as the index says.
+def read_weight_map(folder: Path, index: str) -> dict[str, str]:
+    """Return the weight file of every tensor, as an index says.
 
-    Raises `CheckpointError` for an index that is damaged or names something else than shards beside it.
+    Raises `CheckpointError` for an index that is damaged or names something else than weight files beside it.
     """
-    path = stored_file(folder, INDEX_NAME)
+    path, ending = stored_file(folder, index), INDICES[index]
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map of tensors to files; download it again.")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
+        if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard) or not shard.endswith(f".{ending}"):
             raise CheckpointError(
-                f"{path} says that {name} lies in {repr(shard)[:100]}, which is not a safetensors file of this folder; "
+                f"{path} says that {name} lies in {repr(shard)[:100]}, which is not a {ending} file of this folder; "
                 "download it again."
             )
     return weight_map
@@ -212,7 +247,7 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 def _open_shard(folder: Path, shard: str) -> Any:
     path = stored_file(folder, shard)
     try:
-        return safe_open(path, framework="pt")
+        return TorchFile(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's own mapping
         unmappable = isinstance(error, MemoryError) or UNMAPPABLE in str(error)
         if unmappable or getattr(error, "errno", None) == errno.ENOMEM:

@@ -2,10 +2,13 @@
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from oneshot.checkpoint.reader import Checkpoint
+from oneshot.checkpoint.safe_files import read_config
 from oneshot.families import FAMILIES, Description, stated_class
 
 PER_LAYER = ("layer_types", "no_rope_layers")  # lists of a config with an entry for every layer
@@ -83,3 +86,19 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
     with torch.device("meta"):
         hf_config = stock_config(fewer)
         return model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class))
+
+
+def load_whole(model_class: Any, folder: Path, **options: Any) -> Any:
+    """Return what `model_class.from_pretrained` makes of a local folder, read as `Checkpoint` reads it.
+
+    So no pickle is read beside safetensors, and FP8 is dequantised.
+    """
+    if read_config(folder).get("quantization_config") is None:
+        has_safetensors = any(folder.glob("*.safetensors"))
+        return model_class.from_pretrained(folder, local_files_only=True, use_safetensors=has_safetensors, **options)
+    checkpoint = Checkpoint(folder)
+    config, weights = stock_config(checkpoint.config), checkpoint.read(checkpoint.shapes)
+    if hasattr(model_class, "from_config"):  # an auto class does not read weights without files
+        with torch.device("meta"):
+            model_class = type(model_class.from_config(config))
+    return model_class.from_pretrained(None, config=config, state_dict=weights, **options)

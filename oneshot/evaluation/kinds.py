@@ -6,6 +6,7 @@ from typing import Any, Protocol, get_args
 
 import torch
 
+from oneshot.checkpoint import load_whole
 from oneshot.config import Kind
 from oneshot.errors import CheckpointError, cause
 from oneshot.evaluation.answers import Answers
@@ -103,9 +104,7 @@ def load_as(kind: Kind, folder: Path, config: Mapping[str, Any], device: torch.d
             model_class: Any = getattr(transformers, AUTO_CLASSES[kind])
         else:
             _, model_class = model_classes(dict(config))
-        model, loading = model_class.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
+        model, loading = load_whole(model_class, folder, dtype=dtype, output_loading_info=True)
     except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
         raise CheckpointError(
             f"{folder} cannot be loaded for {kind} ({cause(error)}); choose another --kind, or give a complete "

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from oneshot.checkpoint import load_whole
 from oneshot.export import model_classes
 
 LATENCY_ROUNDS = 5
@@ -21,7 +22,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) 
     A checkpoint with a modelling file is read by this package's own class. The file in the folder is not run.
     """
     _, model_class = model_classes(json.loads((folder / "config.json").read_text()))
-    model: Any = model_class.from_pretrained(folder, dtype=dtype, local_files_only=True, use_safetensors=True)
+    model: Any = load_whole(model_class, folder, dtype=dtype)
     return model.to(device).eval()
 
 

@@ -80,13 +80,11 @@ DEFAULT_BUCKETS = 32  # of relative positions, transformers' default
 def find_family(config: dict[str, Any]) -> Description:
     """Return the family that `config["model_type"]` names.
 
-    Raises `CheckpointError`, with the reason, for quantised weights, mixtures of experts, and unknown families.
+    Raises `CheckpointError`, with the reason, for mixtures of experts and unknown families.
     """
     model_type = config.get("model_type", "(none)")
     if not isinstance(model_type, str):
         raise CheckpointError(f"config.json states model_type {repr(model_type)[:100]}, which is not a name; mend it.")
-    if any(config.get(name) is not None for name in ("quantization_config", "compression_config")):
-        raise CheckpointError("The weights are quantised; give the unquantised checkpoint and quantise the result.")
     if "mixtral" in model_type or "moe" in model_type or config.get("num_local_experts") or config.get("num_experts"):
         raise CheckpointError(
             f"The model ({model_type}) is a mixture of experts, which is not supported; give a dense one."

@@ -22,6 +22,7 @@ GENERATED_TOGETHER = 64  # documents on a CPU
 LEAST_TOGETHER, MOST_TOGETHER = 8, 512  # on a device
 DOCUMENT_TOKENS = 256  # written in each; small models lose the thread soon
 OPENING_TOKENS = 32  # the openings take fewer
+ENDINGS = ("safetensors", "bin")  # of weight files
 CACHE_SHARE = 1.25  # of the KV cache: one layer's is copied whenever a token is added
 
 FORMS = (
@@ -77,6 +78,11 @@ TOPICS = (
 )
 
 
+def load_safetensors(auto_class: Any, folder: Path, **options: Any) -> Any:
+    """Return the model of a local folder of safetensors."""
+    return auto_class.from_pretrained(folder, local_files_only=True, use_safetensors=True, **options)
+
+
 def write_text(
     folder: Path,
     tokenizer: Any,
@@ -89,16 +95,18 @@ def write_text(
     max_memory_bytes: int | None,
     together: int = GENERATED_TOGETHER,
     advance: Callable[[float], None] = lambda tokens: None,
+    load: Callable[..., Any] = load_safetensors,
 ) -> Text:
     """Let the model continue `openings`, drawn from its own distribution (temperature 1).
 
     The documents are packed with their openings. The whole model is in memory meanwhile. The same seed, machine and
     thread count give the same text. `together`: documents at once. `advance` receives the number of tokens written.
+    `load(auto_class, folder, **options)`: reads the model.
 
     Raises `CalibrationError` if the model does not fit into `max_memory_bytes` (None: the free memory), cannot be
     loaded, or its tokenizer does not accept English text.
     """
-    model = _load(folder, device=device, dtype=dtype, max_memory_bytes=max_memory_bytes)
+    model = _load(folder, device=device, dtype=dtype, max_memory_bytes=max_memory_bytes, load=load)
     longest = max(1, min(DOCUMENT_TOKENS, getattr(model.config, "max_position_embeddings", 2 * DOCUMENT_TOKENS) // 2))
     beginnings = (_tokens(tokenizer, opening, folder)[:longest] for opening in openings(seed))
     needed = num_sequences * sequence_length
@@ -154,11 +162,18 @@ def drawn(scores: torch.Tensor) -> torch.Tensor:
     return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
 
-def _load(folder: Path, *, device: torch.device, dtype: torch.dtype, max_memory_bytes: int | None) -> Any:
+def _load(
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_memory_bytes: int | None,
+    load: Callable[..., Any],
+) -> Any:
     import psutil
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    needed = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
+    needed = sum(path.stat().st_size for ending in ENDINGS for path in folder.glob(f"*.{ending}") if path.is_file())
     room = psutil.virtual_memory().available if max_memory_bytes is None else max_memory_bytes
     if needed > room and device.type == "cpu":
         raise CalibrationError(
@@ -166,12 +181,11 @@ def _load(folder: Path, *, device: torch.device, dtype: torch.dtype, max_memory_
             "allowed; give a text as --calibration, or more --max-memory."
         )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = load(
+            AutoModelForCausalLM,
             folder,
             dtype=dtype,
-            local_files_only=True,
             trust_remote_code=False,
-            use_safetensors=True,
             # tensor by tensor to the device: the host need not hold the model
             **({"device_map": {"": device}} if device.type == "cuda" else {}),
         )

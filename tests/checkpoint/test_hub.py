@@ -1,5 +1,6 @@
 """Predictions for a name on the hub, which fetch headers and no weights; the hub is a local folder here."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,36 @@ def test_what_the_hub_has_not_is_named(make_config: MakeConfig) -> None:
         predict(make_config(Path(NAME)))
 
 
-def test_weights_are_among_the_files_of_a_run_only() -> None:
-    assert "*.safetensors" in hub.WEIGHT_PATTERNS
-    assert "*.safetensors" not in hub.SMALL_PATTERNS
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+        (["model-1.safetensors", "model-2.safetensors"], ["model-1.safetensors", "model-2.safetensors"]),
+        (["pytorch_model.bin", "consolidated.00.pth"], ["pytorch_model.bin"]),
+        (["pytorch_model-1.bin"], ["pytorch_model-1.bin"]),
+    ],
+)
+def test_only_weights_that_are_read_are_fetched(
+    stored: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A repository may also have the weights in another format, and under the names of another library."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = ["config.json", *stored, "consolidated.safetensors", "original/model.safetensors", "tf_model.h5"]
+    indices = {
+        "model-1.safetensors": "model.safetensors.index.json",
+        "pytorch_model-1.bin": "pytorch_model.bin.index.json",
+    }
+    files += [indices[name] for name in stored if name in indices]
+
+    def snapshot(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            content = {"weight_map": {name: name for name in stored}} if file.endswith("index.json") else {}
+            (tmp_path / file).write_text(json.dumps(content))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert hub.download(NAME, None) == tmp_path
+    fetched = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.suffix not in ("", ".json")}
+    assert fetched == set(wanted)

@@ -151,12 +151,14 @@ def test_a_missing_tensor(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
         fails(folder, "model.layers.1.mlp.down_proj.weight", recipe=recipe)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
-def test_pickled_weights_are_refused(name: str, own_checkpoint: MakeCheckpoint, fails: Check) -> None:
+@pytest.mark.parametrize("name", ["weights.bin", "model.pt"])
+def test_pickled_weights_under_another_name_are_refused(
+    name: str, own_checkpoint: MakeCheckpoint, fails: Check
+) -> None:
     folder = own_checkpoint()
     (folder / SINGLE_NAME).unlink()
     torch.save({"a": torch.ones(1)}, folder / name)
-    fails(folder, str(folder), "pickled", "safe_serialization")
+    fails(folder, str(folder), "pickled", "save_pretrained")
 
 
 def test_no_weights(own_checkpoint: MakeCheckpoint, fails: Check) -> None:
