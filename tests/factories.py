@@ -99,7 +99,7 @@ def build_model(
 ) -> Any:
     """Return a random model of a stock class; every parameter, also of norms and biases, changes its output.
 
-    `model_class`: of transformers, for a BERT or a DistilBERT.
+    `model_class`: of transformers, an auto class or one of the family.
     """
     import transformers
     from transformers import AutoConfig
@@ -137,7 +137,7 @@ def build_model(
         }
         sizes = {names.get(name, name): size for name, size in sizes.items()}
     config, chosen = AutoConfig.for_model(family, **sizes), getattr(transformers, model_class)
-    model: Any = chosen(config) if family in ("bert", "distilbert") else chosen.from_config(config)
+    model: Any = chosen.from_config(config) if model_class.startswith("Auto") else chosen(config)
     return randomise(model, seed).to(dtype).eval()
 
 

@@ -9,6 +9,7 @@ from oneshot.checkpoint.place import output_folder, refuse_place
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import (
     attention_of,
+    complete_config,
     load_whole,
     make_buffers,
     per_layer_lists,
@@ -26,6 +27,7 @@ __all__ = [
     "Model",
     "attention_of",
     "card_metadata",
+    "complete_config",
     "identify",
     "load_whole",
     "locate_checkpoint",

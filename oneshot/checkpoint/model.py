@@ -8,10 +8,28 @@ import torch
 
 from oneshot.checkpoint.quantised import refuse_quantised
 from oneshot.checkpoint.reader import Checkpoint
-from oneshot.checkpoint.stock import layer_kinds, sample_model, stock_classes, stock_config, tied_names
+from oneshot.checkpoint.stock import (
+    complete_config,
+    layer_kinds,
+    sample_model,
+    stock_classes,
+    stock_config,
+    tied_names,
+    without_head,
+)
 from oneshot.checkpoint.tables import without_equal_head
 from oneshot.errors import CheckpointError, PlanError, cause
-from oneshot.families import Description, ModelShape, Stack, check_layers, find_family, read_shape, split, stated_class
+from oneshot.families import (
+    Description,
+    ModelShape,
+    Stack,
+    as_stored,
+    check_layers,
+    find_family,
+    predicts_tokens,
+    read_shape,
+    split,
+)
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -128,36 +146,26 @@ def identify(checkpoint: Checkpoint) -> Model:
     Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
     """
     refuse_quantised(checkpoint.config, checkpoint.folder)
-    family, expected = find_family(checkpoint.config).stored_as(checkpoint.tensor_names), None
+    config, names = checkpoint.config, checkpoint.tensor_names
+    family = as_stored(find_family(config), config, names)
+    if family.classes and not find_family(config).classes and predicts_tokens(config):
+        checkpoint = checkpoint.stating(architectures=[without_head(config)])
+        config = checkpoint.config
+    read_shape(family, config, checkpoint.shapes)  # no class is made of senseless sizes
+    expected = _expected_outside(checkpoint, family)
+    complete = config | complete_config(config)  # what is not stated has the class's defaults
+    family = as_stored(find_family(complete), complete, names)
     if family.classes:
-        read_shape(family, checkpoint.config, checkpoint.shapes)  # no class is made of senseless sizes
-        expected = _expected_outside(checkpoint, family)
         checkpoint = _without_unused(checkpoint, family, expected)
     _check_dtypes(checkpoint)
-    _refuse_headless(checkpoint, family)
     if family.head in checkpoint.shapes:
         checkpoint = without_equal_head(checkpoint, family, is_tied=_ties_tables(checkpoint))
-    shape = read_shape(family, checkpoint.config, checkpoint.shapes)
+    shape = read_shape(family, complete, checkpoint.shapes)
     family = family.numbered(shape)
     check_layers(family, shape, checkpoint.shapes)
-    _check_outside(checkpoint, family, shape, expected or _expected_outside(checkpoint, family))
+    _check_outside(checkpoint, family, shape, expected)
     _check_count(checkpoint, family, shape)
     return Model(checkpoint, family, shape)
-
-
-def _refuse_headless(checkpoint: Checkpoint, family: Description) -> None:
-    """Raise `CheckpointError` for a class without an output head, or with another one than for the next token."""
-    if family.classes:
-        return
-    stated, embedding = stated_class(checkpoint.config), family.stack.embedding
-    other = stated is not None and not stated.endswith(("ForCausalLM", "LMHeadModel"))
-    bare = embedding not in checkpoint.shapes and embedding.removeprefix("model.") in checkpoint.shapes
-    if other or bare:
-        found = f"the class {str(stated)[:100]}" if other else "tensors of a model without an output head"
-        raise CheckpointError(
-            f"{checkpoint.folder} has {found}; of {family.model_type} only models that predict the next token "
-            "(ForCausalLM) are supported."
-        )
 
 
 def _ties_tables(checkpoint: Checkpoint) -> bool:

@@ -9,8 +9,15 @@ import torch
 
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.safe_files import read_config
-from oneshot.families import FAMILIES, Description, stated_class
+from oneshot.errors import CheckpointError
+from oneshot.families import FAMILIES, Description, predicts_tokens, stated_class
 
+# transformers' classes of decoders that do not predict the next token
+OTHER_CLASSES = (
+    "MODEL_MAPPING",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+)
 PER_LAYER = ("layer_types", "no_rope_layers")  # lists of a config with an entry for every layer
 
 
@@ -20,9 +27,27 @@ def stock_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config_class, family = CONFIG_MAPPING[config["model_type"]], FAMILIES[config["model_type"]]
+    stated = stated_class(config)
     if family.classes:
-        return config_class, getattr(transformers, stated_class(config) or family.classes[0])
-    return config_class, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+        return config_class, getattr(transformers, stated or family.classes[0])
+    if predicts_tokens(config):
+        return config_class, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    for name in OTHER_CLASSES:
+        mapping: Any = getattr(transformers, name)
+        if config_class in mapping and mapping[config_class].__name__ == stated:
+            return config_class, mapping[config_class]
+    raise CheckpointError(
+        f"config.json states the class {str(stated)[:100]}, which is not supported for {config['model_type']}; give a "
+        "model that predicts the next token (ForCausalLM), one without a head, or one that classifies."
+    )
+
+
+def without_head(config: dict[str, Any]) -> str:
+    """Return the name of the class of a config.json that has no head."""
+    import transformers
+
+    mapping: Any = transformers.MODEL_MAPPING
+    return str(mapping[stock_classes(config)[0]].__name__)
 
 
 def stock_config(config: dict[str, Any]) -> Any:
@@ -31,6 +56,12 @@ def stock_config(config: dict[str, Any]) -> Any:
     The dictionary and those inside it stay as they are; transformers changes what it is given.
     """
     return stock_classes(config)[0].from_dict(copy.deepcopy(config))
+
+
+def complete_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json with the defaults of its class, and today's spellings."""
+    complete: dict[str, Any] = stock_config(config).to_dict()
+    return complete
 
 
 def attention_of(model_class: Any) -> str:

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Journal, Model
+from oneshot.checkpoint import Journal, Model, complete_config
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.fold_post_norm import fold_output, fold_table, fold_tied_head
 from oneshot.config import SaveDtype
 from oneshot.export.companions import finish_weights
-from oneshot.export.llama_layers import complete_config
 from oneshot.export.outside import Part, unchanged_outside
 from oneshot.export.renamed_layers import RenamedLayers
 from oneshot.families import BERT, ENCODER_MODEL_TYPE, Description, LayerShape, ModelShape, StackShape, stated_class

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from oneshot.checkpoint import Journal, Model, card_metadata
+from oneshot.checkpoint import Journal, Model, card_metadata, complete_config
 from oneshot.checkpoint.durable import UNFINISHED, make_durable
 from oneshot.checkpoint.gguf_rotary import FACTORS, reason_against_rotary, rotary_factors, rotary_metadata
 from oneshot.checkpoint.layout import Place
@@ -27,7 +27,6 @@ from oneshot.export.llama_layers import (
     NAMES,
     LlamaLayers,
     Tensors,
-    complete_config,
     reason_against_llama,
 )
 from oneshot.export.outside import Part, folded_outside

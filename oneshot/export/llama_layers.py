@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Model, stock_config
+from oneshot.checkpoint import Model, complete_config
 from oneshot.errors import PlanError
 from oneshot.export.outside import OutsideNames
 from oneshot.export.renamed_layers import RenamedLayers
@@ -36,20 +36,17 @@ class LlamaLayers(RenamedLayers):
         return LLAMA
 
 
-def complete_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with the family's defaults and today's spellings, which must not become Llama's defaults."""
-    complete: dict[str, Any] = stock_config(config).to_dict()
-    return complete
-
-
 def sliding_window(config: dict[str, Any]) -> int | None:
-    """Return the tokens that attention sees; None for all."""
+    """Return the tokens that attention sees; None for all.
+
+    `config`: complete, because a Mistral that states no window has one.
+    """
     return config.get("sliding_window") if config.get("use_sliding_window", True) else None
 
 
 def reason_against_llama(model: Model, form: str) -> str | None:
     """Return a sentence why no Llama holds the model's layers; None if one does. Norms of queries count as held."""
-    shape, config = model.shape, model.checkpoint.config
+    shape, config = model.shape, complete_config(model.checkpoint.config)
     if shape.num_decoder_layers:
         return f"--form {form} has no decoder beside an encoder, unlike {model.family.model_type}; use --form stock."
     if shape.layer_norms or not shape.gated:

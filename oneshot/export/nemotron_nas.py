@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from oneshot.checkpoint import Journal, Model
+from oneshot.checkpoint import Journal, Model, complete_config
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import finish_weights
@@ -13,7 +13,6 @@ from oneshot.export.llama_layers import (
     NAMES,
     LlamaLayers,
     Tensors,
-    complete_config,
     reason_against_llama,
     refuse_different_heads,
 )

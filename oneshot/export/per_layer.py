@@ -5,12 +5,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from oneshot.checkpoint import Journal, Model
+from oneshot.checkpoint import Journal, Model, complete_config
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.errors import PlanError
 from oneshot.export.companions import finish_weights
-from oneshot.export.llama_layers import KEPT_KEYS, NAMES, LlamaLayers, Tensors, complete_config, sliding_window
+from oneshot.export.llama_layers import KEPT_KEYS, NAMES, LlamaLayers, Tensors, sliding_window
 from oneshot.export.outside import Part, folded_outside
 from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
 from oneshot.planning import Grid, Plan
@@ -89,12 +89,12 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
 
     Raises `PlanError` for a model with a sliding attention window, which the per-layer form does not have.
     """
-    if window := sliding_window(config):
+    complete = complete_config(config)
+    if window := sliding_window(complete):
         raise PlanError(
             f"The model attends within a window of {window} tokens, which the per-layer form cannot "
             "hold; use a recipe with --form stock."
         )
-    complete = complete_config(config)
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
     attending = next(layer for layer in stack.layers if layer.num_attention_heads)
     if shape.layer_norms:

@@ -11,7 +11,7 @@ from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import finish_weights
 from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
-from oneshot.families import FAMILIES, fuse, split, stated_class
+from oneshot.families import FAMILIES, fuse, predicts_tokens, split, stated_class
 from oneshot.planning import Grid, Plan
 from oneshot.report.card import python_usage
 
@@ -28,8 +28,9 @@ class StockForm:
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
-        classes = FAMILIES[config["model_type"]].classes
-        name = (stated_class(config) or classes[0]) if classes else "AutoModelForCausalLM"
+        classes, stated = FAMILIES[config["model_type"]].classes, stated_class(config)
+        own = stated or (classes[0] if classes else None)
+        name = "AutoModelForCausalLM" if own is None or (not classes and predicts_tokens(config)) else own
         return f"It loads like the original: `{name}.from_pretrained(...)`."
 
     def usage(self, task: str) -> str:

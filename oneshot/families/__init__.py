@@ -1,6 +1,7 @@
 """Model families, one file each. To add one: a `Description` in a new file, and its name in `reading.FAMILIES`."""
 
 from oneshot.families.bert import BERT
+from oneshot.families.classes import as_stored, predicts_tokens
 from oneshot.families.description import Description, Feature, Sizes
 from oneshot.families.fused import fuse, split
 from oneshot.families.llama import LLAMA
@@ -40,9 +41,11 @@ __all__ = [
     "StackShape",
     "Sublayer",
     "TableShape",
+    "as_stored",
     "check_layers",
     "find_family",
     "fuse",
+    "predicts_tokens",
     "read_shape",
     "scaled_epsilon",
     "split",

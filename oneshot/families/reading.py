@@ -258,6 +258,8 @@ def _further_parameters(family: Description, stored: Mapping[str, tuple[int, ...
         return 0
     stack = family.stack
     counted = {stack.embedding, stack.positions, stack.token_types}
+    if stack.final_norm is not None:
+        counted |= set(stack.final_norm.parts)
     outside = (name for name in stored if name not in counted and not name.startswith(f"{stack.layers}."))
     return sum(math.prod(stored[name]) for name in outside)
 

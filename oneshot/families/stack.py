@@ -102,16 +102,28 @@ class Stack:
 
     def within(self, prefix: str) -> "Stack":
         """Return the same stack inside a module of a larger class, such as `bert.`."""
+        return self.moved("", prefix)
 
-        def inside(name: str | None) -> str | None:
-            return None if name is None else prefix + name
+    def moved(self, old: str, new: str) -> "Stack":
+        """Return the same stack whose names begin with another prefix."""
 
-        norm = self.embedding_norm
+        def name(known: str) -> str:
+            return new + known.removeprefix(old) if known.startswith(old) else known
+
+        def named(known: str | None) -> str | None:
+            return None if known is None else name(known)
+
+        def norm(known: Norm | None) -> Norm | None:
+            return None if known is None else replace(known, name=name(known.name))
+
         return replace(
             self,
-            layers=prefix + self.layers,
-            embedding=prefix + self.embedding,
-            positions=inside(self.positions),
-            token_types=inside(self.token_types),
-            embedding_norm=None if norm is None else replace(norm, name=prefix + norm.name),
+            layers=name(self.layers),
+            embedding=name(self.embedding),
+            positions=named(self.positions),
+            token_types=named(self.token_types),
+            project_in=named(self.project_in),
+            project_out=named(self.project_out),
+            embedding_norm=norm(self.embedding_norm),
+            final_norm=norm(self.final_norm),
         )

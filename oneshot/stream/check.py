@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from oneshot.checkpoint import Model, make_buffers, sample_model
+from oneshot.checkpoint import Model, complete_config, make_buffers, sample_model
 from oneshot.errors import CheckpointError
 from oneshot.families import Stack, fuse
 from oneshot.machine import Machine
@@ -60,7 +60,7 @@ def check_family(model: Model, machine: Machine) -> None:
 
     Raises `CheckpointError` that names the first part that differs.
     """
-    if model.checkpoint.config.get("sliding_window"):
+    if complete_config(model.checkpoint.config).get("sliding_window"):
         model = replace(model, checkpoint=model.checkpoint.stating(sliding_window=WINDOW))
     for kind in sorted(set(model.kinds)):
         numbers = {stack.layers: max(stack.first_layer, kind) for stack in model.family.stacks}

@@ -1,34 +1,81 @@
-"""Folders of other kinds than a model that predicts the next token: one sentence that says what they hold."""
+"""Folders of other kinds than a model that predicts the next token, and configs that leave something out."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import build_model
+from factories import MakeCheckpoint, MakeConfig, build_model
 
 from oneshot.checkpoint import open_model
-from oneshot.errors import CheckpointError
+from oneshot.errors import CheckpointError, PlanError
+from oneshot.export.llama_layers import reason_against_llama
+from oneshot.export.per_layer import per_layer_config
+from oneshot.pipeline import compress
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
-def test_a_model_without_a_head(family: str, save_model: Callable[..., Path]) -> None:
-    """Embedding models; some of them state the class with a head all the same."""
+def test_a_model_without_a_head_may_state_the_class_with_one(family: str, save_model: Callable[..., Path]) -> None:
+    """Embedding models do; their tensors lack the prefix. The result states what it is."""
     options: dict[str, Any] = {"head_dim": 8} if family == "qwen3" else {}
-    folder = save_model(build_model(family, **options).model)
-    for stated in (None, ["Qwen3ForCausalLM"]):
-        if stated is not None:
-            path = folder / "config.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": stated}))
-        with pytest.raises(CheckpointError, match=rf"of {family} only models that predict the next token"):
-            open_model(str(folder), folder)
+    built = build_model(family, model_class="AutoModel", **options)
+    folder = save_model(built)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["SomethingForCausalLM"]}))
+    model = open_model(str(folder), folder)
+    assert model.checkpoint.config["architectures"] == [type(built).__name__]
+    assert model.shape.stack().head == "none"
+    assert model.shape.stack().stored_parameters() == sum(parameter.numel() for parameter in built.parameters())
 
 
-def test_a_classifier(save_model: Callable[..., Path]) -> None:
-    folder = save_model(build_model(model_class="AutoModelForSequenceClassification"))
-    with pytest.raises(CheckpointError, match="has the class LlamaForSequenceClassification"):
+def test_a_head_of_another_kind_is_refused(save_model: Callable[..., Path]) -> None:
+    import transformers
+
+    tiny = build_model()
+    folder = save_model(transformers.LlamaForQuestionAnswering(tiny.config))
+    with pytest.raises(CheckpointError, match="states the class LlamaForQuestionAnswering, which is not supported"):
         open_model(str(folder), folder)
+
+
+@pytest.mark.parametrize(("form", "sparsity"), [("per-layer", 0.1), ("nemotron-nas", 0.1), ("gguf", 0.1)])
+def test_forms_that_predict_tokens_are_refused(
+    form: str, sparsity: float, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(model_class="AutoModelForSequenceClassification", num_labels=1)
+    with pytest.raises(PlanError, match="decoders that predict tokens; use --form stock"):
+        compress(make_config(folder, form=form, sparsity=sparsity))
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"family": "mistral", "sliding_window": 4096}, "sliding_window"),
+        ({"family": "mistral", "heads": 16, "groups": 8}, "num_key_value_heads"),
+        ({"family": "qwen3", "head_dim": 128}, "head_dim"),
+        ({"family": "gemma", "head_dim": 256, "tied": True}, "head_dim"),
+    ],
+)
+def test_what_a_config_leaves_out_is_the_default_of_its_class(
+    options: dict[str, Any], key: str, own_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """transformers reads it so: a Mistral that states no window has one of 4,096 tokens."""
+    folder, complete = own_checkpoint(**options), tmp_path / "complete"
+    shutil.copytree(folder, complete)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    stated = build_model(**options).config.to_dict()[key]
+    (complete / "config.json").write_text(json.dumps(config | {key: stated}))
+    left_out, with_it = (open_model(str(each), tmp_path) for each in (folder, complete))
+    assert (left_out.family, left_out.shape) == (with_it.family, with_it.shape)
+    for form in ("per-layer", "gguf", "nemotron-nas"):
+        assert reason_against_llama(left_out, form) == reason_against_llama(with_it, form)
+    if key == "sliding_window":
+        assert "one of 4096 tokens" in str(reason_against_llama(left_out, "gguf"))
+        with pytest.raises(PlanError, match="within a window of 4096 tokens"):
+            per_layer_config(left_out.checkpoint.config, left_out.shape, left_out.shape.stack())
 
 
 def test_an_adapter_alone(tmp_path: Path) -> None:

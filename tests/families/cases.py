@@ -141,6 +141,19 @@ CASES: dict[str, Case] = {
     "t5": Case({"gated": False, "tied": True}, refused=T5_REFUSALS, packed=False, build=build_t5),
 }
 
+# Classes of decoders without a head, or with another one than for the next token.
+OTHER_CLASSES: dict[str, dict[str, Any]] = {
+    "llama-headless": {"model_class": "AutoModel"},
+    "gemma3_text-headless": {**CASES["gemma3_text"].options, "model_class": "AutoModel"},
+    "qwen3-classifier": {
+        "family": "qwen3",
+        "head_dim": 8,
+        "model_class": "AutoModelForSequenceClassification",
+        "num_labels": 1,
+    },
+    "qwen2-tokens": {"family": "qwen2", "model_class": "AutoModelForTokenClassification", "num_labels": 3},
+}
+
 
 def decoders() -> Iterator[str]:
     """Yield the families whose text is packed."""

@@ -1,0 +1,48 @@
+"""Classes of a decoder's family beside the one that predicts the next token: without a head, or with another one.
+
+Embedding models and classifiers (reward models) have the same layers. What they have beside these is kept as it is.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from oneshot.families.description import Description, Feature
+from oneshot.families.reading import stated_class
+
+PREDICTS = ("ForCausalLM", "LMHeadModel")  # ends of names of classes that predict the next token
+UNSUPPORTED: dict[Feature, str] = {
+    "per-layer form": "The forms with layers of different sizes hold decoders that predict tokens; use --form stock.",
+    "hidden size": "--set hidden= is only for decoders that predict tokens; use none.",
+    "ffn biases": "--set correction=bias is only for decoders that predict tokens; choose another correction.",
+}
+
+
+def predicts_tokens(config: dict[str, Any]) -> bool:
+    """Return whether a decoder's config.json states a class that predicts the next token, or none."""
+    stated = stated_class(config)
+    return stated is None or stated.endswith(PREDICTS)
+
+
+def as_stored(family: Description, config: dict[str, Any], names: Iterable[str]) -> Description:
+    """Return the family as a checkpoint with these tensors names its parts, without the head that it may lack."""
+    if family.classes or family.decoder is not None:
+        return family.stored_as(names)
+    embedding, names = family.stack.embedding, set(names)
+    bare = embedding not in names and embedding.removeprefix(_base(family)) in names
+    if not bare and predicts_tokens(config):
+        return family
+    stack = family.stack.moved(_base(family), "") if bare else family.stack
+    return replace(
+        family,
+        stack=stack,
+        head=None,
+        classes=(str(stated_class(config)),),
+        like_llama=True,
+        unsupported={**family.unsupported, **UNSUPPORTED},
+    )
+
+
+def _base(family: Description) -> str:
+    """Return the module of a class with a head that holds everything else, such as `model.`."""
+    return family.stack.embedding.partition(".")[0] + "."
