@@ -143,6 +143,7 @@ def main() -> None:
     options.add_argument("--num-sequences", type=int, default=8)
     options.add_argument("--sequence-length", type=int, default=512)
     options.add_argument("--recipe", default="oneshot")
+    options.add_argument("--form", choices=("stock", "per-layer"), default="stock")
     options.add_argument("--scratch", type=Path, help="folder for the checkpoints (default: the system's)")
     arguments = options.parse_args()
     for size in arguments.sizes:
@@ -154,6 +155,7 @@ def main() -> None:
                 "output": str(scratch / "compressed"),
                 "sparsity": 0.2,
                 "recipe": arguments.recipe,
+                "form": arguments.form,
                 "calibration": "builtin",
                 "num_sequences": arguments.num_sequences,
                 "sequence_length": arguments.sequence_length,
@@ -166,6 +168,7 @@ def main() -> None:
                 provenance(
                     model=NAMES[size],
                     recipe=arguments.recipe,
+                    form=arguments.form,
                     num_tokens=arguments.num_sequences * arguments.sequence_length,
                     weight_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
                     predicted_bytes=predicted["host_bytes"],

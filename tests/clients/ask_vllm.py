@@ -1,14 +1,16 @@
-"""Ask vLLM in its own environment: `python ask_vllm.py REQUEST.json ANSWER.json`.
+"""Ask vLLM in its own environment: `python ask_vllm.py REQUESTS.json ANSWERS.json`.
 
-The request has `folder`, `implementation` (auto or transformers), `dtype`, `prompts` (lists of token ids) and
-`max_tokens`. The answer has, for every prompt, the log-probability of each of its tokens after the first, and the
-greedy continuation.
+A request has `folder`, `implementation` (auto, vllm or transformers), `dtype`, `prompts` (lists of token ids),
+`max_tokens` and `max_length`. Its answer has, for every prompt, the log-probability of each of its tokens after the
+first, and the greedy continuation. A model that vLLM does not open has an error's text in their place.
 """
 
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -17,29 +19,43 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def main() -> None:
-    """Answer the request in the first file into the second."""
+def answers_to(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an answer for every prompt of a request."""
     from vllm import LLM, SamplingParams
 
-    request = json.loads(Path(sys.argv[1]).read_text())
     model = LLM(
         request["folder"],
         model_impl=request["implementation"],
-        trust_remote_code=True,
+        trust_remote_code=request["implementation"] != "vllm",
         dtype=request["dtype"],
         enforce_eager=True,
         max_model_len=request["max_length"],
         max_num_seqs=4,
         enable_prefix_caching=False,
+        disable_log_stats=True,
     )
     sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], prompt_logprobs=0, ignore_eos=True)
-    outputs = model.generate([{"prompt_token_ids": ids} for ids in request["prompts"]], sampling)
+    outputs = model.generate([{"prompt_token_ids": ids} for ids in request["prompts"]], sampling, use_tqdm=False)
     answers = []
     for output in outputs:
         scored = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
         answers.append(
             {"scores": [known[token].logprob for token, known in scored], "tokens": list(output.outputs[0].token_ids)}
         )
+    return answers
+
+
+def main() -> None:
+    """Answer the requests in the first file into the second."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    answers: list[Any] = []
+    for request in json.loads(Path(sys.argv[1]).read_text()):
+        try:
+            answers.append(answers_to(request))
+        except Exception:
+            answers.append(traceback.format_exc())
+        cleanup_dist_env_and_memory()
     Path(sys.argv[2]).write_text(json.dumps(answers))
 
 

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import CONTEXT, Answer
@@ -34,38 +35,31 @@ def program(path: Path) -> Path:
     return path
 
 
+def ask_vllm_together(requests: list[Answer], folder: Path) -> list[Any]:
+    """Return what `ask_vllm.py` answers; its files are written into a folder."""
+    request, answer = folder / "request.json", folder / "answer.json"
+    request.write_text(json.dumps([{"implementation": "auto", "dtype": "float32", "max_length": 512} | each for each in requests]))
+    done = subprocess.run(
+        [program(VLLM_PYTHON), ASK_VLLM, request, answer],
+        env=environment_of_others(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    answers: list[Any] = json.loads(answer.read_text())
+    return answers
+
+
 @pytest.fixture
 def ask_vllm(tmp_path: Path) -> Callable[..., list[Answer]]:
     """`ask_vllm(folder, prompts, max_tokens, implementation=…, dtype=…)` -> an answer for every prompt."""
 
-    def ask(
-        folder: Path,
-        prompts: list[list[int]],
-        max_tokens: int,
-        *,
-        implementation: str = "auto",
-        dtype: str = "float32",
-    ) -> list[Answer]:
-        request, answer = tmp_path / "request.json", tmp_path / "answer.json"
-        content = {
-            "folder": str(folder),
-            "prompts": prompts,
-            "max_tokens": max_tokens,
-            "implementation": implementation,
-            "dtype": dtype,
-            "max_length": 512,
-        }
-        request.write_text(json.dumps(content))
-        done = subprocess.run(
-            [program(VLLM_PYTHON), ASK_VLLM, request, answer],
-            env=environment_of_others(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-        answers: list[Answer] = json.loads(answer.read_text())
-        return answers
+    def ask(folder: Path, prompts: list[list[int]], max_tokens: int, **options: str) -> list[Answer]:
+        request = {"folder": str(folder), "prompts": prompts, "max_tokens": max_tokens, **options}
+        (answers,) = ask_vllm_together([request], tmp_path)
+        assert not isinstance(answers, str), answers[-4000:]
+        return list(answers)
 
     return ask
 

@@ -1,27 +1,19 @@
 """Every form in the engines that open it: the same scores and the same greedy continuations as in transformers."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
 import torch
-from engines import Answer, half_chunk_perplexity, run_oneshot
-from factories import MakeCheckpoint, MakeConfig, build_model, silence, topics
+from engines import BY_LAYER, NEW_TOKENS, SIZES, Answer, Expected, half_chunk_perplexity, run_oneshot
+from factories import MakeCheckpoint, MakeConfig, build_model, silence
 
-from oneshot.evaluation.models import load_model
 from oneshot.families import RANKED_KINDS
 from oneshot.pipeline import compress
-from oneshot.text import load_tokenizer
 
-NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 10, 24, 32
 CHUNKS = 8
 LITTLE_TEXT = ["--calibration", "builtin", "--num-sequences", "8", "--sequence-length", "256"]
-BY_LAYER: dict[str, Any] = {"embedding": "none", "sparsity": 0.2, "round_to": 8}
-# vLLM needs heads of at least 32 values
-SIZES: dict[str, Any] = {"hidden": 128, "width": 192, "heads": 4, "groups": 2, "layers": 4}
 RANDOM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "biases": ({"attention_bias": True, "mlp_bias": True}, {}),
     "untied, large heads": ({"head_dim": 64}, {}),
@@ -30,57 +22,6 @@ RANDOM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sublayers left out": ({}, {"depth": "sublayers", "round_to": 4, "sparsity": 0.3}),
 }
 IDLE: dict[str, list[int]] = {"attention": [1], "ffn": [0, 3]}  # what `depth=sublayers` leaves out
-
-
-class Expected:
-    """What transformers answers to the prompts, by this package's own class."""
-
-    def __init__(self, folder: Path, source: Path) -> None:
-        self.model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
-        self.text = topics(20, 40)
-        # transformers gives every Qwen2 its tokenizer, so the input's is asked
-        self.token_ids = load_tokenizer(source)(self.text, verbose=False).input_ids
-        length = len(self.token_ids) // NUM_PROMPTS
-        self.prompts = [self.token_ids[at * length : at * length + PROMPT_TOKENS] for at in range(NUM_PROMPTS)]
-        with torch.inference_mode():
-            self.answers = [self._answer(torch.tensor([prompt])) for prompt in self.prompts]
-
-    def _answer(self, prompt: torch.Tensor) -> Answer:
-        whole, step, cache = prompt, prompt, None
-        for _ in range(NEW_TOKENS):  # `generate` would stop at the end token or never take it
-            output = self.model(step, past_key_values=cache, use_cache=True)
-            step, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
-            whole = torch.cat((whole, step), dim=1)
-        scores = self.model(whole).logits.log_softmax(-1)[0, :-1].gather(1, whole[0, 1:, None])[:, 0].tolist()
-        return {"scores": scores, "tokens": whole[0, PROMPT_TOKENS:].tolist()}
-
-    def agrees_with_vllm(self, answers: list[Answer]) -> None:
-        for ours, theirs in zip(self.answers, answers, strict=True):
-            assert theirs["tokens"] == ours["tokens"]
-            assert theirs["scores"] == pytest.approx(ours["scores"][: PROMPT_TOKENS - 1], abs=1e-3)
-        engine, transformers = self.perplexities(answers)
-        assert engine == pytest.approx(transformers, rel=1e-3)
-
-    def perplexities(self, answers: list[Answer]) -> tuple[float, float]:
-        """Return the perplexity of the prompts by an engine and by transformers."""
-        theirs = [score for answer in answers for score in answer["scores"]]
-        ours = [score for answer in self.answers for score in answer["scores"][: PROMPT_TOKENS - 1]]
-        return math.exp(-mean(theirs)), math.exp(-mean(ours))
-
-    def agrees_with_llama(self, answers: list[Answer]) -> int:
-        """Return the number of answers with comparable scores.
-
-        llama-server stops at the end token. It gives no scores of tokens whose bytes are not yet a letter.
-        """
-        end, compared = self.model.config.eos_token_id, 0
-        for ours, theirs in zip(self.answers, answers, strict=True):
-            tokens = [*ours["tokens"], end][: [*ours["tokens"], end].index(end)]
-            assert [token for token in theirs["tokens"] if token != end] == tokens
-            if len(theirs["scores"]) == len(theirs["tokens"]):
-                scores = ours["scores"][PROMPT_TOKENS - 1 :][: len(theirs["scores"])]
-                assert theirs["scores"] == pytest.approx(scores, abs=1e-2)
-                compared += 1
-        return compared
 
 
 def reduced_ranks(layers: list[dict[str, Any]]) -> set[str]:

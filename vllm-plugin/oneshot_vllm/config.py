@@ -1,0 +1,22 @@
+"""The config of a per-layer result, so that vLLM need not run the modelling file of its folder."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+
+@strict
+class OneshotConfig(LlamaConfig):
+    """The fields of the class of the same name in a result's modelling file, which explains them."""
+
+    model_type = "oneshot"
+
+    layers: list[dict] | None = None
+    norm_width: int = 4096
+    head_map: bool = False
+    head_bias: bool = False
+    num_positions: int = 0
+    embedding: list[dict] | None = None
+    centred_embedding: bool = False
+
+    def validate_architecture(self) -> None:
+        """Heads need not divide the hidden size here."""

@@ -1,0 +1,75 @@
+"""What linears and embeddings of low rank read and write through."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+
+class Coordinates(nn.Module):
+    """`rank` numbers that stand for `width` coordinates which a matrix of low rank reads or makes.
+
+    `columns` lists the coordinates: first `rank` of them, then the others, which are linear in the first ones by
+    `weight (others, rank)`. So `W x = W' (x[first] + x[others] weight)`, with the first columns `W'` of W. Every GPU has
+    all of them.
+    """
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.sizes = rank, width - rank
+        self.weight = nn.Parameter(torch.empty(width - rank, rank), requires_grad=False)
+        self.columns: torch.Tensor
+        self.register_buffer("columns", torch.arange(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """States `(tokens, width)` -> `(tokens, rank)`, which stand for them."""
+        first, others = x.index_select(-1, self.columns).split(self.sizes, dim=-1)
+        return torch.addmm(first, others, self.weight)
+
+    def expand(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `(tokens, rank)` -> `(tokens, width)`."""
+        every = torch.cat((rows, nn.functional.linear(rows, self.weight)), dim=-1)
+        return torch.empty_like(every).index_copy(-1, self.columns, every)
+
+
+def coordinates_of(width: int, rank: int) -> nn.Module:
+    """Return what a linear of this rank reads through; nothing for rank 0, a whole linear."""
+    return Coordinates(width, rank) if rank else nn.Identity()
+
+
+class Embedding(nn.Module):
+    """Ranges of the vocabulary, each a table of its own rank, with a map to the full width where that is more."""
+
+    def __init__(self, ranges: list[dict[str, int]], width: int) -> None:
+        super().__init__()
+        self.rows = [part["rows"] for part in ranges]
+        ranks = [part["rank"] for part in ranges]
+        self.tables: Any = nn.ModuleList(
+            [VocabParallelEmbedding(rows, rank) for rows, rank in zip(self.rows, ranks, strict=True)]
+        )
+        self.maps: Any = nn.ModuleList([coordinates_of(width, rank if rank < width else 0) for rank in ranks])
+        self.logits_of_range: Any = nn.ModuleList([LogitsProcessor(rows) for rows in self.rows])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens `(n,)` -> their embeddings `(n, width)`."""
+        start = 0
+        embedded: Any = 0.0
+        for rows, table, to_width in zip(self.rows, self.tables, self.maps, strict=True):
+            number = tokens - start
+            inside = ((number >= 0) & (number < rows)).unsqueeze(-1)
+            found = table(number.clamp(0, rows - 1))
+            if isinstance(to_width, Coordinates):
+                found = to_width.expand(found)
+            embedded = torch.where(inside, found, embedded)
+            start += rows
+        return embedded
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor | None:
+        """Last states `(n, width)` -> the tied head's logits; None on a GPU that does not sample."""
+        parts = [
+            logits(table, read(states))
+            for logits, table, read in zip(self.logits_of_range, self.tables, self.maps, strict=True)
+        ]
+        return None if any(part is None for part in parts) else torch.cat(parts, dim=-1)
