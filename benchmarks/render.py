@@ -50,7 +50,8 @@ from tables.runs import (
     processes_table,
     writing_table,
 )
-from tables.speed import speed_table
+from tables.serve_speed import serve_speed_table
+from tables.speed import every_speed_table, speed_table
 from tables.tasks import written_table
 from tables.trained import trained_table
 
@@ -108,6 +109,8 @@ TABLES = {
     "pareto_fallback": (pareto_fallback_table, "pareto"),
     "pareto_frontier": (pareto_frontier_table, "pareto"),
     "speed": (speed_table, "speed"),
+    "serve_speed": (serve_speed_table, "serve_speed"),
+    "every_speed": (every_speed_table, "speed"),
     "sketch_quality": (sketch_table, "sketch_quality"),
     "gpu_rates": (gpu_rates_table, "gpu"),
     "gpu_runs": (gpu_runs_table, "gpu"),

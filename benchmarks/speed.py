@@ -10,6 +10,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from judging import judging_windows, score, text_records
 
 from oneshot.checkpoint import Checkpoint
 from oneshot.evaluation import load_model, score_windows
+from oneshot.recipes import find_recipe
 from oneshot.text import load_tokenizer
 
 DECODE_TOKENS = 16
@@ -29,14 +31,16 @@ Seconds = dict[str, float]  # of `prefill`, and of one decoded token (`decode`)
 
 
 def describe(folder: Path) -> Row:
-    """What a row says of a result: its form, target and size."""
+    """What a row says of a result: its form, target, size, and where its method differs from the recipe."""
     report, checkpoint = read_report(folder), Checkpoint(folder)
     config = report["config"]
+    recipe = asdict(find_recipe(config["recipe"]))
     return calibration_record(report) | {
         "form": config["form"],
         "asked": config["target"]["sparsity"],
         "budget": config["target"]["budget"],
         "seed": config["seed"],
+        "settings": {name: value for name, value in config["method"].items() if recipe[name] != value},
         "stored_parameters": checkpoint.num_parameters,
         "dense_parameters": report["stored_parameters"]["dense"],
         "file_bytes": checkpoint.num_bytes,
@@ -149,6 +153,7 @@ def main() -> None:
                         "mode": mode,
                         "batch": batch,
                         "length": length,
+                        "expanded": arguments.expand if hasattr(models[str(folder)], "expand_") else None,
                     }
                     row = {"model": arguments.dense.name} | describe(folder) | case | record | judged[str(folder)]
                     append_row("speed", provenance(clock=clock.name, rounds=arguments.rounds, **machine) | row)

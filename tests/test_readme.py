@@ -24,7 +24,7 @@ DOCUMENTS = [
 FOREIGN = {
     *("--model", "--model_args", "--multi_gpu", "--num_processes", "--nproc-per-node"),  # lm_eval, accelerate, torchrun
     *("--outtype", "--outfile", "--pure"),  # llama.cpp
-    *("--enforce-eager", "--model-impl", "--trust-remote-code"),  # vLLM
+    *("--enforce-eager", "--model-impl", "--trust-remote-code", "--tensor-parallel-size"),  # vLLM
     *("--tiny", "--sections", "--card-gib", "--host-gib"),  # scripts in benchmarks/
 }
 EXTERNAL = re.compile(r"(?:https?|mailto):")

@@ -1,52 +1,82 @@
 """Quality and speed of the same files: compressed models beside the dense one in transformers."""
 
+from collections.abc import Callable
+
 from harness import Row, latest, read_rows
 
-from tables.cells import markdown, origin, rounded
+from tables.cells import markdown, origin, rounded, settings
 
-KEYS = ("form", "asked", "budget", "seed", "calibration_hash", "expanded")
-CASE = ("device", "dtype", "threads", "mode", "batch", "length")
+ARTEFACT = ("model", "form", "asked", "budget", "settings", "seed", "calibration_hash", "expanded")
+CASE = ("place", "device", "dtype", "mode", "batch", "length")
 
 
 def speed_table() -> str:
-    """Return a line for every result, with prefill and decoding ÷ the dense model's in every measured case."""
-    rows = latest(read_rows("speed"), *KEYS, *CASE)
-    cases = list(dict.fromkeys(_case(row) for row in rows))
-    models: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in rows:
-        models.setdefault(tuple(str(row[key]) for key in KEYS), {})[_case(row)] = row
-    lines = [_line(by_case, cases) for by_case in models.values()]
-    header = ["form", "target", "parameters", "file", "score", *cases]
-    calibration = {f"{row['calibration_tokens']:,} tokens of {row['calibration']}" for row in rows}
-    return markdown(
-        header,
-        sorted(lines),
-        "Seconds of prefill · of a decoded token in transformers, ÷ the dense model's: minima over rounds in which all "
-        "models take turns. Parameters and file ÷ the dense model's and in MB. The score is the perplexity ÷ the dense "
-        f"model's, geometric mean over five kinds of text, of the same files. Calibration: "
-        f"{', '.join(sorted(calibration))}; {origin(rows)}.",
+    """Return the README's table: eager mode and the shortest measured length."""
+    rows = [row for row in _newest() if row["mode"] == "eager"]
+    if not rows:
+        return "Not measured yet."
+    length = min(row["length"] for row in rows)
+    return _table(
+        [row for row in rows if row["length"] == length],
+        lambda row: f"{_place(row)}, batch {row['batch']}",
+        f"Prefill of {length} tokens · decoding of a token in transformers",
     )
 
 
-def _line(by_case: dict[str, Row], cases: list[str]) -> list[str]:
-    row = next(iter(by_case.values()))
-    scored = [one["score"] for one in by_case.values() if "score" in one]
-    cells = [
-        f"{by_case[case]['prefill_ratio']:.2f} · {by_case[case]['decode_ratio']:.2f}" if case in by_case else "–"
-        for case in cases
-    ]
-    expanded = "" if row["expanded"] is None else f", expanded above {row['expanded']}"
+def every_speed_table() -> str:
+    """Return the same files in every measured case."""
+    return _table(
+        _newest(),
+        lambda row: f"{_place(row)}, {row['dtype']}, {row['mode']}, {row['batch']} × {row['length']}",
+        "Prefill · decoding of a token in transformers (mode, batch × length)",
+    )
+
+
+def _newest() -> list[Row]:
+    """Return the newest row of every file and case, by form and size."""
+    rows = latest(read_rows("speed"), *ARTEFACT, *CASE)
+    return sorted(rows, key=lambda row: (row["form"], row["budget"], row["asked"], str(row["settings"]), row["seed"]))
+
+
+def _table(rows: list[Row], column: Callable[[Row], str], what: str) -> str:
+    """Return a line for every file; all cells of a line are of that one file."""
+    files: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        files.setdefault(tuple(str(row[key]) for key in ARTEFACT), {})[column(row)] = row
+    columns = list(dict.fromkeys(column(row) for row in sorted(rows, key=lambda row: (row["batch"], row["length"]))))
+    calibration = sorted({f"{row['calibration_tokens']:,} tokens of {row['calibration']}" for row in rows})
+    return markdown(
+        ["file", "score", "parameters", "MB", *columns],
+        [[*_file(next(iter(cases.values()))), *_ratios(cases, columns)] for cases in files.values()],
+        f"{what}: seconds ÷ the dense model's, minima over rounds in which all models take turns. A line is one file, "
+        "and its score is of the same file: perplexity ÷ the dense model's, geometric mean over five kinds of text. "
+        f"Parameters are stored ones ÷ the dense model's. {', '.join(sorted({row['model'] for row in rows}))}, "
+        f"{', '.join(calibration)}; {origin(rows)}.",
+    )
+
+
+def _file(row: Row) -> list[str]:
+    """Return the cells of a file: its name, score and size."""
+    more = [words for words in (settings(row), _expanded(row)) if words]
+    budget = "" if row["budget"] == "parameters" else f" of {row['budget']}"
     return [
-        row["form"] + expanded,
-        f"−{row['asked']:.0%} {row['budget']}",
+        ", ".join([f"{row['form']}, −{row['asked']:.0%}{budget}", *more]),
+        rounded(row["score"]) if "score" in row else "–",
         f"{row['stored_parameters'] / row['dense_parameters']:.2f}",
         f"{row['file_bytes'] / 1e6:.0f}",
-        rounded(scored[-1]) if scored else "–",
-        *cells,
     ]
 
 
-def _case(row: Row) -> str:
-    """Return a column's title."""
-    place = "CPU" if row["place"] == "cpu" else row["device"]
-    return f"{place}, {row['dtype']}, {row['mode']}, {row['batch']} × {row['length']}"
+def _expanded(row: Row) -> str:
+    return "" if row["expanded"] is None else f"`expand_({row['expanded']})`"
+
+
+def _ratios(cases: dict[str, Row], columns: list[str]) -> list[str]:
+    return [
+        f"{cases[name]['prefill_ratio']:.2f} · {cases[name]['decode_ratio']:.2f}" if name in cases else "–"
+        for name in columns
+    ]
+
+
+def _place(row: Row) -> str:
+    return "CPU" if row["place"] == "cpu" else str(row["device"])

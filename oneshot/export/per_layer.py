@@ -34,7 +34,8 @@ class PerLayerForm(LlamaLayers):
         """Return how the result is opened."""
         return (
             "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
-            "modelling file in this folder and needs transformers 5.15 or later."
+            "modelling file in this folder and needs transformers 5.15 or later. `vllm serve FOLDER` opens it with "
+            "the plugin `oneshot-vllm` of oneshot's repository, which runs no code of this folder."
         )
 
     def usage(self, task: str) -> str:

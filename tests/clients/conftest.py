@@ -38,7 +38,9 @@ def program(path: Path) -> Path:
 def ask_vllm_together(requests: list[Answer], folder: Path) -> list[Any]:
     """Return what `ask_vllm.py` answers; its files are written into a folder."""
     request, answer = folder / "request.json", folder / "answer.json"
-    request.write_text(json.dumps([{"implementation": "auto", "dtype": "float32", "max_length": 512} | each for each in requests]))
+    request.write_text(
+        json.dumps([{"implementation": "auto", "dtype": "float32", "max_length": 512} | each for each in requests])
+    )
     done = subprocess.run(
         [program(VLLM_PYTHON), ASK_VLLM, request, answer],
         env=environment_of_others(),

@@ -160,7 +160,8 @@ def test_smollm2_in_every_engine(
     quantise: Callable[..., Path],
     record_property: Callable[[str, object], None],
 ) -> None:
-    plan = ["--sparsity", sparsity, "--profile", smollm2_profile, "--set", "embedding=none"]
+    own = ["--sparsity", sparsity, "--profile", smollm2_profile]
+    plan = [*own, "--set", "embedding=none"]
     whole = ["--set", "ranks=none"]
     for form in ("nemotron-nas", "per-layer", "gguf"):
         run_oneshot("compress", smollm2, "--output", tmp_path / form, "--form", form, *plan, *whole, *LITTLE_TEXT)
@@ -175,6 +176,11 @@ def test_smollm2_in_every_engine(
     ranked = Expected(tmp_path / "ranks", smollm2)
     assert {"query_key_rank", "output_rank"} <= reduced_ranks(ranked.model.config.layers)
     ranked.agrees_with_vllm(ask_vllm(tmp_path / "ranks", ranked.prompts, NEW_TOKENS, implementation="transformers"))
+    run_oneshot("compress", smollm2, "--output", tmp_path / "default", "--form", "per-layer", *own, *LITTLE_TEXT)
+    default = Expected(tmp_path / "default", smollm2)
+    assert default.model.config.embedding
+    assert reduced_ranks(default.model.config.layers)
+    default.agrees_with_vllm(ask_vllm(tmp_path / "default", default.prompts, NEW_TOKENS, implementation="vllm"))
     path = tmp_path / "gguf" / "model.gguf"
     ours = half_chunk_perplexity(expected.model, expected.token_ids, CHUNKS)
     theirs = llama_perplexity(path, expected.text, CHUNKS)

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Sizes], bool]]]
         {"recipe": "group-pca", "group_size": 1, "hidden_size": 96, "sparsity": None},
         lambda layer: layer["attention_shortcut"] and layer["ffn_shortcut"],
     ),
-    "opt": ({"family": "opt", "groups": 4, "tied": True}, {}, lambda layer: not layer["gated"] and ranked(layer)),
+    "opt": ({"family": "opt", "groups": 4, "tied": True}, {}, lambda layer: not layer["gated"] and layer["mlp_bias"]),
 }
 IDLE: dict[str, list[int]] = {"attention": [1], "ffn": [0, 3]}  # what `depth=sublayers` leaves out
 

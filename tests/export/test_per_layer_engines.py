@@ -1,6 +1,8 @@
-"""What other engines read of the per-layer form: `per_layer_config`, and a forward pass without a dictionary."""
+"""What other engines read of the per-layer form: `per_layer_config`, a pass without a dictionary, vLLM's plugin."""
 
+import importlib.util
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from factories import MakeCheckpoint, MakeConfig
 
 from oneshot.evaluation.models import load_model
+from oneshot.export import modeling_oneshot
 from oneshot.pipeline import compress
 
 CPU = torch.device("cpu")
@@ -60,3 +63,18 @@ def test_equal_layers_need_no_sizes_of_their_own(make_checkpoint: MakeCheckpoint
     config = make_config(make_checkpoint(), form="per-layer", allocation="uniform", embedding="none")
     compress(config)
     assert "per_layer_config" not in json.loads((Path(config.output) / "config.json").read_text())
+
+
+def test_the_plugin_for_vllm_has_the_fields_of_the_config() -> None:
+    path = Path(__file__).parents[2] / "vllm-plugin" / "oneshot_vllm" / "config.py"
+    spec = importlib.util.spec_from_file_location("config_of_the_plugin", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ours, theirs = (
+        {each.name: each.default for each in fields(config)}
+        for config in (module.OneshotConfig, modeling_oneshot.OneshotConfig)
+    )
+    assert ours == theirs
+    assert module.OneshotConfig.model_type == modeling_oneshot.OneshotConfig.model_type

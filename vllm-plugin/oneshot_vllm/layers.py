@@ -37,8 +37,8 @@ def shared(size: int, what: str) -> int:
     num_gpus = get_tensor_model_parallel_world_size()
     if size % num_gpus:
         raise ValueError(
-            f"{size} {what} cannot be shared equally by {num_gpus} GPUs; give a --tensor-parallel-size that divides it, "
-            "such as 1."
+            f"{size} {what} cannot be shared equally by {num_gpus} GPUs; give a --tensor-parallel-size that divides "
+            "it, such as 1."
         )
     return size // num_gpus
 

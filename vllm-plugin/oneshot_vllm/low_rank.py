@@ -12,8 +12,8 @@ class Coordinates(nn.Module):
     """`rank` numbers that stand for `width` coordinates which a matrix of low rank reads or makes.
 
     `columns` lists the coordinates: first `rank` of them, then the others, which are linear in the first ones by
-    `weight (others, rank)`. So `W x = W' (x[first] + x[others] weight)`, with the first columns `W'` of W. Every GPU has
-    all of them.
+    `weight (others, rank)`. So `W x = W' (x[first] + x[others] weight)`, with the first columns `W'` of W. Every GPU
+    has all of them.
     """
 
     def __init__(self, width: int, rank: int) -> None:
