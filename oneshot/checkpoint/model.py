@@ -26,9 +26,12 @@ from oneshot.families import (
     as_stored,
     check_layers,
     find_family,
+    is_text,
     predicts_tokens,
     read_shape,
     split,
+    text_names,
+    text_of,
 )
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -151,16 +154,19 @@ def identify(checkpoint: Checkpoint) -> Model:
     if family.classes and not find_family(config).classes and predicts_tokens(config):
         checkpoint = checkpoint.stating(architectures=[without_head(config)])
         config = checkpoint.config
-    read_shape(family, config, checkpoint.shapes)  # no class is made of senseless sizes
+    if family.text_module is None:
+        read_shape(family, config, checkpoint.shapes)  # no class is made of senseless sizes
     expected = _expected_outside(checkpoint, family)
     complete = config | complete_config(config)  # what is not stated has the class's defaults
     family = as_stored(find_family(complete), complete, names)
-    if family.classes:
+    if family.text_module is not None:
+        checkpoint = checkpoint.renamed(text_names(family, checkpoint.shapes))
+    elif family.classes:
         checkpoint = _without_unused(checkpoint, family, expected)
     _check_dtypes(checkpoint)
     if family.head in checkpoint.shapes:
         checkpoint = without_equal_head(checkpoint, family, is_tied=_ties_tables(checkpoint))
-    shape = read_shape(family, complete, checkpoint.shapes)
+    shape = read_shape(family, text_of(family, complete), checkpoint.shapes)
     family = family.numbered(shape)
     check_layers(family, shape, checkpoint.shapes)
     _check_outside(checkpoint, family, shape, expected)
@@ -197,7 +203,8 @@ def _expected_outside(checkpoint: Checkpoint, family: Description) -> _Outside:
             f"{checkpoint.folder / 'config.json'} does not describe a {family.model_type} model "
             f"({cause(error)}); give a complete, unmodified checkpoint."
         ) from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if not family.is_in_layers(name)}
+    outside = (name for name in model.state_dict() if not family.is_in_layers(name) and is_text(family, name))
+    shapes = {name: tuple(model.state_dict()[name].shape) for name in outside}
     tied = tied_names(model)
     if family.head in checkpoint.tensor_names:  # transformers does not tie a head that has weights of its own
         tied = {name for name in tied if name != family.head}
@@ -222,7 +229,8 @@ def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShap
     Raises `CheckpointError` for the first tensor that does not fit.
     """
     tied = expected.tied if family.classes or shape.tied else set()
-    names = expected.shapes.keys() | {name for name in checkpoint.shapes if not family.is_in_layers(name)}
+    stored_text = {name for name in checkpoint.shapes if is_text(family, name)}
+    names = expected.shapes.keys() | {name for name in stored_text if not family.is_in_layers(name)}
     for name in sorted(names - tied):
         stored = checkpoint.shapes.get(name)
         if not name.endswith("rotary_emb.inv_freq") and stored != expected.shapes.get(name):

@@ -28,6 +28,9 @@ COMPANION_FILES = (
     "vocab.json",
     "vocab.txt",
     "tokenizer*",
+    "preprocessor_config.json",  # of images
+    "processor_config.json",
+    "video_preprocessor_config.json",
     # how sentence-transformers makes an embedding of the hidden states
     "modules.json",
     "config_sentence_transformers.json",

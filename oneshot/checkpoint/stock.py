@@ -10,7 +10,7 @@ import torch
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.safe_files import read_config
 from oneshot.errors import CheckpointError
-from oneshot.families import FAMILIES, Description, predicts_tokens, stated_class
+from oneshot.families import FAMILIES, Description, ModelShape, predicts_tokens, stated_class, text_of, with_text
 
 # transformers' classes of decoders that do not predict the next token
 OTHER_CLASSES = (
@@ -64,6 +64,21 @@ def complete_config(config: dict[str, Any]) -> dict[str, Any]:
     return complete
 
 
+def complete_text_config(family: Description, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config.json states of the language model, with the defaults of its class."""
+    complete = config | complete_config(config)
+    return text_of(family, complete)
+
+
+def resized_config(family: Description, config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Return the config.json of the resized model. Raises `PlanError` as `Description.resize`."""
+    if family.text_module is None:
+        return family.resize(config, shape)
+    complete = complete_text_config(family, config)
+    resized = family.resize(complete, shape)
+    return with_text(family, config, {name: value for name, value in resized.items() if value != complete.get(name)})
+
+
 def attention_of(model_class: Any) -> str:
     """Return the implementation of attention: scaled dot product attention, or the class's own if it lacks that."""
     return "sdpa" if model_class._supports_sdpa else "eager"
@@ -78,6 +93,8 @@ def tied_names(model: Any) -> set[str]:
 def per_layer_lists(config: dict[str, Any]) -> dict[str, list[Any]]:
     """Return what the config states for single layers, such as `layer_types`, also if only by a default."""
     complete = stock_config(config)
+    if FAMILIES[config["model_type"]].text_module is not None:
+        complete = complete.text_config
     lists = {name: getattr(complete, name, None) for name in PER_LAYER}
     return {name: list(values) for name, values in lists.items() if values}
 
@@ -113,7 +130,7 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
     _, model_class = stock_classes(config)
     of_layers = {name: [values[layer] for layer in layers] for name, values in per_layer_lists(config).items()}
     decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: len(layers)}
-    fewer = config | of_layers | {family.sizes.num_hidden_layers: len(layers)} | decoder
+    fewer = with_text(family, config, of_layers | {family.sizes.num_hidden_layers: len(layers)} | decoder)
     with torch.device("meta"):
         hf_config = stock_config(fewer)
         return model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class))
@@ -122,9 +139,13 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
 def load_whole(model_class: Any, folder: Path, **options: Any) -> Any:
     """Return what `model_class.from_pretrained` makes of a local folder, read as `Checkpoint` reads it.
 
-    So no pickle is read beside safetensors, and FP8 is dequantised.
+    So no pickle is read beside safetensors, and FP8 is dequantised. A model of images and text has its own class.
     """
-    if read_config(folder).get("quantization_config") is None:
+    stated = read_config(folder)
+    family = FAMILIES.get(stated.get("model_type", ""))
+    if family is not None and family.text_module is not None:
+        _, model_class = stock_classes(stated)
+    if stated.get("quantization_config") is None:
         has_safetensors = any(folder.glob("*.safetensors"))
         return model_class.from_pretrained(folder, local_files_only=True, use_safetensors=has_safetensors, **options)
     checkpoint = Checkpoint(folder)

@@ -72,6 +72,7 @@ def kind_of(config: Mapping[str, Any]) -> Kind:
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     predicts = family is not None and not family.classes and predicts_tokens(dict(config))
+    predicts = predicts or (family is not None and family.text_module is not None)
     if model_type in (COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE) or predicts:
         return "causal"
     stated = stated_class(dict(config)) or "(none)"

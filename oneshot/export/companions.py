@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Checkpoint, Journal, attention_of, stock_classes, tied_names
+from oneshot.checkpoint import Checkpoint, Journal, attention_of, identify, stock_classes, tied_names
 from oneshot.checkpoint.safe_files import companion_files, read_config
 from oneshot.errors import OutputError
-from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE
+from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, FAMILIES, NAS_MODEL_TYPE
 from oneshot.text import load_tokenizer, needs_conversion
 
 
@@ -83,6 +83,9 @@ def verify(folder: Path) -> Checkpoint:
     Raises `OutputError` with the first tensor that does not fit.
     """
     checkpoint = Checkpoint(folder)
+    family = FAMILIES.get(checkpoint.config["model_type"])
+    if family is not None and family.text_module is not None:
+        return identify(checkpoint).checkpoint  # the language model; all else is the input's
     written, model = checkpoint.shapes, empty_model(checkpoint.config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in sorted((expected.keys() | written.keys()) - tied_names(model)):

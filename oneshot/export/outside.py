@@ -32,7 +32,21 @@ def unchanged_outside(model: Model) -> list[Part]:
     prefixes = tuple(model.family.layer_prefix(layer) for layer in range(model.shape.num_hidden_layers))
     names = {name for name in model.checkpoint.tensor_names if not name.startswith(prefixes)}
     head = {name for name in names if name == model.family.head}
-    return [partial(model.checkpoint.read, part) for part in (sorted(names - head), sorted(head)) if part]
+    return [partial(_unchanged, model, part) for part in (sorted(names - head), sorted(head)) if part]
+
+
+def _unchanged(model: Model, names: list[str]) -> Tensors:
+    return as_in_input(model, model.checkpoint.read(names))
+
+
+def as_named(model: Model, name: str) -> str:
+    """Return the name of a tensor in the result: a model of images and text keeps the names of its input."""
+    return name if model.family.text_module is None else model.checkpoint.stored(name)
+
+
+def as_in_input(model: Model, tensors: Tensors) -> Tensors:
+    """Return the tensors under the names that they have in the result."""
+    return {as_named(model, name): tensor for name, tensor in tensors.items()}
 
 
 def folded_outside(

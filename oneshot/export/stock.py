@@ -6,12 +6,20 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Journal, Model, per_layer_lists
+from oneshot.checkpoint import Journal, Model, per_layer_lists, resized_config
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
+from oneshot.errors import PlanError
 from oneshot.export.companions import finish_weights
-from oneshot.export.outside import OutsideNames, Part, folded_outside, unchanged_outside
-from oneshot.families import FAMILIES, fuse, predicts_tokens, split, stated_class
+from oneshot.export.outside import (
+    OutsideNames,
+    Part,
+    as_in_input,
+    as_named,
+    folded_outside,
+    unchanged_outside,
+)
+from oneshot.families import FAMILIES, Description, fuse, predicts_tokens, split, stated_class
 from oneshot.planning import Grid, Plan
 from oneshot.report.card import python_usage
 
@@ -52,8 +60,8 @@ class StockForm:
             head_dim=plan.layers[kept[0]].value_size or shape.head_dim,
         )
         if len(kept) < shape.num_hidden_layers:
-            config = _with_layers(config, kept, model.family.sizes.num_hidden_layers)
-        config = model.family.resize(config, resized)
+            config = _with_layers(config, kept, model.family)
+        config = resized_config(model.family, config, resized)
         stock = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
         return stock | dict(model.family.own_head) if plan.hidden is not None else stock
 
@@ -66,12 +74,13 @@ class StockForm:
         stack, prefix = model.family.stack_of(number), self.layer_prefix(model, number)
         left_out = None if number == stack.first_layer else stack.attention.relative_bias
         stored = {name: tensor for name, tensor in tensors.items() if name != left_out}
-        return {prefix + name: tensor for name, tensor in fuse(stored, stack).items()}
+        return as_in_input(model, {prefix + name: tensor for name, tensor in fuse(stored, stack).items()})
 
     def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
         """Return the inverse of `layer`."""
         stack, prefix = model.family.stack_of(number), self.layer_prefix(model, number)
-        tensors = split({name.removeprefix(prefix): tensor for name, tensor in stored.items()}, stack)
+        names = {as_named(model, prefix + name): name for name in model.family.stored_tensors(model.shape, number)}
+        tensors = split({names.get(name, name.removeprefix(prefix)): value for name, value in stored.items()}, stack)
         if stack.attention.relative_bias is not None:
             tensors.setdefault(stack.attention.relative_bias, model.read_relative_bias(stack))
         return tensors
@@ -97,9 +106,14 @@ class StockForm:
         return finish_weights(journal)
 
 
-def _with_layers(config: dict[str, Any], kept: list[int], key: str) -> dict[str, Any]:
-    """Return the config of a model that has only these layers; `key` states their number."""
+def _with_layers(config: dict[str, Any], kept: list[int], family: Description) -> dict[str, Any]:
+    """Return the config of a model that has only these layers."""
+    if family.text_module is not None:
+        raise PlanError(
+            f"--set depth= is not supported for {family.model_type}, whose layers may also take features of images; "
+            "leave it out."
+        )
     lists = per_layer_lists(config)
     unequal = {name: values for name, values in lists.items() if name in config or len(set(values)) > 1}
     of_layers = {name: [values[layer] for layer in kept] for name, values in unequal.items()}
-    return config | {key: len(kept)} | of_layers
+    return config | {family.sizes.num_hidden_layers: len(kept)} | of_layers

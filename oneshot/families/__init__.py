@@ -2,7 +2,7 @@
 
 from oneshot.families.bert import BERT
 from oneshot.families.classes import as_stored, predicts_tokens
-from oneshot.families.description import Description, Feature, Sizes
+from oneshot.families.description import Description, Feature, Sizes, stated_class
 from oneshot.families.fused import fuse, split
 from oneshot.families.llama import LLAMA
 from oneshot.families.reading import (
@@ -13,12 +13,12 @@ from oneshot.families.reading import (
     check_layers,
     find_family,
     read_shape,
-    stated_class,
 )
 from oneshot.families.resizing import scaled_epsilon
 from oneshot.families.shapes import RANKED_KINDS, LayerShape, ModelShape, RankedKind, StackShape, TableShape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
+from oneshot.families.wrappers import is_text, text_names, text_of, with_text
 
 __all__ = [
     "BERT",
@@ -45,9 +45,13 @@ __all__ = [
     "check_layers",
     "find_family",
     "fuse",
+    "is_text",
     "predicts_tokens",
     "read_shape",
     "scaled_epsilon",
     "split",
     "stated_class",
+    "text_names",
+    "text_of",
+    "with_text",
 ]

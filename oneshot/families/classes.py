@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from oneshot.families.description import Description, Feature
-from oneshot.families.reading import stated_class
+from oneshot.families.description import Description, Feature, stated_class
 
 PREDICTS = ("ForCausalLM", "LMHeadModel")  # ends of names of classes that predict the next token
 UNSUPPORTED: dict[Feature, str] = {

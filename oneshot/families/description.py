@@ -70,6 +70,8 @@ class Description:
         like_llama: whether its layers compute what a form with layers of different sizes computes under Llama's names
             (or BERT's, for encoders). Without it, the family has only the stock form and keeps its hidden size.
         own_head: what a stock config states so that the output head is not the embedding.
+        text_module: of a model of images and text, the prefix of the language model, which is of a family of its own
+            (`families/wrappers`); None for others.
         unused: ends of names of layers' tensors that old checkpoints have and transformers does not read.
         unsupported: features that the family cannot have, each with a sentence that names the reason and the remedy.
     """
@@ -91,6 +93,7 @@ class Description:
     like_llama: bool = False
     own_head: Mapping[str, Any] = field(default_factory=lambda: {"tie_word_embeddings": False})
     unused: tuple[str, ...] = ()
+    text_module: str | None = None
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -197,6 +200,12 @@ class Description:
             module, _, part = name.rpartition(".")
             renamed[f"{names.get(module, module)}.{part}" if module else names.get(name, name)] = tensor
         return renamed
+
+
+def stated_class(config: dict[str, Any]) -> str | None:
+    """Return the name of the model class that a config.json states first; None if it states none."""
+    architectures = config.get("architectures")
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else None
 
 
 def _modules(sublayer: Sublayer) -> tuple[str | None, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from oneshot.errors import CheckpointError
 from oneshot.families.arcee import ARCEE
 from oneshot.families.bert import BERT
-from oneshot.families.description import Description
+from oneshot.families.description import Description, stated_class
 from oneshot.families.distilbert import DISTILBERT
 from oneshot.families.ernie4_5 import ERNIE4_5
 from oneshot.families.exaone4 import EXAONE4
@@ -35,6 +35,7 @@ from oneshot.families.smollm3 import SMOLLM3
 from oneshot.families.stablelm import STABLELM
 from oneshot.families.starcoder2 import STARCODER2
 from oneshot.families.t5 import MT5, T5
+from oneshot.families.wrappers import OTHER_NAMES, WRAPPERS, text_of, within_wrapper
 
 DESCRIPTIONS = (
     LLAMA,
@@ -69,7 +70,7 @@ DESCRIPTIONS = (
     T5,
     MT5,
 )
-FAMILIES = {family.model_type: family for family in DESCRIPTIONS}
+FAMILIES = {family.model_type: family for family in (*DESCRIPTIONS, *WRAPPERS)}
 COMPRESSED_MODEL_TYPE = "oneshot"  # of a checkpoint in the per-layer form
 ENCODER_MODEL_TYPE = "oneshot-encoder"  # of an encoder in the per-layer form
 NAS_MODEL_TYPE = "nemotron-nas"
@@ -103,8 +104,26 @@ def find_family(config: dict[str, Any]) -> Description:
             f"config.json states the class {stated[:100]}; the supported ones of {model_type} are {', '.join(classes)}."
         )
     family = FAMILIES[model_type]
+    if family.text_module is not None:
+        return _wrapped(family, config)
     family.check(config)
     return family.variant(family, config)
+
+
+def _wrapped(wrapper: Description, config: dict[str, Any]) -> Description:
+    """Return the family of a model of images and text as its language model makes it."""
+    config = text_of(wrapper, config)
+    stated = str(config.get("model_type", wrapper.model_type))
+    text = FAMILIES.get(OTHER_NAMES.get(stated, stated), wrapper if stated == wrapper.model_type else None)
+    if text is None or (text is not wrapper and (text.classes or text.stack.layers != LLAMA.stack.layers)):
+        raise CheckpointError(
+            f"The language model of this {wrapper.model_type} is of the type {stated[:100]}, which is not supported "
+            "here; give a model with another one."
+        )
+    if text is wrapper:  # its config states no type, or is flat
+        return wrapper
+    text.check(config)
+    return within_wrapper(text.variant(text, config), wrapper)
 
 
 def _unknown(model_type: str) -> str:
@@ -115,12 +134,6 @@ def _unknown(model_type: str) -> str:
         f"Model type {model_type[:100]!r} is not supported ({names} are); the page Supported models of the documents "
         "(docs/supported-models.md) lists all families."
     )
-
-
-def stated_class(config: dict[str, Any]) -> str | None:
-    """Return the name of the model class that a config.json states first; None if it states none."""
-    architectures = config.get("architectures")
-    return str(architectures[0]) if isinstance(architectures, list) and architectures else None
 
 
 def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> ModelShape:
@@ -253,11 +266,11 @@ def _num_positions(family: Description, stored: Mapping[str, tuple[int, ...]]) -
 
 
 def _further_parameters(family: Description, stored: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the parameters of an encoder's pooler, classifier and norm of the embeddings."""
-    if family.head is not None:
+    """Return the parameters of what is kept as it is: a classifier, a vision tower, a norm of the embeddings."""
+    if family.head is not None and family.text_module is None:
         return 0
     stack = family.stack
-    counted = {stack.embedding, stack.positions, stack.token_types}
+    counted = {stack.embedding, stack.positions, stack.token_types, family.head}
     if stack.final_norm is not None:
         counted |= set(stack.final_norm.parts)
     outside = (name for name in stored if name not in counted and not name.startswith(f"{stack.layers}."))

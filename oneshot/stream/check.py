@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from oneshot.checkpoint import Model, complete_config, make_buffers, sample_model
+from oneshot.checkpoint import Model, complete_text_config, make_buffers, sample_model
 from oneshot.errors import CheckpointError
-from oneshot.families import Stack, fuse
+from oneshot.families import Stack, fuse, is_text, with_text
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
 from oneshot.stream.layer import Memory
@@ -60,8 +60,10 @@ def check_family(model: Model, machine: Machine) -> None:
 
     Raises `CheckpointError` that names the first part that differs.
     """
-    if complete_config(model.checkpoint.config).get("sliding_window"):
-        model = replace(model, checkpoint=model.checkpoint.stating(sliding_window=WINDOW))
+    config, family = model.checkpoint.config, model.family
+    if complete_text_config(family, config).get("sliding_window"):
+        narrow = with_text(family, config, {"sliding_window": WINDOW})
+        model = replace(model, checkpoint=model.checkpoint.stating(**narrow))
     for kind in sorted(set(model.kinds)):
         numbers = {stack.layers: max(stack.first_layer, kind) for stack in model.family.stacks}
         layers = {stack: model.read_layer(number) for stack, number in numbers.items()}
@@ -85,7 +87,8 @@ def _stock_model(model: Model, machine: Machine, kind: int, layers: Mapping[str,
     make_buffers(stock, machine.device)
     weights = {}
     for name, tensor in stock.state_dict().items():
-        if not model.family.is_in_layers(name) and name in model.checkpoint.shapes:
+        is_outside = not model.family.is_in_layers(name) and is_text(model.family, name)
+        if is_outside and name in model.checkpoint.shapes:
             rows = NUM_TOKENS if tensor.shape[:1] == (model.shape.vocab_size,) else max(tensor.shape, default=1)
             weights[name] = model.checkpoint.read_rows(name, slice(rows))
     for stack in model.family.stacks:

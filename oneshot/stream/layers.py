@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from oneshot.checkpoint import Model
+from oneshot.checkpoint import Model, resized_config
 from oneshot.errors import CalibrationError
 from oneshot.families import Attention, ModelShape, Stack, fuse
 from oneshot.machine import Machine
@@ -157,7 +157,7 @@ class LayerBuilder:
 
     def _template(self, shape: ModelShape) -> Template:
         if shape not in self._templates:
-            config = self._model.family.resize(self._model.checkpoint.config, shape)
+            config = resized_config(self._model.family, self._model.checkpoint.config, shape)
             self._templates[shape] = Template(config, self._model, self._machine, self._sequence_length)
         return self._templates[shape]
 

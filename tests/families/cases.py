@@ -9,6 +9,7 @@ from typing import Any
 
 from factories import build_model
 from t5_models import build_t5
+from wrapper_models import WRAPPERS, build_wrapper
 
 from oneshot.families import Feature
 
@@ -139,6 +140,16 @@ CASES: dict[str, Case] = {
         {"family": "distilbert", "groups": 4, "model_class": "DistilBertModel"}, refused=ENCODER_REFUSALS, packed=False
     ),
     "t5": Case({"gated": False, "tied": True}, refused=T5_REFUSALS, packed=False, build=build_t5),
+}
+WRAPPER_REFUSALS: dict[str, frozenset[Feature]] = {
+    "gemma3": frozenset({"up_proj", "profile", "queries and keys"}),
+    "qwen3_vl": frozenset({"queries and keys"}),
+}
+CASES |= {
+    name: Case(
+        {"family": name}, refused=STOCK_ONLY | WRAPPER_REFUSALS.get(name, set()), packed=False, build=build_wrapper
+    )
+    for name in WRAPPERS
 }
 
 # Classes of decoders without a head, or with another one than for the next token.

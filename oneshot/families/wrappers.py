@@ -1,0 +1,99 @@
+"""Models of images and text: a language model of a known family inside a larger class.
+
+The language model is compressed as its family is. Everything else, such as the vision tower, keeps its names and bits.
+With text alone, the wrapper computes what the language model computes (`stream/check`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from oneshot.errors import CheckpointError
+from oneshot.families.classes import UNSUPPORTED
+from oneshot.families.description import Description
+from oneshot.families.gemma3 import GEMMA3
+from oneshot.families.llama import LLAMA
+from oneshot.families.mistral import MISTRAL
+from oneshot.families.qwen2 import QWEN2
+from oneshot.families.qwen3 import QWEN3
+
+# what the text models of wrappers are called if that is not the name of their family
+OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+STORED_PREFIXES = ("language_model.model.", "model.")  # of the text model in older checkpoints
+
+
+def _wrapper(model_type: str, model_class: str, text: Description, module: str = "language_model") -> Description:
+    return within_wrapper(
+        text, Description(model_type, text.stack, text.resize, classes=(model_class,), text_module=f"model.{module}.")
+    )
+
+
+def within_wrapper(text: Description, wrapper: Description) -> Description:
+    """Return a wrapper's description whose language model is of this family."""
+    assert wrapper.text_module is not None
+    return replace(
+        text,
+        model_type=wrapper.model_type,
+        stack=text.stack.moved("model.", wrapper.text_module),
+        classes=wrapper.classes,
+        text_module=wrapper.text_module,
+        unsupported={**text.unsupported, **UNSUPPORTED},
+        like_llama=True,
+    )
+
+
+WRAPPERS = (
+    _wrapper("gemma3", "Gemma3ForConditionalGeneration", GEMMA3),
+    _wrapper("llava", "LlavaForConditionalGeneration", LLAMA),
+    _wrapper("llava_next", "LlavaNextForConditionalGeneration", LLAMA),
+    _wrapper("llava_onevision", "LlavaOnevisionForConditionalGeneration", QWEN2),
+    _wrapper("mistral3", "Mistral3ForConditionalGeneration", MISTRAL),
+    _wrapper("qwen2_vl", "Qwen2VLForConditionalGeneration", QWEN2),
+    _wrapper("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", QWEN2),
+    _wrapper("qwen3_vl", "Qwen3VLForConditionalGeneration", QWEN3),
+    _wrapper("smolvlm", "SmolVLMForConditionalGeneration", LLAMA, "text_model"),
+)
+
+
+def text_of(family: Description, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that describes the language model: all of it, or that of a wrapper."""
+    inner = None if family.text_module is None else config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def with_text(family: Description, config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json whose language model states other values."""
+    text = text_of(family, config)
+    return config | changes if text is config else config | {"text_config": text | changes}
+
+
+def text_names(family: Description, stored: Iterable[str]) -> dict[str, str]:
+    """Return the stored name of every tensor of a wrapper by the name that its class has; others keep theirs.
+
+    Older checkpoints have the language model under another prefix, and its head inside it.
+
+    Raises `CheckpointError` if no language model is found.
+    """
+    assert family.text_module is not None
+    names = list(stored)
+    embedding = family.stack.embedding.removeprefix(family.text_module)
+    found = (prefix for prefix in (family.text_module, *STORED_PREFIXES) if prefix + embedding in names)
+    prefix = next(found, None)
+    if prefix is None:
+        raise CheckpointError(
+            f"The checkpoint of this {family.model_type} lacks the embedding of its language model, "
+            f"{family.stack.embedding}; give a complete one."
+        )
+    heads = {"language_model.lm_head.weight": "lm_head.weight"}
+    ours = ("layers.", "embed_tokens.", "norm.")
+    renamed = {}
+    for name in names:
+        inner = name.removeprefix(prefix)
+        is_text = name.startswith(prefix) and inner.startswith(ours)
+        renamed[family.text_module + inner if is_text else heads.get(name, name)] = name
+    return renamed
+
+
+def is_text(family: Description, name: str) -> bool:
+    """Return whether a tensor belongs to the language model, or to the head that reads its output."""
+    return family.text_module is None or name == family.head or name.startswith(family.text_module)

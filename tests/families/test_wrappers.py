@@ -1,0 +1,142 @@
+"""Models of images and text: the language model is compressed as its family is, and all else is kept bit for bit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from factories import MakeConfig, assert_cache_changes_nothing
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from wrapper_models import WRAPPERS, build_wrapper
+
+from oneshot.checkpoint import open_model
+from oneshot.errors import CheckpointError, PlanError
+from oneshot.evaluation import evaluate
+from oneshot.families import FAMILIES
+from oneshot.pipeline import compress
+
+FAMILY_OF = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+IDS = torch.arange(3, 23).unsqueeze(0)
+
+
+@pytest.fixture(scope="module")
+def folder_of(save_model: Callable[..., Path]) -> Callable[[str], Path]:
+    """`folder_of(name)`: a tiny wrapper with the file of its image processor; tests must not write there."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = save_model(build_wrapper(name))
+            (made[name] / "preprocessor_config.json").write_text('{"size": 16}')
+        return made[name]
+
+    return make
+
+
+def alone(wrapper: Any, name: str) -> Any:
+    """Return the language model of a wrapper as a model of its own family, with plain rotary positions."""
+    text = wrapper.config.text_config.to_dict()
+    family = FAMILY_OF.get(name, text["model_type"])
+    if name in FAMILY_OF:
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": text["rope_parameters"]["rope_theta"]}
+    text.pop("model_type")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **text)).eval()
+    module = FAMILIES[name].text_module
+    assert module is not None
+    weights = {key.replace(module, "model."): value for key, value in wrapper.state_dict().items()}
+    model.load_state_dict({key: weights[key] for key in model.state_dict()})
+    return model
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@torch.inference_mode()
+def test_the_language_model_is_compressed_and_all_else_kept(
+    name: str, folder_of: Callable[[str], Path], make_config: MakeConfig
+) -> None:
+    """The result opens in the wrapper's class. With text alone it has the logits of the language model by itself."""
+    folder = folder_of(name)
+    config = make_config(folder, sparsity=0.1)
+    report = compress(config)
+    output = Path(config.output)
+    dense, result = (load_file(each / "model.safetensors") for each in (folder, output))
+    assert dense.keys() == result.keys()
+    changed = {key for key in dense if not torch.equal(dense[key], result[key])}
+    assert changed
+    assert all(".layers." in key and ("mlp" in key or "self_attn" in key) for key in changed)
+    assert not any("vision" in key or "visual" in key for key in changed)
+    assert (output / "preprocessor_config.json").read_text() == '{"size": 16}'
+    [stated] = FAMILIES[name].classes
+    wrapper, info = getattr(transformers, stated).from_pretrained(output, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert sum(each.numel() for each in wrapper.parameters()) == report.stored_parameters["compressed"]
+    torch.testing.assert_close(wrapper.eval()(IDS).logits, alone(wrapper, name)(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert_cache_changes_nothing(wrapper, 6, input_ids=IDS[:, :5])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "smolvlm"])
+def test_nothing_removed_is_the_input_bit_for_bit(
+    name: str, folder_of: Callable[[str], Path], make_config: MakeConfig, text_file: Path
+) -> None:
+    folder = folder_of(name)
+    config = make_config(folder, sparsity=0)
+    compress(config)
+    dense, result = (load_file(each / "model.safetensors") for each in (folder, Path(config.output)))
+    assert dense.keys() == result.keys()
+    assert all(torch.equal(tensor, result[key]) for key, tensor in dense.items())
+    ours, theirs = evaluate(
+        [config.output], [str(text_file)], baseline=str(folder), sequence_length=16, max_windows=2, decode_tokens=0
+    )
+    assert ours.perplexity == theirs.perplexity
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("tied", [False, True])
+def test_older_and_newer_names_of_tensors(prefix: str, tied: bool, tmp_path: Path) -> None:
+    """Files have had the language model, and its head, at different places."""
+    build_wrapper("llava", tied=tied).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {name.replace("language_model.model.", prefix): tensor for name, tensor in load_file(path).items()}
+    assert any(name.startswith(prefix) for name in tensors)
+    save_file(tensors, path)
+    model = open_model(str(tmp_path), tmp_path)
+    assert model.shape.tied == tied
+    assert model.shape.stack().stored_parameters() == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_a_flat_config(tmp_path: Path, save_model: Callable[..., Path], make_config: MakeConfig) -> None:
+    """The first Qwen2-VL models state the sizes of the language model beside those of images; they also write text."""
+    folder = save_model(build_wrapper("qwen2_5_vl"))
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text = config.pop("text_config")
+    text.pop("model_type")
+    path.write_text(json.dumps(text | config))
+    run = make_config(folder, sparsity=0.1, calibration="self")
+    compress(run)
+    stated = json.loads((Path(run.output) / "config.json").read_text())
+    assert "text_config" not in stated
+    assert stated["intermediate_size"] < 64
+    model, info = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(run.output, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert model.config.text_config.intermediate_size == stated["intermediate_size"]
+
+
+def test_what_wrappers_cannot_do_is_refused(folder_of: Callable[[str], Path], make_config: MakeConfig) -> None:
+    folder = folder_of("gemma3")
+    with pytest.raises(PlanError, match="use --form stock"):
+        compress(make_config(folder, form="per-layer"))
+    with pytest.raises(PlanError, match="features of images"):
+        compress(make_config(folder_of("llava"), depth="sensitivity"))
+
+
+def test_an_unknown_language_model_is_refused(save_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = save_model(build_wrapper("llava"))
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"text_config": config["text_config"] | {"model_type": "opt"}}))
+    with pytest.raises(CheckpointError, match="The language model of this llava is of the type opt"):
+        open_model(str(folder), tmp_path)

@@ -1,0 +1,78 @@
+"""Tiny random models of images and text."""
+
+from typing import Any
+
+import torch
+from factories import randomise
+
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_heads": 2}
+CLIP = VISION | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8}
+SIGLIP = CLIP | {"model_type": "siglip_vision_model"}
+MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [1, 1, 2]}
+# what is beside the language model's sizes: options of the wrapper, and of the language model
+WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        {"vision_config": SIGLIP, "mm_tokens_per_image": 4},
+        {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 20},
+    ),
+    "llava": ({"vision_config": CLIP}, {"model_type": "llama"}),
+    "llava_next": ({"vision_config": CLIP}, {"model_type": "mistral", "sliding_window": 7}),
+    "llava_onevision": ({"vision_config": SIGLIP}, {"model_type": "qwen2"}),
+    "mistral3": (
+        {"vision_config": VISION | {"model_type": "pixtral", "image_size": 16, "patch_size": 8, "head_dim": 8}},
+        {"model_type": "mistral", "sliding_window": None},
+    ),
+    "qwen2_vl": (
+        {"vision_config": {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1}},
+        {"rope_parameters": MROPE},
+    ),
+    "qwen2_5_vl": (
+        {
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 16,
+                "intermediate_size": 8,
+                "num_heads": 2,
+                "out_hidden_size": 32,
+            }
+        },
+        {"rope_parameters": MROPE},
+    ),
+    "qwen3_vl": (
+        {
+            "vision_config": VISION
+            | {"depth": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+        },
+        {"rope_parameters": MROPE, "head_dim": 8},
+    ),
+    "smolvlm": ({"vision_config": VISION | {"image_size": 16, "patch_size": 8}}, {"model_type": "llama"}),
+}
+
+
+def build_wrapper(family: str, *, tied: bool = False, seed: int = 0, **further: Any) -> Any:
+    """Return a random model of a wrapper's stock class."""
+    import transformers
+    from transformers import AutoConfig
+
+    from oneshot.families import FAMILIES
+
+    outer, inner = WRAPPERS[family]
+    sizes = {
+        "vocab_size": 400,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+        "tie_word_embeddings": tied,
+    }
+    tokens = {"image_token_id": 390, "image_token_index": 390, "video_token_id": 391, "vision_start_token_id": 392}
+    config = AutoConfig.for_model(
+        family, text_config=sizes | inner | further, tie_word_embeddings=tied, **outer, **tokens
+    )
+    [name] = FAMILIES[family].classes
+    return randomise(getattr(transformers, name)(config), seed).to(torch.float32).eval()
