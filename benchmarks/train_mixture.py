@@ -23,7 +23,7 @@ from train_small import train_schedule
 HELD_OUT = 12  # every twelfth document
 CALIBRATED = 300  # documents
 VOCABULARY = 4096
-LENGTH, BATCH = 512, 4  # tokens of a sequence, sequences of a step
+LENGTH, BATCH = 512, 2  # tokens of a sequence, sequences of a step
 SHAPE: Row = {
     "hidden_size": 256,
     "num_hidden_layers": 4,
