@@ -62,14 +62,20 @@ def local_tasks(data_dir: Path, folder: Path) -> Path:
 
 
 def judging_windows(
-    data_dir: Path, folder: Path, tokenizer: Any, max_windows: int, *, kinds: Sequence[str] = tuple(KINDS)
+    data_dir: Path,
+    folder: Path,
+    tokenizer: Any,
+    max_windows: int,
+    *,
+    kinds: Sequence[str] = tuple(KINDS),
+    sequence_length: int = 1024,
 ) -> dict[str, torch.Tensor]:
-    """The first windows of 1024 tokens of every text that models are judged on; `folder` takes temporary files."""
+    """The first windows of every text that models are judged on; `folder` takes temporary files."""
     windows = {}
     for kind in kinds:
         path = folder / f"{kind}.txt"
         path.write_text(kind_text(kind, data_dir))
-        windows[kind] = load_windows(str(path), tokenizer, sequence_length=1024, max_windows=max_windows)
+        windows[kind] = load_windows(str(path), tokenizer, sequence_length=sequence_length, max_windows=max_windows)
     return windows
 
 

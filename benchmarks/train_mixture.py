@@ -22,20 +22,20 @@ from train_small import train_schedule
 
 HELD_OUT = 12  # every twelfth document
 CALIBRATED = 300  # documents
-VOCABULARY = 4096
+VOCABULARY = 2048
 LENGTH, BATCH = 512, 2  # tokens of a sequence, sequences of a step
 SHAPE: Row = {
-    "hidden_size": 256,
+    "hidden_size": 128,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 64,
-    "moe_intermediate_size": 256,
+    "moe_intermediate_size": 128,
     "num_experts": 16,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
-RATE, DECAY = 1.5e-3, 0.1  # learning rate, weight decay
+RATE, DECAY = 3e-3, 0.1  # learning rate, weight decay
 BALANCE = 0.02  # weight of the load-balancing loss
 
 
@@ -123,9 +123,9 @@ def main() -> None:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("folder", type=Path, help="where the checkpoint goes")
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
-    options.add_argument("--steps", type=int, default=1000)
+    options.add_argument("--steps", type=int, default=600)
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--every", type=int, default=100, help="steps between two rows")
+    options.add_argument("--every", type=int, default=50, help="steps between two rows")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)

@@ -1,0 +1,143 @@
+"""Remove a share of the experts' parameters from a mixture: whole experts, or neurons inside every expert.
+
+`train_mixture.py` and `split_mixture.py` make the mixtures. At equal bytes the selectors of whole experts are compared
+as published, without any correction, and with corrections in closed form; so are the neurons inside experts. All see
+the same tokens. One row for every variant, share and seed goes to `results/mixtures.jsonl`.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from harness import Row, append_row, parser, provenance
+from judging import judging_windows, losses, score, text_records
+from mixture_parts import Correction, correct_, sums_of_layers, without_parts
+
+from oneshot.compression.expert_scores import ExpertSelector, ExpertSums, removed_experts
+from oneshot.evaluation import load_model, load_windows, score_windows
+from oneshot.text import load_tokenizer
+
+LENGTH = 512  # tokens of a window
+OWN = "own text"  # held out from the text that a mixture was trained on
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What goes, how it is chosen, and what is corrected.
+
+    Attributes:
+        part: `experts` or `neurons`. selector: of experts as `removed_experts`; of neurons `energy`, as CAMERA ranks
+            them (2508.02322), or `random`. keep_super: experts with outlying outputs stay.
+    """
+
+    part: str
+    selector: ExpertSelector
+    correction: Correction = "none"
+    residual_weight: float = 1.0
+    keep_super: bool = False
+
+
+def variants(corrections: Sequence[Correction], residual_weight: float) -> list[Variant]:
+    """Return the published selectors, then the corrected ones."""
+    published = [Variant("experts", selector) for selector in get_args(ExpertSelector) if selector != "effects"]
+    published += [Variant("experts", "effects", keep_super=True)]
+    published += [Variant("neurons", "energy"), Variant("neurons", "random")]
+    corrected = [
+        Variant(part, selector, correction, residual_weight, keep_super=selector == "effects")
+        for correction in corrections
+        for part, selector in (("experts", "reap"), ("experts", "effects"), ("neurons", "energy"))
+    ]
+    return published + corrected
+
+
+def kept_experts(variant: Variant, sums: Sequence[ExpertSums], share: float, seed: int) -> list[torch.Tensor]:
+    """Return the kept experts of every layer."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = []
+    for of_layer in sums:
+        num_experts = len(of_layer.tokens)
+        removed = removed_experts(
+            variant.selector, of_layer, round(share * num_experts), generator, keep_super=variant.keep_super
+        )
+        kept.append(torch.tensor([expert for expert in range(num_experts) if expert not in removed]))
+    return kept
+
+
+def kept_neurons(variant: Variant, energies: Sequence[torch.Tensor], share: float, seed: int) -> list[torch.Tensor]:
+    """Return the kept neurons of every expert of every layer, equally many."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = []
+    for energy in energies:
+        scores = energy if variant.selector == "energy" else torch.rand(energy.shape, generator=generator)
+        kept.append(scores.topk(round((1 - share) * energy.shape[1]), dim=1).indices.sort(dim=1).values)
+    return kept
+
+
+def texts_of(arguments: argparse.Namespace, tokenizer: Any, scratch: Path) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the windows for calibration, and the windows that models are judged on by kind."""
+    beside = {
+        part: arguments.model.with_name(f"{arguments.model.name}-{part}.jsonl")
+        for part in ("calibration", "evaluation")
+    }
+    given = beside["calibration"] if beside["calibration"].exists() else arguments.data_dir / "general.jsonl"
+    windows = load_windows(str(given), tokenizer, sequence_length=LENGTH, max_windows=None)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(arguments.seed))
+    judged = judging_windows(arguments.data_dir, scratch, tokenizer, arguments.max_windows, sequence_length=LENGTH)
+    if beside["evaluation"].exists():
+        own = load_windows(str(beside["evaluation"]), tokenizer, sequence_length=LENGTH, max_windows=None)
+        judged[OWN] = own[: 4 * arguments.max_windows]
+    return windows[order[: arguments.num_sequences]], judged
+
+
+def judged_row(model: torch.nn.Module, dense: torch.nn.Module, windows: dict[str, torch.Tensor]) -> Row:
+    """Return perplexities and divergence of a model beside the dense one; the score is over kinds of other text."""
+    scores = {name: score_windows([model], ids, baseline=dense) for name, ids in windows.items()}
+    row, of_dense = (losses({name: both[place] for name, both in scores.items()}) for place in (0, 1))
+    row["kl_divergence"] = {name: both[0].kl_divergence for name, both in scores.items()}
+    ratios = {name: value / of_dense["perplexity"][name] for name, value in row["perplexity"].items()}
+    others = [name for name in windows if name != OWN]
+    both = [{name: one["perplexity"][name] for name in others} for one in (row, of_dense)]
+    return row | score(*both) | {"ratios": ratios}
+
+
+def main() -> None:
+    """Measure the variants on one mixture."""
+    options = parser(__doc__)
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    options.add_argument("model", type=Path, help="what train_mixture.py or split_mixture.py wrote")
+    options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
+    options.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5])
+    options.add_argument("--corrections", nargs="*", choices=get_args(Correction), default=["separable", "joint"])
+    options.add_argument("--residual-weight", type=float, default=1.0)
+    options.add_argument("--only-corrected", action="store_true", help="the other rows are there already")
+    options.add_argument("--num-sequences", type=int, default=64, help=f"of {LENGTH} tokens for calibration")
+    options.add_argument("--max-windows", type=int, default=4)
+    options.add_argument("--seed", type=int, default=0)
+    arguments = options.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
+        tokenizer = load_tokenizer(arguments.model)
+        dense = load_model(arguments.model, device=torch.device("cpu"), dtype=torch.float32)
+        text, windows = texts_of(arguments, tokenizer, Path(scratch))
+        sums, energies = sums_of_layers(dense, text)
+        named = {"model": arguments.model.name, "seed": arguments.seed, "calibration_tokens": text.numel()}
+        named |= {"texts": text_records(windows), "parameters": sum(one.numel() for one in dense.parameters())}
+        for share in arguments.shares:
+            for variant in variants(arguments.corrections, arguments.residual_weight):
+                if arguments.only_corrected and variant.correction == "none":
+                    continue
+                experts = kept_experts(variant, sums, share, arguments.seed) if variant.part == "experts" else None
+                neurons = kept_neurons(variant, energies, share, arguments.seed) if experts is None else None
+                smaller = without_parts(dense, experts, neurons)
+                correct_(smaller, dense, text, variant.correction, variant.residual_weight, experts)
+                row = named | vars(variant) | {"share": share} | judged_row(smaller, dense, windows)
+                row["kept_parameters"] = sum(one.numel() for one in smaller.parameters())
+                append_row("mixtures", provenance(**row))
+
+
+if __name__ == "__main__":
+    main()
