@@ -6,6 +6,7 @@ among its experts and solves for each expert, `joint` solves for all experts of 
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,13 @@ Correction = Literal["none", "separable", "joint"]
 DAMPING = 1e-2  # ridge in units of the Gram's mean diagonal
 LEAST_TOKENS = 16  # a neuron, below which the dense stream's residual is left out
 BATCH = 4096  # tokens of a batch of statistics
+
+
+def load_stock(folder: Path) -> Any:
+    """Return a checkpoint as its stock class, float32 on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def gate_rule(config: Any) -> GateRule:

@@ -15,10 +15,10 @@ from typing import Any, get_args
 import torch
 from harness import Row, append_row, parser, provenance
 from judging import judging_windows, losses, score, text_records
-from mixture_parts import Correction, correct_, sums_of_layers, without_parts
+from mixture_parts import Correction, correct_, load_stock, sums_of_layers, without_parts
 
 from oneshot.compression.expert_scores import ExpertSelector, ExpertSums, removed_experts
-from oneshot.evaluation import load_model, load_windows, score_windows
+from oneshot.evaluation import load_windows, score_windows
 from oneshot.text import load_tokenizer
 
 LENGTH = 512  # tokens of a window
@@ -121,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
         tokenizer = load_tokenizer(arguments.model)
-        dense = load_model(arguments.model, device=torch.device("cpu"), dtype=torch.float32)
+        dense = load_stock(arguments.model)
         text, windows = texts_of(arguments, tokenizer, Path(scratch))
         sums, energies = sums_of_layers(dense, text)
         named = {"model": arguments.model.name, "seed": arguments.seed, "calibration_tokens": text.numel()}

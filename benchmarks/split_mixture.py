@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from harness import Row, append_row, parser, provenance, smollm2_gguf
-from judging import judging_windows, losses, score, text_records, text_scores
+from judging import judging_windows, losses, score, text_records
+from mixture_parts import load_stock
 from scipy.cluster.vq import kmeans2
 from scipy.optimize import linear_sum_assignment
 from torch import nn
 
 from oneshot.checkpoint import locate_checkpoint
-from oneshot.evaluation import load_model, load_windows
+from oneshot.evaluation import load_windows, score_windows
 from oneshot.text import load_tokenizer
 
 STRONGEST = 0.25  # of a token's neurons
@@ -174,7 +175,7 @@ def main() -> None:
     sizes = {name: getattr(arguments, name) for name in ("num_experts", "top_k", "num_shared", "seed")}
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
         source = locate_checkpoint(str(smollm2_gguf()), Path(scratch))
-        dense, tokenizer = load_model(source, device=torch.device("cpu"), dtype=torch.float32), load_tokenizer(source)
+        dense, tokenizer = load_stock(source), load_tokenizer(source)
         general = str(arguments.data_dir / "general.jsonl")
         text = load_windows(general, tokenizer, sequence_length=512, max_windows=None)
         text = text[:: len(text) // arguments.num_sequences][: arguments.num_sequences]
@@ -186,8 +187,9 @@ def main() -> None:
         mixture(dense, ffns, arguments.top_k).save_pretrained(arguments.folder)
         tokenizer.save_pretrained(arguments.folder)
         windows = judging_windows(arguments.data_dir, Path(scratch), tokenizer, arguments.max_windows)
-        of_dense, of_split = text_scores([source, arguments.folder], windows)
-    dense_losses, split_losses = losses(of_dense), losses(of_split)
+        models = [dense, load_stock(arguments.folder)]
+        scores = {name: score_windows(models, ids) for name, ids in windows.items()}
+    dense_losses, split_losses = (losses({name: both[place] for name, both in scores.items()}) for place in (0, 1))
     shares = [count / text.numel() for ffn in ffns for count in ffn.tokens]
     row = sizes | split_losses | score(split_losses["perplexity"], dense_losses["perplexity"])
     row |= {"dense_perplexity": dense_losses["perplexity"], "texts": text_records(windows)}

@@ -1,0 +1,126 @@
+"""Tables of the mixtures that `train_mixture.py` and `split_mixture.py` make, and of what `mixtures.py` removes."""
+
+import math
+
+from harness import Row, latest, read_rows
+from judging import KINDS
+
+from tables.cells import markdown, origin, rounded, token_span
+
+SELECTORS = {
+    "frequency": "frequency",
+    "reap": "REAP",
+    "man": "MAN",
+    "energy": "energy",
+    "random": "random",
+    "effects": "joint effects",
+}
+KEYS = ("model", "part", "selector", "correction", "residual_weight", "share", "seed")
+
+
+def mixtures_table(model: str) -> str:
+    """Return the variants of a mixture, a column for every share of the experts' parameters."""
+    rows = [row for row in latest(read_rows("mixtures"), *KEYS) if row["model"] == model]
+    if not rows:
+        return "Not measured yet."
+    shares = sorted({row["share"] for row in rows})
+    has_own = "own text" in rows[0]["ratios"]
+    header = ["removed", "chosen by", "correction"]
+    for share in shares:
+        header += [f"−{share:.0%}", *([f"−{share:.0%}, own text"] if has_own else [])]
+    lines = []
+    for same in _alike(rows):
+        cells = [same[0]["part"], SELECTORS[same[0]["selector"]], _correction(same[0])]
+        of_share = {row["share"]: row for row in same}
+        for share in shares:
+            row = of_share.get(share)
+            cells.append(rounded(row["score"]) if row else "–")
+            if has_own:
+                cells.append(rounded(row["ratios"]["own text"]) if row else "–")
+        lines.append(cells)
+    texts = rows[0]["texts"]
+    own = f"; own text: {texts['own text']['num_tokens']:,} tokens held out from its training text" if has_own else ""
+    caption = (
+        "Perplexity ÷ the whole mixture's, geometric mean over five kinds of text, by the removed share of the "
+        f"experts' parameters; whole experts or as many neurons of every expert{own}. Calibrated on "
+        f"{token_span(row['calibration_tokens'] for row in rows)} tokens; seeds "
+        f"{', '.join(map(str, sorted({row['seed'] for row in rows})))}; {origin(rows)}."
+    )
+    return markdown(header, lines, caption)
+
+
+def mixture_split_table() -> str:
+    """Return the mixtures that were cut from a dense model."""
+    rows = latest(read_rows("mixture_split"), "num_experts", "top_k", "num_shared")
+    lines = [
+        [
+            "Qwen2-MoE" if row["num_shared"] else "Mixtral",
+            f"{row['top_k']} of {row['num_experts']}",
+            f"{row['num_shared']}",
+            *(rounded(row["perplexity"][kind] / row["dense_perplexity"][kind]) for kind in KINDS),
+            rounded(row["score"]),
+            f"{row['captured_energy']:.0%} of {row['best_energy']:.0%}",
+            f"{row['least_share']:.0%} to {row['largest_share']:.0%}",
+        ]
+        for row in rows
+    ]
+    return markdown(
+        (
+            "class",
+            "active experts",
+            "shared neurons",
+            *KINDS.values(),
+            "score",
+            "energy of the chosen, of the best",
+            "tokens of an expert",
+        ),
+        lines,
+        "SmolLM2-135M-Instruct with its FFNs of 1,536 neurons cut into experts: perplexity ÷ the dense model's, and "
+        "the share of the routed neurons' energy that the router's experts have, beside the best experts of every "
+        f"token. Fitted on {token_span(row['split_tokens'] for row in rows)} tokens; {origin(rows)}.",
+    )
+
+
+def mixture_training_table() -> str:
+    """Return the loss of the trained mixture by step, and a caption with the shares of its experts."""
+    rows = latest(read_rows("mixture_training"), "model", "seed", "step")
+    curve = [row for row in rows if "step" in row]
+    final = next(row for row in reversed(rows) if "expert_tokens" in row)
+    lines = [
+        [
+            f"{row['step']:,}",
+            f"{row['seen_tokens']:,}",
+            f"{row['loss']:.2f}",
+            f"{row['held_out_loss']:.2f}",
+            f"{min(row['load_entropy']):.2f}",
+        ]
+        for row in curve
+    ]
+    shares = [count / sum(counts) for counts in final["expert_tokens"] for count in counts]
+    shape = final["shape"]
+    return markdown(
+        ("step", "tokens", "loss", "loss on held-out text", "least entropy of a layer's load"),
+        lines,
+        f"A Qwen3-MoE with {final['parameters']:,} parameters: {shape['num_hidden_layers']} layers, hidden size "
+        f"{shape['hidden_size']}, {shape['num_experts']} experts of {shape['moe_intermediate_size']} neurons, "
+        f"{shape['num_experts_per_tok']} active. Nats per token. At the end the loss on {final['held_out_tokens']:,} "
+        f"held-out tokens is {final['held_out_loss']:.3f} (perplexity {math.exp(final['held_out_loss']):.1f}), and an "
+        f"expert has {min(shares):.1%} to {max(shares):.1%} of its layer's tokens ({1 / shape['num_experts']:.1%} if "
+        f"shared equally); {origin(rows)}.",
+    )
+
+
+def _alike(rows: list[Row]) -> list[list[Row]]:
+    """Return the rows of every variant, whole experts first, without a correction first."""
+    variants: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        variants.setdefault(tuple(row[key] for key in KEYS[1:5]), []).append(row)
+    orders = {name: place for place, name in enumerate(("none", "separable", "joint"))}
+    return sorted(variants.values(), key=lambda same: (same[0]["part"], orders[same[0]["correction"]]))
+
+
+def _correction(row: Row) -> str:
+    if row["correction"] == "none":
+        return "–"
+    weight = "" if row["residual_weight"] == 1 else f", {row['residual_weight']} of the residual"
+    return {"separable": "each expert by itself", "joint": "all experts together"}[row["correction"]] + weight
