@@ -1,6 +1,7 @@
 """Resources shared by all targets of a run: the machine, the model, the method, the text and the profile."""
 
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -216,13 +217,15 @@ class Run:
         """Return the calibration text, all of it in every process."""
         text = self.machine.workers.share(0, self._load_text)
         release_heap()  # of the tokeniser
-        needed = TOKENS_PER_NEURON * self.model.shape.intermediate_size
+        shape = self.model.shape
+        needed = math.ceil(TOKENS_PER_NEURON * shape.intermediate_size * shape.tokens_per_arrival)
         if text.num_tokens < needed:
             logger.warning(
-                "%d calibration tokens are few for an FFN of width %d: the correction will fit the text, not the "
+                "%d calibration tokens are few for %s of width %d: the correction will fit the text, not the "
                 "model; give at least %d (--num-sequences).",
                 text.num_tokens,
-                self.model.shape.intermediate_size,
+                "an FFN" if shape.experts is None else f"{shape.experts.count} experts",
+                shape.intermediate_size,
                 needed,
             )
         return text

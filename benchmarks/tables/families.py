@@ -16,6 +16,9 @@ NAMES = {
     "self text": "`self` text",
     "profile": "a profile",
     "latency": "a latency budget",
+    "sketch": "a sketch",
+    "moments": "`ffn=flap` and `tcsp-score`",
+    "held-out damping": "`damping=auto`",
 }
 
 

@@ -26,10 +26,10 @@ from oneshot.families import (
     as_stored,
     check_layers,
     find_family,
+    from_files,
     is_text,
     predicts_tokens,
     read_shape,
-    split,
     text_names,
     text_of,
 )
@@ -70,7 +70,7 @@ class Model:
         with torch.inference_mode():  # the mode belongs to a thread, and a prefetching thread also reads
             stack = self.family.stack_of(layer)
             tensors = self.checkpoint.read_prefix(stack.layer_prefix(layer))
-            tensors = split({name: tensor for name, tensor in tensors.items() if "rotary_emb" not in name}, stack)
+            tensors = from_files({name: one for name, one in tensors.items() if "rotary_emb" not in name}, stack)
             if stack.attention.relative_bias is not None:
                 tensors[stack.attention.relative_bias] = self.read_relative_bias(stack)
             if self.shape.mlp_bias:  # zeros if the checkpoint stores no biases, see `with_ffn_biases`

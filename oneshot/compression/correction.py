@@ -168,6 +168,18 @@ def predicted_error(
     weight: torch.Tensor, corrected: torch.Tensor, kept_columns: torch.Tensor, statistics: Statistics
 ) -> float:
     """Return `‖Y − A[:, kept_columns] W'ᵀ‖ / ‖Y‖` from the statistics; `Y = A Wᵀ`, plus a residual."""
+    return relative(*predicted_energies(weight, corrected, kept_columns, statistics))
+
+
+def relative(error: torch.Tensor, energy: torch.Tensor) -> float:
+    """Return the root of an error relative to the energy of what it is an error of; zero of nothing is no error."""
+    return float((error.clamp_min(0) / energy.clamp_min(torch.finfo(energy.dtype).tiny)).sqrt())
+
+
+def predicted_energies(
+    weight: torch.Tensor, corrected: torch.Tensor, kept_columns: torch.Tensor, statistics: Statistics
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `‖Y − A[:, kept_columns] W'ᵀ‖²` and `‖Y‖²`, as `predicted_error` compares them."""
     difference = weight.T.clone()
     difference[kept_columns] -= corrected.T
     error = _energy(statistics.gram, difference)
@@ -176,7 +188,7 @@ def predicted_error(
         residual = statistics.residual.double()
         error += 2 * (difference * residual).sum() + statistics.residual_energy
         energy += 2 * (weight.T * residual).sum() + statistics.residual_energy
-    return float((error.clamp_min(0) / energy.clamp_min(torch.finfo(energy.dtype).tiny)).sqrt())
+    return error, energy
 
 
 def _energy(gram: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -12,13 +12,13 @@ from oneshot.compression.fold import confine
 from oneshot.compression.inner_heads import InnerMaps, keep_heads, reduce_queries_keys
 from oneshot.compression.layer_folder import LayerFolder, Ranks
 from oneshot.compression.layer_reports import input_reports, left_out_reports, sublayer_report
-from oneshot.compression.measuring import measure, relative_error
+from oneshot.compression.measuring import relative_error
 from oneshot.compression.ranks import RankAccumulator, with_ranks
-from oneshot.compression.solving import solve
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.compression.subspaces import StreamSubspaces
 from oneshot.compression.up_proj import correct_up, up_passes
+from oneshot.compression.ways import way_of
 from oneshot.families import Attention
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
@@ -136,8 +136,9 @@ class LayerCompressor:
         reports, maps = self._input_reports(layer), dict[int, InnerMaps]()
         for task in tasks:
             if task.is_reduced:
-                units, factors, _ = solve(task, working, None)
-                working = task.fold(working, factors)
+                way = way_of(task)
+                units, factors, _ = way.solve(task, working, None)
+                working = way.fold(task, working, factors)
                 maps[task.index] = self._with_heads(task, InnerMaps(), units)
                 reports.append(sublayer_report(task, factors, None))
         return working, maps, {}, reports + left_out_reports(tasks)
@@ -170,13 +171,14 @@ class LayerCompressor:
             if not task.is_solved:
                 states.defer(_Pass(task, current))
                 continue
-            statistics, target = measure(task, working, states, current, reference, dense_pass)
+            way = way_of(task)
+            statistics, target = way.measure(task, working, states, current, reference, dense_pass)
             del current
             if task is tasks[-1]:
                 del dense, reference, dense_pass  # the factorisation needs their memory
             release_heap()
-            units, factors, values = solve(task, working, statistics)
-            working = task.fold(working, factors)
+            units, factors, values = way.solve(task, working, statistics)
+            working = way.fold(task, working, factors)
             if task.is_reduced and not task.is_attention:
                 ranks[task.index] = {kind: one.rows(units) for kind, one in ranks.get(task.index, {}).items()}
             if task.is_attention:

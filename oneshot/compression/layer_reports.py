@@ -4,6 +4,7 @@ import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors
+from oneshot.compression.experts import ExpertFactors
 from oneshot.compression.measuring import relative_error
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
@@ -46,7 +47,7 @@ def left_out_reports(tasks: list[SublayerTask]) -> list[SublayerReport]:
     return [SublayerReport(task.sublayer.kind, task.dense_units, 0) for task in tasks if task.is_left_out]
 
 
-def sublayer_report(task: SublayerTask, factors: Factors, measured: float | None) -> SublayerReport:
+def sublayer_report(task: SublayerTask, factors: Factors | ExpertFactors, measured: float | None) -> SublayerReport:
     """Report a sublayer that was solved, with its error on the judged batch."""
     return SublayerReport(
         kind=task.sublayer.kind,

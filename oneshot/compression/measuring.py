@@ -50,7 +50,7 @@ def measure(
         inner, lost = current.inner(task.index, x), None
         written = current.write(task.index, inner) if task.follows_dense or branch_norm is not None else inner
         if task.follows_dense and dense_state is not None:
-            target = _target(task, x, dense)
+            target = target_of(task, x, dense)
             lost = target.flatten(0, -2) - current.added(task.index, written)
             lost = current.before_sum(lost) if branch_norm is None else branch_norm.taken_back(lost, written)
         rows = with_constant_column(inner) if has_bias else inner
@@ -78,7 +78,7 @@ def measure(
     return statistics, target
 
 
-def _target(task: SublayerTask, x: torch.Tensor, dense: DensePass) -> torch.Tensor:
+def target_of(task: SublayerTask, x: torch.Tensor, dense: DensePass) -> torch.Tensor:
     """Return what the sublayer should add to a batch of the compressed stream.
 
     It leads to the dense stream after the sublayer, and so also corrects what earlier sublayers lost. With

@@ -26,7 +26,7 @@ from oneshot_kernels import suffix_sums
 
 from oneshot.compression.curvature import LayerCurvature, column_costs
 from oneshot.compression.statistics import GramAccumulator, HeadGramAccumulator
-from oneshot.families import Attention, FeedForward, ModelShape, RankedKind, Sublayer
+from oneshot.families import Attention, FeedForward, Mixer, ModelShape, RankedKind, Sublayer
 from oneshot.linalg.interpolative import spanning_columns
 from oneshot.linalg.low_rank import damped_root
 from oneshot.linalg.pca import energies_along, principal_directions
@@ -161,6 +161,7 @@ class RankAccumulator:
                 "output": Ranked(output.to(heads), Inputs(heads), of_output),
             }
         workers.sum_(self._energies)
+        assert isinstance(self._mixer, FeedForward)
         assert self._mixer.gate is not None
         down = tensors[f"{self._mixer.down}.weight"].to(gram)
         columns = down.double().square().sum(0) if curvature is None else column_costs(down, curvature.ffn)
@@ -172,7 +173,7 @@ class RankAccumulator:
         }
 
 
-def with_ranks(tensors: Tensors, mixer: Attention | FeedForward, ranks: Mapping[RankedKind, Factored]) -> Tensors:
+def with_ranks(tensors: Tensors, mixer: Mixer, ranks: Mapping[RankedKind, Factored]) -> Tensors:
     """Return the layer whose whole linears are these matrices of low rank."""
     changed = dict(tensors)
     for kind, factored in ranks.items():
@@ -182,7 +183,7 @@ def with_ranks(tensors: Tensors, mixer: Attention | FeedForward, ranks: Mapping[
     return changed
 
 
-def fold_ranks(tensors: Tensors, mixer: Attention | FeedForward, ranks: Mapping[RankedKind, Factored]) -> Tensors:
+def fold_ranks(tensors: Tensors, mixer: Mixer, ranks: Mapping[RankedKind, Factored]) -> Tensors:
     """Return the layer whose linears of low rank keep r of their columns, beside what the others are made from."""
     folded = dict(tensors)
     for kind, factored in ranks.items():
@@ -197,10 +198,11 @@ def fold_ranks(tensors: Tensors, mixer: Attention | FeedForward, ranks: Mapping[
     return folded
 
 
-def _linears(mixer: Attention | FeedForward, kind: RankedKind) -> list[str]:
+def _linears(mixer: Mixer, kind: RankedKind) -> list[str]:
     """Return the linears of a kind."""
     if isinstance(mixer, Attention):
         return [mixer.q, mixer.k] if kind == "query_key" else [mixer.out]
+    assert isinstance(mixer, FeedForward)
     assert mixer.gate is not None
     return [mixer.gate if kind == "gate" else mixer.up]
 

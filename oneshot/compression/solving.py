@@ -11,7 +11,7 @@ from oneshot.compression.inner_heads import value_subspaces
 from oneshot.compression.selection import Evidence, select_heads, select_neurons
 from oneshot.compression.statistics import Statistics
 from oneshot.compression.sublayer import SublayerTask
-from oneshot.families import FeedForward
+from oneshot.families import Attention, FeedForward
 
 Tensors = dict[str, torch.Tensor]
 
@@ -81,6 +81,7 @@ def _producer_energy(task: SublayerTask, tensors: Tensors) -> torch.Tensor:
     mixer = task.sublayer.mixer
     if isinstance(mixer, FeedForward):
         return row_energy(tensors, *mixer.readers).to(task.machine.device)
+    assert isinstance(mixer, Attention)
     group_of_head = torch.arange(task.shape.num_attention_heads) // task.shape.heads_per_group
     values = row_energy(tensors, mixer.v).view(-1, task.shape.head_dim)
     return values[group_of_head].flatten().to(task.machine.device)

@@ -104,10 +104,7 @@ class GramAccumulator:
         workers.sum_(self._gram, self._energy, *([] if self._residual is None else [self._residual]))
         gram = finished_gram(self._gram)
         del self._gram
-        if not torch.isfinite(torch.stack(gram.aminmax())).all():
-            raise CheckpointError(
-                "The activations overflow to NaN or Inf; run with --dtype float32 or check the weights."
-            )
+        refuse_overflow(gram)
         if self._residual is None:
             return Statistics(gram, None, self._energy, num_rows)
         if not num_targets:
@@ -209,6 +206,12 @@ class HeadGramAccumulator:
         """Return the Grams `(heads, h, h)` float32."""
         workers.sum_(self._grams)
         return as_float32(self._grams)
+
+
+def refuse_overflow(gram: torch.Tensor) -> None:
+    """Raise `CheckpointError` if a sum of products is not finite."""
+    if not torch.isfinite(torch.stack(gram.aminmax())).all():
+        raise CheckpointError("The activations overflow to NaN or Inf; run with --dtype float32 or check the weights.")
 
 
 def batches_apart(num_tokens: int, num_columns: int) -> int:

@@ -1,7 +1,8 @@
 """Say what is to be done with a sublayer, for attention and FFN alike.
 
 `measuring.measure` sums statistics of the activations that the sublayer's writer reads. `solving.solve` selects the
-columns that stay and corrects the writer over them. `fold.fold_sublayer` makes the smaller tensors of it.
+columns that stay and corrects the writer over them. `fold.fold_sublayer` makes the smaller tensors of it. `ways.Way`
+is these three.
 """
 
 from collections.abc import Callable
@@ -10,9 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from oneshot.compression.correction import Factors
 from oneshot.compression.curvature import LayerCurvature
-from oneshot.compression.fold import fold_sublayer
 from oneshot.compression.subspaces import StreamSubspaces
 from oneshot.families import Attention, FeedForward, ModelShape, RankedKind, Stack, Sublayer
 from oneshot.machine import Machine
@@ -20,7 +19,6 @@ from oneshot.planning import LayerPlan, Plan
 from oneshot.recipes import TOKENS_PER_NEURON, WEIGHT_SELECTORS, Method, Selector
 
 Solution = TypeVar("Solution")
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -132,10 +130,6 @@ class SublayerTask:
             and self.is_reduced
             and self.subspaces is None
         )
-
-    def fold(self, tensors: Tensors, factors: Factors) -> Tensors:
-        """Return the layer with the sublayer's kept columns and corrected writer."""
-        return fold_sublayer(tensors, self.sublayer, self.shape, factors)
 
     def shared(self, solve: Callable[[], Solution]) -> Solution:
         """Return what one worker solves, on the device of each."""

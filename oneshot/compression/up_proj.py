@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from oneshot.compression.correction import Factors, correct
-from oneshot.compression.fold import augmented_weight
+from oneshot.compression.fold import augmented_weight, fold_sublayer
 from oneshot.compression.statistics import GramAccumulator, with_constant_column
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.linalg.conjugate_gradients import conjugate_gradients
@@ -65,7 +65,7 @@ def correct_up(task: SublayerTask, tensors: Tensors, folded: Tensors, states: St
     statistics = accumulator.finish(machine.workers)
     columns, damping = torch.arange(weight.shape[1], device=machine.device), task.method.fixed_damping
     factors = task.shared(lambda: correct(weight, columns, statistics, correction="two-stream", damping=damping))
-    return task.fold(folded, factors), replace(factors, predicted_error=None)
+    return fold_sublayer(folded, task.sublayer, task.shape, factors), replace(factors, predicted_error=None)
 
 
 def target_rows(

@@ -10,7 +10,7 @@ import torch
 from oneshot.checkpoint import Checkpoint, Journal, attention_of, identify, stock_classes, tied_names
 from oneshot.checkpoint.safe_files import companion_files, read_config
 from oneshot.errors import OutputError
-from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, FAMILIES, NAS_MODEL_TYPE
+from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, FAMILIES, NAS_MODEL_TYPE, as_stored
 from oneshot.text import load_tokenizer, needs_conversion
 
 
@@ -75,6 +75,17 @@ def empty_model(config: dict[str, Any]) -> Any:
         return model_class(config_class.from_dict(config, attn_implementation=attention_of(model_class)))
 
 
+def empty_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors that files of a config.json's class have, by their names there, on torch's meta device."""
+    return _stored(empty_model(json.loads(json.dumps(config))), config)
+
+
+def _stored(model: Any, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the state of a model as files have it."""
+    state, family = dict(model.state_dict()), FAMILIES.get(config["model_type"])
+    return state if family is None else as_stored(family, config, state).layers_to_files(state)
+
+
 def verify(folder: Path) -> Checkpoint:
     """Check that the model class has exactly the written tensors, shape by shape; it reads only headers.
 
@@ -87,7 +98,7 @@ def verify(folder: Path) -> Checkpoint:
     if family is not None and family.text_module is not None:
         return identify(checkpoint).checkpoint  # the language model; all else is the input's
     written, model = checkpoint.shapes, empty_model(checkpoint.config)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in _stored(model, checkpoint.config).items()}
     for name in sorted((expected.keys() | written.keys()) - tied_names(model)):
         if name.endswith("rotary_emb.inv_freq"):
             continue

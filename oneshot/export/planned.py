@@ -1,13 +1,11 @@
 """What a run is going to write, known from the plan: every part of the journal without values."""
 
-import json
-
 import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
-from oneshot.export.companions import empty_model
+from oneshot.export.companions import empty_tensors
 from oneshot.export.forms import Form
 from oneshot.export.saving import cast
 from oneshot.planning import Plan
@@ -35,7 +33,7 @@ def planned_parts(
         embedding: tensors that replace the embedding, for a plan with ranks.
     """
     empty = model.without_values()
-    tensors = empty_model(json.loads(json.dumps(form.config(model, plan)))).state_dict()
+    tensors = empty_tensors(form.config(model, plan))
     numbers = {layer: number for number, layer in enumerate(plan.kept_layers)}
     parts = []
     for layer in range(model.shape.num_hidden_layers):

@@ -19,7 +19,7 @@ from oneshot.export.outside import (
     folded_outside,
     unchanged_outside,
 )
-from oneshot.families import FAMILIES, Description, fuse, predicts_tokens, split, stated_class
+from oneshot.families import FAMILIES, Description, from_files, predicts_tokens, stated_class, to_files
 from oneshot.planning import Grid, Plan
 from oneshot.report.card import python_usage
 
@@ -74,13 +74,15 @@ class StockForm:
         stack, prefix = model.family.stack_of(number), self.layer_prefix(model, number)
         left_out = None if number == stack.first_layer else stack.attention.relative_bias
         stored = {name: tensor for name, tensor in tensors.items() if name != left_out}
-        return as_in_input(model, {prefix + name: tensor for name, tensor in fuse(stored, stack).items()})
+        return as_in_input(model, {prefix + name: tensor for name, tensor in to_files(stored, stack).items()})
 
     def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
         """Return the inverse of `layer`."""
         stack, prefix = model.family.stack_of(number), self.layer_prefix(model, number)
         names = {as_named(model, prefix + name): name for name in model.family.stored_tensors(model.shape, number)}
-        tensors = split({names.get(name, name.removeprefix(prefix)): value for name, value in stored.items()}, stack)
+        tensors = from_files(
+            {names.get(name, name.removeprefix(prefix)): value for name, value in stored.items()}, stack
+        )
         if stack.attention.relative_bias is not None:
             tensors.setdefault(stack.attention.relative_bias, model.read_relative_bias(stack))
         return tensors

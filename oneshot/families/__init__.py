@@ -3,7 +3,9 @@
 from oneshot.families.bert import BERT
 from oneshot.families.classes import as_stored, predicts_tokens
 from oneshot.families.description import Description, Feature, Sizes, stated_class
-from oneshot.families.fused import fuse, split
+from oneshot.families.expert_sizes import ExpertSizes
+from oneshot.families.experts import Experts
+from oneshot.families.fused import from_files, fuse, split, to_files
 from oneshot.families.llama import LLAMA
 from oneshot.families.reading import (
     COMPRESSED_MODEL_TYPE,
@@ -17,7 +19,7 @@ from oneshot.families.reading import (
 from oneshot.families.resizing import scaled_epsilon
 from oneshot.families.shapes import RANKED_KINDS, LayerShape, ModelShape, RankedKind, StackShape, TableShape
 from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
+from oneshot.families.sublayers import Attention, FeedForward, Mixer, Norm, Sublayer
 from oneshot.families.wrappers import is_text, text_names, text_of, with_text
 
 __all__ = [
@@ -30,9 +32,12 @@ __all__ = [
     "RANKED_KINDS",
     "Attention",
     "Description",
+    "ExpertSizes",
+    "Experts",
     "Feature",
     "FeedForward",
     "LayerShape",
+    "Mixer",
     "ModelShape",
     "Norm",
     "RankedKind",
@@ -44,6 +49,7 @@ __all__ = [
     "as_stored",
     "check_layers",
     "find_family",
+    "from_files",
     "fuse",
     "is_text",
     "predicts_tokens",
@@ -53,5 +59,6 @@ __all__ = [
     "stated_class",
     "text_names",
     "text_of",
+    "to_files",
     "with_text",
 ]

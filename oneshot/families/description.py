@@ -11,17 +11,26 @@ from typing import Any
 import torch
 
 from oneshot.families.features import Feature
-from oneshot.families.fused import fused_shapes
+from oneshot.families.fused import stored_shapes
 from oneshot.families.resizing import NO_FFN_BIASES, NO_HIDDEN_SIZE, ONLY_STOCK
 from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, Sublayer
+from oneshot.families.sublayers import Attention, FeedForward, Sublayer
 
 # features of which only families with Llama's layers are known to have them
 UNLIKE_LLAMA: Mapping[Feature, str] = {
     "ffn biases": NO_FFN_BIASES,
     "hidden size": NO_HIDDEN_SIZE,
     "per-layer form": ONLY_STOCK,
+}
+# features that only layers with one FFN have
+OF_DENSE_LAYERS: Mapping[Feature, str] = {
+    "up_proj": "--up-steps is not supported for the experts of {}; leave it out.",
+    "profile": "A profile of the mixture of experts {} is not supported; use --set allocation=uniform, and depth=none.",
+    "latency": "--set budget=latency is not supported for the mixture of experts {}; choose another budget.",
+    "sketch": "--set sketch= is not supported for the experts of {}; set sketch=none and pivoting=cholesky.",
+    "moments": "--set ffn=flap and tcsp-score are not supported for the experts of {}; choose another selector.",
+    "held-out damping": "--set damping=auto is not supported for the experts of {}; give a number.",
 }
 # features that a norm between a mixer and the sum with the stream makes impossible
 NORMS_INSIDE: Mapping[Feature, str] = {
@@ -45,6 +54,9 @@ class Sizes:
     norm_epsilon: str | None = "rms_norm_eps"
     vocab_size: str = "vocab_size"
     table_width: str | None = None
+    num_experts: tuple[str, ...] = ()  # names of one number, of which a config states one or more
+    experts_per_token: str | None = None
+    shared_expert_width: str | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +162,8 @@ class Description:
             return f"Heads of {self.model_type} are normed together, so none can be removed; use --set heads=none."
         if stack.norms_inside and feature in NORMS_INSIDE:
             return NORMS_INSIDE[feature].format(self.model_type)
+        if stack.experts is not None and feature in OF_DENSE_LAYERS:
+            return OF_DENSE_LAYERS[feature].format(self.model_type)
         if feature == "up_proj" and stack.ffn.gate is None:
             return f"--up-steps needs FFNs with a gate, which {self.model_type} does not have; leave it out."
         if feature == "queries and keys" and stack.attention.q_norm is not None:
@@ -161,18 +175,19 @@ class Description:
         return None
 
     def expected_tensors(self, shape: ModelShape, layer: int = 0) -> dict[str, tuple[int, ...]]:
-        """Return the tensors of a layer, without its prefix, and their shapes."""
+        """Return the tensors of a layer under our names, without its prefix, and their shapes."""
         stack = self.stack_of(layer)
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        hidden, width, ffn = shape.hidden_size, shape.intermediate_size, stack.ffn
-        weights = dict.fromkeys(ffn.readers, (width, hidden)) | {ffn.down: (hidden, width)}
-        biased = dict.fromkeys(weights, shape.mlp_bias)
+        hidden = shape.hidden_size
+        weights: dict[str, tuple[int, int]] = {}
+        biased: dict[str, bool] = {}
         for attention in stack.attentions:
             weights |= {attention.q: (queries, hidden), attention.out: (hidden, queries)}
             weights |= dict.fromkeys((attention.k, attention.v), (keys, hidden))
             biased |= dict.fromkeys((attention.q, attention.k, attention.v), shape.attention_bias)
             biased |= {attention.out: shape.output_bias}
-        expected: dict[str, tuple[int, ...]] = {f"{name}.weight": size for name, size in weights.items()}
+        expected = stack.feed_forward.tensors(shape)
+        expected |= {f"{name}.weight": size for name, size in weights.items()}
         expected |= {f"{name}.bias": weights[name][:1] for name, has_bias in biased.items() if has_bias}
         for sublayer in stack.sublayers:
             expected |= {part: (hidden,) for norm in sublayer.norms for part in norm.parts}
@@ -186,7 +201,24 @@ class Description:
 
     def stored_tensors(self, shape: ModelShape, layer: int = 0) -> dict[str, tuple[int, ...]]:
         """Return the same as the checkpoint stores them, where some linears are one."""
-        return fused_shapes(self.expected_tensors(shape, layer), self.stack_of(layer))
+        return stored_shapes(self.expected_tensors(shape, layer), self.stack_of(layer))
+
+    def layers_to_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the state of the stock class with the layers' tensors as files have them."""
+        experts = self.stack.experts
+        if experts is None:
+            return dict(state)
+        stored: dict[str, torch.Tensor] = {}
+        layers: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in state.items():
+            if self.is_in_layers(name):
+                number, _, own = name.removeprefix(f"{self.stack.layers}.").partition(".")
+                layers.setdefault(f"{self.stack.layers}.{number}.", {})[own] = tensor
+            else:
+                stored[name] = tensor
+        for prefix, layer in layers.items():
+            stored |= {prefix + name: tensor for name, tensor in experts.to_files(layer).items()}
+        return stored
 
     def rename(self, tensors: dict[str, torch.Tensor], other: "Description") -> dict[str, torch.Tensor]:
         """Return a layer's tensors under the names of another family with the same sublayers."""
@@ -214,5 +246,6 @@ def _modules(sublayer: Sublayer) -> tuple[str | None, ...]:
     if isinstance(mixer, Attention):
         inside = (mixer.q, mixer.k, mixer.v, mixer.out, mixer.q_norm, mixer.k_norm, mixer.module)
     else:
+        assert isinstance(mixer, FeedForward), "only the layers of dense models have other forms"
         inside = (mixer.gate, mixer.up, mixer.down)
     return (*inside, sublayer.norm.name, sublayer.shortcut)

@@ -12,5 +12,8 @@ Feature = Literal[
     "self text",
     "profile",
     "latency",
+    "sketch",
+    "moments",
+    "held-out damping",
     "per-layer form",
 ]

@@ -1,4 +1,4 @@
-"""Linears that a checkpoint stores as one: split when they are read, fused when they are written."""
+"""What a checkpoint stores otherwise than we name it: linears as one, and the experts of a mixture by themselves."""
 
 from collections.abc import Mapping
 
@@ -39,8 +39,20 @@ def fuse(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
     return fused_again
 
 
-def fused_shapes(shapes: Mapping[str, tuple[int, ...]], stack: Stack) -> dict[str, tuple[int, ...]]:
+def from_files(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
+    """Return a layer's tensors, named without the layer's prefix, under our names."""
+    experts = stack.experts
+    return split(tensors if experts is None else experts.from_files(tensors), stack)
+
+
+def to_files(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
+    """Return the inverse of `from_files`."""
+    fused, experts = fuse(tensors, stack), stack.experts
+    return fused if experts is None else experts.to_files(fused)
+
+
+def stored_shapes(shapes: Mapping[str, tuple[int, ...]], stack: Stack) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's tensors as they are stored."""
     with torch.device("meta"):
         empty = {name: torch.empty(shape) for name, shape in shapes.items()}
-        return {name: tuple(tensor.shape) for name, tensor in fuse(empty, stack).items()}
+        return {name: tuple(tensor.shape) for name, tensor in to_files(empty, stack).items()}

@@ -12,6 +12,7 @@ from oneshot.families.description import Description, stated_class
 from oneshot.families.distilbert import DISTILBERT
 from oneshot.families.ernie4_5 import ERNIE4_5
 from oneshot.families.exaone4 import EXAONE4
+from oneshot.families.expert_sizes import ExpertSizes
 from oneshot.families.gemma import GEMMA
 from oneshot.families.gemma2 import GEMMA2
 from oneshot.families.gemma3 import GEMMA3
@@ -23,6 +24,7 @@ from oneshot.families.llama import LLAMA
 from oneshot.families.ministral import CWM, MINISTRAL
 from oneshot.families.ministral3 import MINISTRAL3
 from oneshot.families.mistral import MISTRAL
+from oneshot.families.mixtures import GRANITE_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from oneshot.families.nemotron import NEMOTRON
 from oneshot.families.olmo2 import OLMO2, OLMO3
 from oneshot.families.opt import OPT
@@ -64,6 +66,11 @@ DESCRIPTIONS = (
     SMOLLM3,
     STABLELM,
     STARCODER2,
+    QWEN3_MOE,
+    QWEN2_MOE,
+    MIXTRAL,
+    OLMOE,
+    GRANITE_MOE,
     OPT,
     BERT,
     DISTILBERT,
@@ -86,9 +93,11 @@ def find_family(config: dict[str, Any]) -> Description:
     model_type = config.get("model_type", "(none)")
     if not isinstance(model_type, str):
         raise CheckpointError(f"config.json states model_type {repr(model_type)[:100]}, which is not a name; mend it.")
-    if "mixtral" in model_type or "moe" in model_type or config.get("num_local_experts") or config.get("num_experts"):
+    known = FAMILIES.get(model_type)
+    if _is_mixture(config, model_type) and (known is None or known.stack.experts is None):
         raise CheckpointError(
-            f"The model ({model_type}) is a mixture of experts, which is not supported; give a dense one."
+            f"The model ({model_type[:100]}) is a mixture of experts of a family that is not supported; give a dense "
+            f"model, or one of {', '.join(name for name, one in FAMILIES.items() if one.stack.experts is not None)}."
         )
     if model_type in (COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE):
         raise CheckpointError("The checkpoint is a compressed one in the per-layer form; give the model it came from.")
@@ -115,7 +124,9 @@ def _wrapped(wrapper: Description, config: dict[str, Any]) -> Description:
     config = text_of(wrapper, config)
     stated = str(config.get("model_type", wrapper.model_type))
     text = FAMILIES.get(OTHER_NAMES.get(stated, stated), wrapper if stated == wrapper.model_type else None)
-    if text is None or (text is not wrapper and (text.classes or text.stack.layers != LLAMA.stack.layers)):
+    if text is None or (
+        text is not wrapper and (text.classes or text.stack.experts or text.stack.layers != LLAMA.stack.layers)
+    ):
         raise CheckpointError(
             f"The language model of this {wrapper.model_type} is of the type {stated[:100]}, which is not supported "
             "here; give a model with another one."
@@ -124,6 +135,12 @@ def _wrapped(wrapper: Description, config: dict[str, Any]) -> Description:
         return wrapper
     text.check(config)
     return within_wrapper(text.variant(text, config), wrapper)
+
+
+def _is_mixture(config: dict[str, Any], model_type: str) -> bool:
+    """Return whether a config describes a mixture of experts."""
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    return "mixtral" in model_type or "moe" in model_type or any(config.get(name) for name in counts)
 
 
 def _unknown(model_type: str) -> str:
@@ -145,7 +162,7 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
     hidden_size = _size(family, config, keys.hidden_size)
     num_heads, num_groups, head_dim = _head_sizes(family, config, hidden_size)
     _check_norm_epsilon(family, config)
-    if config.get("sliding_window") is not None:
+    if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
         _size(family, config, "sliding_window")
     first, attention = stack.layer_prefix(0), stack.attention
     num_layers = _num_layers(family, config, stored, keys.num_hidden_layers)
@@ -164,14 +181,14 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         head_dim=head_dim,
         attention_bias=f"{first}{stack.stored_linear(attention.q)}.bias" in stored,
         output_bias=f"{first}{attention.out}.bias" in stored,
-        mlp_bias=f"{first}{stack.ffn.down}.bias" in stored,
+        mlp_bias=f"{first}{stack.feed_forward.down}.bias" in stored,
         vocab_size=_size(family, config, keys.vocab_size),
         query_key_norms=attention.q_norm is not None,
         norms_all_heads=attention.norms_all_heads,
         layer_norms=stack.centres,
         norm_bias=len(stack.sublayers[0].norms[0].parts) > 1,
         norms_per_sublayer=len(stack.sublayers[0].norms),
-        gated=stack.ffn.gate is not None,
+        gated=stack.feed_forward.is_gated,
         tied=tied,
         has_head=family.head is not None or tied,
         final_norm=stack.final_norm is not None,
@@ -184,7 +201,26 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         unused_positions=stack.position_offset,
         num_decoder_layers=num_decoder_layers,
         num_buckets=num_buckets,
+        experts=_experts(family, config),
     )
+
+
+def _experts(family: Description, config: dict[str, Any]) -> ExpertSizes | None:
+    """Return the sizes of the family's mixture of experts; None for a dense family."""
+    keys, experts = family.sizes, family.stack.experts
+    if experts is None:
+        return None
+    assert keys.experts_per_token is not None
+    names = [name for name in keys.num_experts if config.get(name) is not None] or keys.num_experts
+    counts = {_size(family, config, name) for name in names}
+    count, per_token = max(counts), _size(family, config, keys.experts_per_token)
+    if len(counts) > 1 or per_token > count:
+        raise CheckpointError(
+            f"config.json states {' and '.join(map(str, sorted(counts)))} experts, of which a token passes "
+            f"{per_token}; give a complete {family.model_type} checkpoint."
+        )
+    shared = 0 if keys.shared_expert_width is None else _size(family, config, keys.shared_expert_width)
+    return ExpertSizes(count, per_token, shared, experts.shared_gate is not None)
 
 
 def check_layers(family: Description, shape: ModelShape, stored: Mapping[str, tuple[int, ...]]) -> None:

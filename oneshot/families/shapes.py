@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from oneshot.families.expert_sizes import ExpertSizes
+
 # linears that may have low rank: of queries and keys together, of attention's output, gate and up of an FFN
 RankedKind = Literal["query_key", "output", "gate", "up"]
 RANKED_KINDS: tuple[RankedKind, ...] = get_args(RankedKind)
@@ -23,7 +25,8 @@ class LayerShape:
     `query_key_rank` (of both linears together), `output_rank`, `gate_rank`, `up_rank`: of linears with low rank; 0 for
     whole ones. Such a linear stores `rank` of its columns, a matrix that reconstructs the others, and their order.
     `cross_attention`: the layer also has attention over the encoder's output, of the same sizes. `num_buckets`: rows of
-    a stored table of relative positions, with a column for every head.
+    a stored table of relative positions, with a column for every head. `experts`: the FFN is a mixture, and its width
+    that of one expert; None for one FFN.
 
     A layer without heads has no attention, and one of FFN width zero no FFN: also no norm before it and no biases.
     """
@@ -54,21 +57,37 @@ class LayerShape:
     output_rank: int = 0
     gate_rank: int = 0
     up_rank: int = 0
+    experts: ExpertSizes | None = None
 
     def linear_parameters(self) -> int:
         """Return the stored parameters of the layer's linears, shortcuts included."""
-        heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
+        mlp = self._ffn_parameters()
+        return self._other_linears() + (mlp if self.experts is None else self.experts.parameters(mlp, self.middle_size))
+
+    def active_parameters(self) -> int:
+        """Return the parameters of the linears that one token passes: of experts only those that it is sent to."""
+        mlp, experts = self._ffn_parameters(), self.experts
+        return self._other_linears() + (mlp if experts is None else experts.active_parameters(mlp, self.middle_size))
+
+    def _other_linears(self) -> int:
+        """Return the stored parameters of attention's linears and of shortcuts."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
         scores, values = (heads + groups) * self.query_key_size, groups * self.value_size
         attention = _of_rank(scores, self.hidden_size, self.query_key_rank) + values * self.hidden_size
         attention += (scores + values) * self.attention_bias + self.middle_size * self.output_bias * (heads > 0)
         attention += _of_rank(self.middle_size, heads * self.value_size, self.output_rank)
+        shortcuts = self.attention_shortcut * self.hidden_size * self.middle_size
+        shortcuts += self.ffn_shortcut * self.middle_size * self.output_size
+        return (1 + self.cross_attention) * attention + shortcuts
+
+    def _ffn_parameters(self) -> int:
+        """Return the stored parameters of one FFN's linears."""
+        width = self.intermediate_size
         bias = self.mlp_bias * (width > 0)
         mlp = _of_rank(width, self.middle_size, self.up_rank) + self.output_size * (width + bias) + width * bias
         if self.gated:
             mlp += _of_rank(width, self.middle_size, self.gate_rank) + width * bias
-        shortcuts = self.attention_shortcut * self.hidden_size * self.middle_size
-        shortcuts += self.ffn_shortcut * self.middle_size * self.output_size
-        return (1 + self.cross_attention) * attention + mlp + shortcuts
+        return mlp
 
     def parameters(self) -> int:
         """Return the stored parameters, norms included."""
@@ -172,7 +191,7 @@ class StackShape:
 
         In an encoder–decoder that is one token of the source and one of the target.
         """
-        linears = sum(layer.linear_parameters() for layer in self.layers) + self.output_size * self.final_size
+        linears = sum(layer.active_parameters() for layer in self.layers) + self.output_size * self.final_size
         linears += self.table_width * (self.embedding_size + self.final_size)
         mapped = self.head == "mapped"
         head = (
@@ -187,7 +206,7 @@ class StackShape:
 
         It is the count of STAT section 4 and of Kwon et al. (2022): embedding and output head are left out.
         """
-        linears = sum(layer.linear_parameters() for layer in self.layers)
+        linears = sum(layer.active_parameters() for layer in self.layers)
         sizes = sum(layer.num_attention_heads * (layer.query_key_size + layer.value_size) for layer in self.layers)
         return 2 * (linears + sizes * context)
 
@@ -212,7 +231,7 @@ class ModelShape:
     model predicts tokens; without `tied` by a head of its own. `norms_after`: norms follow the sums with the residual
     stream. `final_norm`, `num_token_types`, `table_width`, `further_parameters`, `causal`: as in `StackShape`.
     `num_decoder_layers`: the last layers, which have cross-attention; 0 without an encoder. `num_buckets`: of relative
-    positions, in the first layer of each stack.
+    positions, in the first layer of each stack. `experts`: of every layer, whose `intermediate_size` is that of one.
     """
 
     num_hidden_layers: int
@@ -243,11 +262,27 @@ class ModelShape:
     causal: bool = True
     num_decoder_layers: int = 0
     num_buckets: int = 0
+    experts: ExpertSizes | None = None
 
     @property
     def heads_per_group(self) -> int:
         """Return the number of query heads that share one KV head."""
         return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def ffns_per_layer(self) -> int:
+        """Return the FFNs of the width `intermediate_size` in a layer."""
+        return 1 if self.experts is None else self.experts.count
+
+    @property
+    def tokens_per_arrival(self) -> float:
+        """Return the tokens of a text of which one arrives at a given neuron, if experts have equal loads."""
+        return 1.0 if self.experts is None else self.experts.count / self.experts.per_token
+
+    @property
+    def width_step(self) -> int:
+        """Return what FFN widths must be multiples of: grouped products of experts need rows of whole 16 bytes."""
+        return 1 if self.experts is None else 8
 
     @property
     def query_key_width(self) -> int:
@@ -276,11 +311,16 @@ class ModelShape:
             gated=self.gated,
             cross_attention=number >= first_of_decoder and self.num_decoder_layers > 0,
             num_buckets=self.num_buckets if number in (0, first_of_decoder) else 0,
+            experts=self.experts,
         )
 
     def layer_parameters(self) -> int:
         """Return the stored parameters of the largest layer, norms included."""
         return max(layer.parameters() for layer in self.stack().layers)
+
+    def active_parameters(self) -> int:
+        """Return the parameters of the layers' linears that a token passes, of the largest layer."""
+        return max(layer.active_parameters() for layer in self.stack().layers)
 
     def stack(self) -> StackShape:
         """Return the same sizes, layer by layer."""

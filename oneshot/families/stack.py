@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from oneshot.families.experts import Experts
 from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer, SublayerKind
 
 LLAMA_NORM = Norm("model.norm")
@@ -80,10 +81,24 @@ class Stack:
         return tuple(sublayer.mixer for sublayer in self.sublayers if isinstance(sublayer.mixer, Attention))
 
     @property
-    def ffn(self) -> FeedForward:
+    def feed_forward(self) -> FeedForward | Experts:
+        """Return what follows attention: one feed-forward network, or several of which a router chooses."""
         mixer = self.sublayers[self.index_of("ffn")].mixer
+        assert not isinstance(mixer, Attention)
+        return mixer
+
+    @property
+    def ffn(self) -> FeedForward:
+        """Return the one feed-forward network of a layer that is not a mixture."""
+        mixer = self.feed_forward
         assert isinstance(mixer, FeedForward)
         return mixer
+
+    @property
+    def experts(self) -> Experts | None:
+        """Return the mixture of experts; None in a dense stack."""
+        mixer = self.feed_forward
+        return mixer if isinstance(mixer, Experts) else None
 
     @property
     def centres(self) -> bool:

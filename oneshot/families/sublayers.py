@@ -1,9 +1,13 @@
-"""Sublayers of a layer by their tensor names: attention or a feed-forward network, and its norm."""
+"""Sublayers of a layer by their tensor names: attention, a feed-forward network or experts, and its norm."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from oneshot.families.shapes import RankedKind
+import torch
+
+from oneshot.families.experts import Experts
+from oneshot.families.shapes import ModelShape, RankedKind
 
 SublayerKind = Literal["heads", "cross-heads", "ffn"]
 
@@ -112,6 +116,25 @@ class FeedForward:
         """Return the linear that writes to the residual stream."""
         return self.down
 
+    @property
+    def is_gated(self) -> bool:
+        """Return whether it has a gate beside its up projection."""
+        return self.gate is not None
+
+    def tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """Return its tensors and their shapes."""
+        hidden, width = shape.hidden_size, shape.intermediate_size
+        weights = dict.fromkeys(self.readers, (width, hidden)) | {self.down: (hidden, width)}
+        listed: dict[str, tuple[int, ...]] = {f"{name}.weight": size for name, size in weights.items()}
+        return listed | {f"{name}.bias": size[:1] for name, size in weights.items() if shape.mlp_bias}
+
+    def held(self, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> ModelShape:
+        """Return the shape with the sizes that these tensors have."""
+        return replace(shape, intermediate_size=tensors[f"{self.down}.weight"].shape[1])
+
+
+Mixer = Attention | FeedForward | Experts
+
 
 @dataclass(frozen=True)
 class Sublayer:
@@ -120,7 +143,7 @@ class Sublayer:
     `shortcut`: the name of a matrix between two subspaces.
     """
 
-    mixer: Attention | FeedForward
+    mixer: Mixer
     before: Norm | None
     shortcut: str
     inside: Norm | None = None
@@ -149,5 +172,8 @@ class Sublayer:
 
     @property
     def writer(self) -> str:
-        """Return the linear that writes to the residual stream; its columns are removed and corrected."""
+        """Return the linear that writes to the residual stream; its columns are removed and corrected.
+
+        Of experts: their module.
+        """
         return self.mixer.out

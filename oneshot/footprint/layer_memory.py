@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from oneshot.footprint import terms
+from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term
 from oneshot.footprint.work import Work
 
@@ -49,7 +49,8 @@ def _layer(work: Work, kept: int) -> _Layer:
     slices = work.schedule.finds_subspaces
     inner = work.plan.reduces_values or work.plan.reduces_queries_keys or work.method.plans_inner_sizes
     reshapes = work.method.reduces_heads or inner or work.method.plans_ranks
-    attention_share = 1 - (2 + shape.gated) * width * hidden / shape.layer_parameters()
+    of_ffns = shape.ffns_per_layer * (2 + shape.gated) * width * hidden
+    attention_share = 1 - of_ffns / shape.layer_parameters()
     share = 1 - (1 - kept / width) * (1 - attention_share)
     heads, size = shape.num_attention_heads * shape.head_dim + shape.output_bias, width + shape.mlp_bias
     base = (*terms.layer(work), terms.bases(work))
@@ -65,7 +66,10 @@ def _layer(work: Work, kept: int) -> _Layer:
         size,
         base,
         copies=(terms.layer_copy(work), terms.layer_copy(work, 1.0 if reshapes or slices else 0.0)),
-        folded=(Term(share * work.layer_bytes, computed=True), Term(DOUBLE * hidden * kept, computed=True)),
+        folded=(
+            Term(share * work.layer_bytes, computed=True),
+            Term(DOUBLE * hidden * kept * shape.ffns_per_layer, computed=True),
+        ),
         batch=terms.activations(work, width),
         target=Term(2 * work.batch_tokens * hidden * work.dtype.itemsize, computed=True, knobs=BATCH),
     )
@@ -80,7 +84,7 @@ def _stages_at(work: Work, kept: int) -> list[Stage]:
     if schedule.streams and schedule.solves_heads:
         listed += _heads(layer)
     if schedule.streams:
-        listed += _neurons(layer)
+        listed += _neurons(layer) if work.shape.experts is None else _experts(layer)
         if schedule.corrects_up:
             listed += _up_steps(layer)
         moved = (terms.layer_copy(work, layer.share), layer.target, terms.activations(work, kept))
@@ -88,6 +92,8 @@ def _stages_at(work: Work, kept: int) -> list[Stage]:
     elif work.method.reduces_ffn:
         chosen = terms.pivoting(work, work.shape.intermediate_size, kept, work.method.ffn)
         solved = terms.correction(work, layer.size, layer.kept_size, residual=False)
+        if work.shape.experts is not None:
+            solved = expert_memory.solve(work, layer.size, kept, residual=False)
         listed.append(Stage("choosing neurons", (*layer.base, max(chosen, solved, key=terms.size_of))))
     listed.append(_writing(layer))
     return listed
@@ -139,6 +145,18 @@ def _neurons(layer: _Layer) -> list[Stage]:
     )
     factorised = (*layer.base, *gram, *terms.sketch(work), solved, layer.target)
     return [*listed, Stage("the factorisation of the neurons", factorised)]
+
+
+def _experts(layer: _Layer) -> list[Stage]:
+    work, size, held = layer.work, layer.size, (*layer.base, *layer.copies)
+    residual = work.schedule.two_streams
+    summed = (*expert_memory.sums(work, size, residual=residual), layer.batch)
+    gram = expert_memory.gram(work, size, residual=residual)
+    solved = expert_memory.solve(work, size, layer.kept, residual=residual)
+    return [
+        Stage("the statistics of the experts", (*held, *summed)),
+        Stage("the factorisation of the experts", (*layer.base, gram, solved, layer.target)),
+    ]
 
 
 def _up_steps(layer: _Layer) -> list[Stage]:

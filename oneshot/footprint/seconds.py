@@ -230,28 +230,30 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
     """Return the seconds of a layer with `kept` neurons."""
     shape, size, tokens = work.shape, work.shape.intermediate_size, work.num_tokens
     hidden, schedule, method = shape.hidden_size, work.schedule, work.method
+    ffns, passed = shape.ffns_per_layer, shape.ffns_per_layer / shape.tokens_per_arrival  # all, and those of a token
     seconds: defaultdict[str, float] = defaultdict(float)
     if schedule.streams:
-        share, product = schedule.dense_share, 2 * size * hidden  # of a token's neurons with its target
+        share, product = schedule.dense_share, 2 * passed * size * hidden  # of a token's neurons with its target
         moves = 1 + (kept / size) + share + method.reduces_heads / 2
         seconds["forward"] += tokens * (moves * forward + share * product) / rates.stream
-        seconds["sums"] += (_gram(size, tokens) + tokens * share * product) / rates.sums
-        numbers = size**2 / 2 + share * size * hidden
+        seconds["sums"] += (passed * _gram(size, tokens) + tokens * share * product) / rates.sums
+        numbers = ffns * (size**2 / 2 + share * size * hidden)
         seconds["sums"] += math.ceil(tokens / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
     if method.reduces_ffn and method.ffn not in WEIGHT_SELECTORS:
         if method.sketch == "none":
-            seconds["pivots"] += rates.pivots(size, kept)
+            seconds["pivots"] += ffns * rates.pivots(size, kept)
         else:
             seconds["pivots"] += 2 * method.rows_of_sketch(size) * size * kept / rates.double
             seconds["pivots"] += kept * (rates.pivot_seconds or 0.0)
         if method.ffn == "obs":
-            seconds["pivots"] += 4 * size**3 / rates.double
+            seconds["pivots"] += ffns * 4 * size**3 / rates.double
     if method.solves:
         right = size - kept + hidden * schedule.two_streams
-        seconds["solve"] += (kept**3 / 3 + 2 * kept**2 * right + 2 * hidden * kept * (size - kept)) / rates.double
-        seconds["energies"] += 4 * size**2 * hidden / rates.energies
+        solved = kept**3 / 3 + 2 * kept**2 * right + 2 * hidden * kept * (size - kept)
+        seconds["solve"] += ffns * solved / rates.double
+        seconds["energies"] += ffns * 4 * size**2 * hidden / rates.energies
         if rates.on_device:
-            seconds["condition"] += _condition(kept)
+            seconds["condition"] += ffns * _condition(kept)
     if schedule.corrects_up:
         steps = method.up_steps
         there_and_back = 2 * hidden * (3 * size + (6 + 5 * steps) * kept)
@@ -285,7 +287,9 @@ def _low_rank(work: Work, rates: Rates) -> float:
 
 def _forward(work: Work) -> float:
     """Return the operations of a token in a layer."""
-    return 2 * work.shape.layer_parameters() + 2 * work.text.sequence_length * _heads(work)
+    shape = work.shape
+    parameters = shape.layer_parameters() if shape.experts is None else shape.active_parameters()
+    return 2 * parameters + 2 * work.text.sequence_length * _heads(work)
 
 
 def _condition(size: float) -> float:

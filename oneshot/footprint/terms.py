@@ -70,9 +70,10 @@ def layer(work: Work) -> tuple[Term, ...]:
 
     On CUDA they are in pinned memory, and on the device. A finished layer waits in pinned memory for its thread.
     """
+    stacked = () if work.shape.experts is None else (Term(work.layer_bytes),)  # files have experts one by one
     if not work.on_cuda:
-        return (Term(work.layer_bytes), *read(work.layer_bytes))
-    return (Term(3 * work.pinned_bytes), *read(work.layer_bytes), Term(work.layer_bytes, computed=True))
+        return (Term(work.layer_bytes), *read(work.layer_bytes), *stacked)
+    return (*stacked, Term(3 * work.pinned_bytes), *read(work.layer_bytes), Term(work.layer_bytes, computed=True))
 
 
 def layer_copy(work: Work, share: float = 1.0) -> Term:
@@ -98,7 +99,7 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
         2 * itemsize + FLOAT + 2 * DOUBLE * work.schedule.two_streams
     )
     streams = itemsize * hidden * (3 + 3 * work.schedule.two_streams)
-    ffn = max(neurons, update)
+    ffn = max(neurons, update) if shape.experts is None else experts(work, width)
     kept_by_heap = tokens * itemsize * hidden < HEAP_BLOCK_BYTES
     passed = attention + ffn if kept_by_heap else max(attention, ffn)
     streams += itemsize * hidden * (shape.num_decoder_layers > 0)  # the memory
@@ -106,6 +107,18 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
     if not shape.causal and not work.on_cuda:
         needed += GAPS_OF_ACTIVATIONS * tokens * (streams + passed) + GAPS_OF_TEXT * sum(work.store_bytes)
     return Term(needed, computed=True, knobs=BATCH)
+
+
+def experts(work: Work, width: int) -> int:
+    """Return the bytes that a token takes at the experts' peak: stock products of all its experts, and one's rows.
+
+    All tokens may go to one expert at once. The stock products sort copies of the inputs and of the outputs.
+    """
+    sizes, hidden, itemsize = work.shape.experts, work.shape.hidden_size, work.dtype.itemsize
+    assert sizes is not None
+    stock = itemsize * sizes.per_token * (4 * width + 5 * hidden) + (itemsize + 2 * FLOAT) * sizes.count
+    rows = width * (5 * itemsize + FLOAT) + hidden * (3 * itemsize + 2 * FLOAT)
+    return max(stock, rows) + itemsize * (4 * hidden + 4 * sizes.shared_width)
 
 
 def gram(work: Work, size: int, *, residual: bool) -> Term:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from oneshot.errors import ConfigError, PlanError
-from oneshot.families import Description, LayerShape, ModelShape, StackShape
+from oneshot.families import Description, Feature, LayerShape, ModelShape, StackShape
 from oneshot.planning.plan import Plan
-from oneshot.recipes import AUTO, Allocation, Method
+from oneshot.recipes import AUTO, MOMENT_SELECTORS, Allocation, Method
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,14 @@ class Grid:
             )
         if method.up_steps and (reason := self.family.reason_against("up_proj")) is not None:
             raise PlanError(reason)
+        statistics: dict[Feature, bool] = {
+            "sketch": method.reduces_ffn and method.sketch != "none",
+            "moments": method.ffn in MOMENT_SELECTORS,
+            "held-out damping": method.holds_out,
+        }
+        for feature, is_asked in statistics.items():
+            if is_asked and (reason := self.family.reason_against(feature)) is not None:
+                raise PlanError(reason)
         if method.leaves_out_sublayers and not self.sublayers_optional:
             raise ConfigError(self._needing("depth=sublayers", "set depth=sensitivity"))
         if method.plans_inner_sizes and not self.inner_sizes_differ:

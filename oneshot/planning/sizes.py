@@ -149,6 +149,10 @@ def _with_ffn_width(plan: Plan, shape: ModelShape, method: Method, width: int) -
         raise PlanError(
             f"--set intermediate_size={width} is above the model's {shape.intermediate_size}; give at most that."
         )
+    if width % shape.width_step:
+        raise PlanError(
+            f"--set intermediate_size={width} is not a multiple of {shape.width_step}, as widths of experts must be."
+        )
     return plan.with_sizes(intermediate_size=width)
 
 

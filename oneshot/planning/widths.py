@@ -49,9 +49,11 @@ def meet_budget(
     leaves_out = leave_out_sublayers and damages is not None
     if not (reduce_ffn or reduce_heads or leaves_out):
         raise PlanError("Nothing may be reduced (ffn=none, heads=none); allow one with --set, or ask for --sparsity 0.")
-    step = round_to or default_round_to(shape.intermediate_size)
+    step = round_to or max(default_round_to(shape.intermediate_size), shape.width_step)
     if reduce_ffn and step > shape.intermediate_size:
         raise PlanError(f"--round-to {step} is above the FFN width of {shape.intermediate_size}; give a smaller one.")
+    if reduce_ffn and step % shape.width_step:
+        raise PlanError(f"--round-to {step} is not a multiple of {shape.width_step}, as widths of experts must be.")
     if reduce_heads and (reason := grid.reason_against_heads()) is not None:
         raise PlanError(reason)
     if damages is not None and grid.layers_differ:

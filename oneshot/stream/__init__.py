@@ -5,6 +5,7 @@ from oneshot.stream.dense_pass import DensePass
 from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder
 from oneshot.stream.output_head import OutputHead, Prediction
+from oneshot.stream.routing import Routing
 from oneshot.stream.states import States, Step
 from oneshot.stream.store import ActivationStore
 
@@ -15,6 +16,7 @@ __all__ = [
     "LayerBuilder",
     "OutputHead",
     "Prediction",
+    "Routing",
     "States",
     "Step",
     "check_family",

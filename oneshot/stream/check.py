@@ -152,6 +152,9 @@ def _steps(model: Model, machine: Machine, kind: int, stock: Any, layers: Mappin
             before, after = passed[index], passed[index + 1]
             name = f"{PART_NAMES[sublayer.kind]} in layer {number}"
             yield _Step(name, layer.run(index, before.view_as(passed[0])), after, before)
+            if stack.experts is not None and sublayer.mixer is stack.experts:
+                routing = layer.route(index, before.view_as(passed[0]))
+                yield _Step(f"experts' neurons in layer {number}", routing.summed(), routing.mixed)
         if stack.final_norm is not None:
             normed = seen[f"{stack.final_norm.name}.out"]
             yield _Step("final norm", builder.final_norm(stack)(passed[-1]), normed)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from oneshot.families import Attention, FeedForward, Stack, split
+from oneshot.families import Attention, Experts, FeedForward, Stack, split
+from oneshot.stream.routing import Routing, route
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Layer:
         mixer, normed = self._stack.sublayers[index].mixer, self.normed(index, x)
         if isinstance(mixer, FeedForward):
             return self._neurons(mixer, normed).flatten(0, -2)
+        assert isinstance(mixer, Attention)
         read: list[torch.Tensor] = []
         attention = self._part(mixer.module)
         if not _contains_writer(mixer):
@@ -54,11 +56,19 @@ class Layer:
     def sum(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Return `x + added(writer(inner(x)))`, `(sequences, length, D)`."""
         mixer = self._stack.sublayers[index].mixer
+        if isinstance(mixer, Experts):
+            return x + self.added(index, self._part(mixer.module)(self.normed(index, x)))
         if isinstance(mixer, Attention) and _contains_writer(mixer):
             attention, arguments = self._part(mixer.module), self._arguments_of(mixer)
             output, *_ = attention(hidden_states=self.normed(index, x), **arguments)
             return x + self.added(index, output)
         return x + self.added(index, self.write(index, self.inner(index, x)).view_as(x))
+
+    def route(self, index: int, x: torch.Tensor) -> Routing:
+        """Return where the stock router sends the tokens of a mixture of experts, and what the mixture writes."""
+        mixer = self._stack.sublayers[index].mixer
+        assert isinstance(mixer, Experts)
+        return route(self._part(mixer.module), self._part(mixer.experts), self.normed(index, x))
 
     def added(self, index: int, written: torch.Tensor) -> torch.Tensor:
         """Return what the stream gets of the writer's output `(…, D)`: a norm and a factor may follow the writer."""

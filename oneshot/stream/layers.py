@@ -51,8 +51,7 @@ class LayerBuilder:
         """Return the shape of a model whose layers are as wide as these tensors."""
         head_dim = self._model.shape.head_dim
         return replace(
-            self._model.shape,
-            intermediate_size=tensors[f"{stack.ffn.down}.weight"].shape[1],
+            stack.feed_forward.held(tensors, self._model.shape),
             num_attention_heads=tensors[f"{attention.out}.weight"].shape[1] // head_dim,
             num_key_value_heads=tensors[f"{attention.k}.weight"].shape[0] // head_dim,
         )

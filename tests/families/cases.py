@@ -62,6 +62,8 @@ T5_REFUSALS: frozenset[Feature] = frozenset(
 STOCK_ONLY: frozenset[Feature] = frozenset({"ffn biases", "hidden size", "per-layer form"})
 NORMS_INSIDE: frozenset[Feature] = STOCK_ONLY | {"up_proj", "profile"}
 LAYER_NORMS: frozenset[Feature] = STOCK_ONLY | {"embedding ranks"}
+MIXTURES: frozenset[Feature] = STOCK_ONLY | {"up_proj", "profile", "latency", "sketch", "moments", "held-out damping"}
+EXPERTS = {"num_experts_per_tok": 2, "width": 32}
 CASES: dict[str, Case] = {
     "llama": Case(
         variants={
@@ -130,6 +132,28 @@ CASES: dict[str, Case] = {
     ),
     "stablelm": Case({"family": "stablelm"}, {"biases": {"use_qkv_bias": True}}, LAYER_NORMS | {"heads"}),
     "starcoder2": Case({"family": "starcoder2"}, {"window": {"sliding_window": 7}}, LAYER_NORMS | {"up_proj"}),
+    "qwen3_moe": Case(
+        {"family": "qwen3_moe", "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 32, **EXPERTS},
+        {"normalised": {"norm_topk_prob": True, "num_experts": 6}},
+        MIXTURES | {"queries and keys"},
+    ),
+    "qwen2_moe": Case(
+        {
+            "family": "qwen2_moe",
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+            **EXPERTS,
+        },
+        refused=MIXTURES,
+    ),
+    "mixtral": Case(
+        {"family": "mixtral", "num_local_experts": 4, **EXPERTS}, {"window": {"sliding_window": 7}}, MIXTURES
+    ),
+    "olmoe": Case({"family": "olmoe", "num_experts": 4, **EXPERTS}, refused=MIXTURES | {"heads", "queries and keys"}),
+    "granitemoe": Case(
+        {"family": "granitemoe", "num_local_experts": 4, **EXPERTS, **GRANITE_FACTORS}, refused=MIXTURES
+    ),
     "opt": Case(
         {"family": "opt", "groups": 4},
         {"tied": {"tied": True}, "long": {"layers": 3}},
@@ -155,6 +179,7 @@ CASES |= {
 # Classes of decoders without a head, or with another one than for the next token.
 OTHER_CLASSES: dict[str, dict[str, Any]] = {
     "llama-headless": {"model_class": "AutoModel"},
+    "qwen3_moe-headless": {**CASES["qwen3_moe"].options, "model_class": "AutoModel"},
     "gemma3_text-headless": {**CASES["gemma3_text"].options, "model_class": "AutoModel"},
     "qwen3-classifier": {
         "family": "qwen3",

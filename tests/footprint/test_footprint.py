@@ -40,6 +40,14 @@ Usage = namedtuple("Usage", "total used free")
 
 # wide enough, and batches large enough, that tensors are most of what a run takes
 MEASURED_MODEL = {"hidden": 256, "width": 1024, "heads": 8, "groups": 2, "tied": True, "vocabulary": 16384}
+MEASURED_MIXTURE = {
+    **MEASURED_MODEL,
+    "family": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 384,
+}
 MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "oneshot": {},
     "stat": {"recipe": "stat"},
@@ -86,7 +94,8 @@ def test_no_run_takes_more_than_predicted(
         flat_options(make_config(folder, **(sizes | {"output": str(tmp_path / name)} | _target(changes) | changes)))
         for name, changes in MEASURED_RUNS.items()
     ]
-    assert_predicted(dict(zip(MEASURED_RUNS, runs, strict=True)))
+    mixture = make_config(make_checkpoint(**MEASURED_MIXTURE), output=str(tmp_path / "experts"), **sizes)
+    assert_predicted(dict(zip(MEASURED_RUNS, runs, strict=True)) | {"experts": flat_options(mixture)})
 
 
 def assert_predicted(runs: dict[str, dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from oneshot.checkpoint import Model, open_model
 from oneshot.compression.correction import Factors
 from oneshot.compression.fold import fold_sublayer, head_columns
 from oneshot.errors import CalibrationError, DeviceError
-from oneshot.families import Stack, Sublayer
+from oneshot.families import Experts, FeedForward, Stack, Sublayer
 from oneshot.machine import Store, Workers, resolve_device
 from oneshot.machine.prefetch import prefetch
 from oneshot.stream import ActivationStore, Layer, LayerBuilder, OutputHead, States, Step
@@ -65,6 +65,21 @@ def entrance(stack: Stack, sublayer: Sublayer) -> str:
     return stack.stored_linear(sublayer.readers[0]) if sublayer.before is None else sublayer.before.name
 
 
+def assert_experts_equal(layer: Layer, index: int, x: torch.Tensor, experts: Any) -> None:
+    """Assert that all tokens arrive with the neurons that the eager loop of the stock class computes."""
+    routing = layer.route(index, x)
+    assert routing.chosen.shape == routing.gates.shape == (x.shape[0] * x.shape[1], 2)
+    seen = torch.zeros_like(routing.chosen)
+    for one in routing.arrivals():
+        gate, up = (routing.inputs[one.tokens] @ experts.gate_up_proj[one.expert].T).chunk(2, dim=1)
+        torch.testing.assert_close(one.neurons, functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
+        places = routing.chosen[one.tokens] == one.expert
+        assert torch.equal(routing.gates[one.tokens][places], one.gates)
+        seen[one.tokens] += places.long()
+    assert torch.equal(seen, torch.ones_like(seen)), "every token arrives at each of its experts once"
+    torch.testing.assert_close(routing.summed(), routing.mixed, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
 def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
@@ -95,14 +110,19 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
         for index, sublayer in enumerate(stack.sublayers):
             position = stack.position(number, index)
             assert_close(x, before[position])
-            inner, total = layer.inner(index, x), layer.sum(index, x)
-            expected = inputs[prefix + sublayer.writer].flatten(0, -2)
-            torch.testing.assert_close(inner, expected, rtol=1e-4, atol=1e-4)
+            total = layer.sum(index, x)
             assert_close(total, before[position + 1])
-            torch.testing.assert_close(x + layer.added(index, layer.write(index, inner)).view_as(x), total)
             after = layer.run(index, x)
             assert torch.equal(layer.leave(index, total), total), "no norm follows the sum"
             assert torch.equal(after, total)
+            if isinstance(sublayer.mixer, Experts):
+                assert_experts_equal(layer, index, x, stock.get_submodule(prefix + sublayer.mixer.experts))
+                x = after
+                continue
+            inner = layer.inner(index, x)
+            expected = inputs[prefix + sublayer.writer].flatten(0, -2)
+            torch.testing.assert_close(inner, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(x + layer.added(index, layer.write(index, inner)).view_as(x), total)
             x = after
     head = builder.output_head()
     assert_close(head.norm(x) / model.head_scale, states[-1])
@@ -123,7 +143,7 @@ def test_parts_of_sublayers_equal_the_stock_modules(
     for name, module in stock.get_submodule(f"{stack.layers}.0").named_modules():
         module.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output}))
     x = stock(TOKEN_IDS, output_hidden_states=True).hidden_states[0]
-    layer, attention, ffn = builder.layer(0, model.read_layer(0)), stack.attention, stack.ffn
+    layer, attention, ffn = builder.layer(0, model.read_layer(0)), stack.attention, stack.feed_forward
     queries, keys = layer.queries_keys(stack.index_of("heads"), x)
     if attention.q in outputs:
         expected = outputs[attention.q], outputs[attention.k]
@@ -132,7 +152,7 @@ def test_parts_of_sublayers_equal_the_stock_modules(
         expected = together[..., : queries.shape[1]], together[..., queries.shape[1] :][..., : keys.shape[1]]
     for rows, theirs in zip((queries, keys), expected, strict=True):
         torch.testing.assert_close(rows, theirs.flatten(0, -2), rtol=1e-4, atol=1e-4)
-    if ffn.gate is not None:
+    if isinstance(ffn, FeedForward) and ffn.gate is not None:
         index = stack.index_of("ffn")
         attended = layer.run(stack.index_of("heads"), x)
         normed, gates = layer.gates(index, attended)

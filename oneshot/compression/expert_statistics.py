@@ -1,0 +1,97 @@
+"""Statistics of all experts of a mixture, summed in one pass over the text.
+
+An expert reads `h (m)` of the tokens that the router sends to it, and the layer adds `g W h`, weighted by its gate `g`.
+So its rows are `a = g h`, and its Gram is `Σ g² h hᵀ`. The Gram of all experts together, `(E m)²` numbers, is not
+needed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from oneshot.compression.statistics import Statistics, refuse_overflow
+from oneshot.linalg.sums import add_gram_, add_product_, as_float32, finished_gram
+from oneshot.machine import ALONE, Workers
+from oneshot.stream import Routing
+
+
+@dataclass(frozen=True)
+class ExpertStatistics:
+    """Sums over the calibration text for every expert, as in `Statistics`.
+
+    Attributes:
+        grams: `(E, m, m)` float32. residuals: `(E, m, D)` float32, or None. residual_energies: `(E,)` float64.
+        num_rows, num_targets: int64 `(E,)` on the host: tokens that each expert saw, and those that had a target.
+    """
+
+    grams: torch.Tensor
+    residuals: torch.Tensor | None
+    residual_energies: torch.Tensor
+    num_rows: torch.Tensor
+    num_targets: torch.Tensor
+
+    def of(self, expert: int) -> Statistics:
+        """Return the statistics of one expert; without a residual if none of its tokens had a target."""
+        rows, targets = int(self.num_rows[expert]), int(self.num_targets[expert])
+        residual = None if self.residuals is None or not targets else self.residuals[expert]
+        return Statistics(self.grams[expert], residual, self.residual_energies[expert], rows, targets)
+
+
+class ExpertAccumulator:
+    """Sum Grams `(E, m, m)` and residuals `(E, m, D)` of the experts of a layer, as `GramAccumulator`.
+
+    Args:
+        count: experts `E`. size: neurons `m` of each. output_size: `D` if rows may have a target, None otherwise.
+    """
+
+    def __init__(self, count: int, size: int, *, output_size: int | None, device: torch.device) -> None:
+        self._grams = torch.zeros(count, size, size, dtype=torch.float64, device=device)
+        self._residuals = None
+        if output_size is not None:
+            self._residuals = torch.zeros(count, size, output_size, dtype=torch.float64, device=device)
+        self._energies = torch.zeros(count, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(2, count, dtype=torch.float64, device=device)
+
+    def update_(self, routing: Routing, lost: torch.Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            lost: `(tokens, D)`, what the layer lacks of its target; None without one. It is shared among the experts of
+                a token: `Σ_e g_e δ_e = lost` has the solution of least norm `δ_e = g_e lost / Σ_j g_j²`.
+        """
+        squares = routing.gates.float().square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)
+        for one in routing.arrivals():
+            share = None
+            if lost is not None:
+                weights = one.gates.float().square() / squares[one.tokens]
+                share = lost[one.tokens] * weights.to(lost.dtype).unsqueeze(1)
+            self._add_(one.expert, one.neurons * one.gates.unsqueeze(1), share)
+
+    def _add_(self, expert: int, rows: torch.Tensor, lost: torch.Tensor | None) -> None:
+        """Add rows of an expert: `a (r, m)`, and `lost (r, D)`, what `a Wᵀ` lacks of their target, if they have one."""
+        add_gram_(self._grams[expert], rows)
+        self._counts[0, expert] += len(rows)
+        if lost is not None:
+            assert self._residuals is not None
+            add_product_(self._residuals[expert], rows, lost)
+            self._energies[expert] += lost.float().square().sum()
+            self._counts[1, expert] += len(rows)
+
+    def finish(self, workers: Workers = ALONE) -> ExpertStatistics:
+        """Return the sums over the rows of all workers as a record; residuals are scaled to all rows of their expert.
+
+        Raises `CheckpointError` if the activations were not finite.
+        """
+        workers.sum_(self._grams, self._energies, self._counts)
+        grams = torch.empty_like(self._grams, dtype=torch.float32)
+        for own, total in zip(grams, self._grams, strict=True):
+            own.copy_(finished_gram(total))
+        del self._grams
+        refuse_overflow(grams)
+        scales, residuals = self._counts[0] / self._counts[1].clamp_min(1), None
+        if self._residuals is not None:
+            workers.sum_(self._residuals)
+            residuals = as_float32(self._residuals).mul_(scales.float().view(-1, 1, 1))
+            del self._residuals
+        rows, targets = self._counts.long().cpu()
+        return ExpertStatistics(grams, residuals, scales * self._energies, rows, targets)

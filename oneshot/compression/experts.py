@@ -1,0 +1,219 @@
+"""Neurons inside the experts of a mixture: measured in one pass, chosen and corrected expert by expert, and folded.
+
+Every expert is a writer of its own: its neurons are columns that its down projection reads, and its rows are weighted
+by its gates. All experts of a model keep equally many neurons, because a stock config states one width. The router and
+the shared expert stay as they are.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from oneshot_kernels import cholesky_pivots_
+
+from oneshot.compression.correction import correct, predicted_energies, relative
+from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
+from oneshot.compression.measuring import target_of
+from oneshot.compression.selection import Evidence, select_neurons
+from oneshot.compression.statistics import TOKENS_PER_COLUMN
+from oneshot.compression.sublayer import SublayerTask
+from oneshot.families import Experts
+from oneshot.machine.transfer import as_like
+from oneshot.stream import DensePass, Layer, States
+
+logger = logging.getLogger(__name__)
+
+NAMED_EXPERTS = 8
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertFactors:
+    """The kept neurons of every expert and the corrected downs that read them; what was solved as in `Factors`.
+
+    Attributes:
+        kept: int64 `(E, m')`, ascending for each expert. weight: `(E, D, m')` in the dtype of the dense one.
+        predicted_error: as if the errors of different experts were orthogonal; None without statistics.
+    """
+
+    kept: torch.Tensor
+    weight: torch.Tensor
+    predicted_error: float | None = None
+    condition_number: float | None = None
+    max_interpolation: float | None = None
+    eigenvalue_fallback: bool = False
+    damping: float | None = None
+
+
+def measure_experts(
+    task: SublayerTask, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass
+) -> tuple[ExpertStatistics, torch.Tensor | None]:
+    """Sum the statistics of every expert; also return what the sublayer should add to the judged batch.
+
+    Arguments and None as in `measuring.measure`.
+    """
+    count, hidden, size = tensors[experts_of(task).down].shape
+    output_size = hidden if task.follows_dense else None
+    accumulator = ExpertAccumulator(count, size, output_size=output_size, device=task.machine.device)
+    target = None
+    for x, dense_state in states.read():
+        routing, lost = current.route(task.index, x), None
+        if task.follows_dense and dense_state is not None:
+            target = target_of(task, x, dense)
+            lost = current.before_sum(target.flatten(0, -2) - current.added(task.index, routing.written))
+        accumulator.update_(routing, lost)
+    if not task.follows_dense:
+        judged, _ = states.read_judged()
+        target = reference.sum(task.index, judged) - judged
+    return accumulator.finish(task.machine.workers), target
+
+
+def solve_experts(
+    task: SublayerTask, tensors: Tensors, statistics: ExpertStatistics | None
+) -> tuple[torch.Tensor, ExpertFactors, None]:
+    """Return the kept neurons `(E, m')` and the factors; one worker solves, for all.
+
+    `statistics` are None for a choice by weights alone.
+    """
+
+    def solution() -> ExpertFactors:
+        dampings = _dampings(task, statistics, len(tensors[experts_of(task).down]))
+        kept = _select(task, tensors, statistics, dampings)
+        return _corrected(task, tensors[experts_of(task).down], kept, statistics, dampings)
+
+    factors = task.shared(solution)
+    return factors.kept, factors, None
+
+
+def fold_experts(task: SublayerTask, tensors: Tensors, factors: ExpertFactors) -> Tensors:
+    """Return the layer whose experts have the kept neurons and the corrected downs."""
+    mixer = experts_of(task)
+    gate_up = tensors[mixer.gate_up]
+    count, kept = len(gate_up), factors.kept.to(gate_up.device)
+    both = gate_up.unflatten(1, (2, -1))
+    numbers = torch.arange(count, device=gate_up.device).view(-1, 1, 1)
+    halves = torch.arange(2, device=gate_up.device).view(1, -1, 1)
+    cut = both[numbers, halves, kept.unsqueeze(1)].flatten(1, 2)
+    return tensors | {mixer.gate_up: cut, mixer.down: factors.weight.to(tensors[mixer.down].device)}
+
+
+def experts_of(task: SublayerTask) -> Experts:
+    """Return the mixture of a task that is of one."""
+    mixer = task.sublayer.mixer
+    assert isinstance(mixer, Experts)
+    return mixer
+
+
+def _dampings(task: SublayerTask, statistics: ExpertStatistics | None, count: int) -> list[float]:
+    """Return the ridge of every expert: it grows as fewer than `TOKENS_PER_COLUMN` tokens come to a neuron."""
+    asked = task.method.fixed_damping
+    if statistics is None:
+        return [asked] * count
+    enough = TOKENS_PER_COLUMN * task.dense_units
+    return [asked * max(1.0, enough / max(1, rows)) for rows in statistics.num_rows.tolist()]
+
+
+def _select(
+    task: SublayerTask, tensors: Tensors, statistics: ExpertStatistics | None, dampings: list[float]
+) -> torch.Tensor:
+    """Return the neurons that stay, int64 `(E, m')`, ascending.
+
+    The Gram of a rare expert shrinks towards a multiple of the identity, so that an expert without tokens keeps the
+    neurons with the largest outputs per unit of activation.
+    """
+    mixer, device = experts_of(task), task.machine.device
+    down, gate_up = tensors[mixer.down].to(device), tensors[mixer.gate_up].to(device)
+    generator = torch.Generator().manual_seed(task.seed + task.layer)
+    evidence = [
+        Evidence(
+            consumer=down[expert],
+            producer_energy=_row_energy(gate_up[expert]) if task.selector == "magnitude" else None,
+            gram=None if statistics is None else _shrunk(statistics.grams[expert], damping - task.method.fixed_damping),
+            generator=generator,
+            pivoting=task.method.pivoting,
+            group_size=task.method.pivot_group_size,
+            pivot_weights=task.method.pivot_weights,
+        )
+        for expert, damping in enumerate(dampings)
+    ]
+    if task.selector == "id" and task.method.pivoting == "cholesky":
+        weighted = torch.stack([_weighted(one) for one in evidence])
+        return cholesky_pivots_(weighted, rank=task.kept_units).sort(dim=1).values
+    return torch.stack([select_neurons(task.selector, task.kept_units, one) for one in evidence])
+
+
+def _row_energy(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return the squared norms `(m,)` of the rows of gate and up that make each neuron, float32."""
+    return gate_up.float().square().sum(1).unflatten(0, (2, -1)).sum(0)
+
+
+def _shrunk(gram: torch.Tensor, by: float) -> torch.Tensor:
+    """Return `G + by · mean(diag G) I`, and the identity for a Gram of nothing."""
+    mean = gram.diagonal().mean()
+    ridge = torch.where(mean > 0, by * mean, 1.0)
+    return gram + ridge * torch.eye(len(gram), device=gram.device) if by > 0 else gram
+
+
+def _weighted(evidence: Evidence) -> torch.Tensor:
+    gram, weights = evidence.neurons()
+    return gram.double() * weights * weights.unsqueeze(1)
+
+
+def _corrected(
+    task: SublayerTask,
+    down: torch.Tensor,
+    kept: torch.Tensor,
+    statistics: ExpertStatistics | None,
+    dampings: list[float],
+) -> ExpertFactors:
+    """Return the downs over the kept neurons, each corrected by the tokens of its expert."""
+    weight = down.new_empty(len(kept), down.shape[1], task.kept_units)
+    rare, found, energies = [], [], []
+    for expert, columns in enumerate(kept):
+        own = None if statistics is None else statistics.of(expert)
+        correction = task.method.correction
+        if own is not None and correction != "none" and own.num_rows < task.dense_units:
+            correction = "none"
+            rare.append(expert)
+        if correction == "two-stream" and own is not None and own.residual is None:
+            correction = "same-layer"
+        dense = down[expert].to(task.machine.device)
+        factors = correct(
+            dense,
+            columns,
+            own,
+            correction=correction,
+            damping=dampings[expert],
+            residual_weight=task.residual_weight(task.dense_units, 0 if own is None else own.num_targets),
+        )
+        weight[expert] = as_like(factors.weight, weight)
+        if own is not None:
+            energies.append(torch.stack(predicted_energies(dense.double(), factors.weight, columns, own)))
+        found.append(factors)
+    if rare:
+        _warn_of(task, rare, len(kept))
+    solved = [one for one in found if one.condition_number is not None]
+    return ExpertFactors(
+        kept,
+        weight,
+        relative(*torch.stack(energies).sum(0)) if energies else None,
+        max((one.condition_number or 0 for one in solved), default=None),
+        max((one.max_interpolation or 0 for one in solved), default=None),
+        any(one.eigenvalue_fallback for one in solved),
+        max((one.damping or 0 for one in solved), default=None),
+    )
+
+
+def _warn_of(task: SublayerTask, rare: list[int], num_experts: int) -> None:
+    """Warn of experts that saw too few tokens to be corrected."""
+    named = ", ".join(map(str, rare[:NAMED_EXPERTS])) + (", …" if len(rare) > NAMED_EXPERTS else "")
+    logger.warning(
+        "Layer %d: %d of %d experts (%s) saw fewer calibration tokens than their %d neurons, so they are not "
+        "corrected; give more --num-sequences.",
+        task.layer,
+        len(rare),
+        num_experts,
+        named,
+        task.dense_units,
+    )

@@ -1,0 +1,149 @@
+"""Mixtures of experts by their tensor names, and how files hold what the stock class has as one parameter."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from oneshot.errors import CheckpointError
+from oneshot.families.shapes import ModelShape, RankedKind
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Feed-forward networks with gates, of which a router chooses a few for every token.
+
+    The stock class has the gates and ups of all experts as `gate_up_proj (E, 2m, D)` and their downs as
+    `down_proj (E, D, m)`. Files have each linear of each expert by itself, or the same parameters under other names.
+
+    Attributes:
+        module: what is called: router, experts and shared expert. router: the module whose weight has a row for every
+            expert. experts: the module that holds the two parameters.
+        shared_expert: the module of an expert that every token passes, whose linears are `gate_proj`, `up_proj` and
+            `down_proj`; None without one. shared_gate: a linear to one number that gates it; None without one.
+        stored_linears: of one expert in files, as in `mlp.experts.3.gate_proj`: gate, up and down; None if the files
+            have the stock class's parameters.
+        stored_names: what names in files begin with, by what they begin with in the stock class.
+    """
+
+    module: str = "mlp"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    shared_expert: str | None = None
+    shared_gate: str | None = None
+    stored_linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Literal["ffn"]:
+        return "ffn"
+
+    @property
+    def gate_up(self) -> str:
+        """Return the tensor of the gates and ups of all experts."""
+        return f"{self.experts}.gate_up_proj"
+
+    @property
+    def down(self) -> str:
+        """Return the tensor of the downs of all experts."""
+        return f"{self.experts}.down_proj"
+
+    @property
+    def out(self) -> str:
+        """Return what writes to the residual stream."""
+        return self.module
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Return the linears that read the norm's output by themselves: none."""
+        return ()
+
+    @property
+    def ranked_kinds(self) -> tuple[RankedKind, ...]:
+        """Return the kinds of its linears that may have low rank: none."""
+        return ()
+
+    @property
+    def is_gated(self) -> bool:
+        """Return whether an expert has a gate beside its up projection."""
+        return True
+
+    def tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """Return its tensors as the stock class has them, and their shapes."""
+        assert shape.experts is not None
+        hidden, width, sizes = shape.hidden_size, shape.intermediate_size, shape.experts
+        listed: dict[str, tuple[int, ...]] = {
+            f"{self.router}.weight": (sizes.count, hidden),
+            self.gate_up: (sizes.count, 2 * width, hidden),
+            self.down: (sizes.count, hidden, width),
+        }
+        if self.shared_expert is not None:
+            listed |= {
+                f"{self.shared_expert}.{one}_proj.weight": (sizes.shared_width, hidden) for one in ("gate", "up")
+            }
+            listed[f"{self.shared_expert}.down_proj.weight"] = (hidden, sizes.shared_width)
+        if self.shared_gate is not None:
+            listed[f"{self.shared_gate}.weight"] = (1, hidden)
+        return listed
+
+    def held(self, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> ModelShape:
+        """Return the shape with the sizes that these tensors have."""
+        assert shape.experts is not None
+        count, _, width = tensors[self.down].shape
+        return replace(shape, intermediate_size=width, experts=replace(shape.experts, count=count))
+
+    def from_files(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Return a layer's tensors as the stock class has them; experts are copied into one tensor, one by one.
+
+        Raises `CheckpointError` if experts of a layer have different dtypes.
+        """
+        named = self._renamed(tensors, {stored: name for name, stored in self.stored_names.items()})
+        if self.stored_linears is None:
+            return named
+        gate, up, down = self.stored_linears
+        count = sum(name.startswith(f"{self.experts}.") and name.endswith(f".{down}.weight") for name in named)
+        named[self.gate_up] = self._stacked(named, count, gate, up)
+        named[self.down] = self._stacked(named, count, down)
+        return named
+
+    def to_files(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Return the inverse of `from_files`; what is stored by itself is a view."""
+        named = dict(tensors)
+        if self.stored_linears is not None and self.down in named:
+            gate, up, down = self.stored_linears
+            for number, both in enumerate(named.pop(self.gate_up)):
+                named[self._stored(number, gate)], named[self._stored(number, up)] = both.chunk(2)
+            named |= {self._stored(number, down): one for number, one in enumerate(named.pop(self.down))}
+        return self._renamed(named, self.stored_names)
+
+    def _stored(self, number: int, linear: str) -> str:
+        return f"{self.experts}.{number}.{linear}.weight"
+
+    def _stacked(self, named: Tensors, count: int, *linears: str) -> torch.Tensor:
+        """Return linears of all experts as one tensor `(E, rows, columns)`; they are gone from `named`."""
+        first = [named[self._stored(0, linear)] for linear in linears]
+        rows, columns = sum(len(one) for one in first), first[0].shape[1]
+        stacked = first[0].new_empty(count, rows, columns)
+        for number in range(count):
+            parts = [named.pop(self._stored(number, linear)) for linear in linears]
+            if any(part.dtype != stacked.dtype for part in parts):
+                raise CheckpointError(
+                    f"The experts of a layer are stored in different dtypes ({self._stored(number, linears[0])}); save "
+                    "the checkpoint in one dtype first."
+                )
+            for place, part in zip(stacked[number].split([len(part) for part in parts]), parts, strict=True):
+                place.copy_(part)
+        return stacked
+
+    @staticmethod
+    def _renamed(tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> Tensors:
+        """Return tensors with other beginnings of their names."""
+
+        def renamed(name: str) -> str:
+            old = next((old for old in names if name.startswith(old)), "")
+            return names.get(old, "") + name.removeprefix(old)
+
+        return {renamed(name): tensor for name, tensor in tensors.items()}

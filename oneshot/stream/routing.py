@@ -1,0 +1,87 @@
+"""The way of a batch through a mixture of experts, as the stock modules route it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """The tokens of a batch that arrive at one expert.
+
+    Attributes:
+        expert: its number. tokens: rows of the batch, ascending int64 `(r,)`. gates: the weights `(r,)` of its output.
+        neurons: what its down projection reads, `(r, m)`.
+    """
+
+    expert: int
+    tokens: torch.Tensor
+    gates: torch.Tensor
+    neurons: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of a batch go.
+
+    Attributes:
+        inputs: what router and experts read, `(tokens, D)`. chosen: int64 `(tokens, k)`, the experts of every token.
+            gates: `(tokens, k)`, the weights of their outputs. mixed: the weighted sum of their outputs, `(tokens, D)`.
+            written: what the whole mixture writes, with a shared expert.
+        experts: the stock module.
+    """
+
+    inputs: torch.Tensor
+    chosen: torch.Tensor
+    gates: torch.Tensor
+    mixed: torch.Tensor
+    written: torch.Tensor
+    experts: Any
+
+    @property
+    def num_experts(self) -> int:
+        """Return the number of experts that tokens can go to."""
+        return len(self.experts.down_proj)
+
+    def arrivals(self) -> Iterator[Arrivals]:
+        """Yield the tokens of every expert that gets any, in the order of the experts."""
+        flat, per_token = self.chosen.flatten(), self.chosen.shape[1]
+        order = flat.argsort(stable=True)
+        counts = flat.bincount(minlength=self.num_experts).tolist()
+        for expert, places in enumerate(order.split(counts)):
+            if len(places):
+                tokens = places // per_token
+                yield Arrivals(expert, tokens, self.gates.flatten()[places], self.neurons(expert, self.inputs[tokens]))
+
+    def summed(self) -> torch.Tensor:
+        """Return `mixed` by our own way through the experts, one after the other."""
+        total = torch.zeros_like(self.mixed)
+        for one in self.arrivals():
+            total[one.tokens] += one.gates.unsqueeze(1) * one.neurons @ self.experts.down_proj[one.expert].T
+        return total
+
+    def neurons(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return what the down projection of an expert reads for these rows of the inputs, `(rows, m)`."""
+        gate, up = functional.linear(rows, self.experts.gate_up_proj[expert]).chunk(2, dim=-1)
+        neurons: torch.Tensor = self.experts.act_fn(gate).mul_(up)
+        return neurons
+
+
+def route(block: nn.Module, experts: nn.Module, inputs: torch.Tensor) -> Routing:
+    """Let a stock block route a batch `(…, D)`: its experts are told which tokens they get, and with which weights."""
+    told: list[tuple[torch.Tensor, ...]] = []
+
+    def listen(_: nn.Module, unnamed: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> None:
+        told.append((*unnamed, *named.values(), output))
+
+    handle = experts.register_forward_hook(listen, with_kwargs=True)
+    try:
+        written = block(inputs)
+    finally:
+        handle.remove()
+    [(rows, chosen, gates, mixed)] = told
+    return Routing(rows, chosen, gates.to(rows.dtype), mixed, written.flatten(0, -2), experts)

@@ -1,0 +1,192 @@
+"""Neurons inside experts: statistics, choice and correction against sums over all tokens in float64, and whole runs."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, cpu_machine
+from families.cases import CASES
+from safetensors.torch import load_file
+
+from oneshot.checkpoint import Model, open_model
+from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
+from oneshot.compression.experts import fold_experts, solve_experts
+from oneshot.compression.sublayer import SublayerTask
+from oneshot.errors import OneshotError
+from oneshot.families import Experts
+from oneshot.pipeline import compress
+from oneshot.planning import dense_plan
+from oneshot.recipes import find_recipe
+from oneshot.stream import LayerBuilder, Routing
+
+NAME = "qwen3_moe"
+OPTIONS = CASES[NAME].options
+EXPERTS, WIDTH, KEPT, HIDDEN = 4, 32, 24, 32
+MIXER = Experts()
+
+
+@pytest.fixture
+def model(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> Model:
+    return open_model(str(make_checkpoint(**OPTIONS)), tmp_path)
+
+
+@torch.inference_mode()
+def routed(model: Model, tmp_path: Path, sequences: int, seed: int = 0) -> tuple[Routing, torch.Tensor]:
+    """Return a batch on its way through the experts of the first layer, and a residual of it."""
+    layer = LayerBuilder(model, cpu_machine(tmp_path), 24).layer(0, model.read_layer(0))
+    generator = torch.Generator().manual_seed(seed)
+    x, lost = (torch.randn(sequences, 24, HIDDEN, generator=generator) for _ in range(2))
+    return layer.route(1, x), lost.flatten(0, 1)
+
+
+def slowly(tensors: dict[str, torch.Tensor], routing: Routing, lost: torch.Tensor) -> tuple[Any, Any, Any]:
+    """Return Grams, residuals and counts of the experts, token by token in float64, from the weights alone."""
+    gate_up, down = tensors[MIXER.gate_up].double(), tensors[MIXER.down].double()
+    grams = torch.zeros(EXPERTS, WIDTH, WIDTH, dtype=torch.float64)
+    residuals = torch.zeros(EXPERTS, WIDTH, HIDDEN, dtype=torch.float64)
+    counts = [0] * EXPERTS
+    for token, x in enumerate(routing.inputs.double()):
+        scores = (tensors[f"{MIXER.router}.weight"].double() @ x).softmax(0)
+        chosen = scores.topk(2)
+        for expert, gate in zip(chosen.indices.tolist(), chosen.values.tolist(), strict=True):
+            both = gate_up[expert] @ x
+            neurons = torch.nn.functional.silu(both[:WIDTH]) * both[WIDTH:]
+            change = gate * lost[token].double() / chosen.values.square().sum()
+            grams[expert] += gate**2 * torch.outer(neurons, neurons)
+            residuals[expert] += gate**2 * torch.outer(neurons, change)
+            counts[expert] += 1
+        shares = [gate * gate * lost[token].double() / chosen.values.square().sum() for gate in chosen.values.tolist()]
+        torch.testing.assert_close(sum(shares), lost[token].double())
+    assert down.shape == (EXPERTS, HIDDEN, WIDTH)
+    return grams, residuals, counts
+
+
+def summed(*batches: tuple[Routing, torch.Tensor | None]) -> ExpertStatistics:
+    accumulator = ExpertAccumulator(EXPERTS, WIDTH, output_size=HIDDEN, device=torch.device("cpu"))
+    for routing, lost in batches:
+        accumulator.update_(routing, lost)
+    return accumulator.finish()
+
+
+@torch.inference_mode()
+def test_statistics_equal_sums_over_tokens(model: Model, tmp_path: Path) -> None:
+    routing, lost = routed(model, tmp_path, 3)
+    grams, residuals, counts = slowly(model.read_layer(0), routing, lost)
+    found = summed((routing, lost))
+    assert found.residuals is not None
+    assert found.num_rows.tolist() == found.num_targets.tolist() == counts
+    torch.testing.assert_close(found.grams.double(), grams, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.residuals.double(), residuals, rtol=1e-4, atol=1e-4)
+    # a part of the text without a target: the residual stands for all tokens
+    other, _ = routed(model, tmp_path, 3, seed=1)
+    both = summed((routing, lost), (other, None))
+    more = slowly(model.read_layer(0), other, lost)[2]
+    assert both.residuals is not None
+    assert both.num_rows.tolist() == [first + second for first, second in zip(counts, more, strict=True)]
+    scales = both.num_rows / both.num_targets
+    torch.testing.assert_close(both.residuals.double(), residuals * scales.view(-1, 1, 1), rtol=1e-4, atol=1e-4)
+
+
+def task_of(model: Model, tmp_path: Path, **changes: Any) -> SublayerTask:
+    method = replace(find_recipe("oneshot"), **changes)
+    plan = dense_plan(model.shape, method).with_sizes(intermediate_size=KEPT)
+    return SublayerTask(method, model.shape, plan, None, cpu_machine(tmp_path), model.family.stack, 0, 1, seed=0)
+
+
+@pytest.mark.parametrize("correction", ["same-layer", "two-stream"])
+@torch.inference_mode()
+def test_downs_are_least_squares_over_the_tokens_of_their_expert(correction: str, model: Model, tmp_path: Path) -> None:
+    """The normal equations of an augmented system, whose last rows are the ridge towards the dense columns."""
+    task = task_of(model, tmp_path, correction=correction)
+    routing, lost = routed(model, tmp_path, 60)
+    tensors, statistics = model.read_layer(0), summed((routing, lost))
+    kept, factors, _ = solve_experts(task, tensors, statistics)
+    errors = energies = 0.0
+    for one in routing.arrivals():
+        columns, weight = kept[one.expert], tensors[MIXER.down][one.expert].double()
+        rows = (one.gates.unsqueeze(1) * one.neurons).double()
+        squares = routing.gates[one.tokens].square().sum(1)
+        share = task.residual_weight(WIDTH, len(rows)) if correction == "two-stream" else 0.0
+        change = lost[one.tokens].double() * (one.gates.square() / squares).double().unsqueeze(1)
+        damping = task.method.fixed_damping * max(1.0, 16 * WIDTH / len(rows))
+        ridge = damping * rows[:, columns].square().sum(0).mean()
+        system = torch.cat((rows[:, columns], ridge.sqrt() * torch.eye(KEPT, dtype=torch.float64)))
+        target = torch.cat((rows @ weight.T + share * change, ridge.sqrt() * weight[:, columns].T))
+        expected = torch.linalg.lstsq(system, target).solution.T
+        torch.testing.assert_close(factors.weight[one.expert].double(), expected, rtol=1e-3, atol=1e-4)
+        whole = rows @ weight.T + (0.0 if correction == "same-layer" else 1.0) * change
+        errors += float((whole - rows[:, columns] @ expected.T).square().sum())
+        energies += float(whole.square().sum())
+    if correction == "two-stream":  # the statistics have a residual, which the error counts
+        assert factors.predicted_error == pytest.approx((errors / energies) ** 0.5, rel=1e-3)
+
+
+@torch.inference_mode()
+def test_kept_neurons_keep_their_rows(model: Model, tmp_path: Path) -> None:
+    task, tensors = task_of(model, tmp_path), model.read_layer(0)
+    kept, factors, _ = solve_experts(task, tensors, summed(routed(model, tmp_path, 8)))
+    folded = fold_experts(task, tensors, factors)
+    for expert, columns in enumerate(kept):
+        assert columns.tolist() == sorted(set(columns.tolist()))
+        expected = torch.cat((tensors[MIXER.gate_up][expert][columns], tensors[MIXER.gate_up][expert][columns + WIDTH]))
+        assert torch.equal(folded[MIXER.gate_up][expert], expected)
+    assert folded[MIXER.down].shape == (EXPERTS, HIDDEN, KEPT)
+    assert torch.equal(folded[f"{MIXER.router}.weight"], tensors[f"{MIXER.router}.weight"])
+
+
+@torch.inference_mode()
+def test_an_expert_without_tokens_keeps_its_strongest_neurons(
+    model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task, tensors = task_of(model, tmp_path), model.read_layer(0)
+    routing, lost = routed(model, tmp_path, 60)
+    elsewhere = replace(routing, chosen=torch.tensor([[0, 1]]).expand(len(routing.inputs), 2))
+    statistics = summed((elsewhere, lost))
+    assert statistics.num_rows.tolist() == [len(lost), len(lost), 0, 0]
+    kept, factors, _ = solve_experts(task, tensors, statistics)
+    for expert in (2, 3):
+        strongest = tensors[MIXER.down][expert].norm(dim=0).topk(KEPT).indices.sort().values
+        assert torch.equal(kept[expert], strongest)
+        assert torch.equal(factors.weight[expert], tensors[MIXER.down][expert][:, strongest])
+    assert not torch.equal(factors.weight[0], tensors[MIXER.down][0][:, kept[0]])
+    assert "Layer 0: 2 of 4 experts (2, 3) saw fewer calibration tokens than their 32 neurons" in caplog.text
+
+
+@pytest.mark.parametrize("selector", ["id", "obs", "leverage", "activation-norm", "wanda", "magnitude", "random"])
+def test_every_selector_has_a_whole_run(
+    selector: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    config = make_config(make_checkpoint(**OPTIONS), ffn=selector, correction="none", sparsity=0.2)
+    report = compress(config)
+    stored = load_file(Path(config.output) / "model.safetensors")
+    assert sum(tensor.numel() for tensor in stored.values()) == report.stored_parameters["compressed"]
+    assert stored["model.layers.1.mlp.experts.3.down_proj.weight"].shape[1] < WIDTH
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"sketch": "count"}, "set sketch=none and pivoting=cholesky"),
+        ({"ffn": "flap"}, "choose another selector"),
+        ({"damping": "auto"}, "give a number"),
+        ({"up_steps": 2}, "leave it out"),
+        ({"allocation": "sensitivity"}, "allocation=uniform"),
+        ({"depth": "sensitivity"}, "allocation=uniform, and depth=none"),
+        ({"budget": "latency"}, "another budget"),
+        ({"form": "per-layer"}, "use --form stock"),
+        ({"form": "gguf"}, "use --form stock"),
+        ({"hidden": "pca", "ffn": "none"}, "whose hidden size stays"),
+        ({"correction": "bias"}, "choose another correction"),
+        ({"round_to": 4}, "not a multiple of 8"),
+        ({"intermediate_size": 12, "sparsity": None}, "not a multiple of 8"),
+    ],
+    ids=str,
+)
+def test_what_a_mixture_cannot_have_is_one_sentence(
+    changes: dict[str, Any], sentence: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    with pytest.raises(OneshotError, match=sentence) as refusal:
+        compress(make_config(make_checkpoint(**OPTIONS), **changes))
+    assert "\n" not in str(refusal.value)
