@@ -11,41 +11,66 @@ from tables.cells import markdown, rounded, score_cell, token_span
 WIKITEXT2 = "wikitext2_valid.txt"
 SIZES = (0.1, 0.2, 0.3)
 OWN_CODE = "its own code"
-SHOWN = 5  # the best on two texts, `oneshot` among them, so that the README's table stays small
+OWN_TEXT, ALONE = ("general.jsonl+self", 131072), ("general.jsonl", 32768)  # with the model's own text, and without
+SHOWN = 4  # the best on two texts, `oneshot` among them, so that the README's table stays small
 
 
 def summary_table() -> str:
     """The README's table: the default in both forms on five texts, and beside other tools on two texts."""
     quality = default_curves()
+    curves = [
+        ("per-layer", OWN_TEXT, quality["per-layer"]),
+        ("per-layer", ALONE, default_rows("per-layer", *ALONE)),
+        ("stock", OWN_TEXT, quality["stock"]),
+    ]
     lines = [["dense model", "–", *["1"] * len(SIZES)]]
-    for form in ("per-layer", "stock"):
-        scores = {row["asked"]: score_cell(row) for row in quality[form]}
-        lines.append([f"**oneshot**, {form}", "five", *(scores.get(size, "–") for size in SIZES)])
+    for form, (text, tokens), rows in curves:
+        scores = {row["asked"]: score_cell(row) for row in rows}
+        name = f"{_name('oneshot', form)}; {_with_own_text(text, f'{tokens:,}')}"
+        lines.append([name, "five", *(scores.get(size, "–") for size in SIZES)])
     for tool, scores in list(other_curves().items())[:SHOWN]:
-        lines.append([_name(tool, "per-layer"), "two", *_cells(scores)])
-    shown = {form: [row for row in rows if row["asked"] in SIZES] for form, rows in quality.items()}
+        shown = [
+            row for row in _broad() if row["tool"] == tool and row["asked"] in SIZES and row.get("form") != "stock"
+        ]
+        tokens = token_span(row["calibration_tokens"] for row in shown if row["calibration_tokens"])
+        lines.append(
+            [f"{_name(tool, 'per-layer')}; {_with_own_text(shown[0]['calibration'], tokens)}", "two", *_cells(scores)]
+        )
     seeds = ", ".join(
-        f"{form} {token_span(len(row.get('scores', [row])) for row in rows)}" for form, rows in shown.items() if rows
+        f"{form} {token_span(len(row.get('scores', [row])) for row in rows if row['asked'] in SIZES)}"
+        for form, rows in quality.items()
     )
     dense = quality_rows()[0]
     return markdown(
-        ["method", "texts", "10\N{NO-BREAK SPACE}%", "20\N{NO-BREAK SPACE}%", "30\N{NO-BREAK SPACE}%"],
+        [
+            "method; tokens of calibration",
+            "texts",
+            *("10\N{NO-BREAK SPACE}%", "20\N{NO-BREAK SPACE}%", "30\N{NO-BREAK SPACE}%"),
+        ],
         lines,
         "Perplexity ÷ the dense model's, geometric mean over the texts; lower is better. The columns are the removed "
         f"shares of the stored parameters of {dense['model']}, the embedding included. The five texts are "
         f"{', '.join(KINDS.values())}; ± is the standard deviation over seeds ({seeds}). The two texts are WikiText-2 "
-        "and an English text of another kind. `oneshot` "
-        "calibrates on `general.jsonl+self`, the other tools on `general.jsonl`. Their rows are single runs of their "
-        "own code, patched for this model. The row of `oneshot` on two texts is one run on an "
-        "H100; the best four of the other tools are shown.",
+        "and an English text of another kind. All calibrate on `general.jsonl`; “with own text”: half of the tokens "
+        "are written by the model (`general.jsonl+self`). The rows of other tools are single runs of their own code, "
+        "patched for this model; the best three are shown. The row of `oneshot` on two texts is one run on an H100.",
     )
+
+
+def _with_own_text(calibration: str, tokens: str) -> str:
+    return f"{tokens} with own text" if calibration.endswith("+self") else tokens
+
+
+def default_rows(form: str, calibration: str, tokens: int) -> list[Row]:
+    """Rows of the default recipe in a form, calibrated on so many tokens of a text, by size."""
+    rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not row["settings"]]
+    text = [row for row in rows if (row["calibration"], row["calibration_tokens"]) == (calibration, tokens)]
+    return sorted((row for row in text if row["form"] == form), key=lambda row: row["asked"])
 
 
 def default_curves() -> dict[str, list[Row]]:
     """Rows of the default recipe by form, with the model's own text."""
-    rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not row["settings"]]
-    rows = sorted((row for row in rows if row["calibration"] == "general.jsonl+self"), key=lambda row: row["asked"])
-    return {form: [row for row in rows if row["form"] == form] for form in ("per-layer", "stock")}
+    return {form: default_rows(form, *OWN_TEXT) for form in ("per-layer", "stock")}
 
 
 def other_curves() -> dict[str, dict[float, float]]:

@@ -90,7 +90,7 @@ def _setting() -> str:
     """Return what the rows have in common, for captions."""
     rows = pareto_rows()
     texts = {
-        f"compressed on {row['calibration_tokens']:,} tokens of {row['calibration']}; "
+        f"Compressed on {row['calibration_tokens']:,} tokens of {row['calibration']}; "
         for row in rows[1:]
         if row["asked"]
     }
@@ -104,7 +104,7 @@ def pareto_table() -> str:
     return _matrix(
         "{megabytes:.0f} MB, {score:.2f}",
         f"File size, and perplexity ÷ the dense model's in F16: geometric mean over five kinds of text, second halves "
-        f"of the first {dense['windows']} windows of {dense['context']} tokens of each; no importance matrix; "
+        f"of the first {dense['windows']} windows of {dense['context']} tokens of each; no importance matrix. "
         f"{_setting()}.",
     )
 
@@ -160,8 +160,9 @@ def pareto_frontier_table() -> str:
     return markdown(
         ["counts", "files that no other beats (amount, score), from the least loss on"],
         lines,
-        "A file is named if every file of less loss is at least 5% larger or slower. The score is the perplexity ÷ "
-        "dense F16's. " + _setting() + ".",
+        "A file is named if every file of less loss is at least 5% larger or slower. Compressed models are named "
+        "by their form, `gguf` (own FFN widths by layer, whole linears and embedding) or `stock`; each file is one "
+        "point of the plot. The score is the perplexity ÷ dense F16's. " + _setting() + ".",
     )
 
 

@@ -46,11 +46,14 @@ def memory_table() -> str:
     rows = [row for row in read_rows("memory") if "predicted_bytes" in row]
     if not rows:
         return "Not measured yet."
-    rows = sorted(latest(rows, "model", "recipe"), key=lambda row: row["measured_bytes"])
+    # older rows have the store in the place of the form
+    rows = [row if "store" in row else row | {"store": row["form"], "form": "stock"} for row in rows]
+    rows = sorted(latest(rows, "model", "recipe", "form"), key=lambda row: row["measured_bytes"])
     sizes = ("weight_bytes", "predicted_bytes", "max_memory_bytes", "measured_bytes")
     return markdown(
         [
             "model",
+            "form",
             "tokens",
             "weights",
             "predicted peak",
@@ -62,10 +65,11 @@ def memory_table() -> str:
         [
             [
                 row["model"],
+                row["form"],
                 f"{row['num_tokens']:,}",
                 *(f"{row[size] / 1e9:.2f} GB" for size in sizes),
                 f"{row['ratio']:.2f}",
-                f"on the {row.get('store') or row['form']}",
+                f"on the {row['store']}",
             ]
             for row in rows
         ],
