@@ -10,6 +10,21 @@ from oneshot.config import Config
 from oneshot.machine import ALONE, Machine, Workers
 from oneshot.text import load_text, load_tokenizer
 
+GPT2_SIZES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+    "num_key_value_heads": "",
+}
+# sizes that families call otherwise; "": they have none
+RENAMED_SIZES: dict[str, dict[str, str]] = {
+    "falcon": {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": ""},
+    "gpt2": GPT2_SIZES,
+    "gpt_bigcode": GPT2_SIZES,
+    "gpt_neox": {"num_key_value_heads": ""},
+}
 MakeCheckpoint = Callable[..., Path]
 MakeConfig = Callable[..., Config]
 
@@ -125,6 +140,8 @@ def build_model(
     if family == "opt":
         sizes |= {"ffn_dim": sizes.pop("intermediate_size"), "dropout": 0.0}
         del sizes["num_key_value_heads"]
+    if family in ("gpt2", "gpt_bigcode"):
+        sizes |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     if family in ("bert", "distilbert"):
         del sizes["num_key_value_heads"]
         sizes |= {"max_position_embeddings": 64}
@@ -136,6 +153,8 @@ def build_model(
             "num_hidden_layers": "n_layers",
         }
         sizes = {names.get(name, name): size for name, size in sizes.items()}
+    sizes = {RENAMED_SIZES.get(family, {}).get(name, name): size for name, size in sizes.items()}
+    sizes.pop("", None)
     config, chosen = AutoConfig.for_model(family, **sizes), getattr(transformers, model_class)
     model: Any = chosen.from_config(config) if model_class.startswith("Auto") else chosen(config)
     return randomise(model, seed).to(dtype).eval()

@@ -149,6 +149,7 @@ def identify(checkpoint: Checkpoint) -> Model:
     Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
     """
     refuse_quantised(checkpoint.config, checkpoint.folder)
+    checkpoint = _as_the_class_names(checkpoint, find_family(checkpoint.config))
     config, names = checkpoint.config, checkpoint.tensor_names
     family = as_stored(find_family(config), config, names)
     if family.classes and not find_family(config).classes and predicts_tokens(config):
@@ -172,6 +173,18 @@ def identify(checkpoint: Checkpoint) -> Model:
     _check_outside(checkpoint, family, shape, expected)
     _check_count(checkpoint, family, shape)
     return Model(checkpoint, family, shape)
+
+
+def _as_the_class_names(checkpoint: Checkpoint, family: Description) -> Checkpoint:
+    """Return a decoder's checkpoint without buffers that are not read, under the names of its class."""
+    if family.classes or not (family.unused or family.bare_prefix or family.renamed):
+        return checkpoint
+    read = (name for name in checkpoint.shapes if not name.endswith(family.unused))
+    names = {family.renamed.get(name, name): name for name in read}
+    prefix = family.bare_prefix
+    if prefix is not None and predicts_tokens(checkpoint.config) and family.stack.embedding not in names:
+        names = {name if name == family.head else prefix + name: name for name in names}
+    return checkpoint.renamed(names)
 
 
 def _ties_tables(checkpoint: Checkpoint) -> bool:

@@ -60,8 +60,8 @@ class _Pass:
     def __call__(self, x: torch.Tensor, is_judged: bool) -> torch.Tensor:
         total = self._layer.sum(self._task.index, x)
         if is_judged and self._target is not None:
-            self.error = relative_error(self._target, total - x)
-        return self._task.enter(self._layer.leave(self._task.index, total))
+            self.error = relative_error(self._target, total - self._layer.base(self._task.index, x))
+        return self._task.enter(self._layer.moved(self._task.index, x, total))
 
 
 class LayerCompressor:

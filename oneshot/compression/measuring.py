@@ -50,7 +50,7 @@ def measure(
         inner, lost = current.inner(task.index, x), None
         written = current.write(task.index, inner) if task.follows_dense or branch_norm is not None else inner
         if task.follows_dense and dense_state is not None:
-            target = target_of(task, x, dense)
+            target = target_of(task, current.base(task.index, x), dense)
             lost = target.flatten(0, -2) - current.added(task.index, written)
             lost = current.before_sum(lost) if branch_norm is None else branch_norm.taken_back(lost, written)
         rows = with_constant_column(inner) if has_bias else inner
@@ -66,7 +66,7 @@ def measure(
             values.update_(current.values(task.index, x))
     if not task.follows_dense:
         judged, _ = states.read_judged()
-        target = reference.sum(task.index, judged) - judged
+        target = reference.sum(task.index, judged) - reference.base(task.index, judged)
     workers = task.machine.workers
     statistics = replace(
         _reachable(task, accumulator.finish(workers)),
@@ -79,7 +79,7 @@ def measure(
 
 
 def target_of(task: SublayerTask, x: torch.Tensor, dense: DensePass) -> torch.Tensor:
-    """Return what the sublayer should add to a batch of the compressed stream.
+    """Return what the sublayer should add to `x`, a batch of the compressed stream.
 
     It leads to the dense stream after the sublayer, and so also corrects what earlier sublayers lost. With
     `residual_target="sublayer"` it is what the dense sublayer adds to its own input (STAT section 3.1).

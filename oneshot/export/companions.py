@@ -97,7 +97,9 @@ def verify(folder: Path) -> Checkpoint:
     family = FAMILIES.get(checkpoint.config["model_type"])
     if family is not None and family.text_module is not None:
         return identify(checkpoint).checkpoint  # the language model; all else is the input's
-    written, model = checkpoint.shapes, empty_model(checkpoint.config)
+    renamed = {} if family is None else family.renamed
+    written = {renamed.get(name, name): shape for name, shape in checkpoint.shapes.items()}
+    model = empty_model(checkpoint.config)
     expected = {name: tuple(tensor.shape) for name, tensor in _stored(model, checkpoint.config).items()}
     for name in sorted((expected.keys() | written.keys()) - tied_names(model)):
         if name.endswith("rotary_emb.inv_freq"):

@@ -156,10 +156,14 @@ def encoder_config(config: dict[str, Any], shape: ModelShape, stack: StackShape,
         "layer_norm_eps": complete["layer_norm_eps"] if is_bert else DISTILBERT_EPSILON,
         "has_pooler": has_pooler,
         "subspaces": stack.output_size > 0,
-        "layers": [asdict(layer) for layer in stack.layers],
+        "layers": [_stored(layer) for layer in stack.layers],
         "head": stack.head,
         "further_parameters": stack.further_parameters,
     }
+
+
+def _stored(layer: LayerShape) -> dict[str, Any]:
+    return {name: value for name, value in asdict(layer).items() if name != "shared_norm"}
 
 
 def encoder_shape(config: dict[str, Any]) -> StackShape:

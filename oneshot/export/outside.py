@@ -40,8 +40,9 @@ def _unchanged(model: Model, names: list[str]) -> Tensors:
 
 
 def as_named(model: Model, name: str) -> str:
-    """Return the name of a tensor in the result: a model of images and text keeps the names of its input."""
-    return name if model.family.text_module is None else model.checkpoint.stored(name)
+    """Return the name of a tensor in the result: that of the input if the family's class has had other names."""
+    keeps = model.family.text_module is not None or name in model.family.renamed.values()
+    return model.checkpoint.stored(name) if keeps else name
 
 
 def as_in_input(model: Model, tensors: Tensors) -> Tensors:

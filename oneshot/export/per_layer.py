@@ -17,7 +17,7 @@ from oneshot.planning import Grid, Plan
 from oneshot.report.card import python_usage
 
 # this form has no encoder–decoders and no norms of these kinds
-NOT_IN_LAYERS = ("cross_attention", "num_buckets", "norms_all_heads", "norms_per_sublayer")
+NOT_IN_LAYERS = ("cross_attention", "num_buckets", "norms_all_heads", "norms_per_sublayer", "shared_norm")
 LAYER_NORM_EPSILON = 1e-5  # PyTorch's default; configs do not state it
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot.py"
 

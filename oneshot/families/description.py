@@ -37,11 +37,19 @@ NORMS_INSIDE: Mapping[Feature, str] = {
     "up_proj": "--up-steps is not possible for {}, which norms what its FFN writes; leave it out.",
     "profile": "A profile of {} is not supported; use --set allocation=uniform, and depth=none.",
 }
+# features that take sublayers one after the other
+PARALLEL: Mapping[Feature, str] = {
+    "up_proj": "--up-steps is not possible for {}, whose FFN is beside its attention; leave it out.",
+    "profile": "A profile of {} is not supported; use --set allocation=uniform, and depth=none.",
+}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Names of sizes in the family's config.json; `None` for a size that the family derives from others."""
+    """Names of sizes in the family's config.json; `None` for a size that the family derives from others.
+
+    `width_factor`: the FFN's width divided by the hidden size where a config does not state the width.
+    """
 
     hidden_size: str = "hidden_size"
     intermediate_size: str = "intermediate_size"
@@ -57,6 +65,7 @@ class Sizes:
     num_experts: tuple[str, ...] = ()  # names of one number, of which a config states one or more
     experts_per_token: str | None = None
     shared_expert_width: str | None = None
+    width_factor: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,8 @@ class Description:
         like_llama: whether its layers compute what a form with layers of different sizes computes under Llama's names
             (or BERT's, for encoders). Without it, the family has only the stock form and keeps its hidden size.
         own_head: what a stock config states so that the output head is not the embedding.
+        renamed: stored names of tensors that the class calls otherwise, with its names; results keep the stored ones.
+        bare_prefix: of all names in the class, where old checkpoints lack it; None if they have it.
         text_module: of a model of images and text, the prefix of the language model, which is of a family of its own
             (`families/wrappers`); None for others.
         unused: ends of names of layers' tensors that old checkpoints have and transformers does not read.
@@ -105,6 +116,8 @@ class Description:
     like_llama: bool = False
     own_head: Mapping[str, Any] = field(default_factory=lambda: {"tie_word_embeddings": False})
     unused: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    bare_prefix: str | None = None
     text_module: str | None = None
 
     @property
@@ -160,6 +173,8 @@ class Description:
             return UNLIKE_LLAMA[feature].format(self.model_type)
         if feature == "heads" and stack.attention.norms_all_heads:
             return f"Heads of {self.model_type} are normed together, so none can be removed; use --set heads=none."
+        if stack.parallel and feature in PARALLEL:
+            return PARALLEL[feature].format(self.model_type)
         if stack.norms_inside and feature in NORMS_INSIDE:
             return NORMS_INSIDE[feature].format(self.model_type)
         if stack.experts is not None and feature in OF_DENSE_LAYERS:

@@ -12,18 +12,23 @@ Tensors = dict[str, torch.Tensor]
 
 
 def split(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
-    """Return a layer's tensors with every fused linear as its parts, which are views of its rows.
+    """Return a layer's tensors as linears have them: `(outputs, inputs)`, and every fused linear as its parts.
 
     The first part has a row for every column that the sublayer's writer reads. The others share the rest equally.
+    Parts are views of the rows, or copies if the rows are head by head.
     """
-    split_up = dict(tensors)
+    split_up = _transposed(tensors, stack)
     for fused, linears in stack.fused.items():
-        first = tensors[f"{stack.writer_of(linears[0])}.weight"].shape[1]
+        first = split_up[f"{stack.writer_of(linears[0])}.weight"].shape[1]
         for part in PARTS:
             whole = split_up.pop(f"{fused}.{part}", None)
             if whole is not None:
                 each = (len(whole) - first) // (len(linears) - 1)
-                rows = whole.split([first, *[each] * (len(linears) - 1)])
+                if stack.fused_heads:
+                    by_head = whole.unflatten(0, (stack.fused_heads, len(linears), -1))
+                    rows = tuple(one.flatten(0, 1) for one in by_head.unbind(1))
+                else:
+                    rows = whole.split([first, *[each] * (len(linears) - 1)])
                 split_up |= {f"{linear}.{part}": own for linear, own in zip(linears, rows, strict=True)}
     return split_up
 
@@ -35,8 +40,16 @@ def fuse(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
         for part in PARTS:
             if f"{linears[0]}.{part}" in tensors:
                 rows = [fused_again.pop(f"{linear}.{part}") for linear in linears]
+                if stack.fused_heads:
+                    rows = [torch.stack([one.unflatten(0, (stack.fused_heads, -1)) for one in rows], 1).flatten(0, 2)]
                 fused_again[f"{fused}.{part}"] = torch.cat(rows)
-    return fused_again
+    return _transposed(fused_again, stack)
+
+
+def _transposed(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
+    """Return the tensors with weights of transposed linears the other way round."""
+    names = {f"{linear}.weight" for linear in stack.transposed}
+    return {name: tensor.T.contiguous() if name in names else tensor for name, tensor in tensors.items()}
 
 
 def from_files(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:

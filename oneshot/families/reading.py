@@ -8,15 +8,19 @@ from typing import Any
 from oneshot.errors import CheckpointError
 from oneshot.families.arcee import ARCEE
 from oneshot.families.bert import BERT
+from oneshot.families.cohere import COHERE, COHERE2
 from oneshot.families.description import Description, stated_class
 from oneshot.families.distilbert import DISTILBERT
 from oneshot.families.ernie4_5 import ERNIE4_5
 from oneshot.families.exaone4 import EXAONE4
 from oneshot.families.expert_sizes import ExpertSizes
+from oneshot.families.falcon import FALCON
 from oneshot.families.gemma import GEMMA
 from oneshot.families.gemma2 import GEMMA2
 from oneshot.families.gemma3 import GEMMA3
 from oneshot.families.glm import GLM, GLM4
+from oneshot.families.gpt2 import GPT2, GPT_BIGCODE
+from oneshot.families.gpt_neox import GPT_NEOX
 from oneshot.families.granite import GRANITE
 from oneshot.families.helium import HELIUM
 from oneshot.families.hunyuan import HUNYUAN
@@ -28,6 +32,7 @@ from oneshot.families.mixtures import GRANITE_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QW
 from oneshot.families.nemotron import NEMOTRON
 from oneshot.families.olmo2 import OLMO2, OLMO3
 from oneshot.families.opt import OPT
+from oneshot.families.phi import PHI
 from oneshot.families.phi3 import PHI3
 from oneshot.families.qwen2 import QWEN2
 from oneshot.families.qwen3 import QWEN3
@@ -49,11 +54,17 @@ DESCRIPTIONS = (
     GEMMA2,
     GEMMA3,
     ARCEE,
+    COHERE,
+    COHERE2,
     CWM,
     ERNIE4_5,
     EXAONE4,
+    FALCON,
     GLM,
     GLM4,
+    GPT2,
+    GPT_BIGCODE,
+    GPT_NEOX,
     GRANITE,
     HELIUM,
     HUNYUAN,
@@ -71,6 +82,7 @@ DESCRIPTIONS = (
     MIXTRAL,
     OLMOE,
     GRANITE_MOE,
+    PHI,
     OPT,
     BERT,
     DISTILBERT,
@@ -175,7 +187,7 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
     return ModelShape(
         num_hidden_layers=num_layers + num_decoder_layers,
         hidden_size=hidden_size,
-        intermediate_size=_size(family, config, keys.intermediate_size),
+        intermediate_size=_size(family, config, keys.intermediate_size, _default_width(family, hidden_size)),
         num_attention_heads=num_heads,
         num_key_value_heads=num_groups,
         head_dim=head_dim,
@@ -189,6 +201,8 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         norm_bias=len(stack.sublayers[0].norms[0].parts) > 1,
         norms_per_sublayer=len(stack.sublayers[0].norms),
         gated=stack.feed_forward.is_gated,
+        shared_norm=stack.shares_norm,
+        head_bias=family.head is not None and family.head.replace(".weight", ".bias") in stored,
         tied=tied,
         has_head=family.head is not None or tied,
         final_norm=stack.final_norm is not None,
@@ -254,6 +268,8 @@ def _head_sizes(family: Description, config: dict[str, Any], hidden_size: int) -
     num_groups = num_heads
     if keys.num_key_value_heads is not None:
         num_groups = _size(family, config, keys.num_key_value_heads, num_heads)
+    if family.stack.attention.one_group:
+        num_groups = 1
     if (keys.head_dim is None or config.get(keys.head_dim) is None) and hidden_size % num_heads:
         raise CheckpointError(
             f"config.json states {num_heads} attention heads, which do not divide the hidden size {hidden_size}; "
@@ -326,6 +342,11 @@ def _size(family: Description, config: dict[str, Any], key: str, default: int | 
             f"give a complete {family.model_type} checkpoint."
         )
     return value
+
+
+def _default_width(family: Description, hidden_size: int) -> int | None:
+    factor = family.sizes.width_factor
+    return None if factor is None else factor * hidden_size
 
 
 def _num_layers(

@@ -21,6 +21,7 @@ class LayerShape:
     `attention_bias`, `output_bias` and `mlp_bias` say which linears store a bias: q/k/v, o, and the FFN's. `norm_bias`:
     the norms store a bias. `query_key_norms`: queries and keys are normed, each by the weights of one head for all
     heads, or with `norms_all_heads` all heads together. `norms_per_sublayer`: a second norm follows the mixer.
+    `shared_norm`: all sublayers read one norm.
     `gated`: the FFN has a gate beside its up projection. `norm_weights`: norms have a weight for every coordinate.
     `query_key_rank` (of both linears together), `output_rank`, `gate_rank`, `up_rank`: of linears with low rank; 0 for
     whole ones. Such a linear stores `rank` of its columns, a matrix that reconstructs the others, and their order.
@@ -49,6 +50,7 @@ class LayerShape:
     query_key_norms: bool = False
     norms_all_heads: bool = False
     norms_per_sublayer: int = 1
+    shared_norm: bool = False
     gated: bool = True
     norm_weights: bool = True
     cross_attention: bool = False
@@ -93,6 +95,7 @@ class LayerShape:
         """Return the stored parameters, norms included."""
         attends, has_ffn = self.num_attention_heads > 0, self.intermediate_size > 0
         widths = self.hidden_size * (1 + self.cross_attention) * attends + self.middle_size * has_ffn
+        widths = self.hidden_size if self.shared_norm else widths
         norms = widths * (self.norm_weights + self.norm_bias) * self.norms_per_sublayer
         norms += self.num_buckets * self.num_attention_heads
         normed_heads = (self.num_attention_heads + self.num_key_value_heads) if self.norms_all_heads else 2
@@ -246,6 +249,8 @@ class ModelShape:
     query_key_norms: bool = False
     norms_all_heads: bool = False
     norms_per_sublayer: int = 1
+    shared_norm: bool = False
+    head_bias: bool = False
     vocab_size: int = 0
     layer_norms: bool = False
     norm_bias: bool = False
@@ -308,6 +313,7 @@ class ModelShape:
             query_key_norms=self.query_key_norms,
             norms_all_heads=self.norms_all_heads,
             norms_per_sublayer=self.norms_per_sublayer,
+            shared_norm=self.shared_norm,
             gated=self.gated,
             cross_attention=number >= first_of_decoder and self.num_decoder_layers > 0,
             num_buckets=self.num_buckets if number in (0, first_of_decoder) else 0,
@@ -329,6 +335,7 @@ class ModelShape:
             tuple(self.layer(number) for number in range(self.num_hidden_layers)),
             self.vocab_size,
             head,
+            self.head_bias,
             num_positions=self.num_positions + self.unused_positions,
             num_token_types=self.num_token_types,
             final_norm=self.final_norm,

@@ -25,8 +25,11 @@ class Stack:
         embedding_scale: what the rows of the embedding are multiplied with. residual_scale: what sublayers add is
             multiplied with.
         rotary: whether attention turns queries and keys by rotary positions.
+        parallel: whether all sublayers of a layer read the same states, and add to them together.
         causal: whether a token sees only earlier ones. If not, the text is not packed but read example by example.
         fused: linears of a layer that the checkpoint stores as one, by its name: the rows of the first, and so on.
+            fused_heads: the rows are head by head, for so many heads; 0: linear by linear.
+        transposed: stored linears whose weights are `(inputs, outputs)`.
         first_layer, first_position: the stack's first layer and position, counted through the whole model. A decoder
             follows its encoder.
     """
@@ -44,8 +47,11 @@ class Stack:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     rotary: bool = True
+    parallel: bool = False
     causal: bool = True
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused_heads: int = 0
+    transposed: tuple[str, ...] = ()
     first_layer: int = 0
     first_position: int = 0
 
@@ -60,6 +66,15 @@ class Stack:
     def index_of(self, kind: SublayerKind) -> int:
         """Return the index of the sublayer of a kind."""
         return next(index for index, sublayer in enumerate(self.sublayers) if sublayer.kind == kind)
+
+    def waits(self, index: int) -> bool:
+        """Return whether the stream moves only with a later sublayer of the layer."""
+        return self.parallel and index < len(self.sublayers) - 1
+
+    @property
+    def shares_norm(self) -> bool:
+        """Return whether all sublayers of a layer read one norm."""
+        return self.parallel and len({sublayer.norm.name for sublayer in self.sublayers}) == 1
 
     def writer_of(self, reader: str) -> str:
         """Return the writer of the sublayer that a linear belongs to."""

@@ -149,8 +149,11 @@ def _steps(model: Model, machine: Machine, kind: int, stock: Any, layers: Mappin
         yield _Step("embedding", builder.embed(embedding, batch), passed[0])
         layer = builder.layer(number, layers[stack.layers], memory)
         for index, sublayer in enumerate(stack.sublayers):
+            if stack.waits(index):
+                continue
             before, after = passed[index], passed[index + 1]
-            name = f"{PART_NAMES[sublayer.kind]} in layer {number}"
+            parts = stack.sublayers if stack.parallel else (sublayer,)
+            name = f"{' beside '.join(PART_NAMES[part.kind] for part in parts)} in layer {number}"
             yield _Step(name, layer.run(index, before.view_as(passed[0])), after, before)
             if stack.experts is not None and sublayer.mixer is stack.experts:
                 routing = layer.route(index, before.view_as(passed[0]))

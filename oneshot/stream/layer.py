@@ -23,7 +23,8 @@ class Layer:
     """One layer, callable by its sublayers.
 
     A sublayer adds `writer(inner(x))` to the residual stream `x`. Norms may come before the sublayer, between its
-    writer and the sum, and after the sum.
+    writer and the sum, and after the sum. In a parallel layer all sublayers read the same `x`: the stream stays `x`
+    until the last of them, and moves by all of them at once.
     `memory`: of a decoder's layer; None for others.
     """
 
@@ -53,16 +54,20 @@ class Layer:
             handle.remove()
         return read[0].flatten(0, -2)
 
+    def base(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return what the sublayer's output is added to: `x`, in a parallel layer after the sublayers before it."""
+        return self.sum(index - 1, x) if self._stack.parallel and index > 0 else x
+
     def sum(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return `x + added(writer(inner(x)))`, `(sequences, length, D)`."""
-        mixer = self._stack.sublayers[index].mixer
+        """Return `base(x) + added(writer(inner(x)))`, `(sequences, length, D)`."""
+        mixer, base = self._stack.sublayers[index].mixer, self.base(index, x)
         if isinstance(mixer, Experts):
-            return x + self.added(index, self._part(mixer.module)(self.normed(index, x)))
+            return base + self.added(index, self._part(mixer.module)(self.normed(index, x)))
         if isinstance(mixer, Attention) and _contains_writer(mixer):
             attention, arguments = self._part(mixer.module), self._arguments_of(mixer)
             output, *_ = attention(hidden_states=self.normed(index, x), **arguments)
-            return x + self.added(index, output)
-        return x + self.added(index, self.write(index, self.inner(index, x)).view_as(x))
+            return base + self.added(index, output)
+        return base + self.added(index, self.write(index, self.inner(index, x)).view_as(x))
 
     def route(self, index: int, x: torch.Tensor) -> Routing:
         """Return where the stock router sends the tokens of a mixture of experts, and what the mixture writes."""
@@ -83,7 +88,11 @@ class Layer:
 
     def run(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the sublayer, `(sequences, length, D)`."""
-        return self.leave(index, self.sum(index, x))
+        return x if self._stack.waits(index) else self.leave(index, self.sum(index, x))
+
+    def moved(self, index: int, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """Return the same from the `sum` of a batch `x`."""
+        return x if self._stack.waits(index) else self.leave(index, total)
 
     def leave(self, index: int, total: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the sublayer from the sum, which a norm may follow."""

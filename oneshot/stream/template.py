@@ -1,5 +1,6 @@
 """Modules of the stock class without weights, and the arguments that the stock model calls its layers with."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -41,10 +42,19 @@ class Template:
             self.arguments: dict[int, dict[str, Any]] = {kind: {} for kind in kinds}
         elif stack.rotary:
             example = torch.zeros(1, sequence_length, model.shape.hidden_size, dtype=machine.dtype)
-            self.arguments = dict(zip(kinds, _stock_arguments(whole, stack, example.to(machine.device)), strict=True))
+            attention = whole.get_submodule(f"{stack.layers}.0.{stack.attention.module}")
+            recorded = _stock_arguments(whole, stack, example.to(machine.device))
+            self.arguments = dict(zip(kinds, [_required(attention) | one for one in recorded], strict=True))
         else:
             # scaled dot product attention is causal by itself where the module says so
             self.arguments = {kind: {"attention_mask": None} for kind in kinds}
+
+
+def _required(attention: nn.Module) -> dict[str, Any]:
+    """Return None for every argument that attention needs to be given beside the states."""
+    _, *further = inspect.signature(attention.forward).parameters.values()
+    named = (one for one in further if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty)
+    return {one.name: None for one in named}
 
 
 class _Recorder(nn.Module):

@@ -64,6 +64,7 @@ NORMS_INSIDE: frozenset[Feature] = STOCK_ONLY | {"up_proj", "profile"}
 LAYER_NORMS: frozenset[Feature] = STOCK_ONLY | {"embedding ranks"}
 MIXTURES: frozenset[Feature] = STOCK_ONLY | {"up_proj", "profile", "latency", "sketch", "moments", "held-out damping"}
 EXPERTS = {"num_experts_per_tok": 2, "width": 32}
+PARALLEL: frozenset[Feature] = LAYER_NORMS | {"up_proj", "profile"}
 CASES: dict[str, Case] = {
     "llama": Case(
         variants={
@@ -154,6 +155,15 @@ CASES: dict[str, Case] = {
     "granitemoe": Case(
         {"family": "granitemoe", "num_local_experts": 4, **EXPERTS, **GRANITE_FACTORS}, refused=MIXTURES
     ),
+    "cohere": Case(
+        {"family": "cohere", "tied": True, "logit_scale": 0.5}, {"biases": {"attention_bias": True}}, PARALLEL
+    ),
+    "cohere2": Case({"family": "cohere2", "tied": True, "layers": 4, "sliding_window": 7}, refused=PARALLEL),
+    "phi": Case({"family": "phi"}, refused=PARALLEL),
+    "gpt_neox": Case({"family": "gpt_neox"}, {"after": {"use_parallel_residual": False}}, PARALLEL | {"heads"}),
+    "falcon": Case({"family": "falcon", "tied": True}, {"biases": {"bias": True}}, PARALLEL | {"heads"}),
+    "gpt2": Case({"family": "gpt2", "tied": True}, {"untied": {"tied": False}}, LAYER_NORMS | {"up_proj", "heads"}),
+    "gpt_bigcode": Case({"family": "gpt_bigcode", "tied": True}, refused=LAYER_NORMS | {"up_proj", "heads"}),
     "opt": Case(
         {"family": "opt", "groups": 4},
         {"tied": {"tied": True}, "long": {"layers": 3}},

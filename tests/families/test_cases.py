@@ -8,7 +8,7 @@ import torch
 import transformers
 from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, calibration_tokens
 from families.cases import OTHER_CLASSES, variants
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from oneshot.checkpoint import open_model
@@ -79,3 +79,39 @@ def test_a_result_computes_what_the_stream_passed(
     if "lm_head.weight" not in result.state_dict():
         return
     assert_cache_changes_nothing(result, 6, input_ids=torch.arange(3, 8).unsqueeze(0))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+def test_old_tensors_are_read_as_transformers_reads_them(
+    name: str, own_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Files on the hub have buffers of masks, and names without the prefix of the class."""
+    folder = own_checkpoint(**WHOLE_RUNS[name])
+    path = folder / "model.safetensors"
+    dense = {key.removeprefix("transformer."): tensor for key, tensor in load_file(path).items()}
+    attention = {"gpt2": "h.0.attn", "gpt_neox": "gpt_neox.layers.0.attention"}[name]
+    buffers = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
+    save_file(dense | {f"{attention}.{part}": buffer for part, buffer in buffers.items()}, path, {"format": "pt"})
+    config = make_config(folder, sparsity=0)
+    compress(config)
+    result = tensors_of(Path(config.output))
+    assert result.keys() == {f"transformer.{key}" if name == "gpt2" else key for key in dense}
+    assert all(torch.equal(tensor, dense[key.removeprefix("transformer.")]) for key, tensor in result.items())
+    load(Path(config.output))
+
+
+@pytest.mark.parametrize("correction", ["same-layer", "two-stream"])
+@pytest.mark.parametrize("name", ["cohere", "gpt_neox"])
+def test_predicted_errors_of_parallel_sublayers_are_those_on_the_text(
+    name: str, correction: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Both sublayers read one state; the target of the second one also has what the first one lost."""
+    heads = {"heads": "id"} if name == "cohere" else {}
+    config = make_config(
+        make_checkpoint(**WHOLE_RUNS[name]), sparsity=0.15, correction=correction, residual_weight=1.0, **heads
+    )
+    report = compress(config)
+    found = [each for layer in report.layers for each in layer.sublayers if each.measured_error is not None]
+    assert {each.kind for each in found} == ({"heads", "ffn"} if heads else {"ffn"})
+    for each in found:
+        assert each.measured_error == pytest.approx(each.predicted_error, rel=5e-3)

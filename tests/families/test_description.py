@@ -7,6 +7,7 @@ import torch
 from factories import build_model
 from families.cases import CASES, variants
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.pytorch_utils import Conv1D
 
 from oneshot.families import (
     FAMILIES,
@@ -28,6 +29,8 @@ def read(variant: str) -> tuple[Any, dict[str, Any], dict[str, tuple[int, ...]]]
     """Return a tiny stock model, its config.json and the shapes of its stored tensors."""
     model = build_model(**VARIANTS[variant])
     stored = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
+    renamed = FAMILIES[model.config.model_type].renamed
+    stored = {renamed.get(name, name): shape for name, shape in stored.items()}
     if model.config.tie_word_embeddings:
         del stored["lm_head.weight"]
     return model, model.config.to_dict(), stored
@@ -84,7 +87,7 @@ def test_every_name_of_a_description_exists_in_the_stock_class(variant: str) -> 
                 *norm.parts
             }
         for linear in () if isinstance(sublayer.mixer, Experts) else (*sublayer.readers, sublayer.writer):
-            assert isinstance(layer.get_submodule(stack.stored_linear(linear)), torch.nn.Linear)
+            assert isinstance(layer.get_submodule(stack.stored_linear(linear)), (torch.nn.Linear, Conv1D))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -110,11 +110,13 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
         for index, sublayer in enumerate(stack.sublayers):
             position = stack.position(number, index)
             assert_close(x, before[position])
-            total = layer.sum(index, x)
-            assert_close(total, before[position + 1])
+            total, base = layer.sum(index, x), layer.base(index, x)
+            moved = layer.moved(index, x, total)
+            assert_close(moved, before[position + 1])
             after = layer.run(index, x)
             assert torch.equal(layer.leave(index, total), total), "no norm follows the sum"
-            assert torch.equal(after, total)
+            assert torch.equal(after, moved)
+            assert stack.parallel or (moved is total and base is x)
             if isinstance(sublayer.mixer, Experts):
                 assert_experts_equal(layer, index, x, stock.get_submodule(prefix + sublayer.mixer.experts))
                 x = after
@@ -122,7 +124,7 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
             inner = layer.inner(index, x)
             expected = inputs[prefix + sublayer.writer].flatten(0, -2)
             torch.testing.assert_close(inner, expected, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(x + layer.added(index, layer.write(index, inner)).view_as(x), total)
+            torch.testing.assert_close(base + layer.added(index, layer.write(index, inner)).view_as(x), total)
             x = after
     head = builder.output_head()
     assert_close(head.norm(x) / model.head_scale, states[-1])
@@ -149,6 +151,8 @@ def test_parts_of_sublayers_equal_the_stock_modules(
         expected = outputs[attention.q], outputs[attention.k]
     else:
         together = outputs[stack.stored_linear(attention.q)]
+        if stack.fused_heads:
+            together = together.unflatten(-1, (stack.fused_heads, 3, -1)).transpose(-3, -2).flatten(-3)
         expected = together[..., : queries.shape[1]], together[..., queries.shape[1] :][..., : keys.shape[1]]
     for rows, theirs in zip((queries, keys), expected, strict=True):
         torch.testing.assert_close(rows, theirs.flatten(0, -2), rtol=1e-4, atol=1e-4)
