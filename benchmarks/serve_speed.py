@@ -63,6 +63,11 @@ def start(stack: ExitStack, folder: Path, implementation: str, arguments: argpar
     return Server(folder, implementation, process, _answer(process))
 
 
+def has_ranked_embedding(folder: Path) -> bool:
+    """Return whether the embedding has ranks, which vLLM's Transformers backend cannot hold."""
+    return bool(json.loads((folder / "config.json").read_text()).get("embedding"))
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("dense", type=Path)
@@ -85,6 +90,7 @@ def main() -> None:
                 start(stack, folder, implementation, arguments)
                 for folder in arguments.results
                 for implementation in arguments.implementations
+                if implementation == "vllm" or not has_ranked_embedding(folder)
             ),
         ]
         for batch in arguments.batches:
