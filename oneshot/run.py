@@ -258,7 +258,7 @@ class Run:
                 num_tokens=options.num_tokens,
                 longest=min(options.sequence_length, shape.num_positions),
                 seed=self._config.seed,
-                with_types=stack.token_types is not None,
+                with_types=shape.num_token_types > 1,
             )
         counts = shares(options.num_sequences, sources)
         parts = [self._load_source(source, count, tokenizer) for source, count in counts.items()]

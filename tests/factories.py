@@ -25,6 +25,7 @@ RENAMED_SIZES: dict[str, dict[str, str]] = {
     "gpt_bigcode": GPT2_SIZES,
     "gpt_neox": {"num_key_value_heads": ""},
 }
+ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta", "camembert", "electra")
 MakeCheckpoint = Callable[..., Path]
 MakeConfig = Callable[..., Config]
 
@@ -142,9 +143,11 @@ def build_model(
         del sizes["num_key_value_heads"]
     if family in ("gpt2", "gpt_bigcode"):
         sizes |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    if family in ("bert", "distilbert"):
+    if family in ENCODERS:
         del sizes["num_key_value_heads"]
         sizes |= {"max_position_embeddings": 64}
+    if family == "electra":
+        sizes |= {"embedding_size": hidden}
     if family == "distilbert":
         names = {
             "hidden_size": "dim",

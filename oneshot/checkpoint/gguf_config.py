@@ -32,7 +32,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     if architecture not in MODEL_TYPES:
         raise CheckpointError(
-            f"The GGUF architecture {architecture} is not supported; the supported ones are {', '.join(MODEL_TYPES)}."
+            f"The GGUF architecture {architecture} is not supported ({', '.join(MODEL_TYPES)} are); give the model it "
+            "came from as safetensors."
         )
     stated = {
         key.removeprefix(f"{architecture}."): value

@@ -1,6 +1,5 @@
 """From a config.json and the stored tensors to a family and its sizes."""
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -36,6 +35,8 @@ from oneshot.families.phi import PHI
 from oneshot.families.phi3 import PHI3
 from oneshot.families.qwen2 import QWEN2
 from oneshot.families.qwen3 import QWEN3
+from oneshot.families.refusals import refuse_recurrent, unknown
+from oneshot.families.roberta import CAMEMBERT, ELECTRA, ROBERTA, XLM_ROBERTA
 from oneshot.families.seed_oss import SEED_OSS
 from oneshot.families.shapes import ModelShape
 from oneshot.families.smollm3 import SMOLLM3
@@ -86,6 +87,10 @@ DESCRIPTIONS = (
     OPT,
     BERT,
     DISTILBERT,
+    ROBERTA,
+    XLM_ROBERTA,
+    CAMEMBERT,
+    ELECTRA,
     T5,
     MT5,
 )
@@ -100,11 +105,12 @@ DEFAULT_BUCKETS = 32  # of relative positions, transformers' default
 def find_family(config: dict[str, Any]) -> Description:
     """Return the family that `config["model_type"]` names.
 
-    Raises `CheckpointError`, with the reason, for mixtures of experts and unknown families.
+    Raises `CheckpointError`, with the reason, for recurrent states, other mixtures of experts, and unknown families.
     """
     model_type = config.get("model_type", "(none)")
     if not isinstance(model_type, str):
         raise CheckpointError(f"config.json states model_type {repr(model_type)[:100]}, which is not a name; mend it.")
+    refuse_recurrent(model_type)
     known = FAMILIES.get(model_type)
     if _is_mixture(config, model_type) and (known is None or known.stack.experts is None):
         raise CheckpointError(
@@ -118,7 +124,7 @@ def find_family(config: dict[str, Any]) -> Description:
             "The layers of the checkpoint have different sizes already (nemotron-nas); give the model it came from."
         )
     if model_type not in FAMILIES:
-        raise CheckpointError(_unknown(model_type))
+        raise unknown(model_type, FAMILIES)
     classes, stated = FAMILIES[model_type].classes, stated_class(config)
     if classes and stated is not None and stated not in classes:
         raise CheckpointError(
@@ -153,16 +159,6 @@ def _is_mixture(config: dict[str, Any], model_type: str) -> bool:
     """Return whether a config describes a mixture of experts."""
     counts = ("num_local_experts", "num_experts", "n_routed_experts")
     return "mixtral" in model_type or "moe" in model_type or any(config.get(name) for name in counts)
-
-
-def _unknown(model_type: str) -> str:
-    """Return a sentence about a family that is not known, with those whose names are nearest."""
-    nearest = difflib.get_close_matches(model_type, FAMILIES, n=3)
-    names = " and ".join(nearest) if nearest else f"{len(FAMILIES)} families"
-    return (
-        f"Model type {model_type[:100]!r} is not supported ({names} are); the page Supported models of the documents "
-        "(docs/supported-models.md) lists all families."
-    )
 
 
 def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> ModelShape:

@@ -136,6 +136,8 @@ def _steps(model: Model, machine: Machine, kind: int, stock: Any, layers: Mappin
     """Yield every part of a model with one layer of a kind."""
     family, builder = model.family, LayerBuilder(model, machine, NUM_TOKENS)
     token_ids = torch.arange(NUM_TOKENS).unsqueeze(0) % model.shape.vocab_size
+    padding = model.checkpoint.config.get("pad_token_id")  # it has no position in some models
+    token_ids[token_ids == padding] = 0 if padding else NUM_TOKENS // 2
     [batch] = Text(token_ids, "a check").batches(1)
     norms = [stack.final_norm.name for stack in family.stacks if stack.final_norm is not None]
     watch = _Watch(stock, [*norms, *(name for stack in family.stacks for name in _entrances(stack))])

@@ -122,7 +122,8 @@ def edit_config(folder: Path, **changes: Any) -> None:
     ("changes", "names"),
     [
         ({"model_type": "qwen9"}, ("qwen9", "qwen2", "qwen3", "supported-models")),
-        ({"model_type": "mamba"}, ("mamba", "supported-models")),
+        ({"model_type": "mamba"}, ("mamba", "recurrent state", "supported-models")),
+        ({"model_type": "qwen3_next", "num_experts": 8}, ("qwen3_next", "recurrent state", "supported-models")),
         ({"model_type": "removed"}, ("(none)",)),
         ({"model_type": "phimoe"}, ("phimoe", "mixture of experts", "qwen3_moe, qwen2_moe, mixtral")),
         ({"model_type": "mixtral"}, ("num_experts", "mixtral")),

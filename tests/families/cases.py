@@ -56,6 +56,7 @@ class Case:
 
 
 ENCODER_REFUSALS: frozenset[Feature] = frozenset({"heads", "up_proj", "embedding ranks", "self text"})
+STOCK_ENCODERS: frozenset[Feature] = ENCODER_REFUSALS | {"ffn biases", "hidden size", "per-layer form"}
 T5_REFUSALS: frozenset[Feature] = frozenset(
     {"ffn biases", "embedding ranks", "self text", "profile", "latency", "per-layer form"}
 )
@@ -172,6 +173,18 @@ CASES: dict[str, Case] = {
     "bert": Case({"family": "bert", "groups": 4, "model_class": "BertModel"}, refused=ENCODER_REFUSALS, packed=False),
     "distilbert": Case(
         {"family": "distilbert", "groups": 4, "model_class": "DistilBertModel"}, refused=ENCODER_REFUSALS, packed=False
+    ),
+    "roberta": Case(
+        {"family": "roberta", "groups": 4, "model_class": "RobertaModel"}, refused=STOCK_ENCODERS, packed=False
+    ),
+    "xlm-roberta": Case(
+        {"family": "xlm-roberta", "groups": 4, "model_class": "XLMRobertaModel"}, refused=STOCK_ENCODERS, packed=False
+    ),
+    "camembert": Case(
+        {"family": "camembert", "groups": 4, "model_class": "CamembertModel"}, refused=STOCK_ENCODERS, packed=False
+    ),
+    "electra": Case(
+        {"family": "electra", "groups": 4, "model_class": "ElectraModel"}, refused=STOCK_ENCODERS, packed=False
     ),
     "t5": Case({"gated": False, "tied": True}, refused=T5_REFUSALS, packed=False, build=build_t5),
 }

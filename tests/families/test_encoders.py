@@ -173,7 +173,15 @@ def test_token_types_are_embedded(tmp_path: Path) -> None:
 
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
-ALL_CLASSES = [(family, name) for family, names in CLASSES.items() for name in names]
+ALL_CLASSES = [
+    *((family, name) for family, names in CLASSES.items() for name in names),
+    ("roberta", "RobertaForMaskedLM"),
+    ("roberta", "RobertaForSequenceClassification"),
+    ("xlm-roberta", "XLMRobertaModel"),
+    ("camembert", "CamembertForTokenClassification"),
+    ("electra", "ElectraForPreTraining"),
+    ("electra", "ElectraForMaskedLM"),
+]
 
 
 def make_encoder(folder: Path, family: str, model_class: str, tokenizer: Any) -> Any:

@@ -1,0 +1,46 @@
+"""Sentences about model types that are not supported."""
+
+import difflib
+from collections.abc import Collection
+
+from oneshot.errors import CheckpointError
+
+# beginnings of model types whose layers, or some of them, have a recurrent state in the place of attention
+RECURRENT = (
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "mamba",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv",
+    "xlstm",
+    "zamba",
+)
+
+
+def refuse_recurrent(model_type: str) -> None:
+    """Raise `CheckpointError` for a model type with recurrent states."""
+    if model_type.startswith(RECURRENT):
+        raise CheckpointError(
+            f"Model type {model_type[:100]!r} has layers with a recurrent state (state-space, linear attention, or "
+            "convolution), which are not supported; give a model whose layers all have attention, such as one of "
+            "docs/supported-models.md."
+        )
+
+
+def unknown(model_type: str, known: Collection[str]) -> CheckpointError:
+    """Return the error for a family that is not `known`; it names those whose names are nearest."""
+    nearest = difflib.get_close_matches(model_type, known, n=3)
+    names = " and ".join(nearest) if nearest else f"{len(known)} families"
+    return CheckpointError(
+        f"Model type {model_type[:100]!r} is not supported ({names} are); the page Supported models of the documents "
+        "(docs/supported-models.md) lists all families."
+    )
