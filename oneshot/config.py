@@ -48,6 +48,7 @@ class Target:
         budget: what `sparsity` is a fraction of; latency is measured on this machine, for one sequence.
         hidden_size, intermediate_size, value_size, query_key_size: kept sizes (the last two per head); None: what the
             target asks for, and all.
+        num_experts: kept experts of every layer of a mixture; None: what the target asks for, and all.
         hidden_rate, inner_rate: fractions to remove instead of these sizes: of the hidden size, and of the FFN width
             and of the sizes inside heads (a and b of TCSP{a %, b %}, section 5.2).
         round_to: sizes are multiples of this; None: 64, less for small models.
@@ -60,6 +61,7 @@ class Target:
     intermediate_size: int | None = None
     value_size: int | None = None
     query_key_size: int | None = None
+    num_experts: int | None = None
     hidden_rate: float | None = None
     inner_rate: float | None = None
     round_to: int | None = None
@@ -69,7 +71,7 @@ class Target:
         given = (self.sparsity is not None) + (self.parameters is not None)
         rates = self.hidden_rate, self.inner_rate
         sizes = self.hidden_size, self.intermediate_size, self.value_size, self.query_key_size
-        sizes_given = any(size is not None for size in (*sizes, *rates))
+        sizes_given = any(size is not None for size in (*sizes, *rates, self.num_experts))
         if given > 1 or (given == 0 and not sizes_given):
             raise ConfigError("Give exactly one target: --sparsity (such as 0.2) or --params (such as 900M).")
         if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
@@ -79,6 +81,7 @@ class Target:
         if self.parameters is not None and self.parameters <= 0:
             raise ConfigError(f"--params {self.parameters} is out of range: give a positive number of parameters.")
         check_minimum(self, round_to=1, hidden_size=1, intermediate_size=1, value_size=1, query_key_size=1)
+        check_minimum(self, num_experts=1)
         for name in ("hidden_rate", "inner_rate"):
             rate = getattr(self, name)
             if rate is not None and not (math.isfinite(rate) and 0 <= rate < 1):

@@ -11,6 +11,7 @@ from oneshot.parsing import did_you_mean
 Selector = Literal[
     "id", "obs", "leverage", "activation-norm", "wanda", "flap", "tcsp-score", "magnitude", "random", "none"
 ]
+Experts = Literal["effects", "frequency", "reap", "man", "energy", "random", "none"]
 Hidden = Literal["pca", "coordinates", "random", "none"]
 Embedding = Literal["auto", "low-rank", "none"]
 HeadUnit = Literal["auto", "query-head", "kv-group"]
@@ -44,6 +45,8 @@ class Method:
     Attributes:
         ffn: selector of neurons: `id` (output-weighted pivots), `obs` (backward elimination), a score, or none.
         heads: selector of heads, the same choices (`id`: STAT section 3.2).
+        experts: selector of whole experts of a mixture: the set with the least joint `effects` on the output, a score,
+            or none.
         head_unit: what is removed together: a whole KV group, or a query head of every group.
         hidden: `pca` projects the residual stream (TCSP section 4; SP3 appendix F.1). `coordinates` keeps its
             coordinates of most energy (SP3 table 3); `random` projects to random directions (TCSP table 5).
@@ -86,6 +89,7 @@ class Method:
     ffn: Selector
     heads: Selector
     correction: Correction
+    experts: Experts = "none"
     head_unit: HeadUnit = "auto"
     hidden: Hidden = "none"
     group_size: int = 0
@@ -175,6 +179,11 @@ class Method:
     def reduces_heads(self) -> bool:
         """Return whether heads are removed."""
         return self.heads != "none"
+
+    @property
+    def reduces_experts(self) -> bool:
+        """Return whether whole experts are removed."""
+        return self.experts != "none"
 
     @property
     def reduces_sublayers(self) -> bool:

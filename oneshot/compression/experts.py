@@ -19,7 +19,7 @@ from oneshot.compression.statistics import TOKENS_PER_COLUMN
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.families import Experts
 from oneshot.machine.transfer import as_like
-from oneshot.stream import DensePass, Layer, States
+from oneshot.stream import DensePass, Layer, Routing, States
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +54,31 @@ def measure_experts(
     Arguments and None as in `measuring.measure`.
     """
     count, hidden, size = tensors[experts_of(task).down].shape
-    output_size = hidden if task.follows_dense else None
+    output_size = hidden if task.follows_dense or (task.loses_experts and task.method.solves) else None
     accumulator = ExpertAccumulator(count, size, output_size=output_size, device=task.machine.device)
-    target = None
+    target, loses, share = None, task.loses_experts and task.method.solves, 1.0
+    if loses and task.follows_dense:
+        arriving = round(states.num_tokens / task.shape.tokens_per_arrival)
+        share = task.residual_weight(size, arriving) / states.dense_share
     for x, dense_state in states.read():
         routing, lost = current.route(task.index, x), None
+        if loses:
+            lost = _lost(task, x, reference, current, routing)
         if task.follows_dense and dense_state is not None:
             target = target_of(task, x, dense)
-            lost = current.before_sum(target.flatten(0, -2) - current.added(task.index, routing.written))
+            beyond = current.before_sum(target.flatten(0, -2) - current.added(task.index, routing.written))
+            lost = beyond if lost is None else lost + share * (beyond - lost)
         accumulator.update_(routing, lost)
     if not task.follows_dense:
         judged, _ = states.read_judged()
         target = reference.sum(task.index, judged) - judged
     return accumulator.finish(task.machine.workers), target
+
+
+def _lost(task: SublayerTask, x: torch.Tensor, reference: Layer, current: Layer, routing: Routing) -> torch.Tensor:
+    """Return what the mixture wrote with all its experts beyond what it writes without those that went."""
+    whole = reference.sum(task.index, x) - x
+    return current.before_sum(whole.flatten(0, -2) - current.added(task.index, routing.written))
 
 
 def solve_experts(
@@ -123,6 +135,8 @@ def _select(
     neurons with the largest outputs per unit of activation.
     """
     mixer, device = experts_of(task), task.machine.device
+    if not task.is_reduced:
+        return torch.arange(task.dense_units, device=device).repeat(len(dampings), 1)
     down, gate_up = tensors[mixer.down].to(device), tensors[mixer.gate_up].to(device)
     generator = torch.Generator().manual_seed(task.seed + task.layer)
     evidence = [
@@ -168,11 +182,13 @@ def _corrected(
     dampings: list[float],
 ) -> ExpertFactors:
     """Return the downs over the kept neurons, each corrected by the tokens of its expert."""
-    weight = down.new_empty(len(kept), down.shape[1], task.kept_units)
+    size, weight = task.dense_units, down.new_empty(len(kept), down.shape[1], task.kept_units)
     rare, found, energies = [], [], []
     for expert, columns in enumerate(kept):
         own = None if statistics is None else statistics.of(expert)
         correction = task.method.correction
+        if correction == "same-layer" and task.loses_experts:
+            correction = "two-stream"  # of the layer's own residual
         if own is not None and correction != "none" and own.num_rows < task.dense_units:
             correction = "none"
             rare.append(expert)
@@ -185,7 +201,7 @@ def _corrected(
             own,
             correction=correction,
             damping=dampings[expert],
-            residual_weight=task.residual_weight(task.dense_units, 0 if own is None else own.num_targets),
+            residual_weight=1.0 if task.loses_experts or own is None else task.residual_weight(size, own.num_targets),
         )
         weight[expert] = as_like(factors.weight, weight)
         if own is not None:

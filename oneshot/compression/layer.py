@@ -8,10 +8,11 @@ import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.curvature import Curvature
+from oneshot.compression.expert_removal import keep_experts, measure_effects
 from oneshot.compression.fold import confine
 from oneshot.compression.inner_heads import InnerMaps, keep_heads, reduce_queries_keys
 from oneshot.compression.layer_folder import LayerFolder, Ranks
-from oneshot.compression.layer_reports import input_reports, left_out_reports, sublayer_report
+from oneshot.compression.layer_reports import input_reports, left_out_reports, removal_report, sublayer_report
 from oneshot.compression.measuring import relative_error
 from oneshot.compression.ranks import RankAccumulator, with_ranks
 from oneshot.compression.statistics import batches_apart
@@ -155,7 +156,7 @@ class LayerCompressor:
             current = self._current(layer, working, states)
         inputs = self._input_reports(layer, dense, states)
         maps, ranks = dict[int, InnerMaps](), dict[int, Ranks]()
-        solved = []
+        solved, removed = [], list[SublayerReport]()
         for task in tasks:
             dense_pass = DensePass(task.index, dense)
             if task.is_left_out:
@@ -167,6 +168,11 @@ class LayerCompressor:
             if task.ranks:
                 working, ranks[task.index] = self._reduce_ranks(task, working, states, current)
                 current = self._current(layer, working, states)
+            if task.loses_experts:
+                sums = measure_effects(task, states, current)
+                working = keep_experts(task, working, sums)
+                current = self._current(layer, working, states)
+                removed.append(removal_report(task, sums))
             states.defer_dense(dense_pass)  # to the pass that measures, which reads what it keeps
             if not task.is_solved:
                 states.defer(_Pass(task, current))
@@ -194,7 +200,7 @@ class LayerCompressor:
             states.defer(solved[-1][2])
         states.settle()
         reports = [sublayer_report(task, factors, passed.error) for task, factors, passed in solved]
-        return working, maps, ranks, inputs + reports + left_out_reports(tasks)
+        return working, maps, ranks, inputs + removed + reports + left_out_reports(tasks)
 
     @staticmethod
     def _with_heads(task: SublayerTask, maps: InnerMaps, heads: torch.Tensor) -> InnerMaps:
@@ -249,6 +255,7 @@ class LayerCompressor:
         tasks = [task for task in tasks if not task.is_left_out]
         extra: float = sum(task.is_attention and task.kept.query_key_size is not None for task in tasks)
         extra += sum(1 + states.share_read(self._ranks_every(states)) for task in tasks if task.ranks)
+        extra += sum(task.loses_experts for task in tasks)
         return 1 + extra + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
 
     def _reduce_queries_keys(

@@ -4,6 +4,7 @@ import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import Factors
+from oneshot.compression.expert_scores import ExpertSums
 from oneshot.compression.experts import ExpertFactors
 from oneshot.compression.measuring import relative_error
 from oneshot.compression.sublayer import SublayerTask
@@ -45,6 +46,11 @@ def input_reports(
 def left_out_reports(tasks: list[SublayerTask]) -> list[SublayerReport]:
     """Report the sublayers that are left out."""
     return [SublayerReport(task.sublayer.kind, task.dense_units, 0) for task in tasks if task.is_left_out]
+
+
+def removal_report(task: SublayerTask, sums: ExpertSums) -> SublayerReport:
+    """Report the experts that a mixture has and keeps."""
+    return SublayerReport("experts", len(sums.tokens), task.kept.num_experts or 0)
 
 
 def sublayer_report(task: SublayerTask, factors: Factors | ExpertFactors, measured: float | None) -> SublayerReport:

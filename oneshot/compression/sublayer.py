@@ -84,6 +84,12 @@ class SublayerTask:
         return 0 < self.kept_units < self.dense_units
 
     @property
+    def loses_experts(self) -> bool:
+        """Return whether the sublayer is a mixture that loses whole experts."""
+        experts, kept = self.shape.experts, self.kept.num_experts
+        return not self.is_attention and experts is not None and kept is not None and kept < experts.count
+
+    @property
     def is_left_out(self) -> bool:
         """Return whether the whole sublayer goes: the stream passes it unchanged."""
         return self.kept_units == 0
@@ -106,7 +112,8 @@ class SublayerTask:
     @property
     def is_solved(self) -> bool:
         """Return whether the writer changes, so that statistics of its input are needed."""
-        return self.is_reduced or self.smaller_values is not None or self.corrects_slices
+        remains = self.loses_experts and self.method.solves
+        return self.is_reduced or self.smaller_values is not None or self.corrects_slices or remains
 
     @property
     def follows_dense(self) -> bool:
@@ -154,4 +161,5 @@ class SublayerTask:
 
 def needs_statistics(method: Method) -> bool:
     """Return whether removing neurons or heads needs the text: not if weights alone choose and nothing is corrected."""
-    return not (method.ffn in WEIGHT_SELECTORS and method.heads == "none" and method.correction == "none")
+    by_weights = method.ffn in WEIGHT_SELECTORS and method.heads == "none" and not method.reduces_experts
+    return not (by_weights and method.correction == "none")

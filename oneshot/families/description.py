@@ -177,6 +177,8 @@ class Description:
             return PARALLEL[feature].format(self.model_type)
         if stack.norms_inside and feature in NORMS_INSIDE:
             return NORMS_INSIDE[feature].format(self.model_type)
+        if feature == "experts" and stack.experts is None:
+            return f"--set experts= is for mixtures of experts, which {self.model_type} is not; leave it out."
         if stack.experts is not None and feature in OF_DENSE_LAYERS:
             return OF_DENSE_LAYERS[feature].format(self.model_type)
         if feature == "up_proj" and stack.ffn.gate is None:

@@ -24,6 +24,8 @@ class Experts:
             expert. experts: the module that holds the two parameters.
         shared_expert: the module of an expert that every token passes, whose linears are `gate_proj`, `up_proj` and
             `down_proj`; None without one. shared_gate: a linear to one number that gates it; None without one.
+        renormalises: whether the gates of a token's experts are divided by their sum; else they are a softmax over all
+            experts as it is.
         stored_linears: of one expert in files, as in `mlp.experts.3.gate_proj`: gate, up and down; None if the files
             have the stock class's parameters.
         stored_names: what names in files begin with, by what they begin with in the stock class.
@@ -34,6 +36,7 @@ class Experts:
     experts: str = "mlp.experts"
     shared_expert: str | None = None
     shared_gate: str | None = None
+    renormalises: bool = True
     stored_linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     stored_names: Mapping[str, str] = field(default_factory=dict)
 

@@ -12,6 +12,7 @@ Feature = Literal[
     "self text",
     "profile",
     "latency",
+    "experts",
     "sketch",
     "moments",
     "held-out damping",

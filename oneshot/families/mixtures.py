@@ -46,6 +46,14 @@ def refuse_dense_layers(config: dict[str, Any]) -> None:
         )
 
 
+def by_config(family: Description, config: dict[str, Any]) -> Description:
+    """Return the family whose gates are renormalised if the config says so."""
+    experts = family.stack.experts
+    assert experts is not None
+    renormalises = bool(config.get("norm_topk_prob", False))
+    return replace(family, stack=family.stack.with_experts(replace(experts, renormalises=renormalises)))
+
+
 def _stack(attention: Attention, experts: Experts) -> Stack:
     first, second = STACK.sublayers
     return replace(STACK, sublayers=(replace(first, mixer=attention), replace(second, mixer=experts)))
@@ -56,6 +64,7 @@ QWEN3_MOE = Description(
     _stack(Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"), Experts()),
     resize("moe_intermediate_size"),
     check=refuse_dense_layers,
+    variant=by_config,
     sizes=replace(SIZES, intermediate_size="moe_intermediate_size"),
 )
 QWEN2_MOE = Description(
@@ -63,6 +72,7 @@ QWEN2_MOE = Description(
     _stack(Attention(), Experts(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
     resize("moe_intermediate_size"),
     check=refuse_dense_layers,
+    variant=by_config,
     sizes=replace(
         SIZES, intermediate_size="moe_intermediate_size", shared_expert_width="shared_expert_intermediate_size"
     ),
@@ -77,6 +87,7 @@ OLMOE = Description(
     "olmoe",
     _stack(Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", norms_all_heads=True), Experts()),
     resize("intermediate_size"),
+    variant=by_config,
     sizes=SIZES,
 )
 GRANITE_MOE = Description(

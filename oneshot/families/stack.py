@@ -115,6 +115,12 @@ class Stack:
         mixer = self.feed_forward
         return mixer if isinstance(mixer, Experts) else None
 
+    def with_experts(self, experts: Experts) -> "Stack":
+        """Return the stack with another mixture of experts."""
+        old = self.experts
+        sublayers = (replace(each, mixer=experts) if each.mixer is old else each for each in self.sublayers)
+        return replace(self, sublayers=tuple(sublayers))
+
     @property
     def centres(self) -> bool:
         """Return whether the norms are LayerNorms."""

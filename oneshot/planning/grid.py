@@ -174,6 +174,7 @@ class Grid:
         if method.up_steps and (reason := self.family.reason_against("up_proj")) is not None:
             raise PlanError(reason)
         statistics: dict[Feature, bool] = {
+            "experts": method.reduces_experts,
             "sketch": method.reduces_ffn and method.sketch != "none",
             "moments": method.ffn in MOMENT_SELECTORS,
             "held-out damping": method.holds_out,

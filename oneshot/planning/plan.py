@@ -29,7 +29,7 @@ class HiddenPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The kept FFN width and heads of one layer; zero if the FFN, attention or both are left out.
+    """The kept FFN width, heads and experts of one layer; zero if the FFN, attention or both are left out.
 
     `query_key_size` and `value_size` are kept per head; None for all. The ranks are those of linears with low rank;
     None for whole ones.
@@ -44,6 +44,7 @@ class LayerPlan:
     output_rank: int | None = None
     gate_rank: int | None = None
     up_rank: int | None = None
+    num_experts: int | None = None
 
     @property
     def ranks(self) -> dict[RankedKind, int]:
@@ -98,9 +99,12 @@ class Plan:
 
     def shape_of_layer(self, shape: ModelShape, layer: int) -> ModelShape:
         """Return the shape with a layer's kept FFN width and heads, in the full coordinates."""
-        kept = self.layers[layer]
+        kept, experts = self.layers[layer], shape.experts
+        if experts is not None and kept.num_experts is not None:
+            experts = replace(experts, count=kept.num_experts)
         return replace(
             shape,
+            experts=experts,
             intermediate_size=kept.intermediate_size,
             num_attention_heads=kept.num_attention_heads,
             num_key_value_heads=kept.num_key_value_heads,

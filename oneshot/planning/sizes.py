@@ -12,6 +12,7 @@ from oneshot.planning.budget import Budget
 from oneshot.planning.curves import Profile
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
 from oneshot.planning.depth import with_fewer_layers
+from oneshot.planning.experts import with_experts
 from oneshot.planning.grid import Grid
 from oneshot.planning.hidden_size import plan_hidden
 from oneshot.planning.plan import Plan, dense_plan
@@ -50,7 +51,7 @@ def make_plan(
     if method.slices and target.budget != "parameters":
         raise ConfigError(f"--set budget={target.budget} is for FFN neurons and heads; set hidden=none.")
     target = with_sizes(target, grid)
-    plan = _stated_plan(grid, method, target)
+    plan = with_experts(grid, _stated_plan(grid, method, target), method, target, budget)
     if method.slices and (budget.target < dense or target.hidden_size is not None):
         plan = plan_hidden(
             grid,
@@ -61,7 +62,7 @@ def make_plan(
             target_parameters=round(budget.target),
         )
     grid.refuse(plan)
-    if not sublayers_shrink and (budget.target == dense or method.slices):
+    if not sublayers_shrink and (budget.target == dense or method.slices or method.reduces_experts):
         return plan
     start = budget.measure(grid.stack(plan))
     if start < budget.target:

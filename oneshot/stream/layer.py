@@ -73,7 +73,8 @@ class Layer:
         """Return where the stock router sends the tokens of a mixture of experts, and what the mixture writes."""
         mixer = self._stack.sublayers[index].mixer
         assert isinstance(mixer, Experts)
-        return route(self._part(mixer.module), self._part(mixer.experts), self.normed(index, x))
+        block, router, experts = (self._part(name) for name in (mixer.module, mixer.router, mixer.experts))
+        return route(block, router, experts, self.normed(index, x))
 
     def added(self, index: int, written: torch.Tensor) -> torch.Tensor:
         """Return what the stream gets of the writer's output `(…, D)`: a norm and a factor may follow the writer."""

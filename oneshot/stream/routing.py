@@ -29,13 +29,14 @@ class Routing:
     """Where the tokens of a batch go.
 
     Attributes:
-        inputs: what router and experts read, `(tokens, D)`. chosen: int64 `(tokens, k)`, the experts of every token.
-            gates: `(tokens, k)`, the weights of their outputs. mixed: the weighted sum of their outputs, `(tokens, D)`.
-            written: what the whole mixture writes, with a shared expert.
-        experts: the stock module.
+        inputs: what router and experts read, `(tokens, D)`. logits: of the router, `(tokens, E)`.
+        chosen: int64 `(tokens, k)`, the experts of every token. gates: `(tokens, k)`, the weights of their outputs.
+        mixed: the weighted sum of their outputs, `(tokens, D)`. written: what the whole mixture writes, with a shared
+            expert. experts: the stock module.
     """
 
     inputs: torch.Tensor
+    logits: torch.Tensor
     chosen: torch.Tensor
     gates: torch.Tensor
     mixed: torch.Tensor
@@ -64,6 +65,11 @@ class Routing:
             total[one.tokens] += one.gates.unsqueeze(1) * one.neurons @ self.experts.down_proj[one.expert].T
         return total
 
+    def output(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return what an expert writes for these rows of the inputs, without its gate, `(rows, D)`."""
+        written: torch.Tensor = self.neurons(expert, rows) @ self.experts.down_proj[expert].T
+        return written
+
     def neurons(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """Return what the down projection of an expert reads for these rows of the inputs, `(rows, m)`."""
         gate, up = functional.linear(rows, self.experts.gate_up_proj[expert]).chunk(2, dim=-1)
@@ -71,17 +77,22 @@ class Routing:
         return neurons
 
 
-def route(block: nn.Module, experts: nn.Module, inputs: torch.Tensor) -> Routing:
+def route(block: nn.Module, router: nn.Module, experts: nn.Module, inputs: torch.Tensor) -> Routing:
     """Let a stock block route a batch `(…, D)`: its experts are told which tokens they get, and with which weights."""
+    logits: list[torch.Tensor] = []
     told: list[tuple[torch.Tensor, ...]] = []
 
     def listen(_: nn.Module, unnamed: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> None:
         told.append((*unnamed, *named.values(), output))
 
-    handle = experts.register_forward_hook(listen, with_kwargs=True)
+    handles = [
+        experts.register_forward_hook(listen, with_kwargs=True),
+        router.register_forward_hook(lambda _, __, output: logits.append(output[0])),
+    ]
     try:
         written = block(inputs)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     [(rows, chosen, gates, mixed)] = told
-    return Routing(rows, chosen, gates.to(rows.dtype), mixed, written.flatten(0, -2), experts)
+    return Routing(rows, logits[0], chosen, gates.to(rows.dtype), mixed, written.flatten(0, -2), experts)

@@ -1,0 +1,73 @@
+"""Whole experts that go: what each contributes is summed under the routing as it is, and then the router lacks them.
+
+After it the layer is routed otherwise, so the statistics of the experts that stay are taken again (`experts`).
+"""
+
+import torch
+
+from oneshot.compression.expert_scores import ExpertSums, GateRule, Routed, outputs_of, removed_experts, route
+from oneshot.compression.experts import experts_of
+from oneshot.compression.sublayer import SublayerTask
+from oneshot.errors import CheckpointError
+from oneshot.machine import Workers
+from oneshot.stream import Layer, States
+
+TOKENS_TOGETHER = 4096  # whose effects are summed at once
+GATE_TOLERANCE = 2e-2  # of 16-bit gates
+
+Tensors = dict[str, torch.Tensor]
+
+
+def measure_effects(task: SublayerTask, states: States, current: Layer) -> ExpertSums:
+    """Sum over the text what every expert contributes, and what its removal would change.
+
+    Raises `CheckpointError` if the stock router weighs experts otherwise than its family's description says.
+    """
+    assert task.shape.experts is not None
+    sums = ExpertSums(task.shape.experts.count, task.machine.device)
+    rule: GateRule = "normalised" if experts_of(task).renormalises else "softmax"
+    for x, _ in states.read():
+        routing = current.route(task.index, x)
+        pieces = zip(
+            *(part.split(TOKENS_TOGETHER) for part in (routing.inputs, routing.logits, routing.gates)), strict=True
+        )
+        for inputs, logits, gates in pieces:
+            routed = route(logits.double().softmax(-1), routing.chosen.shape[1], rule)
+            _check_gates(task, routed, gates)
+            sums.add_(routed, outputs_of(routed, inputs, routing.output))
+    return _of_all(sums, task.machine.workers)
+
+
+def _check_gates(task: SublayerTask, routed: Routed, gates: torch.Tensor) -> None:
+    """Refuse a router whose gates, by falling size, are not the stock router's."""
+    theirs = gates.float().sort(dim=1, descending=True).values
+    ours = routed.gates.sort(dim=1, descending=True).values
+    if not torch.allclose(ours, theirs, rtol=GATE_TOLERANCE, atol=GATE_TOLERANCE):
+        raise CheckpointError(
+            f"The router of layer {task.layer} weighs experts otherwise than known for this family, so none can be "
+            "removed; use --set experts=none, and please report this with the input's config.json."
+        )
+
+
+def _of_all(sums: ExpertSums, workers: Workers) -> ExpertSums:
+    """Return the sums over the text of all workers."""
+    workers.sum_(sums.tokens, sums.gated_norms, sums.norms, sums.energies, sums.effects)
+    sums.peaks = torch.stack(workers.gather((sums.peaks,))).amax(0)
+    return sums
+
+
+def keep_experts(task: SublayerTask, tensors: Tensors, sums: ExpertSums) -> Tensors:
+    """Return the layer with the experts that stay, and with their rows of the router; one worker chooses, for all."""
+    mixer, count = experts_of(task), len(sums.tokens)
+    selector, kept_count = task.method.experts, task.kept.num_experts
+    assert selector != "none"
+    assert kept_count is not None
+
+    def choose() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(task.seed + task.layer)
+        removed = removed_experts(selector, sums, count - kept_count, generator)
+        return torch.tensor([expert for expert in range(count) if expert not in removed])
+
+    kept = task.shared(choose)
+    names = (f"{mixer.router}.weight", mixer.gate_up, mixer.down)
+    return tensors | {name: tensors[name][kept.to(tensors[name].device)] for name in names}
