@@ -31,6 +31,7 @@ class Schedule:
         finds_shared_heads: whether heads are chosen beforehand, for all layers of a stack.
         solves_heads: whether the output linear of attention changes in any layer.
         corrects_up: whether `up_proj` is corrected in any layer.
+        removes_experts: whether whole experts go.
     """
 
     plans_by_profile: bool = False
@@ -43,6 +44,7 @@ class Schedule:
     finds_shared_heads: bool = False
     solves_heads: bool = False
     corrects_up: bool = False
+    removes_experts: bool = False
 
     @property
     def makes_profile(self) -> bool:
@@ -111,6 +113,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
         dense_every=(DENSE_EVERY if share_suffices and not needs_all else 1) if follows_dense else 0,
         finds_shared_heads=fewer_heads and grid.family.shares_heads,
         solves_heads=method.reduces_heads or reduces_values or sliced_correction,
+        removes_experts=method.reduces_experts and plan.removes_experts(shape),
         corrects_up=method.up_steps > 0 and not slices and shape.gated and shrinks and method.reduces_ffn,
     )
 

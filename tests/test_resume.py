@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig
+from families.cases import CASES
 
 from oneshot import Config, Report
 from oneshot.checkpoint import Journal
@@ -99,6 +100,13 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     assert contents(Path(config.output)) == undisturbed(config)
     assert [layer.layer for layer in report.layers] == [0, 1, 2]
     assert all(layer.sublayers for layer in report.layers)
+
+
+@pytest.mark.parametrize("experts", [{}, {"experts": "reap", "num_experts": 3, "sparsity": 0.35}], ids=str)
+def test_mixtures_of_experts(experts: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    config = make_config(make_checkpoint(layers=3, **CASES["qwen2_moe"].options), **experts)
+    interrupted_report(config, 1, 2)
+    assert contents(Path(config.output)) == undisturbed(config)
 
 
 @pytest.mark.parametrize(("form", "heads"), [("stock", "none"), ("per-layer", "none"), ("per-layer", "id")])

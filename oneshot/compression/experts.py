@@ -94,6 +94,8 @@ def solve_experts(
         kept = _select(task, tensors, statistics, dampings)
         return _corrected(task, tensors[experts_of(task).down], kept, statistics, dampings)
 
+    if statistics is not None and task.method.correction != "none":
+        _warn_of_rare(task, statistics)
     factors = task.shared(solution)
     return factors.kept, factors, None
 
@@ -183,15 +185,14 @@ def _corrected(
 ) -> ExpertFactors:
     """Return the downs over the kept neurons, each corrected by the tokens of its expert."""
     size, weight = task.dense_units, down.new_empty(len(kept), down.shape[1], task.kept_units)
-    rare, found, energies = [], [], []
+    found, energies = [], []
     for expert, columns in enumerate(kept):
         own = None if statistics is None else statistics.of(expert)
         correction = task.method.correction
         if correction == "same-layer" and task.loses_experts:
             correction = "two-stream"  # of the layer's own residual
-        if own is not None and correction != "none" and own.num_rows < task.dense_units:
+        if own is not None and own.num_rows < size:
             correction = "none"
-            rare.append(expert)
         if correction == "two-stream" and own is not None and own.residual is None:
             correction = "same-layer"
         dense = down[expert].to(task.machine.device)
@@ -207,8 +208,6 @@ def _corrected(
         if own is not None:
             energies.append(torch.stack(predicted_energies(dense.double(), factors.weight, columns, own)))
         found.append(factors)
-    if rare:
-        _warn_of(task, rare, len(kept))
     solved = [one for one in found if one.condition_number is not None]
     return ExpertFactors(
         kept,
@@ -221,15 +220,18 @@ def _corrected(
     )
 
 
-def _warn_of(task: SublayerTask, rare: list[int], num_experts: int) -> None:
-    """Warn of experts that saw too few tokens to be corrected."""
+def _warn_of_rare(task: SublayerTask, statistics: ExpertStatistics) -> None:
+    """Warn of experts that saw too few tokens to be corrected, by their numbers in the result."""
+    rare = [expert for expert, rows in enumerate(statistics.num_rows.tolist()) if rows < task.dense_units]
+    if not rare:
+        return
     named = ", ".join(map(str, rare[:NAMED_EXPERTS])) + (", …" if len(rare) > NAMED_EXPERTS else "")
     logger.warning(
         "Layer %d: %d of %d experts (%s) saw fewer calibration tokens than their %d neurons, so they are not "
         "corrected; give more --num-sequences.",
         task.layer,
         len(rare),
-        num_experts,
+        len(statistics.num_rows),
         named,
         task.dense_units,
     )

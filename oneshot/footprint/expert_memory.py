@@ -1,8 +1,11 @@
 """Bytes that the experts of a mixture hold, beside what every layer holds."""
 
+from oneshot.compression.expert_removal import TOKENS_TOGETHER
 from oneshot.footprint import terms
 from oneshot.footprint.terms import DOUBLE, FLOAT, Term
 from oneshot.footprint.work import Work
+
+LOST = 3  # residuals of a batch: of the layer, towards the dense stream, and their sum
 
 
 def sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
@@ -12,6 +15,16 @@ def sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
     while_residuals = FLOAT * grams + (DOUBLE + FLOAT) * residuals
     panel = (FLOAT + DOUBLE) * size * max(size, residual * work.shape.hidden_size)
     return Term(max(while_grams, while_residuals), computed=True), Term(panel, computed=True)
+
+
+def effects(work: Work) -> Term:
+    """Return what the effects of experts on the outputs of some tokens are summed from, and their sums."""
+    experts, hidden = work.shape.experts, work.shape.hidden_size
+    assert experts is not None
+    tokens, chosen = min(work.batch_tokens, TOKENS_TOGETHER), experts.per_token + 1
+    outputs = FLOAT * chosen * (4 * hidden + 3 * experts.count) + DOUBLE * (4 * chosen**2 + 4 * experts.count)
+    neurons = work.dtype.itemsize * (4 * work.shape.intermediate_size + 2 * hidden)
+    return Term(tokens * (outputs + neurons) + 2 * DOUBLE * experts.count**2, computed=True)
 
 
 def gram(work: Work, size: int, *, residual: bool) -> Term:

@@ -48,7 +48,8 @@ def _layer(work: Work, kept: int) -> _Layer:
     shape, hidden, width = work.shape, work.shape.hidden_size, work.shape.intermediate_size
     slices = work.schedule.finds_subspaces
     inner = work.plan.reduces_values or work.plan.reduces_queries_keys or work.method.plans_inner_sizes
-    reshapes = work.method.reduces_heads or inner or work.method.plans_ranks
+    removes_experts = work.schedule.removes_experts
+    reshapes = work.method.reduces_heads or inner or work.method.plans_ranks or removes_experts
     of_ffns = shape.ffns_per_layer * (2 + shape.gated) * width * hidden
     attention_share = 1 - of_ffns / shape.layer_parameters()
     share = 1 - (1 - kept / width) * (1 - attention_share)
@@ -150,10 +151,16 @@ def _neurons(layer: _Layer) -> list[Stage]:
 def _experts(layer: _Layer) -> list[Stage]:
     work, size, held = layer.work, layer.size, (*layer.base, *layer.copies)
     residual = work.schedule.two_streams
-    summed = (*expert_memory.sums(work, size, residual=residual), layer.batch)
+    effects = []
+    if work.schedule.removes_experts:
+        residual = residual or work.method.solves  # what is lost of the layer itself
+        effects = [Stage("the effects of experts", (*held, layer.batch, expert_memory.effects(work)))]
+    lost = Term(expert_memory.LOST * work.batch_tokens * work.shape.hidden_size * FLOAT, computed=True, knobs=BATCH)
+    summed = (*expert_memory.sums(work, size, residual=residual), layer.batch, lost)
     gram = expert_memory.gram(work, size, residual=residual)
     solved = expert_memory.solve(work, size, layer.kept, residual=residual)
     return [
+        *effects,
         Stage("the statistics of the experts", (*held, *summed)),
         Stage("the factorisation of the experts", (*layer.base, gram, solved, layer.target)),
     ]

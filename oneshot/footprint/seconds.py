@@ -235,6 +235,7 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
     if schedule.streams:
         share, product = schedule.dense_share, 2 * passed * size * hidden  # of a token's neurons with its target
         moves = 1 + (kept / size) + share + method.reduces_heads / 2
+        moves += (2 + method.solves) * schedule.removes_experts  # effects of one expert more, and the dense output
         seconds["forward"] += tokens * (moves * forward + share * product) / rates.stream
         seconds["sums"] += (passed * _gram(size, tokens) + tokens * share * product) / rates.sums
         numbers = ffns * (size**2 / 2 + share * size * hidden)

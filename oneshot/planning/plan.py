@@ -125,6 +125,11 @@ class Plan:
         """Return whether a linear has low rank in any layer."""
         return any(layer.ranks for layer in self.layers)
 
+    def removes_experts(self, shape: ModelShape) -> bool:
+        """Return whether any layer loses whole experts."""
+        counts = [layer.num_experts for layer in self.layers if layer.num_experts is not None]
+        return shape.experts is not None and any(count < shape.experts.count for count in counts)
+
     def shrinks_layers(self, shape: ModelShape) -> bool:
         """Return whether any layer that stays loses neurons or heads."""
         return any(self.shape_of_layer(shape, layer) != shape for layer in self.kept_layers)

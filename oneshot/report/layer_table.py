@@ -4,6 +4,7 @@ from oneshot.report.records import Report
 
 COLUMNS = {  # of a plan's layer
     "intermediate_size": "FFN",
+    "num_experts": "experts",
     "num_attention_heads": "heads",
     "query_key_size": "query/key size",
     "value_size": "value size",

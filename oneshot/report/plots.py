@@ -16,6 +16,7 @@ from oneshot.report.records import Report, SublayerReport
 KINDS = {
     "ffn": ("FFN width", "#0072b2", "o"),
     "heads": ("heads", "#d55e00", "s"),
+    "experts": ("experts", "#cc79a7", "D"),
     "attention input": ("hidden size at attention", "#009e73", "^"),
     "ffn input": ("hidden size at FFN", "#aa4499", "v"),
 }

@@ -2,21 +2,25 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, cpu_machine
+from factories import MakeCheckpoint, MakeConfig, calibration_tokens, cpu_machine
 from families.cases import CASES
 from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from oneshot.checkpoint import Model, open_model
+from oneshot.compression.expert_removal import _check_gates
+from oneshot.compression.expert_scores import ExpertSelector, route
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.experts import fold_experts, solve_experts
 from oneshot.compression.sublayer import SublayerTask
-from oneshot.errors import OneshotError
+from oneshot.errors import CheckpointError, OneshotError
 from oneshot.families import Experts
-from oneshot.pipeline import compress
+from oneshot.pipeline import compress, predict
 from oneshot.planning import dense_plan
 from oneshot.recipes import find_recipe
 from oneshot.stream import LayerBuilder, Routing
@@ -52,7 +56,7 @@ def slowly(tensors: dict[str, torch.Tensor], routing: Routing, lost: torch.Tenso
         chosen = scores.topk(2)
         for expert, gate in zip(chosen.indices.tolist(), chosen.values.tolist(), strict=True):
             both = gate_up[expert] @ x
-            neurons = torch.nn.functional.silu(both[:WIDTH]) * both[WIDTH:]
+            neurons = functional.silu(both[:WIDTH]) * both[WIDTH:]
             change = gate * lost[token].double() / chosen.values.square().sum()
             grams[expert] += gate**2 * torch.outer(neurons, neurons)
             residuals[expert] += gate**2 * torch.outer(neurons, change)
@@ -180,6 +184,10 @@ def test_every_selector_has_a_whole_run(
         ({"hidden": "pca", "ffn": "none"}, "whose hidden size stays"),
         ({"correction": "bias"}, "choose another correction"),
         ({"round_to": 4}, "not a multiple of 8"),
+        ({"experts": "effects"}, "Give --set num_experts="),
+        ({"num_experts": 3}, "add --set experts=effects"),
+        ({"experts": "reap", "num_experts": 1}, "between the 2 experts of a token and the model's 4"),
+        ({"experts": "reap", "ffn": "none", "sparsity": 0.9}, "ask for a smaller --sparsity"),
         ({"intermediate_size": 12, "sparsity": None}, "not a multiple of 8"),
     ],
     ids=str,
@@ -190,3 +198,89 @@ def test_what_a_mixture_cannot_have_is_one_sentence(
     with pytest.raises(OneshotError, match=sentence) as refusal:
         compress(make_config(make_checkpoint(**OPTIONS), **changes))
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("correction", ["same-layer", "two-stream"])
+@torch.inference_mode()
+def test_experts_that_stay_take_over_what_the_others_did(
+    correction: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """The downs of the first layer solve its normal equations towards the whole mixture, from weights and text alone.
+
+    The stream before the first mixture is the dense one, so both targets are what the whole mixture adds.
+    """
+    folder = make_checkpoint(**OPTIONS)
+    options = {"experts": "frequency", "ffn": "none", "num_experts": 3, "sparsity": None, "num_sequences": 48}
+    config = make_config(folder, correction=correction, batch_size=48, **options)
+    compress(config)
+    dense, smaller = (AutoModelForCausalLM.from_pretrained(place).eval() for place in (folder, config.output))
+    text = calibration_tokens(config)
+    read: list[torch.Tensor] = []
+    block, new = (model.model.layers[0].mlp for model in (dense, smaller))
+    block.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].flatten(0, 1)))
+    dense(text)
+    inputs = read[0]
+    _, gates, chosen = block.gate(inputs)
+    counts = chosen.flatten().bincount(minlength=EXPERTS)
+    kept = [expert for expert in range(EXPERTS) if expert != int(counts.argmin())]
+    assert torch.equal(new.gate.weight, block.gate.weight[kept])
+    assert torch.equal(new.experts.gate_up_proj, block.experts.gate_up_proj[kept])
+    _, gates, chosen = new.gate(inputs)
+    uncorrected = torch.zeros_like(inputs)
+    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for place, expert in enumerate(kept):
+        tokens, slots = (chosen == place).nonzero(as_tuple=True)
+        gate, up = (inputs[tokens] @ block.experts.gate_up_proj[expert].T).chunk(2, dim=1)
+        weighted = gates[tokens, slots].unsqueeze(1) * functional.silu(gate) * up
+        uncorrected[tokens] += weighted @ block.experts.down_proj[expert].T
+        rows.append((tokens, weighted.double()))
+    lost = (block(inputs.unsqueeze(0))[0] - uncorrected).double()
+    squares = gates.double().square().sum(1)
+    for place, (tokens, weighted) in enumerate(rows):
+        own = gates[tokens][chosen[tokens] == place].double()
+        share = lost[tokens] * (own.square() / squares[tokens]).unsqueeze(1)
+        damping = config.method.fixed_damping * max(1.0, 16 * WIDTH / len(tokens))
+        gram = weighted.T @ weighted
+        gram += damping * gram.diagonal().mean() * torch.eye(WIDTH, dtype=torch.float64)
+        step = torch.linalg.solve(gram, weighted.T @ share).T
+        expected = block.experts.down_proj[kept[place]].double() + step
+        torch.testing.assert_close(new.experts.down_proj[place].double(), expected, rtol=1e-3, atol=1e-4)
+        assert float(step.norm()) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("selector", "correction"),
+    [
+        *((selector, "none") for selector in get_args(ExpertSelector)),
+        ("effects", "two-stream"),
+        ("random", "two-stream"),
+    ],
+)
+def test_every_selector_of_experts_has_a_whole_run(
+    selector: str, correction: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(**OPTIONS)
+    config = make_config(folder, experts=selector, ffn="none", correction=correction, sparsity=0.1)
+    predicted, report = predict(config), compress(config)
+    stored, dense = (load_file(place / "model.safetensors") for place in (Path(config.output), folder))
+    total = sum(tensor.numel() for tensor in stored.values())
+    assert total == report.stored_parameters["compressed"] == predicted.stored_parameters["compressed"]
+    assert [one.kept_size for layer in report.layers for one in layer.sublayers if one.kind == "experts"] == [3, 3]
+    for layer in (0, 1):
+        rows, whole = (tensors[f"model.layers.{layer}.mlp.gate.weight"] for tensors in (stored, dense))
+        numbers = [int((whole == row).all(1).nonzero()) for row in rows]
+        assert numbers == sorted(set(numbers)), "rows of the router stay in their order"
+        for number, old in enumerate(numbers):
+            name = f"model.layers.{layer}.mlp.experts.{{}}.{{}}_proj.weight"
+            assert torch.equal(stored[name.format(number, "up")], dense[name.format(old, "up")])
+            same = torch.equal(stored[name.format(number, "down")], dense[name.format(old, "down")])
+            assert same == (correction == "none")
+
+
+@torch.inference_mode()
+def test_a_router_that_weighs_otherwise_is_refused(model: Model, tmp_path: Path) -> None:
+    routing, _ = routed(model, tmp_path, 2)
+    scores = route(routing.logits.double().softmax(-1), 2, "softmax")
+    _check_gates(task_of(model, tmp_path), scores, routing.gates)
+    with pytest.raises(CheckpointError, match="layer 0 weighs experts otherwise"):
+        _check_gates(task_of(model, tmp_path), scores, routing.gates / routing.gates.sum(1, keepdim=True))

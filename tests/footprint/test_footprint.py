@@ -95,7 +95,10 @@ def test_no_run_takes_more_than_predicted(
         for name, changes in MEASURED_RUNS.items()
     ]
     mixture = make_config(make_checkpoint(**MEASURED_MIXTURE), output=str(tmp_path / "experts"), **sizes)
-    assert_predicted(dict(zip(MEASURED_RUNS, runs, strict=True)) | {"experts": flat_options(mixture)})
+    fewer = replace(mixture, output=f"{mixture.output}-fewer", method=replace(mixture.method, experts="effects"))
+    fewer = replace(fewer, target=replace(fewer.target, num_experts=12))
+    experts = {"neurons of experts": flat_options(mixture), "experts and their neurons": flat_options(fewer)}
+    assert_predicted(dict(zip(MEASURED_RUNS, runs, strict=True)) | experts)
 
 
 def assert_predicted(runs: dict[str, dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from factories import MakeCheckpoint, topics
+from families.cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +75,7 @@ SHARED: dict[str, tuple[int, list[str], dict[str, Any]]] = {
         ["--sparsity=0.15", "--up-steps=1", "--num-sequences=64", "--batch-size=16"],
         {"width": 32},
     ),
+    "experts": (2, ["--set=num_experts=3", "--set=experts=effects", "--sparsity=0.35"], CASES["qwen3_moe"].options),
     "inside heads": (3, ["--set=value_size=4", "--set=query_key_size=4", "--form=per-layer"], {}),
 }
 
