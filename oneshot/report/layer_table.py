@@ -23,13 +23,13 @@ def layer_table(report: Report) -> tuple[list[str], list[list[str]]]:
     layers, dense = report.plan["layers"], report.dense_shape
 
     def is_changed(name: str) -> bool:
-        return any(layer[name] not in (None, dense.get(name)) for layer in layers)
+        return any(layer.get(name) not in (None, dense.get(name)) for layer in layers)
 
     shown = [name for name in COLUMNS if is_changed(name)]
     if not shown:
         return [], []
     rows = [
-        [str(number), *("–" if layer[name] is None else f"{layer[name]:,}" for name in shown)]
+        [str(number), *("–" if layer.get(name) is None else f"{layer[name]:,}" for name in shown)]
         for number, layer in enumerate(layers)
     ]
     return ["layer", *(COLUMNS[name] for name in shown)], rows
