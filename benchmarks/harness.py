@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from oneshot.config import FormName
+from oneshot.recipes import find_recipe
 from oneshot.report.card import REPORT_NAME
 from oneshot.text import SELF, split_sources
 
@@ -131,6 +133,13 @@ def read_report(folder: Path) -> Row:
     """Read the report beside a compressed model."""
     report: Row = json.loads((folder / REPORT_NAME).read_text())
     return report
+
+
+def own_settings(report: Row) -> Row:
+    """Where the method of a compressed model differs from its recipe, from the model's report."""
+    config = report["config"]
+    recipe = asdict(find_recipe(config["recipe"]))
+    return {name: value for name, value in config["method"].items() if recipe[name] != value}
 
 
 def calibration_record(report: Row) -> Row:

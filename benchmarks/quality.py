@@ -10,6 +10,7 @@ import argparse
 import itertools
 import statistics
 import tempfile
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from harness import (
     add_setting_options,
     append_row,
     calibration_files,
+    own_settings,
     parse_settings,
     parser,
     provenance,
+    read_report,
     read_rows,
     smollm2_gguf,
 )
@@ -41,7 +44,7 @@ from judging import (
     text_scores,
 )
 
-from oneshot import Config
+from oneshot import Config, Report
 from oneshot.checkpoint import Checkpoint, locate_checkpoint
 from oneshot.config import tcsp_options
 from oneshot.evaluation import run_tasks
@@ -98,6 +101,43 @@ def stated(arguments: argparse.Namespace, recipe: str) -> dict[str, Any]:
     return options
 
 
+def result_row(report: Report, settings: dict[str, Any]) -> dict[str, Any]:
+    """What a row says of a run: its method, size and time, and the errors of its layers."""
+    reached, asked = report.sparsity["reached"], report.sparsity["asked"]
+    return {
+        "recipe": report.config["recipe"],
+        "form": report.config["form"],
+        "settings": settings,
+        "sparsity": reached,
+        "asked": reached if asked is None else asked,
+        "seed": report.config["seed"],
+        "seconds": report.seconds,
+        "layers": report.plan["layers"],
+        "errors": [{sublayer.kind: sublayer.measured_error for sublayer in layer.sublayers} for layer in report.layers],
+    }
+
+
+def judge_results(
+    folders: list[Path],
+    shared: dict[str, Any],
+    windows: dict[str, torch.Tensor],
+    dense: Path,
+    dense_result: dict[str, Any],
+    arguments: argparse.Namespace,
+    include_path: Path,
+) -> None:
+    """Write rows of results that are there already; files that other benchmarks measured, too."""
+    reports = []
+    for folder in folders:
+        report = Report.from_dict(read_report(folder))
+        reports.append(replace(report, config=report.config | {"output": str(folder)}))
+    for report, measured in zip(reports, judge(reports, windows, dense), strict=True):
+        row = result_row(report, own_settings(report.to_dict()))
+        measured |= score(measured["perplexity"], dense_result["perplexity"])
+        measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
+        append_row("quality", shared | row | measured | retention(measured, dense_result))
+
+
 def main() -> None:
     options = parser(__doc__)
     add_compression_options(options, num_sequences=128)
@@ -113,6 +153,7 @@ def main() -> None:
     )
     options.add_argument("--profile", help="of the model and the calibration text; made anew in every run without it")
     options.add_argument("--tasks", nargs="+", choices=sorted(path.stem for path in TASKS.glob("*.yaml")), default=[])
+    options.add_argument("--results", type=Path, nargs="+", help="judge these results, and compress nothing")
     options.add_argument("--task-limit", type=int, help="at most this many documents of each task")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -136,6 +177,9 @@ def main() -> None:
             dense_result = {"recipe": "dense", "sparsity": 0.0, "stored_parameters": Checkpoint(dense).num_parameters}
             dense_result |= losses(text_scores([dense], windows)[0]) | judge_tasks(dense, arguments, include_path)
             append_row("quality", shared | dense_result)
+        if arguments.results:
+            judge_results(arguments.results, shared, windows, dense, dense_result, arguments, include_path)
+            return
         for recipe, form, seed in itertools.product(arguments.recipes, arguments.forms, arguments.seeds):
             config = Config.of(
                 checkpoint=str(dense),
@@ -152,21 +196,7 @@ def main() -> None:
             by_sizes = arguments.tcsp is not None
             reports = [compress(config)] if by_sizes else compress_sizes(config, arguments.sparsity)
             for report, measured in zip(reports, judge(reports, windows, dense), strict=True):
-                reached, asked = report.sparsity["reached"], report.sparsity["asked"]
-                row = {
-                    "recipe": recipe,
-                    "form": form,
-                    "settings": settings if arguments.tcsp is None else settings | {"tcsp": arguments.tcsp},
-                    "sparsity": reached,
-                    "asked": reached if asked is None else asked,
-                    "seed": config.seed,
-                    "seconds": report.seconds,
-                    "layers": report.plan["layers"],
-                    "errors": [
-                        {sublayer.kind: sublayer.measured_error for sublayer in layer.sublayers}
-                        for layer in report.layers
-                    ],
-                }
+                row = result_row(report, settings if arguments.tcsp is None else settings | {"tcsp": arguments.tcsp})
                 measured |= score(measured["perplexity"], dense_result["perplexity"])
                 measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
                 measured |= retention(measured, dense_result)

@@ -10,18 +10,16 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, append_row, calibration_record, parser, provenance, read_report
+from harness import Row, append_row, calibration_record, own_settings, parser, provenance, read_report
 from judging import judging_windows, score, text_records
 
 from oneshot.checkpoint import Checkpoint
 from oneshot.evaluation import load_model, score_windows
-from oneshot.recipes import find_recipe
 from oneshot.text import load_tokenizer
 
 DECODE_TOKENS = 16
@@ -34,13 +32,12 @@ def describe(folder: Path) -> Row:
     """What a row says of a result: its form, target, size, and where its method differs from the recipe."""
     report, checkpoint = read_report(folder), Checkpoint(folder)
     config = report["config"]
-    recipe = asdict(find_recipe(config["recipe"]))
     return calibration_record(report) | {
         "form": config["form"],
         "asked": config["target"]["sparsity"],
         "budget": config["target"]["budget"],
         "seed": config["seed"],
-        "settings": {name: value for name, value in config["method"].items() if recipe[name] != value},
+        "settings": own_settings(report),
         "stored_parameters": checkpoint.num_parameters,
         "dense_parameters": report["stored_parameters"]["dense"],
         "file_bytes": checkpoint.num_bytes,

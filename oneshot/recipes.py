@@ -22,7 +22,7 @@ Allocation = Literal["auto", "uniform", "error", "stat", "stat-reversed", "block
 Depth = Literal["sensitivity", "sublayers", "none"]
 InnerSizes = Literal["sensitivity", "none"]
 Ranks = Literal["auto", "sensitivity", "none"]
-OutputCurvature = Literal["fisher", "none"]
+OutputCurvature = Literal["auto", "fisher", "none"]
 TokenWeighting = Literal["unit", "raw"]
 ResidualTarget = Literal["stream", "sublayer"]
 PivotWeights = Literal["output", "none"]
@@ -83,7 +83,8 @@ class Method:
             queries and keys, of attention's output, of gate and up; `auto`: if the form can hold them and the method
             corrects what they lose.
         curvature: `fisher` measures by one backward pass what a change of each sublayer's output costs the model's
-            output; neurons, ranks and sizes are then chosen by it (`compression.curvature`).
+            output; neurons, ranks and sizes are then chosen by it (`compression.curvature`). `auto`: if ranks are
+            planned and neurons are chosen by pivots of the exact Gram.
     """
 
     ffn: Selector
@@ -156,9 +157,7 @@ class Method:
             )
         if self.embedding == "low-rank" and (self.hidden != "none" or self.allocation not in ("auto", "sensitivity")):
             raise ConfigError("--set embedding=low-rank needs hidden=none and allocation=sensitivity; set them.")
-        if self.weighs_output and (
-            self.ffn != "id" or self.sketch != "none" or self.pivot_weights != "output" or self.slices
-        ):
+        if self.weighs_output and not self.may_weigh_output:
             raise ConfigError(
                 f"--set curvature={self.curvature} chooses neurons by pivots of the exact Gram; set ffn=id, "
                 "sketch=none, pivot_weights=output and hidden=none, or leave it out."
@@ -222,9 +221,14 @@ class Method:
         return self.ranks == "sensitivity"
 
     @property
+    def may_weigh_output(self) -> bool:
+        """Return whether output curvature can weigh what is chosen: neurons by pivots of the exact Gram."""
+        return self.ffn == "id" and self.sketch == "none" and self.pivot_weights == "output" and not self.slices
+
+    @property
     def weighs_output(self) -> bool:
-        """Return whether output curvature is measured."""
-        return self.curvature != "none"
+        """Return whether output curvature is measured; `curvature` must be settled."""
+        return self.curvature == "fisher"
 
     @property
     def solves(self) -> bool:
@@ -262,7 +266,9 @@ class Method:
 
 
 RECIPES = {
-    "oneshot": Method(ffn="id", heads="none", correction="two-stream", embedding="auto", ranks="auto"),
+    "oneshot": Method(
+        ffn="id", heads="none", correction="two-stream", embedding="auto", ranks="auto", curvature="auto"
+    ),
     "stat": Method(
         ffn="id",
         heads="id",

@@ -55,9 +55,10 @@ from oneshot.profiling import (
     make_profile,
     measure_curvature,
     measured_seconds,
+    profile_origin,
     refuse_other,
 )
-from oneshot.recipes import TOKENS_PER_NEURON
+from oneshot.recipes import AUTO, TOKENS_PER_NEURON, Method
 from oneshot.report.progress import ProgressBar, Shown, WarningLog, announce
 from oneshot.report.provenance import versions
 from oneshot.report.records import Footprint
@@ -164,7 +165,7 @@ class Run:
         if config.method.correction == "bias" and config.target.sparsity != 0:
             self.model = self.model.with_ffn_biases()
         self.grid = self.form.grid(self.model)
-        self.method = self.grid.settle(config.method)
+        self.method = self._settled(config)
         self.written_text: Text | None = None
         self._profile: Profile | None = None
         self._is_checked = False
@@ -179,6 +180,14 @@ class Run:
             refuse_conversion(checkpoint, gguf, self._config.machine, bounds)
         folder = machine.workers.share(0, lambda: locate_checkpoint(checkpoint, machine.scratch, self._config.revision))
         return identify(Checkpoint(folder))
+
+    def _settled(self, config: Config) -> Method:
+        """Return the method with every `auto` settled; a profile that was made without curvature is planned from so."""
+        method = self.grid.settle(config.method)
+        if config.profile is not None and config.method.curvature == AUTO and method.weighs_output:
+            origin = profile_origin(Path(config.profile).expanduser())
+            return replace(method, curvature="none") if origin.curvature == "none" else method
+        return method
 
     def _settle_tables(self) -> None:
         """Tie the tables if the user says so, or else say that two of them seem to be one."""

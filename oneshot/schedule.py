@@ -107,7 +107,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
         plans_by_profile=by_profile,
         profiled_kinds=kinds,
         profiles_embedding=by_profile and method.embedding != "none",
-        measures_curvature=method.weighs_output and reads,
+        measures_curvature=method.weighs_output and (ranks or (reads and shrinks)),
         finds_subspaces=slices,
         streams=(2 if follows_dense else 1) if reads else 0,
         dense_every=(DENSE_EVERY if share_suffices and not needs_all else 1) if follows_dense else 0,

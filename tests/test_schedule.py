@@ -109,6 +109,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
             "plans_by_profile": True,
             "profiled_kinds": (FFN, RANK),
             "profiles_embedding": True,
+            "measures_curvature": True,
             "streams": 2,
             "dense_every": 2,
         },
@@ -116,7 +117,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     (
         "per-layer",
         "oneshot",
-        {"up_steps": 2, "embedding": "none"},
+        {"up_steps": 2, "embedding": "none", "curvature": "none"},
         {"plans_by_profile": True, "profiled_kinds": (FFN, RANK), "streams": 2, "dense_every": 2, "corrects_up": True},
     ),
     (
@@ -131,7 +132,13 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
             "dense_every": 2,
         },
     ),
-    ("per-layer", "oneshot", {"curvature": "fisher", "sparsity": 0.0}, {}),
+    (
+        "per-layer",
+        "oneshot",
+        {"ranks": "none", "embedding": "none"},
+        {"plans_by_profile": True, "profiled_kinds": (FFN,), "streams": 2, "dense_every": 2},
+    ),
+    ("per-layer", "oneshot", {"sparsity": 0.0}, {}),
     (
         "per-layer",
         "oneshot",

@@ -208,6 +208,9 @@ class Grid:
         if method.ranks == AUTO:
             ranks = self.has_ranks and by_sensitivity and method.may_plan_ranks and method.solves
             method = replace(method, ranks="sensitivity" if ranks else "none")
+        if method.curvature == AUTO:
+            weighs = self.has_curvature and method.plans_ranks and method.may_weigh_output
+            method = replace(method, curvature="fisher" if weighs else "none")
         if method.embedding == AUTO:
             return replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")
         return method

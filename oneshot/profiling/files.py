@@ -43,12 +43,23 @@ def refuse_existing(folder: Path) -> None:
 
 def load_profile(folder: Path) -> Profile:
     """Read a profile. Raises `ProfileError` if something is missing or damaged."""
+    origin = profile_origin(folder)
     try:
-        origin = json.loads((folder / ORIGIN).read_text())
-        tensors = load_file(folder / TENSORS)
-        return Profile(origin=ProfileOrigin(**origin), **tensors)
+        return Profile(origin=origin, **load_file(folder / TENSORS))
     except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise ProfileError(f"{folder} is not a readable profile ({error}); make one with oneshot profile.") from error
+        raise ProfileError(_unreadable(folder, error)) from error
+
+
+def profile_origin(folder: Path) -> ProfileOrigin:
+    """Read where a profile comes from, without its curves. Raises `ProfileError` as `load_profile`."""
+    try:
+        return ProfileOrigin(**json.loads((folder / ORIGIN).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ProfileError(_unreadable(folder, error)) from error
+
+
+def _unreadable(folder: Path, error: Exception) -> str:
+    return f"{folder} is not a readable profile ({error}); make one with oneshot profile."
 
 
 def refuse_other(profile: Profile, folder: str, *, model_hash: str, token_hash: str, curvature: str) -> None:
@@ -57,8 +68,8 @@ def refuse_other(profile: Profile, folder: str, *, model_hash: str, token_hash: 
         raise ProfileError(f"The profile {folder} belongs to another model; make one of this checkpoint.")
     if profile.origin.curvature != curvature:
         raise ProfileError(
-            f"The profile {folder} was made with --set curvature={profile.origin.curvature}; give the same, or make a "
-            "new profile."
+            f"The profile {folder} was made with --set curvature={profile.origin.curvature}, but this run has "
+            f"curvature={curvature}; make a profile with --set curvature={curvature}."
         )
     if profile.origin.token_hash != token_hash:
         raise ProfileError(

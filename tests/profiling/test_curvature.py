@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from oneshot.cli.profile import main
 from oneshot.compression.curvature import SHRINKAGE
 from oneshot.errors import ProfileError
-from oneshot.pipeline import compress
+from oneshot.pipeline import compress, profile
 from oneshot.profiling import load_profile
 from oneshot.profiling.curvature import LARGEST_GRADIENT, clipped
 from oneshot.run import open_run
@@ -97,8 +97,22 @@ def test_prices_are_divergences(
     found = load_profile(tmp_path / "profile")
     assert found.origin.curvature == "fisher"
     assert 0.5 < float(found.stream_sensitivity.min()) <= float(found.stream_sensitivity.max()) < 2
-    with pytest.raises(ProfileError, match="curvature=fisher"):
-        compress(make_config(folder, form="per-layer", profile=str(tmp_path / "profile")))
+
+
+@pytest.mark.parametrize("made", ["fisher", "none"])
+def test_a_plan_follows_the_curvature_of_its_profile(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, made: str
+) -> None:
+    """Nobody has to say again what a profile was made with; what is said must be the same."""
+    folder, form = make_checkpoint(layers=2, tied=True), {"form": "per-layer", "round_to": 4}
+    made_with = {"curvature": made, "output": str(tmp_path / "profile")}
+    profile(make_config(folder, **form, **made_with))
+    planned: dict[str, Any] = form | {"profile": str(tmp_path / "profile"), "sparsity": 0.1}
+    report = compress(make_config(folder, **planned))
+    assert ("curvature" in report.seconds) == (made == "fisher")
+    other = "none" if made == "fisher" else "fisher"
+    with pytest.raises(ProfileError, match=f"curvature={made}"):
+        compress(make_config(folder, **planned, curvature=other, output=str(tmp_path / "other")))
 
 
 def test_no_token_has_a_gradient_far_above_the_others() -> None:
