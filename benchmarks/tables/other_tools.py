@@ -12,15 +12,18 @@ WIKITEXT2 = "wikitext2_valid.txt"
 SIZES = (0.1, 0.2, 0.3)
 OWN_CODE = "its own code"
 OWN_TEXT, ALONE = ("general.jsonl+self", 131072), ("general.jsonl", 32768)  # with the model's own text, and without
+CURVATURE = {"curvature": "fisher"}  # today's default in the per-layer form, which rows without settings are older than
 SHOWN = 4  # the best on two texts, `oneshot` among them, so that the README's table stays small
 
 
 def summary_table() -> str:
     """The README's table: the default in both forms on five texts, and beside other tools on two texts."""
     quality = default_curves()
+    without = "per-layer without output curvature"
     curves = [
         ("per-layer", OWN_TEXT, quality["per-layer"]),
-        ("per-layer", ALONE, default_rows("per-layer", *ALONE)),
+        (without, OWN_TEXT, default_rows("per-layer", *OWN_TEXT, {})),
+        (without, ALONE, default_rows("per-layer", *ALONE, {})),
         ("stock", OWN_TEXT, quality["stock"]),
     ]
     lines = [["dense model", "–", *["1"] * len(SIZES)]]
@@ -34,11 +37,12 @@ def summary_table() -> str:
         ]
         tokens = token_span(row["calibration_tokens"] for row in shown if row["calibration_tokens"])
         lines.append(
-            [f"{_name(tool, 'per-layer')}; {_with_own_text(shown[0]['calibration'], tokens)}", "two", *_cells(scores)]
+            [f"{_name(tool, without)}; {_with_own_text(shown[0]['calibration'], tokens)}", "two", *_cells(scores)]
         )
     seeds = ", ".join(
         f"{form} {token_span(len(row.get('scores', [row])) for row in rows if row['asked'] in SIZES)}"
-        for form, rows in quality.items()
+        for form, text, rows in curves
+        if text == OWN_TEXT and rows
     )
     dense = quality_rows()[0]
     return markdown(
@@ -53,7 +57,8 @@ def summary_table() -> str:
         f"{', '.join(KINDS.values())}; ± is the standard deviation over seeds ({seeds}). The two texts are WikiText-2 "
         "and an English text of another kind. All calibrate on `general.jsonl`; “with own text”: half of the tokens "
         "are written by the model (`general.jsonl+self`). The rows of other tools are single runs of their own code, "
-        "patched for this model; the best three are shown. The row of `oneshot` on two texts is one run on an H100.",
+        "patched for this model; the best three are shown. The row of `oneshot` on two texts is one run on an "
+        "H100, without output curvature.",
     )
 
 
@@ -61,16 +66,19 @@ def _with_own_text(calibration: str, tokens: str) -> str:
     return f"{tokens} with own text" if calibration.endswith("+self") else tokens
 
 
-def default_rows(form: str, calibration: str, tokens: int) -> list[Row]:
-    """Rows of the default recipe in a form, calibrated on so many tokens of a text, by size."""
-    rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not row["settings"]]
+def default_rows(form: str, calibration: str, tokens: int, settings: dict[str, str]) -> list[Row]:
+    """Rows of the default recipe in a form with settings, calibrated on so many tokens of a text, by size."""
+    rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and row["settings"] == settings]
     text = [row for row in rows if (row["calibration"], row["calibration_tokens"]) == (calibration, tokens)]
     return sorted((row for row in text if row["form"] == form), key=lambda row: row["asked"])
 
 
 def default_curves() -> dict[str, list[Row]]:
     """Rows of the default recipe by form, with the model's own text."""
-    return {form: default_rows(form, *OWN_TEXT) for form in ("per-layer", "stock")}
+    return {
+        "per-layer": default_rows("per-layer", *OWN_TEXT, CURVATURE),
+        "stock": default_rows("stock", *OWN_TEXT, {}),
+    }
 
 
 def other_curves() -> dict[str, dict[float, float]]:
