@@ -30,8 +30,9 @@ def profile_stages(work: Work) -> list[Stage]:
     layer = (*terms.layer(work), terms.layer_copy(work), probes)
     batch = terms.activations(work, shape.intermediate_size)
     weights = 3 * DOUBLE * shape.hidden_size * size
-    weighed = terms.neuron_gram(work, size).bytes
-    curves = Term(max((FLOAT + DOUBLE) * size * size + weighed, DOUBLE * size * size + weights), computed=True)
+    weighed = terms.neuron_gram(work, size)
+    factors = max((FLOAT + DOUBLE) * size * size + weighed.bytes, DOUBLE * size * size + weights)
+    curves = Term(factors, computed=True, knobs=weighed.knobs)
     reduced = Term(work.on_cuda * work.layer_bytes, computed=True)
     if linears:
         curves = max(curves, terms.directions(work), key=terms.size_of)

@@ -185,14 +185,17 @@ def pivoting(work: Work, size: int, kept: int, selector: Selector) -> Term:
         return Term(DOUBLE * numbers, computed=True, knobs=("--set sketch_size=",))
     if work.method.pivoting in ("grouped", "tournament"):
         return Term(DOUBLE * (2 * square + 4 * size * kept), computed=True)
-    weighed = neuron_gram(work, size).bytes
-    return Term(DOUBLE * (square + work.on_cuda * PIVOT_ROWS * size) + weighed, computed=True)
+    weighed = neuron_gram(work, size)
+    pivots = DOUBLE * (square + work.on_cuda * PIVOT_ROWS * size)
+    return Term(pivots + weighed.bytes, computed=True, knobs=weighed.knobs)
 
 
 def neuron_gram(work: Work, size: int) -> Term:
     """Return the Gram of neurons by what they do to the output, beside which pivots are chosen; nothing without it."""
     numbers = size * size + 2 * work.shape.hidden_size * size
-    return Term(DOUBLE * numbers * work.schedule.measures_curvature, computed=True)
+    if not work.schedule.measures_curvature:
+        return Term(0, computed=True)
+    return Term(DOUBLE * numbers, computed=True, knobs=("--set curvature=none",))
 
 
 def correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:

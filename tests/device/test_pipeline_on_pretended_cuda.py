@@ -29,6 +29,7 @@ WAITS_OF_RANKS = {
     "hidden size": 6,  # eigendecompositions
     "ranks": 4,  # error curves
     "profile": 3,  # errors of the probes, once a sublayer
+    "curvature": 10,  # matrices that a profile and a layer read
 }
 CHECK = "oneshot/stream/check.py"  # it runs the stock model
 LOOPS = ("batches", "neurons", "tokens")
