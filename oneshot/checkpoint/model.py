@@ -203,6 +203,10 @@ class _Outside:
     shapes: dict[str, tuple[int, ...]]
     tied: set[str]
 
+    def shared(self, checkpoint: Checkpoint, family: Description) -> set[str]:
+        """Return the tied ones; transformers does not tie a head that has weights of its own."""
+        return {name for name in self.tied if name != family.head or name not in checkpoint.shapes}
+
 
 def _expected_outside(checkpoint: Checkpoint, family: Description) -> _Outside:
     """Return the tensors outside the layers that the stock class of the config has.
@@ -218,10 +222,7 @@ def _expected_outside(checkpoint: Checkpoint, family: Description) -> _Outside:
         ) from error
     outside = (name for name in model.state_dict() if not family.is_in_layers(name) and is_text(family, name))
     shapes = {name: tuple(model.state_dict()[name].shape) for name in outside}
-    tied = tied_names(model)
-    if family.head in checkpoint.tensor_names:  # transformers does not tie a head that has weights of its own
-        tied = {name for name in tied if name != family.head}
-    return _Outside(shapes, tied)
+    return _Outside(shapes, tied_names(model))
 
 
 def _without_unused(checkpoint: Checkpoint, family: Description, expected: _Outside) -> Checkpoint:
@@ -231,7 +232,7 @@ def _without_unused(checkpoint: Checkpoint, family: Description, expected: _Outs
     """
     modern = {name.replace("LayerNorm.gamma", "LayerNorm.weight"): name for name in checkpoint.tensor_names}
     modern = {name.replace("LayerNorm.beta", "LayerNorm.bias"): stored for name, stored in modern.items()}
-    used = expected.shapes.keys() - expected.tied
+    used = expected.shapes.keys() - expected.shared(checkpoint, family)
     in_layers = {name for name in modern if family.is_in_layers(name) and not name.endswith(family.unused)}
     return checkpoint.renamed({name: modern[name] for name in sorted(modern) if name in in_layers | used})
 
@@ -241,7 +242,7 @@ def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShap
 
     Raises `CheckpointError` for the first tensor that does not fit.
     """
-    tied = expected.tied if family.classes or shape.tied else set()
+    tied = expected.shared(checkpoint, family) if family.classes or shape.tied else set()
     stored_text = {name for name in checkpoint.shapes if is_text(family, name)}
     names = expected.shapes.keys() | {name for name in stored_text if not family.is_in_layers(name)}
     for name in sorted(names - tied):

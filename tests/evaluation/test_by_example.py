@@ -464,7 +464,9 @@ def test_a_tokenizer_of_a_larger_model_is_refused(save: Callable[[Any], Path], w
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "text-to-text"),
         ({"model_type": "oneshot-encoder", "architectures": ["OneshotEncoderModel"]}, "embedding"),
         ({"model_type": "oneshot", "architectures": ["OneshotForCausalLM"]}, "causal"),
-        ({"model_type": "llama", "architectures": ["LlamaModel"]}, "causal"),
+        ({"model_type": "llama", "architectures": ["LlamaModel"]}, "embedding"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "causal"),
+        ({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}, "causal"),
         ({"model_type": "opt"}, "causal"),
     ],
 )
