@@ -47,7 +47,12 @@ class Job:
         print(line, flush=True)
 
     def seconds_of(self, call: Callable[[], object], repetitions: int = 5, budget: float = 3.0) -> float:
-        """Return the median seconds of a call after one that warms up; fewer repetitions if the budget is spent."""
+        """Return the median seconds of a call after one that warms up; fewer repetitions if the budget is spent.
+
+        A tiny job, which only tries the program, times one call.
+        """
+        if self.tiny:
+            return self.seconds_once(call)
         self.seconds_once(call)
         times: list[float] = []
         begun = time.perf_counter()

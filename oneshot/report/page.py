@@ -1,10 +1,11 @@
 """`report.html`: a run on one self-contained page with plots."""
 
+from functools import cache
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from oneshot.families import RANKED_KINDS
 from oneshot.report.layer_table import layer_table
@@ -15,9 +16,6 @@ WITHOUT_PLOTS = "<p>The plots need matplotlib: pip install 'oneshot-llm[plots]'.
 
 def report_page(report: Report) -> str:
     """Return the report as HTML without scripts and other files. The same report gives the same text."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["show"] = _show
-    template = resources.files("oneshot.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     if find_spec("matplotlib") is None:
         plots: dict[str, str | None] = {"sizes_plot": WITHOUT_PLOTS, "errors_plot": WITHOUT_PLOTS}
     else:
@@ -33,9 +31,18 @@ def report_page(report: Report) -> str:
         for number, layer in enumerate(report.plan["layers"])
         if any(layer[f"{kind}_rank"] is not None for kind in RANKED_KINDS)
     }
-    return environment.from_string(template).render(
+    return _template().render(
         report=report, name=name, general=general, headings=headings, size_rows=rows, ranked=ranked, **plots
     )
+
+
+@cache
+def _template() -> Template:
+    """Return the compiled template."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["show"] = _show
+    text = resources.files("oneshot.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    return environment.from_string(text)
 
 
 def _show(value: float | None, spec: str) -> str:

@@ -25,6 +25,7 @@ from factories import build_model, tiny_tokenizer, topics
 from pretend_cuda import Log, pretend
 
 import oneshot.footprint.bounds
+import oneshot.report.page
 import oneshot.run
 from oneshot import Config
 from oneshot.footprint.seconds import Rates
@@ -41,6 +42,7 @@ oneshot.run.measure_curvature = on_host
 
 SLACK_BYTES = 16 * 2**10  # of the many small tensors, beside which tiny models are no more than they
 oneshot.footprint.bounds.DEVICE_SLACK_BYTES = SLACK_BYTES
+oneshot.report.page.find_spec = lambda _: None  # plots would take longer than a run
 oneshot.footprint.bounds.measure_rates = lambda *_: Rates(1.0, 1.0, 1.0, 1.0)  # nothing here says how fast a device is
 
 # The stage of a line of the project, by the longest beginning of its path that is listed.
@@ -92,7 +94,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt": {"family": "opt"},
     "qwen3": {"family": "qwen3", "tied": True, "head_dim": 8},
     "mistral": {"family": "mistral", "sliding_window": 8},
-    "large": {"hidden": 128, "width": 512, "heads": 8, "groups": 4, "vocabulary": 2048, "tied": True},
+    "large": {"hidden": 96, "width": 384, "heads": 6, "groups": 3, "vocabulary": 2048, "tied": True},
 }
 PER_LAYER = {"form": "per-layer"}
 WHOLE = {"ranks": "none"}
@@ -128,7 +130,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "per-layer, latency": ("llama", PER_LAYER | {"budget": "latency", "sparsity": 0.0}),
     "up_proj": ("llama", {"up_steps": 3}),
     "held-out damping": ("llama", {"damping": "auto"}),
-    "own text": ("llama", {"calibration": "self", "num_sequences": 2}),
+    "own text": ("llama", {"calibration": "self", "num_sequences": 2, "sequence_length": 16}),
     "activations on the host": ("llama", {"max_device_memory_bytes": "host"}),
     "activations on disk": ("llama", {"max_device_memory_bytes": "host", "max_memory_bytes": "disk"}),
     "recipe stat": ("llama", {"recipe": "stat"}),
@@ -153,7 +155,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "large": ("large", {"num_sequences": 8, "sequence_length": 128}),
     "large, leverage": ("large", {"ffn": "leverage", "num_sequences": 8, "sequence_length": 128}),
     "large, flap": ("large", {"recipe": "flap", "num_sequences": 8, "sequence_length": 128}),
-    "large, stat": ("large", {"recipe": "stat", "sketch_size": 400, "num_sequences": 8, "sequence_length": 128}),
+    "large, stat": ("large", {"recipe": "stat", "sketch_size": 300, "num_sequences": 8, "sequence_length": 128}),
     "large, tcsp": ("large", {"recipe": "tcsp", "num_sequences": 8, "sequence_length": 128}),
 }
 

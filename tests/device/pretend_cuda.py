@@ -29,7 +29,7 @@ import subprocess
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from unittest import mock
 import torch
 import torch._dynamo  # a dispatch mode imports it, and it must not see a patched torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 HERE = Path(__file__).parent
 ROOT = str(HERE.parents[1]) + os.sep
@@ -204,10 +203,9 @@ def _on_device(value: Any) -> bool:
 def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do one operation on the host, and log what CUDA would have done."""
     name = function.overloadpacket._qualified_op_name.split("::")[1]
-    flat, shape = tree_flatten((args, kwargs))
-    tensors = [each for each in flat if isinstance(each, torch.Tensor)]
+    tensors = _tensors((*args, *kwargs.values()))
     device_tensors = [each for each in tensors if _on_device(each)]
-    host_args, host_kwargs = tree_unflatten([getattr(each, "host", each) for each in flat], shape)
+    host_args, host_kwargs = _mapped(_host, args), _mapped(_host, kwargs)
     asked = host_kwargs.get("device")
     if _is_cuda(asked):
         host_kwargs["device"] = torch.device("cpu")
@@ -245,8 +243,25 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = function(*host_args, **host_kwargs)
     to_device = bool(device_tensors) if asked is None else _is_cuda(asked)
     known = {id(each.host): each for each in tensors if isinstance(each, PretendCuda)}
-    results, result_shape = tree_flatten(result)
-    return tree_unflatten([_wrap(each, to_device, known) for each in results], result_shape)
+    return _mapped(lambda each: _wrap(each, to_device, known), result)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in lists and tuples; torch's own functions for trees take most of the time of small runs."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [each for part in value for each in _tensors(part)] if isinstance(value, list | tuple) else []
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return lists, tuples and dictionaries with every value in them changed."""
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(change, part) for part in value])
+    return {key: _mapped(change, part) for key, part in value.items()} if isinstance(value, dict) else change(value)
+
+
+def _host(value: Any) -> Any:
+    return value.host if isinstance(value, PretendCuda) else value
 
 
 def _wrap(value: Any, to_device: bool, known: dict[int, PretendCuda]) -> Any:
@@ -278,7 +293,7 @@ def _addmm_in_wider_dtype(
 
 def _check_devices(name: str, args: Any, tensors: list[torch.Tensor]) -> None:
     if name in INDEXED:
-        indices = [each for each in tree_flatten(args[1])[0] if isinstance(each, torch.Tensor)]
+        indices = _tensors(args[1])
         if not _on_device(args[0]) and any(map(_on_device, indices)):
             raise _mixed(name)
         if name.startswith("index_put") and not _on_device(args[2]) and args[2].dim() > 0:
@@ -311,7 +326,7 @@ def _count_waits(name: str, args: Any) -> None:
     if WAITS.fullmatch(name):
         found.append(name)
     if name in INDEXED:
-        indices = [each for each in tree_flatten(args[1])[0] if isinstance(each, torch.Tensor)]
+        indices = _tensors(args[1])
         masks = [each for each in indices if each.dtype in (torch.bool, torch.uint8)]
         writes = name.startswith("index_put")
         found += ["boolean mask" for _ in masks if not writes]
