@@ -4,13 +4,12 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig
 from families.cases import CASES
+from processes import start, wait
 
 from oneshot import Config, Report
 from oneshot.checkpoint import Journal
@@ -295,30 +295,26 @@ def test_a_killed_process_continues(make_checkpoint: MakeCheckpoint, text_file: 
     options = [str(folder), "--sparsity=0.2", f"--calibration={text_file}", "--num-sequences=64"]
     options += ["--sequence-length=32", "--device=cpu", "--quiet"]
 
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "oneshot.compress", *options, f"--output={output}", "--resume"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        # a shell's background job ignores SIGINT, and its children inherit this setting
-        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed)
+    told = tmp_path / "told"
+
+    def begin() -> BaseProcess:
+        return start("compress", [[*options, f"--output={output}", "--resume"]], told)
 
     def finished_layers() -> int:
         return len(list(tmp_path.glob("out.incomplete/record-*.json")))
 
     chance = random.Random(0)
     for kind in KILLS:
-        before, process = finished_layers(), start()
-        while process.poll() is None and finished_layers() == before:
+        before, process = finished_layers(), begin()
+        while process.is_alive() and finished_layers() == before:
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.1))
-        process.send_signal(kind)
-        stopped = time.monotonic()
-        _, errors = process.communicate()
-        assert time.monotonic() - stopped < 10
-        assert "Traceback" not in errors
-        assert process.returncode == (-signal.SIGKILL if kind == signal.SIGKILL else 130)
+        assert process.pid is not None
+        os.kill(process.pid, kind)
+        assert wait([process], 10) == [-signal.SIGKILL if kind == signal.SIGKILL else 130]
+        assert "Traceback" not in told.read_text()
         assert not output.exists()
-    assert start().wait() == 0
+    assert wait([begin()]) == [0]
     assert compress_main([*options, f"--output={tmp_path / 'undisturbed'}"]) == 0
     assert contents(output) == contents(tmp_path / "undisturbed")
 

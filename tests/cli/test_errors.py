@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from oneshot.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from oneshot.cli import evaluate
 from oneshot.cli.compress import main
+from oneshot.errors import CheckpointError
 
 Check = Callable[..., str]
 
@@ -459,35 +460,33 @@ def run_command(*command: str, **environment: str) -> subprocess.CompletedProces
     )
 
 
-def test_the_command_line_ends_with_one_line(own_checkpoint: MakeCheckpoint, output: Path, text_file: Path) -> None:
+def test_the_command_line_ends_with_one_line(
+    own_checkpoint: MakeCheckpoint, output: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = own_checkpoint(shard_size="20KB")
     shard = first_shard(folder)
     shard.write_bytes(shard.read_bytes()[:-10])
-    result = run_command("oneshot.compress", *arguments(folder, output, text_file))
-    assert result.returncode == 1
-    *stages, message = result.stderr.splitlines()
+    assert main(arguments(folder, output, text_file)) == 1
+    told = capsys.readouterr()
+    *stages, message = told.err.splitlines()
     assert message.startswith(f"error: {shard}")
     assert stages == [f"opening {folder} …"]
-    assert result.stdout == ""
+    assert told.out == ""
     assert not output.parent.exists()
 
 
-def test_a_hub_name_without_network(output: Path, text_file: Path) -> None:
-    result = run_command(
-        "oneshot.compress", *arguments(Path("some-org/some-model"), output, text_file), HF_HUB_OFFLINE="1"
-    )
-    assert result.returncode == 1
-    *stages, message = result.stderr.splitlines()
+def test_a_hub_name_without_network(output: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(Path("some-org/some-model"), output, text_file)) == 1
+    *stages, message = capsys.readouterr().err.splitlines()
     assert message.startswith("error: some-org/some-model is not a local path")
     assert "network" in message
     assert stages == ["opening some-org/some-model …"]
 
 
-def test_debug_shows_the_traceback(output: Path, text_file: Path) -> None:
-    result = run_command("oneshot.compress", *arguments(Path("/no/such/path"), output, text_file), "--debug")
-    assert result.returncode != 0
-    assert "Traceback (most recent call last)" in result.stderr
-    assert "CheckpointError: /no/such/path does not exist" in result.stderr
+def test_debug_keeps_the_exception(output: Path, text_file: Path) -> None:
+    """Python then shows its traceback, and the exit code is not 0."""
+    with pytest.raises(CheckpointError, match="/no/such/path does not exist"):
+        main([*arguments(Path("/no/such/path"), output, text_file), "--debug"])
 
 
 def test_a_good_run_of_the_command_line(make_checkpoint: MakeCheckpoint, output: Path, text_file: Path) -> None:

@@ -65,7 +65,7 @@ MEASURED_RUNS: dict[str, dict[str, Any]] = {
 # Every run is in a child process that is forked after the imports: its peak begins at the resident memory of its start.
 MEASURE = """
 import json, os, sys
-import torch, datasets, oneshot.report.page
+import torch, datasets, oneshot.report.page, oneshot.report.plots
 from transformers.models.llama import modeling_llama
 from oneshot import Config
 from oneshot.pipeline import compress

@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from factories import MakeCheckpoint, topics
 from families.cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import start_group, wait
 
 from oneshot.cli.compress import main
 from oneshot.machine import Workers
@@ -22,22 +20,8 @@ from oneshot.report.card import REPORT_NAME
 
 pytestmark = pytest.mark.long
 
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
 TELLING = {REPORT_NAME, "report.html", "README.md"}  # of time and memory
 OPTIONS = ["--num-sequences=15", "--sequence-length=32", "--batch-size=4", "--device=cpu", "--dtype=float32", "--quiet"]
-
-
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-def start(processes: int, *arguments: str) -> subprocess.Popen[str]:
-    """Start gloo processes of a command line."""
-    return subprocess.Popen(
-        [*LAUNCH, f"--nproc-per-node={processes}", sys.executable, "-m", "oneshot.compress", *OPTIONS, *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    )
 
 
 @given(count=st.integers(0, 50), size=st.integers(1, 8))
@@ -98,10 +82,8 @@ def results(
             for name, (folder, arguments) in made.items()
             if SHARED[name][0] == count
         ]
-        script = [sys.executable, str(Path(__file__).with_name("several_runs.py")), json.dumps(runs)]
-        command = [*LAUNCH, f"--nproc-per-node={count}", *script]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, check=False)
-        assert done.returncode == 0, done.stderr
+        told = other.with_name(f"{count} processes")
+        assert wait(start_group(count, runs, told), 300) == [0] * count, told.read_text()
     return made
 
 
@@ -129,9 +111,10 @@ def test_the_first_process_tells_of_grams_that_another_factorised(
     """The second process solves the FFNs."""
     arguments = ["--sparsity=0.1", "--set=damping=0", "--num-sequences=4", "--sequence-length=8"]
     checkpoint, output = make_checkpoint(layers=3), tmp_path / "out"
-    process = start(2, str(checkpoint), f"--calibration={text_file}", *arguments, f"--output={output}")
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
+    command = [str(checkpoint), f"--calibration={text_file}", *OPTIONS, *arguments, f"--output={output}"]
+    codes = wait(start_group(2, [command], tmp_path / "told"))
+    errors = (tmp_path / "told").read_text()
+    assert codes == [0, 0], errors
     [told] = [each for each in json.loads((output / REPORT_NAME).read_text())["warnings"] if "singular" in each]
     assert "(layers 0, 1, 2 of 3)" in told
     assert errors.count("singular to rounding") == 1
@@ -148,31 +131,24 @@ def without_measured(sublayer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_process_that_dies_ends_the_run(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
-    """It never hangs; finished parts stay, and the same command continues."""
-    arguments = [str(make_checkpoint(layers=6, hidden=64, width=1024)), f"--calibration={text_file}", "--sparsity=0.2"]
-    arguments += [f"--output={tmp_path / 'out'}", "--resume"]
-    process = start(2, *arguments)
-    while process.poll() is None and not list(tmp_path.glob("out.incomplete/record-*.json")):
+    """The others never hang and say why; finished parts stay, and the same command continues."""
+    arguments = [str(make_checkpoint(layers=6, hidden=64, width=512)), f"--calibration={text_file}", "--sparsity=0.2"]
+    arguments += [*OPTIONS, f"--output={tmp_path / 'out'}", "--resume"]
+    processes = start_group(2, [arguments], tmp_path / "told")
+    while processes[0].is_alive() and not list(tmp_path.glob("out.incomplete/record-*.json")):
         time.sleep(0.01)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[1]), signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "exitcode" in errors
+    processes[1].kill()
+    assert wait(processes) == [1, -signal.SIGKILL]
+    assert "error: Another process of this run ended" in (tmp_path / "told").read_text()
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "out.incomplete").exists()
-    process = start(2, *arguments)
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
+    assert wait(start_group(2, [arguments], tmp_path / "told")) == [0, 0], (tmp_path / "told").read_text()
     assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_fewer_sequences_than_processes(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
-    process = start(
-        2, str(make_checkpoint()), f"--calibration={text_file}", "--sparsity=0.2", f"--output={tmp_path / 'out'}",
-        "--num-sequences=1",
-    )  # fmt: skip
-    _, errors = process.communicate()
-    assert process.returncode != 0
-    assert "--num-sequences" in errors
-    assert list(tmp_path.iterdir()) == []
+    arguments = [str(make_checkpoint()), f"--calibration={text_file}", "--sparsity=0.2", *OPTIONS, "--num-sequences=1"]
+    codes = wait(start_group(2, [[*arguments, f"--output={tmp_path / 'out'}"]], tmp_path / "told"))
+    assert codes == [1, 1]
+    assert "--num-sequences" in (tmp_path / "told").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["told"]

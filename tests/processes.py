@@ -1,0 +1,61 @@
+"""Commands in processes that fork from one that has imported everything: an import takes longer than most runs here."""
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["oneshot.cli.compress", "oneshot.pipeline", "oneshot.report.page", "transformers.models.llama.modeling_llama"]
+)
+
+
+def start(
+    name: str, commands: Sequence[Sequence[str]], told: Path, environment: Mapping[str, str] | None = None
+) -> BaseProcess:
+    """Start `oneshot NAME` for each list of arguments, one after the other; the first that fails ends the process.
+
+    Args:
+        told: the file that receives what is written to stderr. environment: further variables.
+    """
+    process = CONTEXT.Process(target=_run, args=(name, commands, told, environment or {}))
+    process.start()
+    return process
+
+
+def start_group(count: int, commands: Sequence[Sequence[str]], told: Path) -> list[BaseProcess]:
+    """Start processes of `oneshot compress` that share their runs by gloo, as torchrun does; `told` as in `start`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    ranks = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return [start("compress", commands, told, each) for each in ranks]
+
+
+def wait(processes: Sequence[BaseProcess], seconds: float = 120) -> list[int | None]:
+    """Return the exit codes; None for a process that still runs after this time, and is then killed."""
+    for process in processes:
+        process.join(seconds)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def _run(name: str, commands: Sequence[Sequence[str]], told: Path, environment: Mapping[str, str]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    with told.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    main = import_module("oneshot.cli.main").main
+    for arguments in commands:
+        code = main([name, *arguments])
+        if code != 0:
+            sys.exit(code)
