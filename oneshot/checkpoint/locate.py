@@ -29,7 +29,9 @@ def locate_checkpoint(checkpoint: str, scratch: Path, revision: str | None = Non
     Raises `CheckpointError` if the path does not exist, the folder is empty, or the hub cannot be reached.
     """
     if revision is not None and os.path.exists(os.path.expanduser(checkpoint)):
-        raise CheckpointError(f"{checkpoint} is a local path, which has no revision; leave out --revision {revision}.")
+        raise CheckpointError(
+            f"{checkpoint} is a local path, which has no revision; leave out the revision {revision}."
+        )
     try:
         path = Path(checkpoint).expanduser()
         str(path).encode()  # safetensors accepts only UTF-8

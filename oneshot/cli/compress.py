@@ -98,7 +98,7 @@ def _finish(config: Config, report: "Report", arguments: argparse.Namespace) -> 
     """Check a result, show what came out, and upload it if that is asked for."""
     from oneshot.api.check import quick_check, weight_bytes
     from oneshot.api.hub import push
-    from oneshot.report.card import add_quality
+    from oneshot.report.card import add_check
     from oneshot.report.progress import announce
     from oneshot.report.summary import summary
     from oneshot.report.terminal import print_report
@@ -107,7 +107,7 @@ def _finish(config: Config, report: "Report", arguments: argparse.Namespace) -> 
     if not arguments.quiet and not arguments.no_check:
         announce("checking the result on held-out text", True)
         check = quick_check(config, report)
-        add_quality(Path(config.output).expanduser(), check)
+        report = add_check(Path(config.output).expanduser(), report, check)
     if not arguments.quiet:
         if arguments.verbose:
             print_report(report)

@@ -19,7 +19,9 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
         "Measure quality, sizes and latency of a checkpoint, beside a baseline.",
     )
     parser.add_argument("checkpoint", help="a folder of safetensors, a .gguf file, or a hub name")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub name")
     parser.add_argument("--baseline", help="the checkpoint to compare it with, usually the dense one")
+    parser.add_argument("--baseline-revision", metavar="REVISION", help="the same of the baseline's hub name")
     parser.add_argument(
         "--text",
         action="append",
@@ -75,6 +77,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
             [arguments.checkpoint],
             arguments.text,
             baseline=arguments.baseline,
+            revision=arguments.revision,
+            baseline_revision=arguments.baseline_revision,
             sequence_length=arguments.sequence_length,
             max_windows=arguments.max_windows,
             device=arguments.device,

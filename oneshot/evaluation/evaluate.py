@@ -19,6 +19,8 @@ def evaluate(
     texts: Sequence[str],
     *,
     baseline: str | None = None,
+    revision: str | None = None,
+    baseline_revision: str | None = None,
     sequence_length: int = 1024,
     max_windows: int | None = None,
     device: str = "auto",
@@ -35,15 +37,20 @@ def evaluate(
 
     Models that write text are evaluated on windows (`evaluate_windows`); `decode_tokens=0` leaves their latency out.
     Encoders and encoder–decoders are evaluated on examples, `batch_size` at a time (`evaluate_examples`), and have
-    neither tasks nor latency. `kind=None`: the kind that the first checkpoint's class has.
+    neither tasks nor latency. `revision`, `baseline_revision`: branch, tag or commit of the checkpoints' hub names, and
+    of the baseline's; None: the main branch. `kind=None`: the kind that the first checkpoint's class has.
 
     Raises a subclass of `OneshotError` for everything that a user can mend.
     """
+    if baseline is None and baseline_revision is not None:
+        raise ConfigError(f"--baseline-revision {baseline_revision} needs a --baseline; give one, or leave it out.")
     where = resolve_device(device)
     compute = resolve_dtype(dtype, where)
     names = [*checkpoints, baseline] if baseline is not None else [*checkpoints]
     with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
-        located = [Checkpoint(locate_checkpoint(name, Path(scratch))) for name in names]
+        located = [Checkpoint(locate_checkpoint(name, Path(scratch), revision)) for name in checkpoints]
+        if baseline is not None:
+            located.append(Checkpoint(locate_checkpoint(baseline, Path(scratch), baseline_revision)))
         kind = kind_of(located[0].config) if kind is None else kind
         if kind == "causal":
             results = evaluate_windows(

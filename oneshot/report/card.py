@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ AUTO_CLASSES = {  # of transformers, and the hub's names of their tasks
     "AutoModelForSeq2SeqLM": "text2text-generation",
     "AutoModel": "feature-extraction",
 }
-QUALITY = "<!-- quality: not measured -->"  # replaced by `add_quality`
+QUALITY = "<!-- quality: not measured -->"  # replaced by `add_check`
 HUB_TEXTS = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext"}
 
 
@@ -153,9 +154,17 @@ def _layer_section(report: Report) -> str:
     return f"\n<details><summary>Kept sizes by layer</summary>\n\n{table}\n\n</details>\n"
 
 
-def add_quality(folder: Path, check: Check) -> None:
-    """Put a measured quality into the card of a result; a card without the place for it stays."""
-    path = folder / CARD_NAME
+def add_check(folder: Path, report: Report, check: Check) -> Report:
+    """Put a check into the report and the card of a result; return the report. Missing files stay missing."""
+    report = replace(report, check=check)
+    if (folder / REPORT_NAME).is_file():
+        _replace(folder / REPORT_NAME, json.dumps(report.to_dict(), indent=2) + "\n")
+    _add_quality(folder / CARD_NAME, check)
+    return report
+
+
+def _add_quality(path: Path, check: Check) -> None:
+    """Put a measured quality into a card; a card without the place for it stays."""
     if check.perplexity is None or not path.is_file():
         return
     dense, compressed = check.perplexity["dense"], check.perplexity["compressed"]
@@ -164,8 +173,13 @@ def add_quality(folder: Path, check: Check) -> None:
         f"Perplexity on {check.tokens:,} tokens of {source} that the run did not read: {dense:.2f} before, "
         f"{compressed:.2f} after (× {compressed / dense:.2f})."
     )
+    _replace(path, path.read_text(encoding="utf-8").replace(QUALITY, line, 1))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replace a file at once."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(path.read_text(encoding="utf-8").replace(QUALITY, line, 1), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

@@ -104,7 +104,7 @@ class Report:
     and a `Plan`. `hidden_error` is the relative Frobenius norm of what a smaller hidden size leaves out of the residual
     stream. `predicted_divergence`: see `planning.predicted_divergences`; None without a profile. `footprint` was
     predicted; `peak_bytes` and `seconds` were measured. `fingerprint` decides whether an interrupted run may continue.
-    `warnings`: of no single layer.
+    `warnings`: of no single layer. `check`: None if it was left out.
     """
 
     config: dict[str, Any]
@@ -127,6 +127,7 @@ class Report:
     footprint: Footprint | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    check: Check | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""
@@ -138,4 +139,5 @@ class Report:
         layers = tuple(LayerReport.from_dict(layer) for layer in values["layers"])
         footprint = None if values["footprint"] is None else Footprint(**values["footprint"])
         warnings = tuple(values["warnings"])
-        return Report(**{**values, "layers": layers, "footprint": footprint, "warnings": warnings})
+        check = None if values.get("check") is None else Check(**values["check"])
+        return Report(**{**values, "layers": layers, "footprint": footprint, "warnings": warnings, "check": check})

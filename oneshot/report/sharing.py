@@ -48,10 +48,14 @@ def without_local_paths(report: Report) -> Report:
                 warnings = tuple(warning.replace(path, shared_name(path)) for warning in warnings)
         return warnings
 
+    check = report.check
+    if check is not None:
+        check = replace(check, source=shared_name(check.source), skipped=cleaned((check.skipped,))[0])
     return replace(
         report,
         config=config | {"text": text, "machine": machine},
         calibration=calibration,
+        check=check,
         warnings=cleaned(report.warnings),
         layers=tuple(replace(layer, warnings=cleaned(layer.warnings)) for layer in report.layers),
     )

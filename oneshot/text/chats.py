@@ -1,5 +1,7 @@
 """Conversations as text: columns of turns, in the words of the tokenizer's chat template."""
 
+import ast
+import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,13 +26,27 @@ def chat_column(names: Sequence[str]) -> str | None:
 def turns_of(row: Mapping[str, Any], column: str) -> Any:
     """Return the turns of a row, not checked yet; None if the row has none."""
     if column not in ANSWERS:
-        return row.get(column)
-    prompt, answer = row.get("prompt"), row.get(column)
+        return _stated(row.get(column))
+    prompt, answer = _stated(row.get("prompt")), _stated(row.get(column))
     if isinstance(prompt, list) and isinstance(answer, list):  # both already are turns
         return [*prompt, *answer]
     if prompt is None or answer is None:
         return None
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def _stated(value: Any) -> Any:
+    """Return the turns that a cell of a CSV file states as JSON or as Python's list; anything else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            found = parse(value)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(found, list) and found and all(isinstance(turn, dict) for turn in found):
+            return found
+    return value
 
 
 def chat_renderer(tokenizer: Any) -> Render:

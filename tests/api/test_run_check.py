@@ -16,6 +16,7 @@ from oneshot.evaluation import perplexity
 from oneshot.pipeline import compress
 from oneshot.report.card import QUALITY
 from oneshot.report.records import Check
+from oneshot.report.sharing import without_local_paths
 from oneshot.report.summary import summary
 from oneshot.text import load_text, load_tokenizer
 
@@ -98,6 +99,14 @@ def test_the_command_ends_with_a_summary_and_the_card_has_the_quality(
     assert "tokens of `text.txt` that the run did not read" in card
     assert "Warning of the run: 64 calibration tokens are few" in card
     assert "AutoModelForCausalLM.from_pretrained(name)" in card
+    report = Report.from_dict(json.loads((output / "oneshot_report.json").read_text()))
+    assert report.check is not None
+    assert report.check.perplexity is not None
+    assert f"{report.check.perplexity['dense']:.2f} before" in card
+    assert report.check.source == str(text_file)
+    shared = without_local_paths(report).check
+    assert shared is not None
+    assert shared.source == text_file.name
     assert main([*command, "-o", str(tmp_path / "quick"), "--no-check", "--verbose"]) == 0
     printed = capsys.readouterr().out
     assert "error by layer" in printed

@@ -1,6 +1,7 @@
 """Conversations as calibration text, and BOS at the head of every window."""
 
 import copy
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,18 @@ def test_conversations_pass_the_chat_template(row: dict[str, Any], chatty: Any, 
     assert windows.flatten().tolist() == (tokens * 2)[:16]
     found = load_text(path, chatty, num_sequences=2, sequence_length=8, seed=0)
     assert torch.equal(found.token_ids, windows)
+
+
+@pytest.mark.parametrize("written", [json.dumps, str], ids=["JSON", "Python"])
+def test_conversations_in_a_csv_file(written: Any, chatty: Any, tmp_path: Path) -> None:
+    """A cell holds turns as text; a prompt that only begins with a bracket stays a prompt."""
+    turns, pairs = tmp_path / "turns.csv", tmp_path / "pairs.csv"
+    with turns.open("w", newline="") as file:
+        csv.writer(file).writerows([["messages"], [written(TURNS)], [written(TURNS)]])
+    with pairs.open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "response"], ["[1, 2]", "A sequence."]])
+    assert list(iter_documents(str(turns), 0, chat_renderer(chatty))) == [WANTED] * 2
+    assert list(iter_documents(str(pairs), 0, chat_renderer(chatty))) == ["<user>[1, 2]<assistant>A sequence."]
 
 
 def test_text_is_read_before_conversations(chatty: Any, tmp_path: Path) -> None:
