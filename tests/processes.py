@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,7 @@ def _run(name: str, commands: Sequence[Sequence[str]], told: Path, environment: 
     import torch
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job and its children ignore it
     os.environ.update(environment)
     with told.open("ab") as file:
         os.dup2(file.fileno(), 2)
