@@ -93,14 +93,15 @@ def texts_of(arguments: argparse.Namespace, tokenizer: Any, scratch: Path) -> tu
     return windows[order[: arguments.num_sequences]], judged
 
 
-def judged_row(model: torch.nn.Module, dense: torch.nn.Module, windows: dict[str, torch.Tensor]) -> Row:
-    """Return perplexities and divergence of a model beside the dense one; the score is over kinds of other text."""
-    scores = {name: score_windows([model], ids, baseline=dense) for name, ids in windows.items()}
-    row, of_dense = (losses({name: both[place] for name, both in scores.items()}) for place in (0, 1))
-    row["kl_divergence"] = {name: both[0].kl_divergence for name, both in scores.items()}
-    ratios = {name: value / of_dense["perplexity"][name] for name, value in row["perplexity"].items()}
-    others = [name for name in windows if name != OWN]
-    both = [{name: one["perplexity"][name] for name in others} for one in (row, of_dense)]
+def perplexities(model: torch.nn.Module, windows: dict[str, torch.Tensor]) -> Row:
+    """Return a row's perplexities and window losses."""
+    return losses({name: score_windows([model], ids)[0] for name, ids in windows.items()})
+
+
+def beside(row: Row, dense: Row) -> Row:
+    """Return a row with its ratios to the dense model's perplexities; the score is over kinds of other text."""
+    both = [{name: value for name, value in one["perplexity"].items() if name != OWN} for one in (row, dense)]
+    ratios = {name: value / dense["perplexity"][name] for name, value in row["perplexity"].items()}
     return row | score(*both) | {"ratios": ratios}
 
 
@@ -124,8 +125,10 @@ def main() -> None:
         dense = load_stock(arguments.model)
         text, windows = texts_of(arguments, tokenizer, Path(scratch))
         sums, energies = sums_of_layers(dense, text)
+        of_dense = perplexities(dense, windows)
         named = {"model": arguments.model.name, "seed": arguments.seed, "calibration_tokens": text.numel()}
-        named |= {"texts": text_records(windows), "parameters": sum(one.numel() for one in dense.parameters())}
+        named |= {"dense_perplexity": of_dense["perplexity"], "texts": text_records(windows)}
+        named |= {"parameters": sum(one.numel() for one in dense.parameters())}
         for share in arguments.shares:
             for variant in variants(arguments.corrections, arguments.residual_weight):
                 if arguments.only_corrected and variant.correction == "none":
@@ -134,7 +137,7 @@ def main() -> None:
                 neurons = kept_neurons(variant, energies, share, arguments.seed) if experts is None else None
                 smaller = without_parts(dense, experts, neurons)
                 correct_(smaller, dense, text, variant.correction, variant.residual_weight, experts)
-                row = named | vars(variant) | {"share": share} | judged_row(smaller, dense, windows)
+                row = named | vars(variant) | {"share": share} | beside(perplexities(smaller, windows), of_dense)
                 row["kept_parameters"] = sum(one.numel() for one in smaller.parameters())
                 append_row("mixtures", provenance(**row))
 

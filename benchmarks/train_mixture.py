@@ -123,9 +123,9 @@ def main() -> None:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("folder", type=Path, help="where the checkpoint goes")
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
-    options.add_argument("--steps", type=int, default=600)
+    options.add_argument("--steps", type=int, default=2000)
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--every", type=int, default=50, help="steps between two rows")
+    options.add_argument("--every", type=int, default=200, help="steps between two rows")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
