@@ -17,11 +17,13 @@ from harness import Row, append_row, parser, provenance
 from judging import judging_windows, losses, score, text_records
 from mixture_parts import Correction, correct_, load_stock, sums_of_layers, without_parts
 
+import oneshot
 from oneshot.compression.expert_scores import ExpertSelector, ExpertSums, removed_experts
 from oneshot.evaluation import load_windows, score_windows
 from oneshot.text import load_tokenizer
 
 LENGTH = 512  # tokens of a window
+ENGINE: tuple[Row, ...] = ({"correction": "none"}, {"correction": "same-layer"}, {})  # settings of `oneshot.compress`
 OWN = "own text"  # held out from the text that a mixture was trained on
 
 
@@ -77,6 +79,14 @@ def kept_neurons(variant: Variant, energies: Sequence[torch.Tensor], share: floa
     return kept
 
 
+def by_engine(model: Path, output: Path, text: torch.Tensor, width: int, settings: Row, seed: int) -> torch.nn.Module:
+    """Return the mixture whose experts `oneshot.compress` made this wide, with the same tokens."""
+    shape = {"num_sequences": len(text), "sequence_length": text.shape[1]}
+    options = {"dtype": "float32", "round_to": 8, "overwrite": True, "seed": seed}
+    oneshot.compress(model, output, calibration=text, intermediate_size=width, **shape, **options, **settings)
+    return load_stock(output)
+
+
 def texts_of(arguments: argparse.Namespace, tokenizer: Any, scratch: Path) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return the windows for calibration, and the windows that models are judged on by kind."""
     beside = {
@@ -115,6 +125,7 @@ def main() -> None:
     options.add_argument("--corrections", nargs="*", choices=get_args(Correction), default=["separable", "joint"])
     options.add_argument("--residual-weight", type=float, default=1.0)
     options.add_argument("--only-corrected", action="store_true", help="the other rows are there already")
+    options.add_argument("--no-engine", dest="engine", action="store_false", help="no rows of `oneshot.compress`")
     options.add_argument("--num-sequences", type=int, default=64, help=f"of {LENGTH} tokens for calibration")
     options.add_argument("--max-windows", type=int, default=4)
     options.add_argument("--seed", type=int, default=0)
@@ -138,6 +149,14 @@ def main() -> None:
                 smaller = without_parts(dense, experts, neurons)
                 correct_(smaller, dense, text, variant.correction, variant.residual_weight, experts)
                 row = named | vars(variant) | {"share": share} | beside(perplexities(smaller, windows), of_dense)
+                row["kept_parameters"] = sum(one.numel() for one in smaller.parameters())
+                append_row("mixtures", provenance(**row))
+            for settings in ENGINE if arguments.engine else ():
+                width = round((1 - share) * energies[0].shape[1])
+                place = Path(scratch) / "smaller"
+                smaller = by_engine(arguments.model, place, text, width, settings, arguments.seed)
+                row = named | {"part": "neurons", "selector": "pivots", "correction": "two-stream", "share": share}
+                row |= settings | {"settings": settings} | beside(perplexities(smaller, windows), of_dense)
                 row["kept_parameters"] = sum(one.numel() for one in smaller.parameters())
                 append_row("mixtures", provenance(**row))
 

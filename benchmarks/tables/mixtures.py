@@ -14,6 +14,14 @@ SELECTORS = {
     "energy": "energy",
     "random": "random",
     "effects": "joint effects",
+    "pivots": "pivots",
+}
+CORRECTIONS = {
+    "none": "–",
+    "separable": "each expert by itself",
+    "joint": "all experts together",
+    "same-layer": "`oneshot`, same-layer",
+    "two-stream": "`oneshot`, two-stream",
 }
 KEYS = ("model", "part", "selector", "correction", "residual_weight", "share", "seed")
 
@@ -114,13 +122,12 @@ def _alike(rows: list[Row]) -> list[list[Row]]:
     """Return the rows of every variant, whole experts first, without a correction first."""
     variants: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        variants.setdefault(tuple(row[key] for key in KEYS[1:5]), []).append(row)
-    orders = {name: place for place, name in enumerate(("none", "separable", "joint"))}
+        variants.setdefault(tuple(row.get(key) for key in KEYS[1:5]), []).append(row)
+    orders = {name: place for place, name in enumerate(CORRECTIONS)}
     return sorted(variants.values(), key=lambda same: (same[0]["part"], orders[same[0]["correction"]]))
 
 
 def _correction(row: Row) -> str:
-    if row["correction"] == "none":
-        return "–"
-    weight = "" if row["residual_weight"] == 1 else f", {row['residual_weight']} of the residual"
-    return {"separable": "each expert by itself", "joint": "all experts together"}[row["correction"]] + weight
+    weight = row.get("residual_weight", 1)
+    share = "" if weight == 1 or row["correction"] == "none" else f", {weight} of the residual"
+    return CORRECTIONS[row["correction"]] + share

@@ -41,7 +41,7 @@ def test_a_trained_mixture_is_a_stock_checkpoint(
     benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     module = benchmark_module("train_mixture")
-    tiny = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    tiny = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
     monkeypatch.setattr(module, "SHAPE", TINY | tiny)
     monkeypatch.setattr(module, "VOCABULARY", 300)
     monkeypatch.setattr(module, "LENGTH", 32)
@@ -65,6 +65,11 @@ def test_a_trained_mixture_is_a_stock_checkpoint(
     assert not known & left_out
     assert [row.get("step") for row in rows] == [2, 3, None]
     assert all(sum(counts) == 2 * rows[-1]["held_out_tokens"] for counts in rows[-1]["expert_tokens"])
+    text = torch.randint(model.config.vocab_size, (8, 32), generator=torch.Generator().manual_seed(0))
+    by_engine = benchmark_module("mixtures").by_engine
+    narrow = by_engine(tmp_path / "it", tmp_path / "narrow", text, 8, {"correction": "same-layer"}, 0)
+    assert type(narrow) is Qwen3MoeForCausalLM
+    assert narrow.config.moe_intermediate_size == 8
 
 
 @pytest.mark.parametrize("num_shared", [0, 16])
