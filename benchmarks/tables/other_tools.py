@@ -22,7 +22,6 @@ def summary_table() -> str:
     without = "per-layer without output curvature"
     curves = [
         ("per-layer", OWN_TEXT, quality["per-layer"]),
-        (without, OWN_TEXT, default_rows("per-layer", *OWN_TEXT, {})),
         (without, ALONE, default_rows("per-layer", *ALONE, {})),
         ("stock", OWN_TEXT, quality["stock"]),
     ]
