@@ -64,8 +64,7 @@ from oneshot.run import SAVED_TEXT, Run, open_run
 from oneshot.schedule import Schedule, make_schedule, profile_schedule
 from oneshot.settings import RECIPE_NAME, recipe_text
 from oneshot.stream import States
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 

@@ -85,8 +85,6 @@ logger = logging.getLogger(__name__)
 
 SAVED_TEXT = "self"  # the journal's name for text that the model wrote
 
-Tensors = dict[str, torch.Tensor]
-
 
 @contextmanager
 def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Shown = False) -> Iterator["Run"]:

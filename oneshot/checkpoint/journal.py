@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -28,12 +27,11 @@ from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.checkpoint.work_folder import WorkFolder, refuse_output
 from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OutputError, PlanError, ProfileError, cause
 from oneshot.machine import ALONE, Workers
+from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 
 WRONG_INPUT = (CalibrationError, CheckpointError, ConfigError, PlanError, ProfileError)
-
-Tensors = dict[str, torch.Tensor]
 
 
 class Journal:

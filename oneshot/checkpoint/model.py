@@ -33,10 +33,9 @@ from oneshot.families import (
     text_names,
     text_of,
 )
+from oneshot.tensors import Tensors
 
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ import torch
 
 from oneshot.checkpoint.durable import write_whole
 from oneshot.checkpoint.layout import Layout, Place
+from oneshot.tensors import Tensors
 
 CHUNK_BYTES = 2**20
 THREADS = 4
-
-Tensors = dict[str, torch.Tensor]
 
 
 class WeightFiles:

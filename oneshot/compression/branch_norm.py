@@ -12,11 +12,10 @@ import torch
 
 from oneshot.families import Sublayer
 from oneshot.machine.transfer import as_like
+from oneshot.tensors import Tensors
 
 SMALLEST_GAIN = 1e-6  # of the largest: such rows reach the stream no more, but count in the root mean square
 SOFT_GAIN = 0.1  # of the mean square: weaker coordinates take less of a residual, which division would amplify
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

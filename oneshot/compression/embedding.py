@@ -21,8 +21,7 @@ from oneshot.linalg.low_rank import damped_root
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.machine.transfer import as_like
 from oneshot.planning import vocabulary_ranges
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 STATES = "states that the output head reads"
 

@@ -11,11 +11,10 @@ from oneshot.compression.sublayer import SublayerTask
 from oneshot.errors import CheckpointError
 from oneshot.machine import Workers
 from oneshot.stream import Layer, States
+from oneshot.tensors import Tensors
 
 TOKENS_TOGETHER = 4096  # whose effects are summed at once
 GATE_TOLERANCE = 2e-2  # of 16-bit gates
-
-Tensors = dict[str, torch.Tensor]
 
 
 def measure_effects(task: SublayerTask, states: States, current: Layer) -> ExpertSums:

@@ -20,12 +20,11 @@ from oneshot.compression.sublayer import SublayerTask
 from oneshot.families import Experts
 from oneshot.machine.transfer import as_like
 from oneshot.stream import DensePass, Layer, Routing, States
+from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 
 NAMED_EXPERTS = 8
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

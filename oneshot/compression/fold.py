@@ -7,8 +7,7 @@ import torch
 from oneshot.compression.correction import Factors
 from oneshot.families import Attention, ModelShape, Stack, Sublayer
 from oneshot.machine.transfer import as_like
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 PANEL_ROWS = 8192
 

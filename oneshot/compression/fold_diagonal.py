@@ -15,8 +15,7 @@ import torch
 
 from oneshot.families import Stack
 from oneshot.machine.transfer import as_like
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 
 def fold_diagonal(

@@ -13,8 +13,7 @@ from torch import nn
 from oneshot.compression.fold import times, without_mean
 from oneshot.families import Stack
 from oneshot.machine.transfer import as_like
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 
 class SubspaceNorm(nn.Module):

@@ -20,8 +20,8 @@ from oneshot.linalg.low_rank import (
 )
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.stream import Layer, States
+from oneshot.tensors import Tensors
 
-Tensors = dict[str, torch.Tensor]
 Maps = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 

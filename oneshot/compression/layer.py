@@ -28,8 +28,7 @@ from oneshot.planning import Grid, Plan
 from oneshot.recipes import Method
 from oneshot.report.records import SublayerReport
 from oneshot.stream import DensePass, Layer, States
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 # the working layer, maps of heads and linears of low rank of its sublayers by their index, what was lost
 Solved = tuple[Tensors, dict[int, InnerMaps], dict[int, Ranks], list[SublayerReport]]

@@ -12,8 +12,7 @@ from oneshot.compression.ranks import Factored, fold_ranks
 from oneshot.compression.subspaces import StreamSubspaces
 from oneshot.families import Attention, RankedKind, Stack, Sublayer
 from oneshot.planning import Grid
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 Ranks = dict[RankedKind, Factored]
 

@@ -19,12 +19,11 @@ from oneshot.compression.statistics import (
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.recipes import MOMENT_SELECTORS
 from oneshot.stream import DensePass, Layer, States
+from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 
 NONZEROS = {"count": 1, "sparse-sign": 8}  # per column of the sketching matrix
-
-Tensors = dict[str, torch.Tensor]
 
 
 def measure(

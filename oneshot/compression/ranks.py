@@ -33,8 +33,7 @@ from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.machine import Workers
 from oneshot.machine.transfer import as_like
 from oneshot.stream import Layer
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 READ_BY: dict[RankedKind, str] = {
     "query_key": "self_attn.qk_read",

@@ -12,8 +12,7 @@ from oneshot.compression.selection import Evidence, select_heads, select_neurons
 from oneshot.compression.statistics import Statistics
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.families import Attention, FeedForward
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 
 def solve(

@@ -13,10 +13,9 @@ from oneshot.linalg.psd import RidgeFactor
 from oneshot.linalg.sums import add_gram_, add_product_, as_float32, finished_gram
 from oneshot.recipes import TOKENS_PER_NEURON
 from oneshot.stream import Layer, States
+from oneshot.tensors import Tensors
 
 UP_BATCHES = 2  # one of so many batches corrects `up_proj`
-
-Tensors = dict[str, torch.Tensor]
 
 
 def batches_apart(task: SublayerTask, states: States) -> int:

@@ -13,8 +13,7 @@ from oneshot.compression.solving import solve
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.families import Experts
 from oneshot.stream import DensePass, Layer, States
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 
 @dataclass(frozen=True)

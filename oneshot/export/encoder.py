@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from oneshot.checkpoint import Journal, Model, complete_config
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.fold_post_norm import fold_output, fold_table, fold_tied_head
@@ -18,8 +16,7 @@ from oneshot.export.renamed_layers import RenamedLayers
 from oneshot.families import BERT, ENCODER_MODEL_TYPE, Description, LayerShape, ModelShape, StackShape, stated_class
 from oneshot.planning import Grid, Plan
 from oneshot.report.card import python_usage
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_encoder.py"
 DISTILBERT_EPSILON = 1e-12  # in its code; its config does not state it

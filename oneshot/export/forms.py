@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
 from oneshot.checkpoint import Journal, Model
 from oneshot.compression import StreamSubspaces
 from oneshot.config import FormName, SaveDtype
@@ -16,8 +14,7 @@ from oneshot.export.per_layer import PerLayerForm, per_layer_shape
 from oneshot.export.stock import StockForm
 from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE, Description, StackShape
 from oneshot.planning import Grid, Plan
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 
 class Form(Protocol):

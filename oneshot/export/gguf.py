@@ -26,13 +26,13 @@ from oneshot.export.gguf_vocabulary import Vocabulary
 from oneshot.export.llama_layers import (
     NAMES,
     LlamaLayers,
-    Tensors,
     reason_against_llama,
 )
 from oneshot.export.outside import Part, folded_outside
 from oneshot.export.per_layer import per_layer_config
 from oneshot.families import LayerShape, StackShape, scaled_epsilon
 from oneshot.planning import Grid, Plan
+from oneshot.tensors import Tensors
 
 NAME, FILE_NAME = "gguf", "model.gguf"
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

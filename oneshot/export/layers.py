@@ -19,8 +19,7 @@ from oneshot.report.grams import worst
 from oneshot.report.progress import ProgressBar, Shown, WarningLog
 from oneshot.report.records import LayerReport
 from oneshot.stream import States
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 
 def write_layers(

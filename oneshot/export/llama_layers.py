@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from oneshot.checkpoint import Model, complete_config
 from oneshot.errors import PlanError
 from oneshot.export.outside import OutsideNames
@@ -24,8 +22,6 @@ KEPT_KEYS = (
     "use_cache",
 )
 NAMES = OutsideNames(LLAMA.stack.embedding, "model.norm.weight", "lm_head.weight")
-
-Tensors = dict[str, torch.Tensor]
 
 
 class LlamaLayers(RenamedLayers):

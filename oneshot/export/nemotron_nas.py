@@ -12,7 +12,6 @@ from oneshot.export.llama_layers import (
     KEPT_KEYS,
     NAMES,
     LlamaLayers,
-    Tensors,
     reason_against_llama,
     refuse_different_heads,
 )
@@ -20,6 +19,7 @@ from oneshot.export.outside import Part, folded_outside
 from oneshot.families import NAS_MODEL_TYPE, LayerShape, ModelShape, StackShape, scaled_epsilon
 from oneshot.planning import Grid, Plan
 from oneshot.report.card import python_usage
+from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_nemotron_nas.py"
 NAME = "nemotron-nas"

@@ -4,13 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from oneshot.checkpoint import Model
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.fold import fold_embedding, fold_head
+from oneshot.tensors import Tensors
 
-Tensors = dict[str, torch.Tensor]
 Part = Callable[[], Tensors]  # reads and folds the tensors of one part of the journal
 
 

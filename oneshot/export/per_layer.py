@@ -10,11 +10,12 @@ from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.errors import PlanError
 from oneshot.export.companions import finish_weights
-from oneshot.export.llama_layers import KEPT_KEYS, NAMES, LlamaLayers, Tensors, sliding_window
+from oneshot.export.llama_layers import KEPT_KEYS, NAMES, LlamaLayers, sliding_window
 from oneshot.export.outside import Part, folded_outside
 from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
 from oneshot.planning import Grid, Plan
 from oneshot.report.card import python_usage
+from oneshot.tensors import Tensors
 
 # this form has no encoder–decoders and no norms of these kinds
 NOT_IN_LAYERS = ("cross_attention", "num_buckets", "norms_all_heads", "norms_per_sublayer", "shared_norm")

@@ -9,10 +9,9 @@ from oneshot.export.companions import empty_tensors
 from oneshot.export.forms import Form
 from oneshot.export.saving import cast
 from oneshot.planning import Plan
+from oneshot.tensors import Tensors
 
 META = torch.device("meta")
-
-Tensors = dict[str, torch.Tensor]
 
 
 def planned_parts(

@@ -2,12 +2,9 @@
 
 from abc import ABC, abstractmethod
 
-import torch
-
 from oneshot.checkpoint import Model
 from oneshot.families import Description
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 
 class RenamedLayers(ABC):

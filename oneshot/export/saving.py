@@ -11,12 +11,11 @@ import torch
 from oneshot.checkpoint import Checkpoint, GgufCheckpoint
 from oneshot.config import Config, SaveDtype
 from oneshot.export.gguf_tensors import BLOCK, BLOCK_BYTES
+from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-Tensors = dict[str, torch.Tensor]
 
 
 def with_kept_dtype(config: Config, gguf: GgufCheckpoint | None) -> Config:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from oneshot.checkpoint import Journal, Model, per_layer_lists, resized_config
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
@@ -22,8 +20,7 @@ from oneshot.export.outside import (
 from oneshot.families import FAMILIES, Description, from_files, predicts_tokens, stated_class, to_files
 from oneshot.planning import Grid, Plan
 from oneshot.report.card import python_usage
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 
 class StockForm:

@@ -8,8 +8,7 @@ import torch
 
 from oneshot.errors import CheckpointError
 from oneshot.families.shapes import ModelShape, RankedKind
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 
 @dataclass(frozen=True)

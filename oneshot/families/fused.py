@@ -5,10 +5,9 @@ from collections.abc import Mapping
 import torch
 
 from oneshot.families.stack import Stack
+from oneshot.tensors import Tensors
 
 PARTS = ("weight", "bias")
-
-Tensors = dict[str, torch.Tensor]
 
 
 def split(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:

@@ -7,7 +7,7 @@ pinned, so that copies need not wait; torch keeps pinned memory for the next lay
 
 import torch
 
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 
 def as_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

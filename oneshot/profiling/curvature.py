@@ -24,8 +24,6 @@ from oneshot.text import Batch, Text, placed
 CURVATURE_TOKENS = 16_384
 LARGEST_GRADIENT = 10.0  # of a token, in units of the mean norm of its sequence
 
-Tensors = dict[str, torch.Tensor]
-
 
 def measure_curvature(
     model: Model,

@@ -13,14 +13,13 @@ from oneshot.linalg.sums import as_float32
 from oneshot.machine.transfer import Uploader
 from oneshot.planning import smaller_tables
 from oneshot.stream import OutputHead, States
+from oneshot.tensors import Tensors
 from oneshot.text import Text
 
 PROBE_SHARES = (3 / 5, 2 / 5, 1 / 5)  # of its parameters: large steps cost more per parameter than small ones
 EMBEDDING_PROBES = 8  # sequences: few places lose almost everything that is lost
 EMBEDDING_TASK = 0  # of the worker that decomposes the embedding
 MIN_EMBEDDING_ERROR = 1e-4  # squared: below this the divergence is rounding noise
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

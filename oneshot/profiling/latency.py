@@ -13,12 +13,11 @@ from oneshot.families import LayerShape, ModelShape, StackShape
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
 from oneshot.stream import LayerBuilder
+from oneshot.tensors import Tensors
 
 ROUNDS = 7
 WIDTHS = 6
 RANKS = 4  # of each linear, beside the whole one
-
-Tensors = dict[str, torch.Tensor]
 
 
 def measured_seconds(

@@ -20,8 +20,7 @@ from oneshot.compression.statistics import (
 from oneshot.families import RankedKind
 from oneshot.machine import Machine
 from oneshot.stream import Layer
-
-Tensors = dict[str, torch.Tensor]
+from oneshot.tensors import Tensors
 
 
 @dataclass(frozen=True)

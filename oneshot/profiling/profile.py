@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from oneshot.checkpoint import Model
 from oneshot.compression import Curvature
 from oneshot.machine import Machine
@@ -15,9 +13,8 @@ from oneshot.profiling.profiler import LayerProfiler
 from oneshot.recipes import Method
 from oneshot.report.progress import ProgressBar, Shown, announce
 from oneshot.report.provenance import versions
+from oneshot.tensors import Tensors
 from oneshot.text import Text, load_tokenizer, special_tokens
-
-Tensors = dict[str, torch.Tensor]
 
 
 def make_profile(

@@ -36,12 +36,11 @@ from oneshot.profiling.embedding import EmbeddingProfile
 from oneshot.profiling.layer_statistics import LayerStatistics, LayerSums
 from oneshot.profiling.probes import PROBE_SEQUENCES, PROBED_KINDS, Probe, Probes, probe_size
 from oneshot.stream import Layer, States
+from oneshot.tensors import Tensors
 from oneshot.text import Text
 
 STATISTICS_SEQUENCES = 32  # curves need fewer tokens than corrections
 RANK_SHARE = 1 / 2  # of a linear's full rank stays where its error is measured
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass

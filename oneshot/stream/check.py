@@ -21,9 +21,8 @@ from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
 from oneshot.stream.layer import Memory
 from oneshot.stream.layers import LayerBuilder
+from oneshot.tensors import Tensors
 from oneshot.text import Text
-
-Tensors = dict[str, torch.Tensor]
 
 NUM_TOKENS = 8
 WINDOW = 4  # tokens that a sliding window sees here, so that the sequence is longer than it

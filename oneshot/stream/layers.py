@@ -16,9 +16,8 @@ from oneshot.machine.transfer import uploaded
 from oneshot.stream.layer import Layer, Memory, with_parts
 from oneshot.stream.output_head import LastStates, OutputHead
 from oneshot.stream.template import Template
+from oneshot.tensors import Tensors
 from oneshot.text import Batch
-
-Tensors = dict[str, torch.Tensor]
 
 
 class LayerBuilder:

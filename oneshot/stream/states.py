@@ -18,11 +18,11 @@ from oneshot.errors import CalibrationError
 from oneshot.machine import Machine
 from oneshot.stream.layers import Layer, LayerBuilder, Memory
 from oneshot.stream.store import ActivationStore
+from oneshot.tensors import Tensors
 from oneshot.text import Batch, Text, placed
 
 # (a batch of states, whether errors are measured on it) -> the next states
 Step = Callable[[torch.Tensor, bool], torch.Tensor]
-Tensors = dict[str, torch.Tensor]
 
 
 class States:
