@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from oneshot.cli.options import run_command
-from oneshot.cli.parser import Parser, one_of
+from oneshot.cli.parser import OneOf, Parser
 from oneshot.config import Dtype, Kind
 from oneshot.errors import CalibrationError, ConfigError, OutputError
 
@@ -31,7 +31,7 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--kind",
-        type=one_of(get_args(Kind)),
+        type=OneOf(get_args(Kind)),
         metavar="KIND",
         help=f"what the model is asked: {', '.join(get_args(Kind))} (default: what the class in config.json is for)",
     )
@@ -52,7 +52,7 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     parser.add_argument("--prefill-tokens", type=int, default=512, help="(default: %(default)s)")
     parser.add_argument("--decode-tokens", type=int, default=32, help="0 leaves latency out (default: %(default)s)")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", type=one_of(get_args(Dtype)), metavar="DTYPE", default="auto")
+    parser.add_argument("--dtype", type=OneOf(get_args(Dtype)), metavar="DTYPE", default="auto")
     parser.add_argument("--output", help="also write the numbers and their provenance as JSON")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser

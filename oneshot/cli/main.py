@@ -1,4 +1,4 @@
-"""`oneshot compress | profile | init | evaluate`: one command with subcommands."""
+"""`oneshot compress | profile | init | evaluate | completion`: one command with subcommands."""
 
 import os
 import signal
@@ -14,6 +14,7 @@ COMMANDS = {
     "profile": "measure what smaller sizes cost, for compress --profile",
     "init": "write a recipe file with comments, for compress --config",
     "evaluate": "measure quality, sizes and latency beside a baseline",
+    "completion": "print what makes a shell complete commands and options",
 }
 
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 def _run(arguments: list[str], prog: str | None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(
-            "usage: oneshot COMMAND [options]\n\n" + "\n".join(f"  {name:10}{text}" for name, text in COMMANDS.items())
+            "usage: oneshot COMMAND [options]\n\n" + "\n".join(f"  {name:12}{text}" for name, text in COMMANDS.items())
         )
         print("\noneshot COMMAND --help lists the options of a command.")
         return 0 if arguments else 2

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
-from oneshot.cli.parser import one_of
+from oneshot.cli.parser import OneOf
 from oneshot.config import Config, Dtype, FormName, MachineOptions, SaveDtype, TextOptions
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.recipes import RECIPES, Method
@@ -64,7 +64,7 @@ def add_machine(parser: argparse.ArgumentParser) -> Any:
     dtypes = get_args(Dtype)
     machine.add_argument("--device", help=f"auto, cpu, cuda or cuda:N (default: {MACHINE.device})")
     machine.add_argument(
-        "--dtype", type=one_of(dtypes), metavar="DTYPE", help=f"of the forward passes: {', '.join(dtypes)}"
+        "--dtype", type=OneOf(dtypes), metavar="DTYPE", help=f"of the forward passes: {', '.join(dtypes)}"
     )
     machine.add_argument(
         "--batch-size", type=int, metavar="N", help=f"sequences at a time (default: {MACHINE.batch_size})"
@@ -85,7 +85,7 @@ def add_output_form(group: Any) -> None:
     """Add how weights are written."""
     dtypes = get_args(SaveDtype)
     shown = f"of the stored weights: {', '.join(dtypes)}"
-    group.add_argument("--save-dtype", type=one_of(dtypes), metavar="DTYPE", help=shown)
+    group.add_argument("--save-dtype", type=OneOf(dtypes), metavar="DTYPE", help=shown)
     group.add_argument("--max-shard-size", metavar="SIZE", help="of one weight file, such as 2GB (default: 5GB)")
     group.add_argument("--tie", action="store_true", help="store one table for a head that is a copy of the embedding")
     group.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
@@ -96,8 +96,8 @@ def add_form(group: Any) -> None:
     """Add the form of the result; `--tier` is its old name, for one release."""
     forms = get_args(FormName)
     shown = f"what the result is written as: {', '.join(forms)} (default: the recipe's, usually stock)"
-    group.add_argument("--form", type=one_of(forms), metavar="FORM", help=shown)
-    group.add_argument("--tier", type=one_of(forms), dest="form", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+    group.add_argument("--form", type=OneOf(forms), metavar="FORM", help=shown)
+    group.add_argument("--tier", type=OneOf(forms), dest="form", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
 
 
 class _HelpMethods(argparse.Action):

@@ -1,7 +1,7 @@
 """A parser of command lines whose errors say what was probably meant, with one line of usage."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from oneshot.parsing import did_you_mean, full_dtype
@@ -27,14 +27,16 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def one_of(words: Sequence[str]) -> Callable[[str], str]:
-    """Return a type for `add_argument` that takes these words, and short names of dtypes among them."""
+class OneOf:
+    """A type for `add_argument` that takes these words, and short names of dtypes among them."""
 
-    def checked(text: str) -> str:
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = tuple(words)
+
+    def __call__(self, text: str) -> str:
+        """Return the word. Raises `ArgumentTypeError` with what was probably meant."""
         word = full_dtype(text)
-        if word not in words:
-            shown = f"{text!r} is not one of {', '.join(words)}{did_you_mean(word, words)}"
+        if word not in self.words:
+            shown = f"{text!r} is not one of {', '.join(self.words)}{did_you_mean(word, self.words)}"
             raise argparse.ArgumentTypeError(f"invalid choice: {shown}")
         return word
-
-    return checked

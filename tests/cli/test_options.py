@@ -80,7 +80,9 @@ def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) 
     assert main(["shrink", "checkpoint"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "error: shrink is not a command; give one of compress, profile, init, evaluate.\n"
+    assert (
+        captured.err == "error: shrink is not a command; give one of compress, profile, init, evaluate, completion.\n"
+    )
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["-h"], 0)])
@@ -89,7 +91,7 @@ def test_the_commands_are_listed(arguments: list[str], code: int, capsys: pytest
     printed = capsys.readouterr().out
     assert printed.startswith("usage: oneshot COMMAND [options]\n")
     for name, text in COMMANDS.items():
-        assert f"{name:10}{text}\n" in printed
+        assert f"{name:12}{text}\n" in printed
     assert all(len(line) <= WIDTH for line in printed.splitlines())
 
 
@@ -98,7 +100,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"oneshot \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "init"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("init", "completion")])
 def test_every_way_to_start_a_command_is_the_same_command(name: str) -> None:
     """`oneshot NAME`, `python -m oneshot NAME` and `python -m oneshot.NAME` differ in the name in the usage only."""
     helps = [run(*command, "--help", COLUMNS="80") for command in (("oneshot", name), (f"oneshot.{name}",))]
