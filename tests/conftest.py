@@ -40,11 +40,10 @@ def _deterministic() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _plots(request: pytest.FixtureRequest) -> Iterator[None]:
+def _no_plots() -> Iterator[None]:
     """Leave plots out, as without matplotlib: they were half of the time of a small run. `test_page.py` draws them."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.name != "test_page.py":
-            patch.setattr("oneshot.report.page.find_spec", lambda _: None)
+        patch.setattr("oneshot.report.page.find_spec", lambda _: None)
         yield
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from child_processes import start, wait
 from factories import MakeCheckpoint, MakeConfig
 from families.cases import CASES
-from processes import start, wait
 
 from oneshot import Config, Report
 from oneshot.checkpoint import Journal

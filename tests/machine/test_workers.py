@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import start_group, wait
 from factories import MakeCheckpoint, topics
 from families.cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import start_group, wait
 
 from oneshot.cli.compress import main
 from oneshot.machine import Workers

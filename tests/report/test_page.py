@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ LIGHT, DARK = (0xF3, 0xF5, 0xF7), (0x10, 0x14, 0x18)  # --page in the style shee
 PHONE, DESKTOP = 390, 1280
 VOID = {"meta", "link", "br", "path", "use"}  # elements without an end tag; SVG's are closed at once
 HOSTILE = '/models/it\'s "50%"<img src=x onerror=alert(1)><script>alert(2)<\\script>&amp;{{ 7 * 7 }}'
+
+
+@pytest.fixture(autouse=True)
+def _plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw plots, which other tests leave out."""
+    monkeypatch.setitem(report_page.__globals__, "find_spec", find_spec)
 
 
 class Page(HTMLParser):
