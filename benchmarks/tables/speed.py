@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from harness import Row, latest, read_rows
+from harness import Row, key_of, latest, read_rows
 
 from tables.cells import markdown, origin, rounded, settings
 
@@ -33,8 +33,10 @@ def every_speed_table() -> str:
 
 
 def _newest() -> list[Row]:
-    """Return the newest row of every file and case, by form and size."""
-    rows = latest(read_rows("speed"), *ARTEFACT, *CASE)
+    """Return the newest row of every file and case, by form and size, each with the score of its file."""
+    every = read_rows("speed")
+    scores = {key_of(row, *ARTEFACT): {"score": row["score"]} for row in every if "score" in row}
+    rows = [row | scores.get(key_of(row, *ARTEFACT), {}) for row in latest(every, *ARTEFACT, *CASE)]
     return sorted(rows, key=lambda row: (row["form"], row["budget"], row["asked"], str(row["settings"]), row["seed"]))
 
 

@@ -70,3 +70,11 @@ def test_the_table_of_all_cases(show_rows: ShowRows) -> None:
     found = dict(zip(lines["file"], lines["per-layer, −20%"], strict=True))
     assert found["CPU, float32, eager, 1 × 2048"] == "0.50 · 0.90"
     assert found["CPU, float32, compiled, 1 × 512"] == "0.40 · 0.90"
+
+
+def test_a_newer_row_without_a_score_has_that_of_its_file(show_rows: ShowRows) -> None:
+    newer = speed_row(prefill_ratio=0.6)
+    del newer["score"]
+    show_rows([], speed=[*ROWS, newer])
+    lines = lines_of(importlib.import_module("tables.speed").speed_table())
+    assert lines["per-layer, −20%"] == ["1.25", "0.80", "3", "0.60 · 0.90", "0.70 · 0.60"]
