@@ -23,7 +23,15 @@ from oneshot.evaluation import load_windows, score_windows
 from oneshot.text import load_tokenizer
 
 LENGTH = 512  # tokens of a window
-ENGINE: tuple[Row, ...] = ({"correction": "none"}, {"correction": "same-layer"}, {})  # settings of `oneshot.compress`
+# settings of `oneshot.compress`; `experts`: whole experts go
+ENGINE: tuple[Row, ...] = (
+    {"correction": "none"},
+    {"correction": "same-layer"},
+    {},
+    {"experts": "reap", "correction": "none"},
+    {"experts": "reap"},
+    {"experts": "effects"},
+)
 OWN = "own text"  # held out from the text that a mixture was trained on
 
 
@@ -79,11 +87,11 @@ def kept_neurons(variant: Variant, energies: Sequence[torch.Tensor], share: floa
     return kept
 
 
-def by_engine(model: Path, output: Path, text: torch.Tensor, width: int, settings: Row, seed: int) -> torch.nn.Module:
-    """Return the mixture whose experts `oneshot.compress` made this wide, with the same tokens."""
+def by_engine(model: Path, output: Path, text: torch.Tensor, size: Row, settings: Row, seed: int) -> torch.nn.Module:
+    """Return the mixture with narrower or fewer experts, by `oneshot.compress` with the same tokens."""
     shape = {"num_sequences": len(text), "sequence_length": text.shape[1]}
     options = {"dtype": "float32", "round_to": 8, "overwrite": True, "seed": seed}
-    oneshot.compress(model, output, calibration=text, intermediate_size=width, **shape, **options, **settings)
+    oneshot.compress(model, output, calibration=text, **size, **shape, **options, **settings)
     return load_stock(output)
 
 
@@ -152,11 +160,17 @@ def main() -> None:
                 row["kept_parameters"] = sum(one.numel() for one in smaller.parameters())
                 append_row("mixtures", provenance(**row))
             for settings in ENGINE if arguments.engine else ():
-                width = round((1 - share) * energies[0].shape[1])
+                count, width = energies[0].shape
+                size: Row = {"intermediate_size": round((1 - share) * width)}
+                part, selector = "neurons", "pivots"
+                if "experts" in settings:
+                    size, part = {"num_experts": round((1 - share) * count), "ffn": "none"}, "experts"
+                    selector = settings["experts"]
                 place = Path(scratch) / "smaller"
-                smaller = by_engine(arguments.model, place, text, width, settings, arguments.seed)
-                row = named | {"part": "neurons", "selector": "pivots", "correction": "two-stream", "share": share}
-                row |= settings | {"settings": settings} | beside(perplexities(smaller, windows), of_dense)
+                smaller = by_engine(arguments.model, place, text, size, settings, arguments.seed)
+                row = named | {"part": part, "selector": selector, "share": share, "settings": settings}
+                row["correction"] = f"engine {settings.get('correction', 'two-stream')}"
+                row |= beside(perplexities(smaller, windows), of_dense)
                 row["kept_parameters"] = sum(one.numel() for one in smaller.parameters())
                 append_row("mixtures", provenance(**row))
 

@@ -20,8 +20,9 @@ CORRECTIONS = {
     "none": "–",
     "separable": "each expert by itself",
     "joint": "all experts together",
-    "same-layer": "`oneshot`, same-layer",
-    "two-stream": "`oneshot`, two-stream",
+    "engine none": "`oneshot`, none",
+    "engine same-layer": "`oneshot`, same-layer",
+    "engine two-stream": "`oneshot`, two-stream",
 }
 KEYS = ("model", "part", "selector", "correction", "residual_weight", "share", "seed")
 
