@@ -48,7 +48,7 @@ def mixtures_table(model: str) -> str:
                 cells.append(rounded(row["ratios"]["own text"]) if row else "–")
         lines.append(cells)
     texts = rows[0]["texts"]
-    own = f"; own text: {texts['own text']['num_tokens']:,} tokens held out from its training text" if has_own else ""
+    own = f"; own text: {texts['own text']['tokens']:,} tokens held out from its training text" if has_own else ""
     caption = (
         "Perplexity ÷ the whole mixture's, geometric mean over five kinds of text, by the removed share of the "
         f"experts' parameters; whole experts or as many neurons of every expert{own}. Calibrated on "
