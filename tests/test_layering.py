@@ -66,3 +66,11 @@ def test_kernels_is_not_a_package() -> None:
     """A top-level package `kernels` would shadow the one that transformers looks for."""
     assert (ROOT / "kernels" / "oneshot_kernels" / "__init__.py").is_file()
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_no_module_of_the_tests_has_the_name_of_another() -> None:
+    """Tests and benchmarks are imported by their names alone, so one of two equal names would hide the other."""
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    packages = {file.parent for file in files if file.name == "__init__.py"}
+    names = [file.stem for file in files if file.name != "conftest.py" and file.parent not in packages]
+    assert {name for name in names if names.count(name) > 1} == set()
