@@ -136,7 +136,7 @@ def read_report(folder: Path) -> Row:
 
 
 def own_settings(report: Row) -> Row:
-    """Where the method of a compressed model differs from its recipe, from the model's report."""
+    """Settings of a compressed model that differ from its recipe's, from the model's report."""
     config = report["config"]
     recipe = asdict(find_recipe(config["recipe"]))
     return {name: value for name, value in config["method"].items() if recipe[name] != value}

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from harness import Row, append_row, parser, provenance
-from judging import judging_windows, score, text_records
+from judging import judging_windows, model_losses, score, text_records
 from peft import LoraConfig, get_peft_model
 from speed import describe
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments, set_seed
 
-from oneshot.evaluation import load_model, score_windows
+from oneshot.evaluation import load_model
 from oneshot.text import load_tokenizer
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -107,17 +107,17 @@ def main() -> None:
         rows = training_sequences(
             arguments.data_dir, tokenizer, arguments.steps * arguments.batch, arguments.length, arguments.seed
         )
-        dense = perplexities(teacher, windows)
+        dense = model_losses(teacher, windows)["perplexity"]
         for result in arguments.results:
             before = None
             for way in arguments.ways:
                 set_seed(arguments.seed)
                 model = load_model(result, device=device, dtype=torch.float32)
-                before = before or perplexities(model, windows)
+                before = before or model_losses(model, windows)["perplexity"]
                 started, cpu = time.perf_counter(), time.process_time()
                 model = train(model, way, teacher, rows, arguments, scratch)
                 seconds = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
-                after = perplexities(model, windows)
+                after = model_losses(model, windows)["perplexity"]
                 row = {
                     "way": way,
                     "steps": arguments.steps,
@@ -132,13 +132,6 @@ def main() -> None:
                 }
                 shared = {"model": arguments.dense.name, "training_seed": arguments.seed}
                 append_row("heal", provenance(**shared) | describe(result) | row | seconds)
-
-
-def perplexities(model: Any, windows: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The perplexity of a model on every text."""
-    model.eval()
-    with torch.inference_mode():
-        return {kind: score_windows([model], ids)[0].perplexity for kind, ids in windows.items()}
 
 
 if __name__ == "__main__":

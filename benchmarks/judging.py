@@ -155,6 +155,12 @@ def perplexities(folder: Path, windows: dict[str, torch.Tensor]) -> dict[str, fl
     return {name: one.perplexity for name, one in text_scores([folder], windows)[0].items()}
 
 
+@torch.inference_mode()
+def model_losses(model: Any, windows: Mapping[str, torch.Tensor]) -> Row:
+    """A row's perplexities and window losses of a model in memory."""
+    return losses({name: score_windows([model], ids)[0] for name, ids in windows.items()})
+
+
 TASK_METRICS = {"chosen": ("acc_norm", "acc"), "written": ("exact_match",)}
 """lm-eval's metrics, the first of them that a task has: of answers by likelihood, and of answers that are written."""
 

@@ -14,12 +14,12 @@ from typing import Any, get_args
 
 import torch
 from harness import Row, append_row, parser, provenance
-from judging import judging_windows, losses, score, text_records
+from judging import judging_windows, model_losses, score, text_records
 from mixture_parts import Correction, correct_, load_stock, sums_of_layers, without_parts
 
 import oneshot
 from oneshot.compression.expert_scores import ExpertSelector, ExpertSums, removed_experts
-from oneshot.evaluation import load_windows, score_windows
+from oneshot.evaluation import load_windows
 from oneshot.text import load_tokenizer
 
 LENGTH = 512  # tokens of a window
@@ -111,11 +111,6 @@ def texts_of(arguments: argparse.Namespace, tokenizer: Any, scratch: Path) -> tu
     return windows[order[: arguments.num_sequences]], judged
 
 
-def perplexities(model: torch.nn.Module, windows: dict[str, torch.Tensor]) -> Row:
-    """Return a row's perplexities and window losses."""
-    return losses({name: score_windows([model], ids)[0] for name, ids in windows.items()})
-
-
 def beside(row: Row, dense: Row) -> Row:
     """Return a row with its ratios to the dense model's perplexities; the score is over kinds of other text."""
     both = [{name: value for name, value in one["perplexity"].items() if name != OWN} for one in (row, dense)]
@@ -144,7 +139,7 @@ def main() -> None:
         dense = load_stock(arguments.model)
         text, windows = texts_of(arguments, tokenizer, Path(scratch))
         sums, energies = sums_of_layers(dense, text)
-        of_dense = perplexities(dense, windows)
+        of_dense = model_losses(dense, windows)
         named = {"model": arguments.model.name, "seed": arguments.seed, "calibration_tokens": text.numel()}
         named |= {"dense_perplexity": of_dense["perplexity"], "texts": text_records(windows)}
         named |= {"parameters": sum(one.numel() for one in dense.parameters())}
@@ -156,7 +151,7 @@ def main() -> None:
                 neurons = kept_neurons(variant, energies, share, arguments.seed) if experts is None else None
                 smaller = without_parts(dense, experts, neurons)
                 correct_(smaller, dense, text, variant.correction, variant.residual_weight, experts)
-                row = named | vars(variant) | {"share": share} | beside(perplexities(smaller, windows), of_dense)
+                row = named | vars(variant) | {"share": share} | beside(model_losses(smaller, windows), of_dense)
                 row["kept_parameters"] = sum(one.numel() for one in smaller.parameters())
                 append_row("mixtures", provenance(**row))
             for settings in ENGINE if arguments.engine else ():
@@ -170,7 +165,7 @@ def main() -> None:
                 smaller = by_engine(arguments.model, place, text, size, settings, arguments.seed)
                 row = named | {"part": part, "selector": selector, "share": share, "settings": settings}
                 row["correction"] = f"engine {settings.get('correction', 'two-stream')}"
-                row |= beside(perplexities(smaller, windows), of_dense)
+                row |= beside(model_losses(smaller, windows), of_dense)
                 row["kept_parameters"] = sum(one.numel() for one in smaller.parameters())
                 append_row("mixtures", provenance(**row))
 

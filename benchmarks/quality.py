@@ -10,6 +10,7 @@ import argparse
 import itertools
 import statistics
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -117,25 +118,13 @@ def result_row(report: Report, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def judge_results(
-    folders: list[Path],
-    shared: dict[str, Any],
-    windows: dict[str, torch.Tensor],
-    dense: Path,
-    dense_result: dict[str, Any],
-    arguments: argparse.Namespace,
-    include_path: Path,
-) -> None:
-    """Write rows of results that are there already; files that other benchmarks measured, too."""
-    reports = []
-    for folder in folders:
-        report = Report.from_dict(read_report(folder))
-        reports.append(replace(report, config=report.config | {"output": str(folder)}))
-    for report, measured in zip(reports, judge(reports, windows, dense), strict=True):
-        row = result_row(report, own_settings(report.to_dict()))
-        measured |= score(measured["perplexity"], dense_result["perplexity"])
-        measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
-        append_row("quality", shared | row | measured | retention(measured, dense_result))
+def given_results(folders: list[Path]) -> list[Report]:
+    """Reports of results that are there already; other benchmarks may measure the same files."""
+    reports = [Report.from_dict(read_report(folder)) for folder in folders]
+    return [
+        replace(report, config=report.config | {"output": str(folder)})
+        for report, folder in zip(reports, folders, strict=True)
+    ]
 
 
 def main() -> None:
@@ -177,8 +166,16 @@ def main() -> None:
             dense_result = {"recipe": "dense", "sparsity": 0.0, "stored_parameters": Checkpoint(dense).num_parameters}
             dense_result |= losses(text_scores([dense], windows)[0]) | judge_tasks(dense, arguments, include_path)
             append_row("quality", shared | dense_result)
+
+        def write_rows(reports: Sequence[Report], settings_of: Callable[[Report], dict[str, Any]]) -> None:
+            for report, measured in zip(reports, judge(reports, windows, dense), strict=True):
+                measured |= score(measured["perplexity"], dense_result["perplexity"])
+                measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
+                row = result_row(report, settings_of(report)) | measured
+                append_row("quality", shared | row | retention(measured, dense_result))
+
         if arguments.results:
-            judge_results(arguments.results, shared, windows, dense, dense_result, arguments, include_path)
+            write_rows(given_results(arguments.results), lambda report: own_settings(report.to_dict()))
             return
         for recipe, form, seed in itertools.product(arguments.recipes, arguments.forms, arguments.seeds):
             config = Config.of(
@@ -195,12 +192,8 @@ def main() -> None:
             )
             by_sizes = arguments.tcsp is not None
             reports = [compress(config)] if by_sizes else compress_sizes(config, arguments.sparsity)
-            for report, measured in zip(reports, judge(reports, windows, dense), strict=True):
-                row = result_row(report, settings if arguments.tcsp is None else settings | {"tcsp": arguments.tcsp})
-                measured |= score(measured["perplexity"], dense_result["perplexity"])
-                measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
-                measured |= retention(measured, dense_result)
-                append_row("quality", shared | row | measured)
+            stated_settings = settings if arguments.tcsp is None else settings | {"tcsp": arguments.tcsp}
+            write_rows(reports, lambda _, stated_settings=stated_settings: stated_settings)
 
 
 if __name__ == "__main__":
