@@ -34,6 +34,7 @@ def start_group(count: int, commands: Sequence[Sequence[str]], told: Path) -> li
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    place["OMP_NUM_THREADS"] = "1"  # as torchrun; accelerate would set others, and results have a thread count's bytes
     ranks = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return [start("compress", commands, told, each) for each in ranks]
 
