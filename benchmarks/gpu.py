@@ -38,7 +38,7 @@ from pathlib import Path
 from gpu_bundle import packages_folder
 from gpu_common import ROOT, Job, scratch_folder
 from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
-from gpu_real import compiled_forms, forms, quality
+from gpu_real import compiled_forms, forms, healing, quality
 from gpu_runs import agree, compressed, ranks
 
 TOTAL_SECONDS = 240
@@ -48,7 +48,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu.jsonl"
 
 @dataclass(frozen=True)
 class Section:
-    """What is measured, the seconds that it may take, and arguments: of a compression its model and form."""
+    """What is measured, the seconds that it may take, and arguments: a compression's model and form, or a seed."""
 
     measure: Callable[..., None]
     seconds: float
@@ -56,15 +56,18 @@ class Section:
 
     @property
     def model(self) -> str | None:
-        return self.arguments[0] if self.arguments else None
+        return self.arguments[0] if len(self.arguments) == 2 else None
 
 
 SECTIONS = {
     "pivots": Section(pivots, 50),
     "7B stock": Section(compressed, 90, ("7B", "stock")),
-    "7B per-layer": Section(compressed, 100, ("7B", "per-layer")),
+    "7B per-layer": Section(compressed, 170, ("7B", "per-layer")),
     "1.1B stock": Section(compressed, 50, ("1.1B", "stock")),
-    "quality": Section(quality, 100),
+    "quality": Section(quality, 120),
+    "healing": Section(healing, 120),
+    "quality, seed 1": Section(quality, 120, ("1",)),
+    "quality, seed 2": Section(quality, 120, ("2",)),
     "agree": Section(agree, 70),
     "forms": Section(forms, 60),
     "70B stock": Section(compressed, 70, ("70B", "stock")),
@@ -78,7 +81,7 @@ SECTIONS = {
     "factorisations": Section(factorisations, 60),
     "sanitizer": Section(sanitizer, 40),
 }
-ONE_OF_A_KIND = {name for name, section in SECTIONS.items() if not section.model} | {"7B per-layer+self"}  # if tiny
+ONE_OF_A_KIND = {name for name, section in SECTIONS.items() if not section.arguments} | {"7B per-layer+self"}  # if tiny
 
 
 def run_section(name: str, job: Job, seconds: float) -> str:

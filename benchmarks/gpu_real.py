@@ -1,4 +1,4 @@
-"""The sections of `gpu.py` on a real model, SmolLM2-135M: its quality on five kinds of text, its speed in every form.
+"""The sections of `gpu.py` on a real model, SmolLM2-135M: quality on five kinds of text, training after it, speed.
 
 Where the bundle has not arrived, or with `--tiny`, a small model of random weights and its own text are used instead.
 """
@@ -19,9 +19,13 @@ BATCHES = ((1, 1024), (16, 512))  # sequences and their tokens, of a prefill
 DECODED = 64
 
 
-def quality(job: Job) -> None:
-    """Compress the real model at three sizes on the device, and judge the results on five kinds of text."""
+def quality(job: Job, seed: str = "0") -> None:
+    """Compress the real model at three sizes on the device, and judge the results on five kinds of text.
+
+    The last results stay in the scratch folder, for `healing`.
+    """
     import torch
+    from harness import own_settings
     from judging import judge, judging_windows, losses, score, text_records, text_scores
 
     from oneshot import Config
@@ -30,7 +34,7 @@ def quality(job: Job) -> None:
     from oneshot.text import load_tokenizer
 
     model, calibration, real = _model_and_text(job)
-    folder, device = job.scratch / "quality", torch.device(job.device)
+    folder, device = _quality_folder(job), torch.device(job.device)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     tokenizer = load_tokenizer(model)
@@ -51,6 +55,7 @@ def quality(job: Job) -> None:
         sparsity=SPARSITIES[0],
         device=job.device,
         overwrite=True,
+        seed=int(seed),
         **text,
     )
     started = time.perf_counter()
@@ -66,6 +71,7 @@ def quality(job: Job) -> None:
             asked=report.sparsity["asked"],
             sparsity=report.sparsity["reached"],
             seed=config.seed,
+            settings=own_settings(report.to_dict()),
             **shared,
             seconds=report.seconds,
             judge_seconds=time.perf_counter() - started,
@@ -74,6 +80,32 @@ def quality(job: Job) -> None:
             **measured,
             **score(measured["perplexity"], dense["perplexity"]),
         )
+
+
+def healing(job: Job) -> None:
+    """Train the last results of `quality` further, by distillation and by adapters, and judge them before and after."""
+    import torch
+    from heal import Training, heal
+    from judging import judging_windows
+
+    from oneshot.evaluation import load_windows
+    from oneshot.text import load_tokenizer
+
+    model, calibration, real = _model_and_text(job)
+    tokenizer, folder = load_tokenizer(model), _quality_folder(job)
+    if real:
+        windows = judging_windows(data_folder(job.bundle), folder, tokenizer, WINDOWS)
+        training = Training(ways=("distil", "lora"), steps=300, batch=8, length=512)
+    else:
+        windows = {"own": load_windows(calibration, tokenizer, sequence_length=64, max_windows=2)}
+        training = Training(ways=("distil",), steps=2, batch=2, length=16)
+    results = sorted(path.parent for path in folder.glob("compressed/*/oneshot_report.json"))[-2:]
+    for row in heal(model, results, Path(calibration), windows, training, torch.device(job.device)):
+        job.emit("heal", **row)
+
+
+def _quality_folder(job: Job) -> Path:
+    return job.scratch / "quality"
 
 
 def forms(job: Job) -> None:

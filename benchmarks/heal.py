@@ -6,10 +6,11 @@ peft's adapters), `distil` learns the dense model's distribution of it with all 
 way goes to `heal.jsonl`. The models are not written anywhere.
 """
 
-import argparse
 import json
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,92 +47,133 @@ class Distillation(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def training_sequences(data_dir: Path, tokenizer: Any, count: int, length: int, seed: int) -> list[Row]:
-    """Sequences of the packed documents of `general.jsonl`, in a random order of documents."""
-    lines = (data_dir / "general.jsonl").read_text().splitlines()
-    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).tolist()
-    ids: list[int] = []
+@dataclass(frozen=True)
+class Training:
+    """How a result is trained.
+
+    Attributes:
+        ways: of `RATES`, one after the other from the result as it was written. steps: of Adam. batch: sequences a
+        step. length: tokens of a sequence. rate: of Adam at its highest (None: the way's of `RATES`). seed: of the
+        order of documents, and of adapters.
+    """
+
+    ways: tuple[str, ...] = ("distil",)
+    steps: int = 200
+    batch: int = 4
+    length: int = 256
+    rate: float | None = None
+    seed: int = 0
+
+
+def heal(
+    dense: Path,
+    results: Sequence[Path],
+    text: Path,
+    windows: dict[str, torch.Tensor],
+    training: Training,
+    device: torch.device,
+) -> Iterator[Row]:
+    """Train copies of results in memory in every way; yield a row of each: its score on `windows` before and after.
+
+    Args:
+        text: what they are trained on, JSON lines with "text", or a plain text.
+    """
+    teacher = load_model(dense, device=device, dtype=torch.float32)
+    sequences = training_sequences(text, load_tokenizer(dense), training)
+    losses = model_losses(teacher, windows)["perplexity"]
+    for result in results:
+        before = None
+        for way in training.ways:
+            set_seed(training.seed)
+            model = load_model(result, device=device, dtype=torch.float32)
+            before = before or model_losses(model, windows)["perplexity"]
+            started, cpu = time.perf_counter(), time.process_time()
+            with tempfile.TemporaryDirectory() as scratch:
+                model = train(model, way, teacher, sequences, training, Path(scratch))
+            seconds = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+            after = model_losses(model, windows)["perplexity"]
+            yield (
+                describe(result)
+                | seconds
+                | {
+                    "model": dense.name,
+                    "training_seed": training.seed,
+                    "way": way,
+                    "steps": training.steps,
+                    "tokens": training.steps * training.batch * training.length,
+                    "rate": RATES[way] if training.rate is None else training.rate,
+                    "score_before": score(before, losses)["score"],
+                    "score": score(after, losses)["score"],
+                    "perplexity_before": before,
+                    "perplexity": after,
+                    "texts": text_records(windows),
+                }
+            )
+
+
+def training_sequences(text: Path, tokenizer: Any, training: Training) -> list[Row]:
+    """Return sequences of the packed documents of a text, in a random order of documents."""
+    lines = text.read_text().splitlines()
+    documents = [json.loads(line)["text"] for line in lines] if text.suffix == ".jsonl" else lines
+    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(training.seed)).tolist()
+    wanted, ids = training.steps * training.batch * training.length, list[int]()
     for index in order:
-        ids += [*tokenizer(json.loads(lines[index])["text"]).input_ids, tokenizer.eos_token_id]
-        if len(ids) >= count * length:
+        ids += [*tokenizer(documents[index]).input_ids, tokenizer.eos_token_id]
+        if len(ids) >= wanted:
             break
-    rows = torch.tensor(ids[: count * length]).view(-1, length)
-    return [{"input_ids": row, "labels": row} for row in rows]
+    whole = min(wanted, len(ids)) // training.length * training.length
+    return [{"input_ids": row, "labels": row} for row in torch.tensor(ids[:whole]).view(-1, training.length)]
 
 
-def train(model: Any, way: str, teacher: Any, rows: list[Row], arguments: argparse.Namespace, scratch: Path) -> Any:
+def train(model: Any, way: str, teacher: Any, sequences: list[Row], training: Training, scratch: Path) -> Any:
     """Train a model; return it, with merged adapters."""
     if way == "lora":
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=LINEARS))
     settings = TrainingArguments(
         output_dir=str(scratch),
-        max_steps=arguments.steps,
-        per_device_train_batch_size=arguments.batch,
-        learning_rate=RATES[way] if arguments.rate is None else arguments.rate,
+        max_steps=training.steps,
+        per_device_train_batch_size=training.batch,
+        learning_rate=RATES[way] if training.rate is None else training.rate,
         lr_scheduler_type="cosine",
-        warmup_steps=arguments.steps // 10,
+        warmup_steps=training.steps // 10,
         weight_decay=0.0,
         max_grad_norm=1.0,
         logging_steps=10,
         save_strategy="no",
         report_to="none",
-        seed=arguments.seed,
-        use_cpu=arguments.device == "cpu",
+        seed=training.seed,
+        use_cpu=next(model.parameters()).device.type == "cpu",
     )
-    common: dict[str, Any] = {"model": model, "args": settings, "train_dataset": rows}
+    common: dict[str, Any] = {"model": model, "args": settings, "train_dataset": sequences}
     trainer = Distillation(**common, teacher=teacher) if way == "distil" else Trainer(**common)
     trainer.train()
     return (model.merge_and_unload() if way == "lora" else model).eval()
 
 
 def main() -> None:
+    """Train results, and add a row of each to `heal.jsonl`."""
     options = parser(__doc__)
     options.add_argument("dense", type=Path)
     options.add_argument("results", type=Path, nargs="+")
     options.add_argument("--data-dir", type=Path, required=True)
-    options.add_argument("--ways", choices=sorted(RATES), nargs="+", default=["distil"])
-    options.add_argument("--steps", type=int, default=200)
-    options.add_argument("--batch", type=int, default=4)
-    options.add_argument("--length", type=int, default=256)
+    options.add_argument("--ways", choices=sorted(RATES), nargs="+", default=list(Training.ways))
+    options.add_argument("--steps", type=int, default=Training.steps)
+    options.add_argument("--batch", type=int, default=Training.batch)
+    options.add_argument("--length", type=int, default=Training.length)
     options.add_argument("--rate", type=float, help="of Adam (default: by the way)")
     options.add_argument("--device", default="cpu")
     options.add_argument("--max-windows", type=int, default=4)
-    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--seed", type=int, default=Training.seed)
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
-    device, tokenizer = torch.device(arguments.device), load_tokenizer(arguments.dense)
-    teacher = load_model(arguments.dense, device=device, dtype=torch.float32)
+    names = {field.name for field in fields(Training)} - {"ways"}
+    training = Training(ways=tuple(arguments.ways), **{name: getattr(arguments, name) for name in names})
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        windows = judging_windows(arguments.data_dir, scratch, tokenizer, arguments.max_windows)
-        rows = training_sequences(
-            arguments.data_dir, tokenizer, arguments.steps * arguments.batch, arguments.length, arguments.seed
-        )
-        dense = model_losses(teacher, windows)["perplexity"]
-        for result in arguments.results:
-            before = None
-            for way in arguments.ways:
-                set_seed(arguments.seed)
-                model = load_model(result, device=device, dtype=torch.float32)
-                before = before or model_losses(model, windows)["perplexity"]
-                started, cpu = time.perf_counter(), time.process_time()
-                model = train(model, way, teacher, rows, arguments, scratch)
-                seconds = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
-                after = model_losses(model, windows)["perplexity"]
-                row = {
-                    "way": way,
-                    "steps": arguments.steps,
-                    "tokens": arguments.steps * arguments.batch * arguments.length,
-                    "rate": RATES[way] if arguments.rate is None else arguments.rate,
-                    "score_before": score(before, dense)["score"],
-                    "score": score(after, dense)["score"],
-                    "perplexity_before": before,
-                    "perplexity": after,
-                    "texts": text_records(windows),
-                    "max_windows": arguments.max_windows,
-                }
-                shared = {"model": arguments.dense.name, "training_seed": arguments.seed}
-                append_row("heal", provenance(**shared) | describe(result) | row | seconds)
+        tokenizer = load_tokenizer(arguments.dense)
+        windows = judging_windows(arguments.data_dir, Path(folder), tokenizer, arguments.max_windows)
+        text, device = arguments.data_dir / "general.jsonl", torch.device(arguments.device)
+        for row in heal(arguments.dense, arguments.results, text, windows, training, device):
+            append_row("heal", provenance() | row | {"max_windows": arguments.max_windows})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import gpu_bundle
 ROOT = Path(__file__).parents[2]
 KINDS = {
     *("machine", "ceiling", "rates", "tests", "predicted", "compress", "gram", "sketch", "pivots", "agree"),
-    *("speed", "quality", "quality seconds", "ranks", "sanitizer", "factorisation"),
+    *("speed", "quality", "quality seconds", "heal", "ranks", "sanitizer", "factorisation"),
 }
 
 
