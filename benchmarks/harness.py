@@ -136,10 +136,14 @@ def read_report(folder: Path) -> Row:
 
 
 def own_settings(report: Row) -> Row:
-    """Settings of a compressed model that differ from its recipe's, from the model's report."""
+    """Settings of a compressed model that differ from its recipe's, from the model's report.
+
+    A measured output curvature is named even where the recipe left it open: older rows without it were made before.
+    """
     config = report["config"]
     recipe = asdict(find_recipe(config["recipe"]))
-    return {name: value for name, value in config["method"].items() if recipe[name] != value}
+    method = config["method"] | ({"curvature": "fisher"} if "curvature" in report["seconds"] else {})
+    return {name: value for name, value in method.items() if recipe[name] != value}
 
 
 def calibration_record(report: Row) -> Row:

@@ -23,6 +23,7 @@ from tables.gpu_measured import (
     gpu_speed_table,
 )
 from tables.grams import singular_grams_table
+from tables.heal import heal_table
 from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.inner_sizes import inner_sizes_table, stream_errors_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
@@ -65,6 +66,7 @@ DOCUMENTS = (
     ROOT / "docs" / "experiments.md",
     ROOT / "docs" / "gpu.md",
     ROOT / "docs" / "guides" / "form.md",
+    ROOT / "docs" / "guides" / "heal.md",
     ROOT / "docs" / "guides" / "text.md",
     ROOT / "docs" / "llama-cpp.md",
     ROOT / "docs" / "reliability.md",
@@ -121,6 +123,7 @@ TABLES = {
     "gpu_pivots": (gpu_pivots_table, "gpu"),
     "gpu_agree": (gpu_agree_table, "gpu"),
     "gpu_quality": (gpu_quality_table, "gpu"),
+    "heal": (heal_table, "gpu"),
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),

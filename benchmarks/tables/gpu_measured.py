@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 from harness import Row, latest, read_rows
+from quality_rows import with_seeds
 
-from tables.cells import markdown
+from tables.cells import markdown, score_cell, settings
 
 GB = 1e9
+QUALITY_KEYS = ("calibration", "settings", "asked")  # of a line of a model
 
 
 def rows_of(*kinds: str) -> list[Row]:
@@ -69,7 +71,7 @@ def gpu_runs_table() -> str:
     return markdown(head, lines, caption)
 
 
-STAGES = ("prepare", "profile", "layers", "write")
+STAGES = ("prepare", "curvature", "profile", "layers", "write")
 
 
 def _card(row: Row) -> str:
@@ -197,20 +199,25 @@ def gpu_speed_table() -> str:
 
 
 def gpu_quality_table() -> str:
-    """Score of the real model that was compressed on the card."""
-    rows = [row for row in rows_of("quality") if row["section"] == "quality" and row["recipe"] != "dense"]
-    rows = latest(rows, "asked")
+    """Score of the real model that was compressed on the card; several seeds are joined."""
+    made = [row for row in rows_of("quality") if row["section"].startswith("quality") and row["recipe"] != "dense"]
+    rows = with_seeds([row | {"settings": row.get("settings") or {}} for row in made], "model", *QUALITY_KEYS)
     if not rows:
         return NOT_YET
     lines = [
         [
+            row["model"],
+            row["calibration"],
             f"−{row['asked']:.0%}",
-            f"{row['score']:.3f}",
+            settings(row) or "–",
+            score_cell(row, 3),
             f"{row['worst_ratio']:.3f} ({row['worst']})",
+            str(len(row.get("scores", [0]))),
             *(f"{row['seconds'].get(stage, 0.0):.1f}" for stage in STAGES),
             f"{row['peak_device_bytes'] / GB:.1f} GB",
         ]
         for row in rows
     ]
-    head = ["size", "score", "worst kind", *STAGES, "device peak"]
-    return markdown(head, lines, f"SmolLM2-135M, per-layer, with its own text; seconds by stage; {made_by(rows)}.")
+    head = ["model", "text", "size", "settings", "score", "worst kind", "seeds", *STAGES, "device peak"]
+    caption = "Per-layer; the first size of a run pays for what all share; seconds by stage of the first seed"
+    return markdown(head, lines, f"{caption}; {made_by(rows)}.")
