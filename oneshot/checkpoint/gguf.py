@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from oneshot.checkpoint.card import write_gguf_card
-from oneshot.checkpoint.gguf_config import config_of
+from oneshot.checkpoint.gguf_config import architecture_of, config_of
 from oneshot.checkpoint.gguf_file import GgufFile
-from oneshot.checkpoint.gguf_rotary import FACTORS
+from oneshot.checkpoint.gguf_rotary import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from oneshot.checkpoint.reader import INDEX_NAME, Checkpoint, all_finite
 from oneshot.checkpoint.stock import stock_classes, stock_config, tied_names
 from oneshot.config import SaveDtype
 from oneshot.errors import CheckpointError, OutputError, cause
+from oneshot.families import FAMILIES
 
 FLOAT_BYTES = 4
 FLOAT_KINDS: dict[str, SaveDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -45,10 +46,14 @@ class GgufCheckpoint(Checkpoint):
             self._file = GgufFile(path)
         except Exception as error:  # damage shows itself in many types; the cause is named and chained
             raise _unreadable(path, error) from error
-        self.config = config_of(self._file)
+        self._architecture, self.config = architecture_of(self._file), config_of(self._file)
+        family = FAMILIES[self._architecture.model_type]
+        self._transposed = tuple(f"{linear}.weight" for linear in family.stack.transposed)
+        self._num_layers = self.config[family.sizes.num_hidden_layers]
         self.file_bytes, self.kind = self._file.num_bytes, self._file.main_kind
         self._file_names, self._stored_names = self._names(), {}
-        self.shapes = {name: self._file.tensors[stored].shape for name, stored in self._file_names.items()}
+        shapes = {name: self._file.tensors[stored].shape for name, stored in self._file_names.items()}
+        self.shapes = {name: self._turned(name, shape) for name, shape in shapes.items()}
         self.dtypes = dict.fromkeys(self.shapes, "F32")
 
     def _names(self) -> dict[str, str]:
@@ -59,7 +64,7 @@ class GgufCheckpoint(Checkpoint):
         kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         _, model_class = stock_classes(self.config)
         try:
-            places = gguf.get_tensor_name_map(kind, self.config["num_hidden_layers"])
+            places = gguf.get_tensor_name_map(kind, self._num_layers)
             with torch.device("meta"):
                 model: Any = model_class(stock_config(self.config))
         except Exception as error:  # of senseless sizes; the cause is named and chained
@@ -72,7 +77,9 @@ class GgufCheckpoint(Checkpoint):
         for name, stored in found.items():
             if stored not in self._file.tensors:
                 raise CheckpointError(f"{self._path} lacks the tensor {stored} ({name}); give a complete file.")
-        further = sorted(self._file.tensors.keys() - set(found.values()) - {FACTORS})
+        rotary = self.config.get("rope_parameters", {})
+        tables = {LONG_FACTORS, SHORT_FACTORS} if rotary.get("rope_type") == "longrope" else {FACTORS}
+        further = sorted(self._file.tensors.keys() - set(found.values()) - tables)
         if further:
             raise CheckpointError(
                 f"{self._path} has the tensor {further[0]}, which a {self.config['model_type']} model does not have; "
@@ -98,7 +105,7 @@ class GgufCheckpoint(Checkpoint):
                 values = self._file.read(self._file_names[self.stored(name)])
             except Exception as error:  # of types that gguf cannot read; the cause is named and chained
                 raise _unreadable(self._path, error) from error
-            tensor = torch.from_numpy(self._ordered(name, values))
+            tensor = torch.from_numpy(self._as_transformers(name, values))
             if not all_finite(tensor):
                 raise CheckpointError(f"{name} in {self._path} holds NaN or Inf; give an undamaged file.")
             tensors[name] = tensor
@@ -108,10 +115,18 @@ class GgufCheckpoint(Checkpoint):
         """Return some rows of a tensor that is no projection of queries or keys."""
         return torch.from_numpy(self._file.read(self._file_names[self.stored(name)], rows))
 
-    def _ordered(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return rows of queries and keys in transformers' order, where llama.cpp has a Llama's pairs side by side."""
+    def _turned(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that transformers has; some of its linears are the other way round."""
+        return shape[::-1] if name.endswith(self._transposed) else shape
+
+    def _as_transformers(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Return a tensor before the changes of llama.cpp's converter."""
+        if name.endswith(self._transposed):
+            return np.ascontiguousarray(values.T)
+        if name.endswith("norm.weight"):
+            return values - np.float32(self._architecture.norm_offset)
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-        if heads is None or self.config["model_type"] != "llama":
+        if heads is None or not self._architecture.pairs:
             return values
         count = self.config.get(heads) or self.config["num_attention_heads"]
         pairs = values.reshape(count, -1, 2, *values.shape[1:])
@@ -211,6 +226,4 @@ def _write_weights(source: GgufCheckpoint, folder: Path) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read as GGUF ({cause(error)}); give a complete file of a Llama-like model."
-    )
+    return CheckpointError(f"{path} cannot be read as GGUF ({cause(error)}); give a complete file.")

@@ -2,26 +2,36 @@
 
 from typing import Any
 
+from oneshot.checkpoint.gguf_architectures import ARCHITECTURES, KV_HEADS, Architecture
 from oneshot.checkpoint.gguf_file import GgufFile
-from oneshot.checkpoint.gguf_rotary import FACTORS, rotary_parameters
+from oneshot.checkpoint.gguf_rotary import (
+    FACTORS,
+    LONG_FACTORS,
+    ROTARY_KEYS,
+    SHORT_FACTORS,
+    longrope_parameters,
+    rotary_parameters,
+)
 from oneshot.errors import CheckpointError
+from oneshot.families import FAMILIES
 
-MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's architecture -> `model_type`
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-SIZES = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-}
-HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+HEAD_SIZES = ("attention.key_length", "attention.value_length")
+ROTARY_SIZE = "rope.dimension_count"
 # keys of the architecture that change nothing if they have this value, and those that change nothing at all
 NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
-SILENT = ("vocab_size", "rope.scaling.finetuned")
+SILENT = ("vocab_size", ROTARY_SIZE, *HEAD_SIZES)
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """Return the description of a file's architecture; raises `CheckpointError` for one that is not known."""
+    name = file.metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"The GGUF architecture {name} is not supported ({', '.join(ARCHITECTURES)} are); give the model it "
+            "came from as safetensors."
+        )
+    return ARCHITECTURES[name]
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -29,63 +39,87 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
     Raises `CheckpointError` for an architecture or a key that is not known: it could change what the model computes.
     """
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in MODEL_TYPES:
-        raise CheckpointError(
-            f"The GGUF architecture {architecture} is not supported ({', '.join(MODEL_TYPES)} are); give the model it "
-            "came from as safetensors."
-        )
-    stated = {
-        key.removeprefix(f"{architecture}."): value
-        for key, value in file.metadata.items()
-        if key.startswith(f"{architecture}.")
-    }
-    _refuse_unknown(stated)
-    sizes = {name: stated[key] for key, name in SIZES.items() if key in stated}
-    for key, name in SIZES.items():
-        if isinstance(sizes.get(name, 0), list) or (name not in sizes and key != "attention.head_count_kv"):
+    architecture = architecture_of(file)
+    prefix = f"{file.metadata['general.architecture']}."
+    stated = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    names = _size_names(architecture)
+    _refuse_unknown(stated, {*names, *architecture.keys})
+    sizes = {name: stated[key] for key, name in names.items() if key in stated}
+    for key, name in names.items():
+        if isinstance(sizes.get(name, 0), list) or (name not in sizes and key != KV_HEADS):
             raise CheckpointError(
                 f"The GGUF file states {key} {sizes.get(name)}, not one number for all layers; give the model it came "
                 "from."
             )
-    head_dim = _head_dim(stated, sizes)
-    rotary = {key.removeprefix("rope."): value for key, value in stated.items() if key.startswith("rope.")}
-    factors = file.read(FACTORS) if FACTORS in file.tensors else None
-    try:
-        positions = rotary_parameters(
-            rotary, factors, head_dim=head_dim, context_length=sizes["max_position_embeddings"]
+    if FAMILIES[architecture.model_type].stack.attention.one_group and stated.get(KV_HEADS, 1) != 1:
+        raise CheckpointError(
+            f"The GGUF file states {KV_HEADS} {stated[KV_HEADS]}, which is not supported for "
+            f"{architecture.model_type}; give a model with one."
         )
+    head_dim, rotary_size = _head_sizes(architecture, stated, sizes)
+    keys = FAMILIES[architecture.model_type].sizes
+    config = (
+        sizes
+        | {name: file.metadata.get(f"tokenizer.ggml.{key}") for key, name in TOKENS.items()}
+        | {
+            "architectures": [architecture.model_class],
+            "dtype": "float32",
+            "model_type": architecture.model_type,
+            "tie_word_embeddings": "output.weight" not in file.tensors,
+            "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
+        }
+        | dict(architecture.stated)
+        | {name: tensor in file.tensors for name, tensor in architecture.biases.items()}
+    )
+    if keys.head_dim is not None:
+        config[keys.head_dim] = head_dim
+    if FAMILIES[architecture.model_type].stack.rotary:
+        config |= _positions(file, stated, rotary_size, config[architecture.context])
+        if rotary_size != head_dim:
+            config["rope_parameters"]["partial_rotary_factor"] = rotary_size / head_dim
+    return config | architecture.further(stated, config)
+
+
+def _size_names(architecture: Architecture) -> dict[str, str]:
+    """Return the config's name of every number that a file must state, by the file's key."""
+    family = FAMILIES[architecture.model_type]
+    kind = "layer_norm" if family.stack.centres else "layer_norm_rms"
+    sizes = family.sizes
+    listed = {
+        "context_length": architecture.context,
+        "embedding_length": sizes.hidden_size,
+        "block_count": sizes.num_hidden_layers,
+        "feed_forward_length": sizes.intermediate_size,
+        "attention.head_count": sizes.num_attention_heads,
+        KV_HEADS: sizes.num_key_value_heads or "",
+        f"attention.{kind}_epsilon": sizes.norm_epsilon or "",
+    }
+    return {key: name for key, name in listed.items() if name}
+
+
+def _positions(file: GgufFile, stated: dict[str, Any], rotary_size: int, context_length: int) -> dict[str, Any]:
+    """Return the entries of a config that state a file's rotary positions."""
+    rotary = {key.removeprefix("rope."): value for key, value in stated.items() if key.startswith("rope.")}
+    tables = [file.read(name) if name in file.tensors else None for name in (FACTORS, LONG_FACTORS, SHORT_FACTORS)]
+    factors, long, short = tables
+    try:
+        if long is not None and short is not None:
+            found = longrope_parameters(rotary, long, short, context_length=context_length)
+            original = {"original_max_position_embeddings": found["original_max_position_embeddings"]}
+            return {"rope_parameters": found} | original
+        return {
+            "rope_parameters": rotary_parameters(rotary, factors, head_dim=rotary_size, context_length=context_length)
+        }
     except ValueError as error:
         raise CheckpointError(
             f"The GGUF file has rotary positions that no config.json states ({error}); give the model it came from."
         ) from error
-    tokens = {name: file.metadata.get(f"tokenizer.ggml.{key}") for key, name in TOKENS.items()}
-    model_type = MODEL_TYPES[architecture]
-    config = (
-        sizes
-        | tokens
-        | {
-            "architectures": [CLASSES[model_type]],
-            "dtype": "float32",
-            "head_dim": head_dim,
-            "hidden_act": "silu",
-            "model_type": model_type,
-            "rope_parameters": positions,
-            "tie_word_embeddings": "output.weight" not in file.tensors,
-            "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
-        }
-    )
-    if model_type != "qwen2":
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if model_type == "llama":
-        config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
-    return config
 
 
-def _refuse_unknown(stated: dict[str, Any]) -> None:
-    known = {*SIZES, *HEAD_SIZES, *SILENT}
+def _refuse_unknown(stated: dict[str, Any], read: set[str]) -> None:
+    known = {*read, *SILENT, *(f"rope.{key}" for key in ROTARY_KEYS)}
     for key, value in stated.items():
-        if key in known or key.startswith("rope.") or (key in NEUTRAL and value == NEUTRAL[key]):
+        if key in known or (key in NEUTRAL and value == NEUTRAL[key]):
             continue
         raise CheckpointError(
             f"The GGUF file states {key} {value}, which oneshot does not know; give the model it came from as "
@@ -93,12 +127,17 @@ def _refuse_unknown(stated: dict[str, Any]) -> None:
         )
 
 
-def _head_dim(stated: dict[str, Any], sizes: dict[str, Any]) -> int:
-    """Return the size of heads; positions must turn all of it."""
+def _head_sizes(architecture: Architecture, stated: dict[str, Any], sizes: dict[str, Any]) -> tuple[int, int]:
+    """Return the size of heads, and how much of them positions turn."""
+    keys = FAMILIES[architecture.model_type].sizes
     found = {stated[key] for key in HEAD_SIZES if key in stated}
+    default = sizes[keys.hidden_size] // sizes[keys.num_attention_heads]
+    if ROTARY_SIZE in stated and not architecture.partly_rotary:
+        found.add(stated[ROTARY_SIZE])
     if len(found) > 1:
         raise CheckpointError(
             f"The GGUF file states heads of different sizes {sorted(found)} for keys, values and positions, which "
             "is not supported; give another model."
         )
-    return int(found.pop()) if found else sizes["hidden_size"] // sizes["num_attention_heads"]
+    head_dim = int(found.pop()) if found else default
+    return head_dim, int(stated.get(ROTARY_SIZE, head_dim))

@@ -11,6 +11,20 @@ from typing import Any
 import numpy as np
 
 FACTORS = "rope_freqs.weight"  # the table of factors
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # Phi-3's, for long texts
+ROTARY_KEYS = (  # all that a file may state below `rope.`
+    "freq_base",
+    "scale_linear",
+    "scaling.type",
+    "scaling.factor",
+    "scaling.original_context_length",
+    "scaling.finetuned",
+    "scaling.attn_factor",
+    "scaling.yarn_ext_factor",
+    "scaling.yarn_attn_factor",
+    "scaling.yarn_beta_fast",
+    "scaling.yarn_beta_slow",
+)
 STATED = ("default", "linear", "llama3", "yarn")  # transformers' names of what a GGUF file can state
 # What llama.cpp computes with, so a config may state these and nothing else beside a type
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "partial_rotary_factor": 1.0}
@@ -103,6 +117,29 @@ def rotary_parameters(
         "factor": factor,
         "original_max_position_embeddings": original,
     }
+
+
+def longrope_parameters(
+    metadata: Mapping[str, Any], long: np.ndarray, short: np.ndarray, *, context_length: int
+) -> dict[str, Any]:
+    """Return the `rope_parameters` of the type longrope (Ding et al. 2024) of a file with two tables of factors.
+
+    Raises `ValueError` if it does not state the length up to which the short ones count.
+    """
+    original = metadata.get("scaling.original_context_length")
+    if not original:
+        raise ValueError(f"{LONG_FACTORS} without rope.scaling.original_context_length")
+    scale = context_length / original
+    usual = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    factor = float(metadata.get("scaling.attn_factor", 1.0))
+    own = {} if math.isclose(factor, usual, rel_tol=1e-5) else {"attention_factor": factor}
+    return {
+        "rope_type": "longrope",
+        "rope_theta": float(metadata.get("freq_base", 10000.0)),
+        "long_factor": [float(one) for one in long],
+        "short_factor": [float(one) for one in short],
+        "original_max_position_embeddings": int(original),
+    } | own
 
 
 def _with_factors(theta: float, factors: np.ndarray | None, head_dim: int) -> dict[str, Any]:

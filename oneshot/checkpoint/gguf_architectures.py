@@ -1,0 +1,143 @@
+"""What llama.cpp's `convert_hf_to_gguf.py` writes of each architecture, and what a config.json says of it."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KV_HEADS = "attention.head_count_kv"
+LOCAL_THETA = 10000.0  # of layers with windows, llama.cpp's default
+
+Further = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family as GGUF files have it.
+
+    Attributes:
+        model_type, model_class: of transformers.
+        stated: what the config states of every model.
+        biases: the config's names of biases, each with a tensor that shows them.
+        context: the config's name of the longest context.
+        keys: further keys of the file that may be there, below its architecture.
+        further: `(keys of the file below its architecture, config so far) -> further entries of the config`.
+        norm_offset: what the converter adds to the weights of norms.
+        pairs: whether the rows of queries and keys that positions turn together lie side by side.
+        partly_rotary: whether positions may turn a part of each head.
+    """
+
+    model_type: str
+    model_class: str
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
+    context: str = "max_position_embeddings"
+    keys: Collection[str] = ()
+    further: Further = lambda keys, config: {}
+    norm_offset: float = 0.0
+    pairs: bool = False
+    partly_rotary: bool = False
+
+
+def _window(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window of all layers; a file states 0 for none."""
+    return {"sliding_window": keys.get("attention.sliding_window") or None}
+
+
+def _layer_types(keys: Mapping[str, Any], config: Mapping[str, Any], period: int) -> list[str]:
+    """Return which layers have windows: all but the last one of every `period`."""
+    num_layers, stated = config["num_hidden_layers"], keys.get("attention.sliding_window_pattern", period)
+    if isinstance(stated, list):
+        slides = [bool(one) for one in stated[:num_layers]]
+    else:
+        slides = [stated == 0 or layer % stated < stated - 1 for layer in range(num_layers)]
+    return ["sliding_attention" if one else "full_attention" for one in slides]
+
+
+def _score_scale(config: Mapping[str, Any], layers_of_27b: int) -> dict[str, Any]:
+    """Return the scale of scores, which llama.cpp derives from the number of layers."""
+    of_27b = config["num_hidden_layers"] == layers_of_27b
+    size = config["hidden_size"] // config["num_attention_heads"] if of_27b else config["head_dim"]
+    return {"query_pre_attn_scalar": size}
+
+
+def _gemma2(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attn_logit_softcapping": keys.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.get("final_logit_softcapping", 30.0),
+        "sliding_window": keys.get("attention.sliding_window", 4096),
+        "layer_types": _layer_types(keys, config, 2),
+        **_score_scale(config, 46),
+    }
+
+
+def _gemma3(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    window = keys.get("attention.sliding_window")
+    local = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", LOCAL_THETA)}
+    kinds = _layer_types(keys, config, 6) if window else ["full_attention"] * config["num_hidden_layers"]
+    return {
+        "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
+        "layer_types": kinds,
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        **({"sliding_window": window} if window else {}),
+        **_score_scale(config, 62),
+    }
+
+
+GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+ARCHITECTURES = {
+    "llama": Architecture(
+        "llama",
+        "LlamaForCausalLM",
+        {"hidden_act": "silu"},
+        ATTENTION_BIAS | {"mlp_bias": "blk.0.ffn_down.bias"},
+        pairs=True,
+    ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {"hidden_act": "silu"}),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {"hidden_act": "silu"}, ATTENTION_BIAS),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
+    "gemma2": Architecture(
+        "gemma2", "Gemma2ForCausalLM", GELU, keys=(*WINDOWS, *CAPS), further=_gemma2, norm_offset=1.0
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        GELU,
+        keys=(*WINDOWS, *CAPS[1:], "rope.freq_base_swa"),
+        further=_gemma3,
+        norm_offset=1.0,
+    ),
+    "phi3": Architecture(
+        "phi3", "Phi3ForCausalLM", {"hidden_act": "silu"}, keys=WINDOWS[:1], further=_window, partly_rotary=True
+    ),
+    "nemotron": Architecture(
+        "nemotron",
+        "NemotronForCausalLM",
+        {"hidden_act": "relu2"},
+        ATTENTION_BIAS | {"mlp_bias": "blk.0.ffn_down.bias"},
+        keys=("attention.layer_norm_rms_epsilon",),
+        norm_offset=1.0,
+        partly_rotary=True,
+    ),
+    "starcoder2": Architecture(
+        "starcoder2", "Starcoder2ForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, {"use_bias": "blk.0.attn_q.bias"}
+    ),
+    "stablelm": Architecture(
+        "stablelm",
+        "StableLmForCausalLM",
+        {"hidden_act": "silu"},
+        {"use_qkv_bias": "blk.0.attn_q.bias"},
+        keys=("use_parallel_residual",),
+        further=lambda keys, config: {"use_parallel_residual": bool(keys.get("use_parallel_residual", True))},
+        partly_rotary=True,
+    ),
+    "falcon": Architecture(
+        "falcon",
+        "FalconForCausalLM",
+        {"activation": "gelu", "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
+        keys=("tensor_data_layout", KV_HEADS),
+    ),
+    "gpt2": Architecture("gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, context="n_positions"),
+}
