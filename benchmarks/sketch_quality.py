@@ -18,11 +18,11 @@ from oneshot.checkpoint import Checkpoint, locate_checkpoint, open_model
 from oneshot.compression.correction import correct
 from oneshot.compression.fold import fold_sublayer
 from oneshot.compression.measuring import NONZEROS
-from oneshot.compression.selection import Evidence, select_neurons
 from oneshot.compression.statistics import GramAccumulator, SketchAccumulator
 from oneshot.evaluation import perplexity
 from oneshot.machine import Machine
 from oneshot.recipes import DAMPING
+from oneshot.selection import Evidence, select_neurons
 from oneshot.stream import LayerBuilder
 from oneshot.text import Text, load_text, load_tokenizer
 

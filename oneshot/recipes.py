@@ -8,7 +8,7 @@ from oneshot.errors import ConfigError
 from oneshot.fields import check_minimum, check_values, display
 from oneshot.parsing import did_you_mean
 
-Selector = Literal[
+SelectorName = Literal[
     "id", "obs", "leverage", "activation-norm", "wanda", "flap", "tcsp-score", "magnitude", "random", "none"
 ]
 Experts = Literal["effects", "frequency", "reap", "man", "energy", "random", "none"]
@@ -34,8 +34,6 @@ AUTO = "auto"
 DAMPING = 3e-2
 ROUNDING_DAMPING = 1e-6  # a ridge against rounding only, for papers that have none
 TOKENS_PER_NEURON = 4  # with fewer tokens the correction fits the text and not the model
-WEIGHT_SELECTORS = ("magnitude", "random", "none")  # need no activations
-MOMENT_SELECTORS = ("flap", "tcsp-score")  # need means and deviations
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class Method:
             planned and neurons are chosen by pivots of the exact Gram.
     """
 
-    ffn: Selector
-    heads: Selector
+    ffn: SelectorName
+    heads: SelectorName
     correction: Correction
     experts: Experts = "none"
     head_unit: HeadUnit = "auto"

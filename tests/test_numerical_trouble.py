@@ -16,7 +16,7 @@ from oneshot.families import LLAMA
 from oneshot.linalg.elimination import eliminate
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.pipeline import compress
-from oneshot.recipes import Correction, Pivoting, Selector, Sketch
+from oneshot.recipes import Correction, Pivoting, SelectorName, Sketch
 
 WIDTH = 64
 MASSIVE_TOKENS = slice(60, 90)
@@ -83,7 +83,7 @@ TROUBLES: tuple[Callable[[Any], None], ...] = (
 METHODS: list[dict[str, Any]] = [
     *(
         {"ffn": selector, "heads": selector, "correction": "two-stream"}
-        for selector in get_args(Selector)
+        for selector in get_args(SelectorName)
         if selector != "none"
     ),
     *({"ffn": "id", "heads": "obs", "correction": correction} for correction in get_args(Correction)),

@@ -22,7 +22,7 @@ from oneshot.compression import LayerCompressor
 from oneshot.compression.correction import DAMPINGS
 from oneshot.evaluation import load_model
 from oneshot.pipeline import compress, compress_sizes
-from oneshot.recipes import RECIPES, Selector, find_recipe
+from oneshot.recipes import RECIPES, SelectorName, find_recipe
 from oneshot.stream import Layer
 
 pytestmark = pytest.mark.long
@@ -87,7 +87,7 @@ def test_removing_nothing_gives_back_the_same_bits(
         assert (output / name).read_bytes() == (folder / name).read_bytes()
 
 
-@pytest.mark.parametrize("selector", [name for name in get_args(Selector) if name != "none"])
+@pytest.mark.parametrize("selector", [name for name in get_args(SelectorName) if name != "none"])
 def test_every_selector_chooses_neurons_and_heads(
     selector: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:

@@ -16,7 +16,7 @@ from oneshot.families.opt import OPT
 from oneshot.pipeline import compress
 from oneshot.planning import Grid, Plan, make_plan
 from oneshot.profiling import PROBED_KINDS, LayerProfiler
-from oneshot.recipes import Correction, Selector, find_recipe
+from oneshot.recipes import Correction, SelectorName, find_recipe
 from oneshot.schedule import Schedule, make_schedule, profile_schedule
 from oneshot.stream import States
 
@@ -255,7 +255,7 @@ def test_combinations_of_selectors_and_corrections() -> None:
     """Check the rules for every pair of selectors, every correction and two forms, if the options are valid."""
     checked = 0
     for form, ffn, heads, correction in itertools.product(
-        ("stock", "per-layer"), get_args(Selector), ("none", "id", "magnitude"), get_args(Correction)
+        ("stock", "per-layer"), get_args(SelectorName), ("none", "id", "magnitude"), get_args(Correction)
     ):
         try:
             schedule, plan = schedule_of(

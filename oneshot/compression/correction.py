@@ -1,6 +1,7 @@
 """From weights, statistics and kept columns to the corrected linear. Pure functions."""
 
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 import torch
 
@@ -65,6 +66,8 @@ def correct(
         corrected = weight[:, kept_columns].double()
         corrected[:, -1] += weight.double() @ means
         return Factors(kept_columns, corrected, predicted_error(weight.double(), corrected, kept_columns, statistics))
+    if correction != "same-layer" and correction != "two-stream":
+        assert_never(correction)
     residual = statistics.residual if correction == "two-stream" else None
     if correction == "two-stream" and residual is None:
         raise ValueError("the two-stream correction needs statistics with a residual")

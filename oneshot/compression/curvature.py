@@ -84,17 +84,6 @@ def column_costs(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
     return (columns * (curvature.double() @ columns)).sum(0)
 
 
-def neuron_gram(gram: torch.Tensor, weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
-    """Return `H ∘ (Wᵀ G W)` for neurons with the Gram `H (n, n)` that `W (D, n)` reads.
-
-    The outer product of a token's column of `G^½ W` and its activation is what a neuron does to the model's output;
-    this is the Gram of these, positive semi-definite by Schur. With `G = I` and its diagonal alone it would be the
-    weighted Gram of `Evidence.column_weights`. On CUDA products are float32, many cards are slow in float64.
-    """
-    columns = weight.to(torch.float32 if gram.is_cuda else torch.float64)
-    return (columns.T @ (curvature.to(columns) @ columns)).mul_(gram)
-
-
 def seen_by_output(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
     """Return `L_Gᵀ W` with `L_G L_Gᵀ = G`, float64: squared errors of its outputs are `δᵀ G δ` for `W (D, n)`."""
     return torch.linalg.cholesky(curvature.double()).T @ weight.double()

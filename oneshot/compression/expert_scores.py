@@ -19,6 +19,7 @@ GateRule = Literal["normalised", "softmax", "independent"]
 experts as it is (OLMoE, Qwen2-MoE), which grows if another expert is removed; or sigmoids as they are."""
 
 ExpertSelector = Literal["effects", "frequency", "reap", "man", "energy", "random"]
+"""`effects` takes the set with the least joint effect, the others the experts with the smallest `EXPERT_SCORES`."""
 
 ExpertOutput = Callable[[int, torch.Tensor], torch.Tensor]
 """An expert's outputs `(n, d)` without its gate, from its number and its inputs `(n, d)`."""
@@ -146,23 +147,25 @@ class ExpertSums:
             add_product_(self.effects, along[:, 0], -routed.growth)
 
 
-def expert_scores(selector: ExpertSelector, sums: ExpertSums, generator: torch.Generator) -> torch.Tensor:
-    """Return a score for every expert, float64 `(E,)`; the experts with the largest scores stay.
+def draw(sums: ExpertSums, generator: torch.Generator) -> torch.Tensor:
+    """Return a random score for every expert, float64 `(E,)`."""
+    return torch.rand(len(sums.tokens), dtype=torch.float64, generator=generator).to(sums.tokens.device)
 
-    `frequency`: routed tokens. `reap`: the mean of `g ‖o‖` over routed tokens (REAP, Lasby et al. 2025, 2510.13999).
-    `man`: the mean of `‖o‖` over routed tokens (Mean Activation Norm, Liu et al. 2026, 2606.15716). `energy`: the sum
-    of `g² ‖o‖²`. `random`: a draw. `effects`: `Σ ‖r_e‖²` of the expert alone. An expert without tokens has the score 0.
-    """
-    tokens = sums.tokens.clamp_min(1)
-    if selector == "random":
-        return torch.rand(len(tokens), dtype=torch.float64, generator=generator).to(tokens.device)
-    return {
-        "frequency": sums.tokens,
-        "reap": sums.gated_norms / tokens,
-        "man": sums.norms / tokens,
-        "energy": sums.energies,
-        "effects": sums.effects.diagonal(),
-    }[selector]
+
+EXPERT_SCORES: dict[ExpertSelector, Callable[[ExpertSums, torch.Generator], torch.Tensor]] = {
+    "frequency": lambda sums, _: sums.tokens,
+    "reap": lambda sums, _: sums.gated_norms / sums.tokens.clamp_min(1),
+    "man": lambda sums, _: sums.norms / sums.tokens.clamp_min(1),
+    "energy": lambda sums, _: sums.energies,
+    "random": draw,
+    "effects": lambda sums, _: sums.effects.diagonal(),
+}
+"""A score for every expert, float64 `(E,)`; the experts with the largest scores stay.
+
+`frequency`: routed tokens. `reap`: the mean of `g ‖o‖` over routed tokens (REAP, Lasby et al. 2025, 2510.13999). `man`:
+the mean of `‖o‖` over routed tokens (Mean Activation Norm, Liu et al. 2026, 2606.15716). `energy`: the sum of
+`g² ‖o‖²`. `random`: a draw. `effects`: `Σ ‖r_e‖²` of the expert alone. An expert without tokens has the score 0.
+"""
 
 
 def super_experts(peaks: torch.Tensor) -> torch.Tensor:
@@ -189,5 +192,5 @@ def removed_experts(
         kept = torch.zeros_like(kept)
     if selector == "effects":
         return least_removal(sums.effects, num_removed, kept=kept).tolist()
-    scores = expert_scores(selector, sums, generator).cpu().masked_fill(kept, torch.inf)
+    scores = EXPERT_SCORES[selector](sums, generator).cpu().masked_fill(kept, torch.inf)
     return sorted(scores.argsort(stable=True)[:num_removed].tolist())

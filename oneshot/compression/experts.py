@@ -9,16 +9,15 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from oneshot_kernels import cholesky_pivots_
 
 from oneshot.compression.correction import correct, predicted_energies, relative
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.measuring import target_of
-from oneshot.compression.selection import Evidence, select_neurons
 from oneshot.compression.statistics import TOKENS_PER_COLUMN
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.families import Experts
 from oneshot.machine.transfer import as_like
+from oneshot.selection import SELECTORS, Evidence
 from oneshot.stream import DensePass, Layer, Routing, States
 from oneshot.tensors import Tensors
 
@@ -143,7 +142,7 @@ def _select(
     evidence = [
         Evidence(
             consumer=down[expert],
-            producer_energy=_row_energy(gate_up[expert]) if task.selector == "magnitude" else None,
+            producer_energy=_row_energy(gate_up[expert]) if task.needs("producers") else None,
             gram=None if statistics is None else _shrunk(statistics.grams[expert], damping - task.method.fixed_damping),
             generator=generator,
             pivoting=task.method.pivoting,
@@ -152,10 +151,7 @@ def _select(
         )
         for expert, damping in enumerate(dampings)
     ]
-    if task.selector == "id" and task.method.pivoting == "cholesky":
-        weighted = torch.stack([_weighted(one) for one in evidence])
-        return cholesky_pivots_(weighted, rank=task.kept_units).sort(dim=1).values
-    return torch.stack([select_neurons(task.selector, task.kept_units, one) for one in evidence])
+    return SELECTORS[task.selector].neurons_of_experts(evidence, task.kept_units)
 
 
 def _row_energy(gate_up: torch.Tensor) -> torch.Tensor:
@@ -168,11 +164,6 @@ def _shrunk(gram: torch.Tensor, by: float) -> torch.Tensor:
     mean = gram.diagonal().mean()
     ridge = torch.where(mean > 0, by * mean, 1.0)
     return gram + ridge * torch.eye(len(gram), device=gram.device) if by > 0 else gram
-
-
-def _weighted(evidence: Evidence) -> torch.Tensor:
-    gram, weights = evidence.neurons()
-    return gram.double() * weights * weights.unsqueeze(1)
 
 
 def _corrected(

@@ -17,7 +17,6 @@ from oneshot.compression.statistics import (
     with_constant_column,
 )
 from oneshot.compression.sublayer import SublayerTask
-from oneshot.recipes import MOMENT_SELECTORS
 from oneshot.stream import DensePass, Layer, States
 from oneshot.tensors import Tensors
 
@@ -41,7 +40,7 @@ def measure(
     has_bias = weight.shape[1] > task.num_columns
     accumulator = _accumulator(task, weight, states)
     sketch, moments = _sketch(task, states), None
-    if task.selector in MOMENT_SELECTORS:
+    if task.needs("moments"):
         moments = MomentAccumulator(task.num_columns, device=task.machine.device)
     values = _value_accumulator(task)
     target, branch_norm = None, BranchNorm.of(task.sublayer, tensors, task.machine.device)
@@ -96,7 +95,7 @@ def _accumulator(task: SublayerTask, weight: torch.Tensor, states: States) -> Gr
 
 
 def _sketch(task: SublayerTask, states: States) -> SketchAccumulator | None:
-    if task.is_attention or not task.is_reduced or task.method.sketch == "none":
+    if not task.takes_sketch or task.method.sketch == "none":
         return None
     return SketchAccumulator(
         task.method.rows_of_sketch(task.num_columns),

@@ -9,25 +9,25 @@ import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.fold import augmented_weight, row_energy
-from oneshot.compression.selection import Evidence, column_scores, select_heads
 from oneshot.compression.statistics import GramAccumulator, MomentAccumulator
 from oneshot.families import ModelShape
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned
 from oneshot.planning import Plan
-from oneshot.recipes import Selector
+from oneshot.recipes import SelectorName
+from oneshot.selection import SELECTORS, Evidence
 from oneshot.stream import States
 from oneshot.text import Text
 
 
 def find_shared_heads(
-    model: Model, text: Text, plan: Plan, selector: Selector, machine: Machine, *, seed: int
+    model: Model, text: Text, plan: Plan, selector: SelectorName, machine: Machine, *, seed: int
 ) -> dict[str, torch.Tensor]:
     """Return the heads that stay in the self-attention of every stack, ascending int64, by the stack's prefix.
 
     Args:
-        selector: not `obs`, whose choices do not add up over layers (`Grid.settle` refuses it).
+        selector: one whose choices add up over layers (`Grid.settle` refuses others).
     """
     shape, family = model.shape, model.family
     states, upload = States(model, machine, text), Uploader(machine.device)
@@ -72,31 +72,15 @@ class SharedChoice:
     add up (STAT section 3.2). Other selectors: the largest sums of their scores.
     """
 
-    def __init__(self, selector: Selector, shape: ModelShape) -> None:
-        self._selector, self._shape = selector, shape
+    def __init__(self, selector: SelectorName, shape: ModelShape) -> None:
+        self._selector, self._num_heads = SELECTORS[selector], shape.num_attention_heads
         self._sum: torch.Tensor | float = 0.0
 
     def add(self, evidence: Evidence) -> None:
         """Add the evidence of a layer."""
-        if self._selector != "id":
-            self._sum = self._sum + column_scores(self._selector, evidence)
-            return
-        assert evidence.gram is not None
-        weights = evidence.column_weights()
-        self._sum = self._sum + evidence.gram.double() * weights * weights.unsqueeze(1)
+        self._sum = self._sum + self._selector.shared(evidence)
 
     def heads(self, kept: int) -> torch.Tensor:
         """Return the heads that stay, ascending int64 `(kept,)`."""
-        total, num_heads = self._sum, self._shape.num_attention_heads
-        assert isinstance(total, torch.Tensor)
-        if self._selector != "id":
-            return total.view(num_heads, -1).sum(1).topk(kept).indices.sort().values
-        weighted = torch.eye(len(total), dtype=total.dtype, device=total.device)
-        return select_heads(
-            "id",
-            Evidence(weighted, None, total, torch.Generator()),
-            num_groups=num_heads,
-            heads_per_group=1,
-            kept_groups=kept,
-            kept_heads_per_group=1,
-        )
+        assert isinstance(self._sum, torch.Tensor)
+        return self._selector.blocks_of_shared(self._sum, self._num_heads, kept)

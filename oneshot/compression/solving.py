@@ -8,10 +8,10 @@ from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.correction import Factors, best_damping, correct, correct_heads, predicted_error
 from oneshot.compression.fold import augmented_weight, head_columns, row_energy
 from oneshot.compression.inner_heads import value_subspaces
-from oneshot.compression.selection import Evidence, select_heads, select_neurons
 from oneshot.compression.statistics import Statistics
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.families import Attention, FeedForward
+from oneshot.selection import Evidence, select_heads, select_neurons
 from oneshot.tensors import Tensors
 
 
@@ -51,7 +51,7 @@ def _select(
         generator = torch.Generator().manual_seed(task.seed + task.layer)
         evidence = Evidence(
             consumer=weight[:, : task.num_columns],
-            producer_energy=_producer_energy(task, tensors) if task.selector == "magnitude" else None,
+            producer_energy=_producer_energy(task, tensors) if task.needs("producers") else None,
             gram=None if statistics is None else statistics.gram[: task.num_columns, : task.num_columns],
             generator=generator,
             moments=None if statistics is None else statistics.moments,

@@ -11,22 +11,10 @@ import torch
 from oneshot.errors import CheckpointError
 from oneshot.linalg.sums import add_gram_, add_product_, add_sketch_, as_float32, finished_gram
 from oneshot.machine import ALONE, Workers
+from oneshot.selection import Moments
 
 HELD_OUT_EVERY = 8  # batches
 TOKENS_PER_COLUMN = 16  # that suffice for the principal directions of a Gram
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Moments of activations, float64 `(n,)`: `E a` and `E a²`."""
-
-    mean: torch.Tensor
-    square_mean: torch.Tensor
-
-    @property
-    def deviation(self) -> torch.Tensor:
-        """Return the standard deviations `(n,)`."""
-        return (self.square_mean - self.mean.square()).clamp_min(0).sqrt()
 
 
 @dataclass(frozen=True)

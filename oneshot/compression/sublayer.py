@@ -16,7 +16,8 @@ from oneshot.compression.subspaces import StreamSubspaces
 from oneshot.families import Attention, FeedForward, ModelShape, RankedKind, Stack, Sublayer
 from oneshot.machine import Machine
 from oneshot.planning import LayerPlan, Plan
-from oneshot.recipes import TOKENS_PER_NEURON, WEIGHT_SELECTORS, Method, Selector
+from oneshot.recipes import TOKENS_PER_NEURON, Method, SelectorName
+from oneshot.selection import Need, find_selector, needs_of, reads_activations
 
 Solution = TypeVar("Solution")
 
@@ -75,8 +76,17 @@ class SublayerTask:
         return self.dense_units * (self.shape.head_dim if self.is_attention else 1)
 
     @property
-    def selector(self) -> Selector:
+    def selector(self) -> SelectorName:
         return self.method.heads if self.is_attention else self.method.ffn
+
+    def needs(self, need: Need) -> bool:
+        """Return whether the sublayer loses units that are chosen by this evidence."""
+        return self.is_reduced and need in needs_of(self.selector)
+
+    @property
+    def takes_sketch(self) -> bool:
+        """Return whether neurons are chosen by a sketch of the activations."""
+        return not self.is_attention and self.is_reduced and takes_sketch(self.method)
 
     @property
     def is_reduced(self) -> bool:
@@ -159,7 +169,13 @@ class SublayerTask:
         return self.method.residual_weight * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / num_tokens)
 
 
+def takes_sketch(method: Method) -> bool:
+    """Return whether neurons are chosen by a sketch of the activations."""
+    selector = find_selector(method.ffn)
+    return selector is not None and selector.takes_sketch and method.sketch != "none"
+
+
 def needs_statistics(method: Method) -> bool:
     """Return whether removing neurons or heads needs the text: not if weights alone choose and nothing is corrected."""
-    by_weights = method.ffn in WEIGHT_SELECTORS and method.heads == "none" and not method.reduces_experts
+    by_weights = not reads_activations(method.ffn) and method.heads == "none" and not method.reduces_experts
     return not (by_weights and method.correction == "none")

@@ -25,6 +25,13 @@ from oneshot.recipes import Hidden, TokenWeighting
 from oneshot.stream import DensePass, States
 from oneshot.text import Text
 
+DIRECTIONS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "pca": lambda gram, _: principal_directions(gram),
+    "coordinates": lambda gram, _: coordinate_directions(gram),
+    "random": random_directions,
+}
+"""Directions `(D, D)` from a Gram and a seed, by name in `recipes.Hidden`."""
+
 
 @dataclass(frozen=True)
 class Subspaces:
@@ -137,9 +144,7 @@ def find_subspaces(
         position += 1
 
     def directions(group: int, gram: torch.Tensor) -> torch.Tensor:
-        if kind == "random":
-            return random_directions(gram, seed + group)
-        return coordinate_directions(gram) if kind == "coordinates" else principal_directions(gram)
+        return DIRECTIONS[kind](gram, seed + group)
 
     if family.stack.norms_after:
         measure(states.sums_of_embeddings(model.read_embedding()))

@@ -37,7 +37,7 @@ def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     """Return the larger of what neurons are chosen in and what one expert is corrected in, and all new downs."""
     count, grams, _ = _numbers(work, size, residual=residual)
     by_text = work.schedule.streams > 0
-    choice = (FLOAT + DOUBLE) * grams * by_text + terms.pivoting(work, size, kept, work.method.ffn).bytes
+    choice = (FLOAT + DOUBLE) * grams * by_text + terms.choice(work, size, kept, work.method.ffn).bytes
     downs = work.stored_itemsize * count * kept * work.shape.hidden_size
     return Term(max(choice, terms.correction(work, size, kept, residual=residual).bytes) + downs, computed=True)
 

@@ -91,7 +91,7 @@ def _stages_at(work: Work, kept: int) -> list[Stage]:
         moved = (terms.layer_copy(work, layer.share), layer.target, terms.activations(work, kept))
         listed.append(Stage("moving the streams on", (*layer.base, *layer.folded, *moved)))
     elif work.method.reduces_ffn:
-        chosen = terms.pivoting(work, work.shape.intermediate_size, kept, work.method.ffn)
+        chosen = terms.choice(work, work.shape.intermediate_size, kept, work.method.ffn)
         solved = terms.correction(work, layer.size, layer.kept_size, residual=False)
         if work.shape.experts is not None:
             solved = expert_memory.solve(work, layer.size, kept, residual=False)
@@ -118,7 +118,7 @@ def _heads(layer: _Layer) -> list[Stage]:
     counted = (*terms.sums(work, heads, residual=residual), *terms.held_out_sums(work, heads, residual=residual))
     gram = (terms.gram(work, heads, residual=residual), *terms.held_out(work, heads, residual=residual))
     solved = max(
-        terms.pivoting(work, heads, heads, work.method.heads),
+        terms.choice(work, heads, heads, work.method.heads),
         terms.correction(work, heads, heads // 2, residual=residual),
         Term(4 * DOUBLE * heads * heads, computed=True) if work.method.heads == "id" else Term(0),
         key=terms.size_of,
@@ -140,7 +140,7 @@ def _neurons(layer: _Layer) -> list[Stage]:
         gathered = (*gram, *terms.sketch_sums(work), layer.target, finished)
         listed.append(Stage("the residual of the neurons", (*held, *gathered)))
     solved = max(
-        terms.pivoting(work, width, layer.kept, work.method.ffn),
+        terms.choice(work, width, layer.kept, work.method.ffn),
         terms.correction(work, size, layer.kept_size, residual=residual),
         key=terms.size_of,
     )

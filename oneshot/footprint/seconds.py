@@ -16,6 +16,7 @@ from oneshot_kernels.pivoted_qr.panels import WIDTH
 
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
+from oneshot.footprint.terms import choice_cost
 from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
@@ -23,7 +24,6 @@ from oneshot.profiling import CURVATURE_TOKENS
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.probes import PROBE_SEQUENCES, probes_per_layer
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
-from oneshot.recipes import WEIGHT_SELECTORS
 from oneshot.text import SELF
 from oneshot.text.self_written import DOCUMENT_TOKENS
 
@@ -240,14 +240,11 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         seconds["sums"] += (passed * _gram(size, tokens) + tokens * share * product) / rates.sums
         numbers = ffns * (size**2 / 2 + share * size * hidden)
         seconds["sums"] += math.ceil(tokens / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
-    if method.reduces_ffn and method.ffn not in WEIGHT_SELECTORS:
-        if method.sketch == "none":
-            seconds["pivots"] += ffns * rates.pivots(size, kept)
-        else:
-            seconds["pivots"] += 2 * method.rows_of_sketch(size) * size * kept / rates.double
-            seconds["pivots"] += kept * (rates.pivot_seconds or 0.0)
-        if method.ffn == "obs":
-            seconds["pivots"] += ffns * 4 * size**3 / rates.double
+    if method.reduces_ffn:
+        cost = choice_cost(work, size, kept, method.ffn)
+        chosen = rates.pivots(size, cost.gram_pivots) if cost.gram_pivots else 0.0
+        chosen += cost.sketch_pivots * (rates.pivot_seconds or 0.0) + cost.operations / rates.double
+        seconds["pivots"] += ffns * chosen
     if method.solves:
         right = size - kept + hidden * schedule.two_streams
         solved = kept**3 / 3 + 2 * kept**2 * right + 2 * hidden * kept * (size - kept)

@@ -4,9 +4,12 @@ from dataclasses import dataclass
 
 from oneshot.compression.correction import ENERGY_PANEL
 from oneshot.compression.fold import PANEL_ROWS
+from oneshot.compression.sublayer import takes_sketch
 from oneshot.footprint.work import Work
 from oneshot.linalg.sums import DEVICE_PANEL_WIDTH, PANEL_WIDTH
-from oneshot.recipes import WEIGHT_SELECTORS, Selector
+from oneshot.recipes import SelectorName
+from oneshot.selection import Cost, Extent, find_selector
+from oneshot.selection.evidence import neuron_gram_bytes
 from oneshot.stream.output_head import VOCABULARY_PANEL
 
 HEAP_BLOCK_BYTES = 32 * 2**20  # smaller blocks stay in glibc's heap when they are freed
@@ -15,7 +18,6 @@ BUCKET_BYTES = 48  # of one distance: integers of 64 bits and their temporaries
 # Gaps that texts of unequal lengths leave in the heap, measured on MiniLM: shares of a batch's activations and of all
 # hidden states that are stored.
 GAPS_OF_ACTIVATIONS, GAPS_OF_TEXT = 0.25, 0.5
-PIVOT_ROWS = 140  # of a Gram, beside which a device takes pivots in the Gram's own memory
 
 BATCH = ("--batch-size", "--sequence-length")
 LENGTH = ("--sequence-length",)
@@ -159,8 +161,7 @@ def sketch_sums(work: Work) -> tuple[Term, ...]:
 def _sketched(work: Work) -> tuple[int, ...]:
     """Return the numbers in the sketch; none without one."""
     width = work.shape.intermediate_size
-    has_sketch = work.method.sketch != "none" and work.method.ffn != "none"
-    return (work.method.rows_of_sketch(width) * width,) if has_sketch else ()
+    return (work.method.rows_of_sketch(width) * width,) if takes_sketch(work.method) else ()
 
 
 def _panel(work: Work, size: int) -> int:
@@ -169,33 +170,36 @@ def _panel(work: Work, size: int) -> int:
     return (FLOAT + (not work.on_cuda) * DOUBLE) * min(width, size) * size  # a CPU adds a copy of them in float64
 
 
-def pivoting(work: Work, size: int, kept: int, selector: Selector) -> Term:
+def choice(work: Work, size: int, kept: int, selector: SelectorName) -> Term:
     """Return the working memory of the choice of columns, beside their Gram."""
-    square, output = size * size, work.shape.hidden_size * size
-    if selector in WEIGHT_SELECTORS or selector not in ("id", "obs", "leverage"):
-        return Term(2 * DOUBLE * output, computed=True)
-    if selector == "obs":
-        return Term((FLOAT + 3 * DOUBLE) * square + 2 * DOUBLE * output, computed=True)
-    if selector == "leverage":
-        return Term(3 * DOUBLE * square + DOUBLE * output, computed=True)
-    if work.method.sketch != "none":
-        rows = work.method.rows_of_sketch(work.shape.intermediate_size)
-        matrices, factors = (2, 0) if work.method.pivoting in ("cholesky", "qr") else (4, 2)
-        numbers = matrices * rows * size + square + factors * kept * size
-        return Term(DOUBLE * numbers, computed=True, knobs=("--set sketch_size=",))
-    if work.method.pivoting in ("grouped", "tournament"):
-        return Term(DOUBLE * (2 * square + 4 * size * kept), computed=True)
-    weighed = neuron_gram(work, size)
-    pivots = DOUBLE * (square + work.on_cuda * PIVOT_ROWS * size)
-    return Term(pivots + weighed.bytes, computed=True, knobs=weighed.knobs)
+    cost = choice_cost(work, size, kept, selector)
+    return Term(cost.bytes, computed=True, knobs=cost.knobs)
+
+
+def choice_cost(work: Work, size: int, kept: float, selector: SelectorName) -> Cost:
+    """Return what a selector takes for `kept` of `size` columns; nothing without one."""
+    chosen, method = find_selector(selector), work.method
+    if chosen is None:
+        return Cost(0)
+    sketch_rows = method.rows_of_sketch(work.shape.intermediate_size) if takes_sketch(method) else 0
+    return chosen.cost(
+        Extent(
+            columns=size,
+            kept=kept,
+            outputs=work.shape.hidden_size,
+            pivoting=method.pivoting,
+            sketch_rows=sketch_rows,
+            weighs_output=work.schedule.measures_curvature,
+            on_cuda=work.on_cuda,
+        )
+    )
 
 
 def neuron_gram(work: Work, size: int) -> Term:
     """Return the Gram of neurons by what they do to the output, beside which pivots are chosen; nothing without it."""
-    numbers = size * size + 2 * work.shape.hidden_size * size
     if not work.schedule.measures_curvature:
         return Term(0, computed=True)
-    return Term(DOUBLE * numbers, computed=True, knobs=("--set curvature=none",))
+    return Term(neuron_gram_bytes(size, work.shape.hidden_size), computed=True, knobs=("--set curvature=none",))
 
 
 def correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:

@@ -1,6 +1,8 @@
 """The predicted cost of sizes, from a profile."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -37,34 +39,16 @@ class Damages:
 
 
 def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Damages:
-    """Return the predicted cost of every size of every sublayer.
+    """Return the predicted cost of every size of every sublayer, by an entry of `ALLOCATIONS`."""
+    return ALLOCATIONS[allocation](profile, grid)
 
-    `error`: the relative squared error of the sublayer's output. `stat`, `stat-reversed`: see `stat_damages`.
-    `block-influence`: the squared error times the layer's block influence (ShortGPT). `sensitivity`: the squared error
-    times the measured divergence of the model's output, in nats per token; the embedding counts `EMBEDDING_CAUTION`
-    times, and a sublayer that is left out its own measured divergence. `flap`: the fluctuations of removed neurons,
-    standardised in every layer.
+
+def sensitivity_damages(profile: Profile, _: Grid) -> Damages:
+    """Return squared errors times the measured divergence of the model's output, in nats per token.
+
+    The embedding counts `EMBEDDING_CAUTION` times, and a sublayer that is left out its own measured divergence.
     """
-    if allocation in ("stat", "stat-reversed"):
-        ffn, heads = stat_damages(profile, grid, is_reversed=allocation == "stat-reversed")
-        return Damages(ffn, heads, profile.layer_divergence, UNKNOWN)
-    if allocation == "flap":
-        ffn = removed_fluctuation(profile.ffn_fluctuation)
-        return Damages(ffn, torch.zeros_like(profile.head_errors), profile.layer_divergence, UNKNOWN)
-    ones = torch.ones(len(profile.block_influence), dtype=torch.float64)
-    ffn, heads = {
-        "error": (ones, ones),
-        "block-influence": (profile.block_influence, profile.block_influence),
-        "sensitivity": (profile.ffn_sensitivity, profile.head_sensitivity),
-    }[allocation]
-    damages = Damages(
-        ffn.unsqueeze(1) * profile.ffn_errors,
-        heads.unsqueeze(1) * profile.head_errors,
-        profile.layer_divergence,
-        UNKNOWN,
-    )
-    if allocation != "sensitivity":
-        return damages
+    damages = _weighted_errors(profile, profile.ffn_sensitivity, profile.head_sensitivity)
     damages.ffn[:, 0], damages.heads[:, 0] = profile.ffn_divergence, profile.head_divergence
     return replace(
         damages,
@@ -75,7 +59,34 @@ def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Da
     )
 
 
-def stat_damages(profile: Profile, grid: Grid, *, is_reversed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def error_damages(profile: Profile, _: Grid) -> Damages:
+    """Return the relative squared errors of the sublayers' outputs."""
+    ones = torch.ones(len(profile.block_influence), dtype=torch.float64)
+    return _weighted_errors(profile, ones, ones)
+
+
+def influence_damages(profile: Profile, _: Grid) -> Damages:
+    """Return squared errors times the layer's block influence (ShortGPT)."""
+    return _weighted_errors(profile, profile.block_influence, profile.block_influence)
+
+
+def flap_damages(profile: Profile, _: Grid) -> Damages:
+    """Return the fluctuations of removed neurons, standardised in every layer (`removed_fluctuation`)."""
+    ffn = removed_fluctuation(profile.ffn_fluctuation)
+    return Damages(ffn, torch.zeros_like(profile.head_errors), profile.layer_divergence, UNKNOWN)
+
+
+def _weighted_errors(profile: Profile, ffn: torch.Tensor, heads: torch.Tensor) -> Damages:
+    """Return the errors times weights of layers, `(layers,)` each."""
+    return Damages(
+        ffn.unsqueeze(1) * profile.ffn_errors,
+        heads.unsqueeze(1) * profile.head_errors,
+        profile.layer_divergence,
+        UNKNOWN,
+    )
+
+
+def stat_damages(profile: Profile, grid: Grid, *, is_reversed: bool = False) -> Damages:
     """Return STAT's expected errors `F · w(l) · e` of every size of every FFN and of every attention.
 
     F is the kind's share of a layer's operations (STAT section 3.3). `e` is `‖R22‖_F` of the weighted activations, and
@@ -94,7 +105,8 @@ def stat_damages(profile: Profile, grid: Grid, *, is_reversed: bool) -> tuple[to
         errors = tails if absolute else tails / tails[:, :1].clamp_min(TINY)
         return share * weights * errors
 
-    return expected(profile.ffn_tails, 1 - attention_share), expected(profile.head_tails, attention_share)
+    ffn, heads = expected(profile.ffn_tails, 1 - attention_share), expected(profile.head_tails, attention_share)
+    return Damages(ffn, heads, profile.layer_divergence, UNKNOWN)
 
 
 def removed_fluctuation(fluctuation: torch.Tensor) -> torch.Tensor:
@@ -110,6 +122,17 @@ def removed_fluctuation(fluctuation: torch.Tensor) -> torch.Tensor:
     standardised = (fluctuation - fluctuation.mean(dim=1, keepdim=True)) / deviation.clamp_min(TINY)
     sums = (standardised - standardised.min()).sort(dim=1).values.cumsum(dim=1)
     return torch.cat((torch.zeros_like(sums[:, :1]), sums), dim=1).flip(1)
+
+
+ALLOCATIONS: dict[str, Callable[[Profile, Grid], Damages]] = {
+    "error": error_damages,
+    "stat": stat_damages,
+    "stat-reversed": partial(stat_damages, is_reversed=True),
+    "block-influence": influence_damages,
+    "flap": flap_damages,
+    "sensitivity": sensitivity_damages,
+}
+"""The predicted losses by which layers share a target, by name in `recipes.Allocation`."""
 
 
 def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:

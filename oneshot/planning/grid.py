@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from oneshot.errors import ConfigError, PlanError
 from oneshot.families import Description, Feature, LayerShape, ModelShape, StackShape
 from oneshot.planning.plan import Plan
-from oneshot.recipes import AUTO, MOMENT_SELECTORS, Allocation, Method
+from oneshot.recipes import AUTO, Allocation, Method
+from oneshot.selection import find_selector, needs_of
 
 
 @dataclass(frozen=True)
@@ -166,17 +167,18 @@ class Grid:
             raise PlanError(self.refusal)
         if method.slices and (reason := self.family.reason_against("hidden size")) is not None:
             raise PlanError(reason)
-        if method.heads == "obs" and self.family.shares_heads:
+        _, heads = find_selector(method.ffn), find_selector(method.heads)
+        if heads is not None and not heads.adds_up and self.family.shares_heads:
             raise PlanError(
-                "--set heads=obs chooses heads for a single layer, but here all layers of a stack share theirs; use "
-                "heads=id."
+                f"--set heads={method.heads} chooses heads for a single layer, but here all layers of a stack share "
+                "theirs; use heads=id."
             )
         if method.up_steps and (reason := self.family.reason_against("up_proj")) is not None:
             raise PlanError(reason)
         statistics: dict[Feature, bool] = {
             "experts": method.reduces_experts,
             "sketch": method.reduces_ffn and method.sketch != "none",
-            "moments": method.ffn in MOMENT_SELECTORS,
+            "moments": "moments" in needs_of(method.ffn),
             "held-out damping": method.holds_out,
         }
         for feature, is_asked in statistics.items():

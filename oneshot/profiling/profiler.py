@@ -22,7 +22,6 @@ from oneshot.compression.inner_heads import (
     with_smaller_scores,
 )
 from oneshot.compression.ranks import Ranked, with_ranks
-from oneshot.compression.selection import Evidence, column_scores, group_order, select_heads
 from oneshot.compression.statistics import Statistics
 from oneshot.families import RANKED_KINDS, ModelShape, RankedKind
 from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing_norms
@@ -35,6 +34,9 @@ from oneshot.planning.plan import RemovedUnit
 from oneshot.profiling.embedding import EmbeddingProfile
 from oneshot.profiling.layer_statistics import LayerStatistics, LayerSums
 from oneshot.profiling.probes import PROBE_SEQUENCES, PROBED_KINDS, Probe, Probes, probe_size
+from oneshot.selection import Evidence, select_heads
+from oneshot.selection.pivots import group_order
+from oneshot.selection.scores import flap
 from oneshot.stream import Layer, States
 from oneshot.tensors import Tensors
 from oneshot.text import Text
@@ -322,7 +324,7 @@ class LayerProfiler:
         errors = curves.ffn_errors = nested_errors(factor, seen[:, order])
         curves.ffn_tails = trailing_norms(factor, evidence.column_weights()[order])
         del factor  # as large as the Gram in float64
-        curves.ffn_fluctuation = column_scores("flap", evidence).cpu()
+        curves.ffn_fluctuation = flap(evidence).cpu()
         if "ffn" not in self._probed:
             return
         columns = order[: probe_size(errors)].sort().values

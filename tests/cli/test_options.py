@@ -24,7 +24,7 @@ from oneshot.config import Config, Target
 from oneshot.evaluation import evaluate, print_evaluations
 from oneshot.fields import FLAGS
 from oneshot.pipeline import compress, predict, profile
-from oneshot.recipes import RECIPES, Hidden, Method, Selector
+from oneshot.recipes import RECIPES, Hidden, Method, SelectorName
 from oneshot.report.terminal import print_footprint, print_profile, print_report
 from oneshot.settings import settings
 from oneshot.text.files import READABLE
@@ -149,7 +149,7 @@ def test_help_methods_lists_every_recipe_and_key(capsys: pytest.CaptureFixture[s
     keys = {field.name for record in (Method, Target) for field in fields(record)} - FLAGS.keys()
     assert listed == keys | RECIPES.keys()
     assert settings().keys() == keys
-    for key, choices in (("ffn", Selector), ("hidden", Hidden)):
+    for key, choices in (("ffn", SelectorName), ("hidden", Hidden)):
         (entry,) = re.findall(rf"^  {key}: (.*(?:\n {{6}}.*)*)", printed, re.MULTILINE)
         assert re.split(r"\s*\|\s*", entry) == list(get_args(choices))
 

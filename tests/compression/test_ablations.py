@@ -14,12 +14,12 @@ from oneshot.checkpoint import open_model
 from oneshot.compression import find_subspaces
 from oneshot.compression.correction import correct_heads
 from oneshot.compression.inner_heads import value_subspaces
-from oneshot.compression.selection import Evidence, select_heads, select_neurons
 from oneshot.compression.statistics import Statistics
 from oneshot.config import Config
 from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
 from oneshot.pipeline import compress
+from oneshot.selection import Evidence, select_heads, select_neurons
 from oneshot.text import Text
 
 TOKEN_IDS = torch.randint(0, 400, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -10,10 +10,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from oneshot.compression.expert_scores import (
+    EXPERT_SCORES,
     ExpertSums,
     GateRule,
     Routed,
-    expert_scores,
     outputs_of,
     removed_experts,
     route,
@@ -145,7 +145,7 @@ def test_scores_are_sums_over_routed_tokens() -> None:
         ("man", loop(lambda rows: sum(norm for _, norm in rows) / len(rows))),
         ("energy", loop(lambda rows: sum((gate * norm) ** 2 for gate, norm in rows))),
     ):
-        assert torch.allclose(expert_scores(selector, sums, generator), expected), selector  # type: ignore[arg-type]
+        assert torch.allclose(EXPERT_SCORES[selector](sums, generator), expected), selector  # type: ignore[index]
         assert removed_experts(selector, sums, 1, generator, keep_super=False) == [3]  # type: ignore[arg-type]
     assert sums.peaks.tolist() == pytest.approx(peaks)
 

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from oneshot.compression.curvature import column_costs, mean_cost, neuron_gram, seen_by_output, shrunk
+from oneshot.compression.curvature import column_costs, mean_cost, seen_by_output, shrunk
 from oneshot.compression.ranks import Inputs, Ranked
-from oneshot.compression.selection import Evidence, select_neurons
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.linalg.low_rank import ROOT_DAMPING
 from oneshot.pipeline import compress, predict
+from oneshot.selection import Evidence, select_neurons
+from oneshot.selection.evidence import neuron_gram
 
 Rows = np.ndarray[Any, Any]
 

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from oneshot.compression.selection import SELECTION_DAMPING, Evidence, select_heads, select_neurons
 from oneshot.compression.statistics import MomentAccumulator
 from oneshot.linalg.elimination import eliminate
-from oneshot.recipes import Selector
+from oneshot.recipes import SelectorName
+from oneshot.selection import SELECTION_DAMPING, Evidence, select_heads, select_neurons
 
 Matrix = NDArray[np.float64]
 ROWS, NEURONS, OUTPUTS = 60, 12, 5
 
 
-def select(selector: Selector, kept_size: int, *, seed: int = 0) -> tuple[set[int], Matrix, Matrix, Matrix, Matrix]:
+def select(selector: SelectorName, kept_size: int, *, seed: int = 0) -> tuple[set[int], Matrix, Matrix, Matrix, Matrix]:
     rng = np.random.default_rng(11)
     gate, up, down = (rng.standard_normal(shape) for shape in ((NEURONS, 5), (NEURONS, 5), (5, NEURONS)))
     activations = rng.standard_normal((ROWS, NEURONS)) * rng.uniform(0.2, 3, NEURONS) + rng.uniform(-1, 1, NEURONS)

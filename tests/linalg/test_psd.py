@@ -20,7 +20,6 @@ from oneshot.compression.inner_heads import (
     with_smaller_scores,
 )
 from oneshot.compression.ranks import Inputs, Ranked
-from oneshot.compression.selection import SELECTION_DAMPING, Evidence, column_scores, select_neurons
 from oneshot.compression.statistics import Statistics
 from oneshot.errors import CheckpointError
 from oneshot.families import LLAMA, TableShape
@@ -31,6 +30,8 @@ from oneshot.linalg.low_rank import ROOT_DAMPING, damped_root, product_energies,
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.linalg.pivoted_qr import pivots_with_quota, weighted_pivots
 from oneshot.linalg.psd import TRUSTED, GramNote, RidgeFactor, ridged_cholesky
+from oneshot.selection import SELECTION_DAMPING, Evidence, select_neurons
+from oneshot.selection.scores import leverage
 
 SIZE = 24
 HALF = SIZE // 2
@@ -201,7 +202,7 @@ def test_corrections(gram: Gram, damping: float) -> None:
 def test_choices_of_columns(gram: Gram) -> None:
     weight = weight_of(6)
     evidence = Evidence(weight, None, gram, torch.Generator())
-    assert_finite(column_scores("leverage", evidence))
+    assert_finite(leverage(evidence))
     for block, classes in ((1, None), (3, None), (3, torch.arange(8) // 4)):
         kept = eliminate(gram, weight, kept=2, block_size=block, class_of=classes, damping=SELECTION_DAMPING)
         assert len(set(kept.tolist())) == len(kept) == (2 if classes is None else 4)

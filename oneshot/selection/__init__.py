@@ -1,0 +1,27 @@
+"""Which neurons and heads stay: selectors by name, each with its needs, its choice and its cost."""
+
+from oneshot.selection.evidence import Evidence, Moments
+from oneshot.selection.registry import (
+    SELECTORS,
+    find_selector,
+    needs_of,
+    reads_activations,
+    select_heads,
+    select_neurons,
+)
+from oneshot.selection.selector import SELECTION_DAMPING, Cost, Extent, Need
+
+__all__ = [
+    "SELECTION_DAMPING",
+    "SELECTORS",
+    "Cost",
+    "Evidence",
+    "Extent",
+    "Moments",
+    "Need",
+    "find_selector",
+    "needs_of",
+    "reads_activations",
+    "select_heads",
+    "select_neurons",
+]

@@ -1,0 +1,52 @@
+"""`obs`: backward elimination, in which the columns that a corrected writer misses least go first."""
+
+from collections.abc import Sequence
+
+import torch
+
+from oneshot.linalg.elimination import eliminate
+from oneshot.selection.evidence import Evidence
+from oneshot.selection.selector import DOUBLE, SELECTION_DAMPING, Blocks, Cost, Extent, Need
+
+FLOAT = 4  # bytes
+
+
+class Elimination:
+    """Remove columns, or whole blocks of them, one after the other (`linalg.elimination`)."""
+
+    needs: frozenset[Need] = frozenset({"gram"})
+    takes_sketch = False
+    adds_up = False  # what goes in one layer changes what others cost there
+
+    def neurons(self, evidence: Evidence, kept: int) -> torch.Tensor:
+        """Return the columns that backward elimination leaves."""
+        return eliminate(evidence.known_gram(), evidence.consumer, kept=kept, damping=SELECTION_DAMPING)
+
+    def neurons_of_experts(self, evidence: Sequence[Evidence], kept: int) -> torch.Tensor:
+        """Return the columns that it leaves of every expert."""
+        return torch.stack([self.neurons(one, kept) for one in evidence])
+
+    def blocks(self, evidence: Evidence, blocks: Blocks) -> torch.Tensor:
+        """Return the blocks that it leaves in every class."""
+        return eliminate(
+            evidence.known_gram(),
+            evidence.consumer,
+            kept=blocks.quota,
+            block_size=evidence.consumer.shape[1] // blocks.count,
+            class_of=blocks.class_of(evidence.consumer.device),
+            damping=SELECTION_DAMPING,
+        )
+
+    def shared(self, evidence: Evidence) -> torch.Tensor:
+        """Raise `NotImplementedError`, see `adds_up`."""
+        raise NotImplementedError("elimination chooses for a single layer")
+
+    def blocks_of_shared(self, total: torch.Tensor, count: int, kept: int) -> torch.Tensor:
+        """Raise `NotImplementedError`, see `adds_up`."""
+        raise NotImplementedError("elimination chooses for a single layer")
+
+    def cost(self, extent: Extent) -> Cost:
+        """Return the cost of the inverse Gram and of its updates."""
+        square = extent.columns**2
+        needed = (FLOAT + 3 * DOUBLE) * square + 2 * DOUBLE * extent.outputs * extent.columns
+        return Cost(needed, operations=4.0 * extent.columns**3)

@@ -1,0 +1,87 @@
+"""`id`: the columns that span the others best, as pivots of the output-weighted Gram or of a sketch (STAT)."""
+
+from collections.abc import Sequence
+
+import torch
+from oneshot_kernels import cholesky_pivots_
+
+from oneshot.linalg.pivoted_qr import pivots_with_quota, weighted_pivots
+from oneshot.selection.evidence import Evidence, neuron_gram_bytes
+from oneshot.selection.selector import DOUBLE, Blocks, Cost, Extent, Need
+
+PIVOT_ROWS = 140  # of a Gram, beside which a device takes pivots in the Gram's own memory
+
+
+class Pivots:
+    """Choose pivots: of neurons by STAT sections 2 and 3.1, of heads by section 3.2.
+
+    Every block of columns, such as a head, is one long column (tokens × columns of the block), whose Gram is the sum
+    over the block's columns.
+    """
+
+    needs: frozenset[Need] = frozenset({"gram"})
+    takes_sketch = True
+    adds_up = True
+
+    def neurons(self, evidence: Evidence, kept: int) -> torch.Tensor:
+        """Return the first pivots of the weighted activations."""
+        pivots = weighted_pivots(
+            *evidence.neurons(),
+            rank=kept,
+            sketch=evidence.sketch,
+            pivoting=evidence.pivoting,
+            group_size=evidence.group_size,
+        )
+        return pivots.sort().values
+
+    def neurons_of_experts(self, evidence: Sequence[Evidence], kept: int) -> torch.Tensor:
+        """Return the first pivots of every expert, found together if they come from the Gram."""
+        if evidence[0].pivoting != "cholesky":
+            return torch.stack([self.neurons(one, kept) for one in evidence])
+        weighted = []
+        for one in evidence:
+            gram, weights = one.neurons()
+            weighted.append(gram.double() * weights * weights.unsqueeze(1))
+        return cholesky_pivots_(torch.stack(weighted), rank=kept).sort(dim=1).values
+
+    def blocks(self, evidence: Evidence, blocks: Blocks) -> torch.Tensor:
+        """Return the pivots of long columns that fill the quota of every class."""
+        gram = block_gram(evidence.weighted_gram(), blocks.count)
+        return pivots_with_quota(gram, blocks.class_of(gram.device), quota=blocks.quota).sort().values
+
+    def shared(self, evidence: Evidence) -> torch.Tensor:
+        """Return the weighted Gram: columns of several layers, one below the other, have the sum of theirs."""
+        return evidence.weighted_gram()
+
+    def blocks_of_shared(self, total: torch.Tensor, count: int, kept: int) -> torch.Tensor:
+        """Return the pivots of the long columns of all layers."""
+        one_class = torch.zeros(count, dtype=torch.int64, device=total.device)
+        return pivots_with_quota(block_gram(total, count), one_class, quota=kept).sort().values
+
+    def cost(self, extent: Extent) -> Cost:
+        """Return the cost of pivoted Cholesky of the Gram, or of pivots from a sketch or from groups."""
+        size, square = extent.columns, extent.columns**2
+        if extent.sketch_rows:
+            matrices, factors = (2, 0) if extent.pivoting in ("cholesky", "qr") else (4, 2)
+            numbers = matrices * extent.sketch_rows * size + square + factors * extent.kept * size
+            operations = 2.0 * extent.sketch_rows * size * extent.kept
+            return Cost(DOUBLE * numbers, ("--set sketch_size=",), sketch_pivots=extent.kept, operations=operations)
+        if extent.pivoting in ("grouped", "tournament"):
+            return Cost(DOUBLE * (2 * square + 4 * size * extent.kept), gram_pivots=extent.kept)
+        pivots = DOUBLE * (square + extent.on_cuda * PIVOT_ROWS * size)
+        if not extent.weighs_output:
+            return Cost(pivots, gram_pivots=extent.kept)
+        weighed = neuron_gram_bytes(size, extent.outputs)
+        return Cost(pivots + weighed, ("--set curvature=none",), gram_pivots=extent.kept)
+
+
+def group_order(evidence: Evidence, num_groups: int) -> torch.Tensor:
+    """Return all KV groups, the first to keep first, int64 `(groups,)`: the first k are what `id` keeps of them."""
+    one_class = torch.zeros(num_groups, dtype=torch.int64, device=evidence.consumer.device)
+    return pivots_with_quota(block_gram(evidence.weighted_gram(), num_groups), one_class, quota=num_groups)
+
+
+def block_gram(gram: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the Gram `(count, count)` of equal parts of neighbouring columns as long columns, from `gram (n, n)`."""
+    size = len(gram) // count
+    return torch.einsum("idjd->ij", gram.view(count, size, count, size))

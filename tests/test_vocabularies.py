@@ -1,0 +1,49 @@
+"""A word that a user may give has an implementation: a name without one is refused before any work, not at its use."""
+
+from typing import Any, get_args
+
+import pytest
+from factories import MakeCheckpoint, MakeConfig
+
+from oneshot.compression.expert_scores import EXPERT_SCORES, ExpertSelector
+from oneshot.compression.measuring import NONZEROS
+from oneshot.compression.subspaces import DIRECTIONS
+from oneshot.config import FormName
+from oneshot.errors import ConfigError
+from oneshot.export.forms import FORMS
+from oneshot.pipeline import predict
+from oneshot.planning.damages import ALLOCATIONS
+from oneshot.recipes import Allocation, Experts, Hidden, SelectorName, Sketch
+from oneshot.selection import SELECTORS, needs_of
+from oneshot.selection.selector import Need
+
+
+@pytest.mark.parametrize(
+    ("words", "table", "others"),
+    [
+        (SelectorName, SELECTORS, {"none"}),
+        (Experts, EXPERT_SCORES, {"none"}),
+        (ExpertSelector, EXPERT_SCORES, set()),
+        (Hidden, DIRECTIONS, {"none"}),
+        (Sketch, NONZEROS, {"none"}),
+        (Allocation, ALLOCATIONS, {"auto", "uniform"}),
+        (FormName, FORMS, set()),
+    ],
+    ids=["selector", "experts", "expert selector", "hidden", "sketch", "allocation", "form"],
+)
+def test_every_word_has_an_entry(words: Any, table: dict[str, Any], others: set[str]) -> None:
+    assert set(get_args(words)) == table.keys() | others
+
+
+@pytest.mark.parametrize("kind", ["ffn", "heads"])
+def test_a_selector_without_an_entry_is_refused_before_any_work(
+    kind: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(make_checkpoint(), sparsity=0.2, **{kind: "wanda"})
+    monkeypatch.delitem(SELECTORS, "wanda")
+    with pytest.raises(ConfigError, match="Selector wanda has no entry in SELECTORS: choose one of id, obs"):
+        predict(config)
+
+
+def test_every_need_is_known() -> None:
+    assert {need for name in SELECTORS for need in needs_of(name)} == set(get_args(Need))  # type: ignore[arg-type]
