@@ -38,7 +38,7 @@ from pathlib import Path
 from gpu_bundle import packages_folder
 from gpu_common import ROOT, Job, scratch_folder
 from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
-from gpu_real import compiled_forms, forms, healing, quality
+from gpu_real import coder, compiled_forms, forms, healing, quality
 from gpu_runs import agree, compressed, ranks
 
 TOTAL_SECONDS = 240
@@ -68,6 +68,8 @@ SECTIONS = {
     "healing": Section(healing, 120),
     "quality, seed 1": Section(quality, 120, ("1",)),
     "quality, seed 2": Section(quality, 120, ("2",)),
+    "quality, coder": Section(coder, 220, ("general.jsonl+self",)),
+    "quality, coder, own text": Section(coder, 180, ("self",)),
     "agree": Section(agree, 70),
     "forms": Section(forms, 60),
     "70B stock": Section(compressed, 70, ("70B", "stock")),

