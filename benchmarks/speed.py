@@ -7,6 +7,7 @@ text. It needs only this repository and the folders, so it also runs on a machin
 """
 
 import argparse
+import copy
 import tempfile
 import time
 from collections.abc import Callable
@@ -117,6 +118,7 @@ def main() -> None:
     options.add_argument("--lengths", type=int, nargs="+", default=(512, 2048))
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--expand", type=float, help="call expand_() with this share on per-layer results")
+    options.add_argument("--lay-out", action="store_true", help="also time per-layer results after lay_out_()")
     options.add_argument("--data-dir", type=Path, help="also score the models; see benchmarks/README.md")
     options.add_argument("--max-windows", type=int, default=4)
     arguments = options.parse_args()
@@ -129,6 +131,13 @@ def main() -> None:
             if hasattr(model, "expand_"):
                 model.expand_(arguments.expand)
     judged = scores(models, arguments.dense, arguments)
+    timed_files = [(str(folder), folder, False) for folder in arguments.results]
+    for name, folder, _ in tuple(timed_files) if arguments.lay_out else ():
+        if hasattr(models[name], "lay_out_"):
+            again = f"{name} by columns"
+            models[again] = copy.deepcopy(models[name])
+            models[again].lay_out_()
+            timed_files.append((again, folder, True))
     vocabulary, clock = next(iter(models.values())).config.vocab_size, Clock(device)
     generator = torch.Generator().manual_seed(0)
     machine = {"device": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
@@ -139,8 +148,8 @@ def main() -> None:
                 ids = torch.randint(vocabulary, (batch, length), generator=generator).to(device)
                 taken = measure(called, ids, clock, arguments.rounds)
                 dense = taken[str(arguments.dense)]
-                for folder in arguments.results:
-                    own = taken[str(folder)]
+                for name, folder, by_columns in timed_files:
+                    own = taken[name]
                     record = {f"{kind}_seconds": seconds for kind, seconds in own.items()}
                     record |= {f"dense_{kind}_seconds": seconds for kind, seconds in dense.items()}
                     record |= {f"{kind}_ratio": seconds / dense[kind] for kind, seconds in own.items()}
@@ -150,7 +159,8 @@ def main() -> None:
                         "mode": mode,
                         "batch": batch,
                         "length": length,
-                        "expanded": arguments.expand if hasattr(models[str(folder)], "expand_") else None,
+                        "expanded": arguments.expand if hasattr(models[name], "expand_") else None,
+                        "laid_out": by_columns,
                     }
                     row = {"model": arguments.dense.name} | describe(folder) | case | record | judged[str(folder)]
                     append_row("speed", provenance(clock=clock.name, rounds=arguments.rounds, **machine) | row)

@@ -6,7 +6,7 @@ from harness import Row, key_of, latest, read_rows
 
 from tables.cells import markdown, origin, rounded, settings
 
-ARTEFACT = ("model", "form", "asked", "budget", "settings", "seed", "calibration_hash", "expanded")
+ARTEFACT = ("model", "form", "asked", "budget", "settings", "seed", "calibration_hash", "expanded", "laid_out")
 CASE = ("place", "device", "dtype", "mode", "batch", "length")
 
 
@@ -59,7 +59,7 @@ def _table(rows: list[Row], column: Callable[[Row], str], what: str) -> str:
 
 def _file(row: Row) -> list[str]:
     """Return the cells of a file: its name, score and size."""
-    more = [words for words in (settings(row), _expanded(row)) if words]
+    more = [words for words in (settings(row), _expanded(row), _laid_out(row)) if words]
     budget = "" if row["budget"] == "parameters" else f" of {row['budget']}"
     return [
         ", ".join([f"{row['form']}, −{row['asked']:.0%}{budget}", *more]),
@@ -71,6 +71,10 @@ def _file(row: Row) -> list[str]:
 
 def _expanded(row: Row) -> str:
     return "" if row["expanded"] is None else f"`expand_({row['expanded']})`"
+
+
+def _laid_out(row: Row) -> str:
+    return "`lay_out_()`" if row["laid_out"] else ""
 
 
 def _ratios(cases: dict[str, Row], columns: list[str]) -> list[str]:

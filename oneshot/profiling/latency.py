@@ -120,8 +120,9 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, rank: int) -> Callable[[], ob
     others = weight.new_ones(inputs - rank, rank)
 
     def call() -> torch.Tensor:
-        first, second = x.gather(-1, columns.expand(x.shape)).flatten(0, -2).tensor_split([rank], dim=-1)
-        return functional.linear(torch.addmm(first, second, others), outputs)
+        states = x.flatten(0, -2)
+        read = states.index_select(-1, columns[:rank])
+        return functional.linear(read.addmm_(states.index_select(-1, columns[rank:]), others), outputs)
 
     return call
 

@@ -31,6 +31,7 @@ def speed_row(**changes: Any) -> dict[str, Any]:
         "batch": 1,
         "length": 512,
         "expanded": None,
+        "laid_out": False,
         "prefill_ratio": 0.8,
         "decode_ratio": 0.9,
         "score": 1.25,
@@ -44,6 +45,7 @@ ROWS = [
     speed_row(length=2048, prefill_ratio=0.5),
     speed_row(mode="compiled", prefill_ratio=0.4),
     speed_row(form="stock", score=1.5, stored_parameters=81),
+    speed_row(laid_out=True, decode_ratio=0.7),
     speed_row(budget="latency", settings={"curvature": "fisher"}, expanded=0.9),
 ]
 
@@ -59,6 +61,7 @@ def test_the_short_table(show_rows: ShowRows) -> None:
     lines = lines_of(importlib.import_module("tables.speed").speed_table())
     assert lines["file"][3:] == ["CPU, batch 1", "CPU, batch 16"]
     assert lines["per-layer, −20%"] == ["1.25", "0.80", "3", "0.80 · 0.90", "0.70 · 0.60"]
+    assert lines["per-layer, −20%, `lay_out_()`"][-2:] == ["0.80 · 0.70", "–"]
     assert lines["stock, −20%"] == ["1.50", "0.81", "3", "0.80 · 0.90", "–"]
     assert lines["per-layer, −20% of latency, curvature fisher, `expand_(0.9)`"][-2:] == ["0.80 · 0.90", "–"]
 

@@ -2,13 +2,16 @@
 
 import importlib.util
 import json
+import sys
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig, randomise
+from torch import nn
 
 from oneshot.evaluation.models import load_model
 from oneshot.export import modeling_oneshot
@@ -65,16 +68,71 @@ def test_equal_layers_need_no_sizes_of_their_own(make_checkpoint: MakeCheckpoint
     assert "per_layer_config" not in json.loads((Path(config.output) / "config.json").read_text())
 
 
-def test_the_plugin_for_vllm_has_the_fields_of_the_config() -> None:
-    path = Path(__file__).parents[2] / "vllm-plugin" / "oneshot_vllm" / "config.py"
-    spec = importlib.util.spec_from_file_location("config_of_the_plugin", path)
+def module_of_the_plugin(name: str) -> Any:
+    """Import a file of the plugin, which is not installed here."""
+    path = Path(__file__).parents[2] / "vllm-plugin" / "oneshot_vllm" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_of_the_plugin", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_plugin_for_vllm_has_the_fields_of_the_config() -> None:
+    module = module_of_the_plugin("config")
     ours, theirs = (
         {each.name: each.default for each in fields(config)}
         for config in (module.OneshotConfig, modeling_oneshot.OneshotConfig)
     )
     assert ours == theirs
     assert module.OneshotConfig.model_type == modeling_oneshot.OneshotConfig.model_type
+
+
+class LogitsOfRange(nn.Module):
+    """What vLLM's `LogitsProcessor` computes on one GPU."""
+
+    def __init__(self, _: int) -> None:
+        super().__init__()
+
+    def forward(self, table: nn.Embedding, states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(states, table.weight)
+
+
+def test_the_plugin_for_vllm_looks_up_what_the_modelling_file_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare embeddings and logits of every token, and rows that linears of low rank read, by equal weights."""
+    layers = "vllm.model_executor.layers"
+    for name, stand_in in (
+        ("logits_processor", {"LogitsProcessor": LogitsOfRange}),
+        ("vocab_parallel_embedding", {"VocabParallelEmbedding": nn.Embedding}),
+    ):
+        module = ModuleType(f"{layers}.{name}")
+        vars(module).update(stand_in)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for parent in ("vllm", "vllm.model_executor", layers):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    plugin, width = module_of_the_plugin("low_rank"), 16
+    ranges = [{"rows": 12, "rank": 8}, {"rows": 7, "rank": width}, {"rows": 5, "rank": 4}]
+    ours = modeling_oneshot.OneshotEmbedding(ranges, width)
+    randomise(ours, 0)
+    for read in ours.maps:
+        if isinstance(read, modeling_oneshot.OneshotCoordinates):
+            read.columns.copy_(torch.randperm(width, generator=torch.Generator().manual_seed(2)))
+    theirs = plugin.Embedding(ranges, width)
+    theirs.load_state_dict(ours.state_dict())
+    tokens, states = torch.arange(24), torch.randn(5, width, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(theirs(tokens), ours(tokens[None])[0], rtol=0, atol=0)
+    torch.testing.assert_close(theirs.logits(states), ours(states, to_logits=True), rtol=0, atol=0)
+    whole = torch.cat([rows_of(ours, number) for number in range(len(ranges))]).double()
+    torch.testing.assert_close(ours(tokens[None])[0].double(), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours(states, to_logits=True).double(), states.double() @ whole.T, rtol=1e-5, atol=1e-5)
+
+
+def rows_of(embedding: modeling_oneshot.OneshotEmbedding, number: int) -> torch.Tensor:
+    """Return the rows of a range at full width, by one assignment of columns."""
+    table, read = embedding.tables[number].weight.detach(), embedding.maps[number]
+    if isinstance(read, nn.Identity):
+        return table
+    every = torch.empty(len(table), len(read.columns))
+    every[:, read.columns] = torch.cat((table, table @ read.weight.detach().T), dim=1)
+    return every

@@ -172,6 +172,26 @@ def test_weights_on_disk_are_not_expanded(folder: Path, tmp_path: Path) -> None:
         model.expand_(0)
 
 
+def test_weights_by_columns_compute_and_save_the_same(folder: Path, tmp_path: Path) -> None:
+    model = opened(folder)
+    before, weights = logits(model), {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.lay_out_()
+    gate, down = (getattr(model.model.layers[0].mlp, name).weight for name in ("gate_proj", "down_proj"))
+    assert gate.t().is_contiguous()
+    assert down.is_contiguous()
+    torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "saved")
+    again = opened(tmp_path / "saved").state_dict()
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weight) for name, weight in weights.items())
+
+
+def test_weights_on_disk_are_not_laid_out(folder: Path, tmp_path: Path) -> None:
+    model = opened(folder, device_map="auto", max_memory={"cpu": 60000}, offload_folder=str(tmp_path / "weights"))
+    with pytest.raises(ValueError, match="open the model without off-loading"):
+        model.lay_out_()
+
+
 @pytest.mark.parametrize(("wanted", "step", "reached"), [(403, None, 403), (401, 64, 448), (None, 50, 400)])
 def test_a_vocabulary_of_ranges_grows_at_its_end(
     wanted: int | None, step: int | None, reached: int, folder: Path, tmp_path: Path

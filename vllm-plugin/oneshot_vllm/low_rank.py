@@ -31,7 +31,7 @@ class Coordinates(nn.Module):
     def expand(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `(tokens, rank)` -> `(tokens, width)`."""
         every = torch.cat((rows, nn.functional.linear(rows, self.weight)), dim=-1)
-        return torch.empty_like(every).index_copy(-1, self.columns, every)
+        return torch.empty_like(every).scatter(-1, self.columns.expand(every.shape), every)
 
 
 def coordinates_of(width: int, rank: int) -> nn.Module:
@@ -55,14 +55,14 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens `(n,)` -> their embeddings `(n, width)`."""
         start = 0
-        embedded: Any = 0.0
+        embedded: Any = None
         for rows, table, to_width in zip(self.rows, self.tables, self.maps, strict=True):
             number = tokens - start
-            inside = ((number >= 0) & (number < rows)).unsqueeze(-1)
             found = table(number.clamp(0, rows - 1))
             if isinstance(to_width, Coordinates):
                 found = to_width.expand(found)
-            embedded = torch.where(inside, found, embedded)
+            # a later range takes its tokens from the earlier ones
+            embedded = found if embedded is None else torch.where((number >= 0).unsqueeze(-1), found, embedded)
             start += rows
         return embedded
 
