@@ -95,6 +95,13 @@ def assert_cache_changes_nothing(model: Any, tokens: int, **inputs: Any) -> None
     assert torch.equal(*written)
 
 
+def stored_numbers(model: Any) -> int:
+    """Return the numbers that a model stores: parameters, and buffers that its checkpoints have."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in parameters)
+    return buffers + sum(parameter.numel() for parameter in model.parameters())
+
+
 def build_model(
     family: str = "llama",
     *,
@@ -175,4 +182,7 @@ def randomise(model: Any, seed: int) -> Any:
                 parameter.copy_(0.2 * noise)
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        for name, tensor in model.state_dict().items():
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
     return model

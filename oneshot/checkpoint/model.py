@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ from oneshot.families import (
 )
 from oneshot.tensors import Tensors
 
+MOST_FURTHER_LAYERS = 16
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -49,7 +51,7 @@ class Model:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """Return for every layer of a stack the first layer of its kind, see `stock.layer_kinds`."""
-        return layer_kinds(self.checkpoint.config, self.shape.num_hidden_layers)
+        return layer_kinds(self.checkpoint.config, self.shape.num_hidden_layers, self.family.dense_layers)
 
     @property
     def start_token(self) -> int:
@@ -175,15 +177,27 @@ def identify(checkpoint: Checkpoint) -> Model:
 
 
 def _as_the_class_names(checkpoint: Checkpoint, family: Description) -> Checkpoint:
-    """Return a decoder's checkpoint without buffers that are not read, under the names of its class."""
-    if family.classes or not (family.unused or family.bare_prefix or family.renamed):
+    """Return a decoder's checkpoint without what its class does not read, under the names of its class.
+
+    Layers that predict tokens after the next one (`further_layers`) are stored behind the model's own.
+    """
+    further = _further_layers(checkpoint.config, family)
+    if family.classes or not (family.unused or family.bare_prefix or family.renamed or further):
         return checkpoint
-    read = (name for name in checkpoint.shapes if not name.endswith(family.unused))
+    read = (name for name in checkpoint.shapes if not name.endswith(family.unused) and not name.startswith(further))
     names = {family.renamed.get(name, name): name for name in read}
     prefix = family.bare_prefix
     if prefix is not None and predicts_tokens(checkpoint.config) and family.stack.embedding not in names:
         names = {name if name == family.head else prefix + name: name for name in names}
     return checkpoint.renamed(names)
+
+
+def _further_layers(config: dict[str, Any], family: Description) -> tuple[str, ...]:
+    """Return the prefixes of stored layers behind the model's own."""
+    own, further = config.get(family.sizes.num_hidden_layers), config.get(family.further_layers or "")
+    if not isinstance(own, int) or not isinstance(further, int):
+        return ()
+    return tuple(f"{family.stack.layers}.{number}." for number in range(own, own + min(further, MOST_FURTHER_LAYERS)))
 
 
 def _ties_tables(checkpoint: Checkpoint) -> bool:

@@ -1,7 +1,7 @@
 """The stock classes of a checkpoint's family, and models of them with a few layers and without weights."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,14 @@ def per_layer_lists(config: dict[str, Any]) -> dict[str, list[Any]]:
     return {name: list(values) for name, values in lists.items() if values}
 
 
-def layer_kinds(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def layer_kinds(config: dict[str, Any], num_layers: int, dense_layers: Collection[int] = ()) -> tuple[int, ...]:
     """Return for every layer the first one of its kind: those for which the config states the same.
 
-    Kinds differ in what their attention sees (a window, or all tokens) and in their rotary positions.
+    Kinds differ in what their attention sees (a window, or all tokens), in their rotary positions, and in a mixture in
+    whether they have experts (not if they are among the `dense_layers`).
     """
     lists = per_layer_lists(config).values()
-    kinds = [tuple(values[layer] for values in lists) for layer in range(num_layers)]
+    kinds = [(layer in dense_layers, *(values[layer] for values in lists)) for layer in range(num_layers)]
     return tuple(kinds.index(kind) for kind in kinds)
 
 
@@ -129,6 +130,7 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
     """
     _, model_class = stock_classes(config)
     of_layers = {name: [values[layer] for layer in layers] for name, values in per_layer_lists(config).items()}
+    of_layers |= family.with_dense([layer in family.dense_layers for layer in layers])
     decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: len(layers)}
     fewer = with_text(family, config, of_layers | {family.sizes.num_hidden_layers: len(layers)} | decoder)
     with torch.device("meta"):

@@ -9,6 +9,7 @@ from oneshot.compression.expert_scores import ExpertSums, GateRule, Routed, outp
 from oneshot.compression.experts import experts_of
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.errors import CheckpointError
+from oneshot.families import Experts
 from oneshot.machine import Workers
 from oneshot.stream import Layer, States
 from oneshot.tensors import Tensors
@@ -17,24 +18,33 @@ TOKENS_TOGETHER = 4096  # whose effects are summed at once
 GATE_TOLERANCE = 2e-2  # of 16-bit gates
 
 
-def measure_effects(task: SublayerTask, states: States, current: Layer) -> ExpertSums:
+def measure_effects(task: SublayerTask, tensors: Tensors, states: States, current: Layer) -> ExpertSums:
     """Sum over the text what every expert contributes, and what its removal would change.
 
     Raises `CheckpointError` if the stock router weighs experts otherwise than its family's description says.
     """
     assert task.shape.experts is not None
     sums = ExpertSums(task.shape.experts.count, task.machine.device)
-    rule: GateRule = "normalised" if experts_of(task).renormalises else "softmax"
+    mixer = experts_of(task)
     for x, _ in states.read():
         routing = current.route(task.index, x)
         pieces = zip(
             *(part.split(TOKENS_TOGETHER) for part in (routing.inputs, routing.logits, routing.gates)), strict=True
         )
         for inputs, logits, gates in pieces:
-            routed = route(logits.double().softmax(-1), routing.chosen.shape[1], rule)
-            _check_gates(task, routed, gates)
+            scores = logits.double().softmax(-1) if mixer.scores == "softmax" else logits.double().sigmoid()
+            preference = None if mixer.chosen_by is None else scores + tensors[mixer.chosen_by].to(scores)
+            routed = route(scores, routing.chosen.shape[1], _gate_rule(mixer), preference)
+            _check_gates(task, routed, gates / mixer.scale)
             sums.add_(routed, outputs_of(routed, inputs, routing.output))
     return _of_all(sums, task.machine.workers)
+
+
+def _gate_rule(mixer: Experts) -> GateRule:
+    """Return how a mixture makes gates from the scores of a token's experts."""
+    if mixer.renormalises:
+        return "normalised"
+    return "softmax" if mixer.scores == "softmax" else "independent"
 
 
 def _check_gates(task: SublayerTask, routed: Routed, gates: torch.Tensor) -> None:
@@ -68,5 +78,6 @@ def keep_experts(task: SublayerTask, tensors: Tensors, sums: ExpertSums) -> Tens
         return torch.tensor([expert for expert in range(count) if expert not in removed])
 
     kept = task.shared(choose)
-    names = (f"{mixer.router}.weight", mixer.gate_up, mixer.down)
-    return tensors | {name: tensors[name][kept.to(tensors[name].device)] for name in names}
+    names = (f"{mixer.router}.weight", mixer.chosen_by, mixer.gate_up, mixer.down)
+    of_experts = [name for name in names if name is not None]
+    return tensors | {name: tensors[name][kept.to(tensors[name].device)] for name in of_experts}

@@ -21,6 +21,7 @@ class ExpertStatistics:
 
     Attributes:
         grams: `(E, m, m)` float32. residuals: `(E, m, D)` float32, or None. residual_energies: `(E,)` float64.
+        shared: of the shared expert, if it shrinks with the others; else None.
         num_rows, num_targets: int64 `(E,)` on the host: tokens that each expert saw, and those that had a target.
     """
 
@@ -29,12 +30,21 @@ class ExpertStatistics:
     residual_energies: torch.Tensor
     num_rows: torch.Tensor
     num_targets: torch.Tensor
+    shared: Statistics | None = None
 
     def of(self, expert: int) -> Statistics:
         """Return the statistics of one expert; without a residual if none of its tokens had a target."""
         rows, targets = int(self.num_rows[expert]), int(self.num_targets[expert])
         residual = None if self.residuals is None or not targets else self.residuals[expert]
         return Statistics(self.grams[expert], residual, self.residual_energies[expert], rows, targets)
+
+
+def squared_gates(gates: torch.Tensor, *, with_shared: bool) -> torch.Tensor:
+    """Return the sum `(tokens,)` of the squared gates among which a token's residual is shared, float32.
+
+    `Σ_e g_e δ_e = r` has the solution of least norm `δ_e = g_e r / Σ_j g_j²`. The gate of a shared expert is 1.
+    """
+    return (gates.float().square().sum(1) + with_shared).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class ExpertAccumulator:
@@ -52,14 +62,14 @@ class ExpertAccumulator:
         self._energies = torch.zeros(count, dtype=torch.float64, device=device)
         self._counts = torch.zeros(2, count, dtype=torch.float64, device=device)
 
-    def update_(self, routing: Routing, lost: torch.Tensor | None = None) -> None:
+    def update_(self, routing: Routing, lost: torch.Tensor | None = None, *, with_shared: bool = False) -> None:
         """Add a batch.
 
         Args:
             lost: `(tokens, D)`, what the layer lacks of its target; None without one. It is shared among the experts of
-                a token: `Σ_e g_e δ_e = lost` has the solution of least norm `δ_e = g_e lost / Σ_j g_j²`.
+                a token (`squared_gates`). with_shared: the shared expert also takes its share.
         """
-        squares = routing.gates.float().square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)
+        squares = squared_gates(routing.gates, with_shared=with_shared)
         for one in routing.arrivals():
             share = None
             if lost is not None:

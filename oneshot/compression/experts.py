@@ -1,18 +1,19 @@
 """Neurons inside the experts of a mixture: measured in one pass, chosen and corrected expert by expert, and folded.
 
 Every expert is a writer of its own: its neurons are columns that its down projection reads, and its rows are weighted
-by its gates. All experts of a model keep equally many neurons, because a stock config states one width. The router and
-the shared expert stay as they are.
+by its gates. All experts of a model keep equally many neurons, because a stock config states one width. The router
+stays as it is, and so does a shared expert whose width is its own (`shared_expert`).
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from oneshot.compression.correction import correct, predicted_energies, relative
-from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
+from oneshot.compression.correction import Factors, correct, predicted_energies, relative
+from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics, squared_gates
 from oneshot.compression.measuring import target_of
+from oneshot.compression.shared_expert import fold_shared, shared_accumulator, shrinks_shared, solve_shared
 from oneshot.compression.statistics import TOKENS_PER_COLUMN
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.families import Experts
@@ -32,7 +33,9 @@ class ExpertFactors:
 
     Attributes:
         kept: int64 `(E, m')`, ascending for each expert. weight: `(E, D, m')` in the dtype of the dense one.
-        predicted_error: as if the errors of different experts were orthogonal; None without statistics.
+        predicted_error: of the routed experts, as if the errors of different ones were orthogonal; None without
+            statistics.
+        shared: of the shared expert, if it shrinks with the others; else None.
     """
 
     kept: torch.Tensor
@@ -42,6 +45,7 @@ class ExpertFactors:
     max_interpolation: float | None = None
     eigenvalue_fallback: bool = False
     damping: float | None = None
+    shared: Factors | None = None
 
 
 def measure_experts(
@@ -54,6 +58,7 @@ def measure_experts(
     count, hidden, size = tensors[experts_of(task).down].shape
     output_size = hidden if task.follows_dense or (task.loses_experts and task.method.solves) else None
     accumulator = ExpertAccumulator(count, size, output_size=output_size, device=task.machine.device)
+    shared = shared_accumulator(task, output_size)
     target, loses, share = None, task.loses_experts and task.method.solves, 1.0
     if loses and task.follows_dense:
         arriving = round(states.num_tokens / task.shape.tokens_per_arrival)
@@ -66,11 +71,16 @@ def measure_experts(
             target = target_of(task, x, dense)
             beyond = current.before_sum(target.flatten(0, -2) - current.added(task.index, routing.written))
             lost = beyond if lost is None else lost + share * (beyond - lost)
-        accumulator.update_(routing, lost)
+        accumulator.update_(routing, lost, with_shared=shared is not None)
+        if shared is not None:
+            own = None if lost is None else lost / squared_gates(routing.gates, with_shared=True).to(lost).unsqueeze(1)
+            shared.update_(current.shared_neurons(routing.inputs), own)
     if not task.follows_dense:
         judged, _ = states.read_judged()
         target = reference.sum(task.index, judged) - judged
-    return accumulator.finish(task.machine.workers), target
+    workers = task.machine.workers
+    statistics = accumulator.finish(workers)
+    return statistics if shared is None else replace(statistics, shared=shared.finish(workers)), target
 
 
 def _lost(task: SublayerTask, x: torch.Tensor, reference: Layer, current: Layer, routing: Routing) -> torch.Tensor:
@@ -95,6 +105,9 @@ def solve_experts(
     if statistics is not None and task.method.correction != "none":
         _warn_of_rare(task, statistics)
     factors = task.shared(solution)
+    if shrinks_shared(task):
+        of_shared = None if statistics is None else statistics.shared
+        factors = replace(factors, shared=solve_shared(task, tensors, of_shared))
     return factors.kept, factors, None
 
 
@@ -107,7 +120,8 @@ def fold_experts(task: SublayerTask, tensors: Tensors, factors: ExpertFactors) -
     numbers = torch.arange(count, device=gate_up.device).view(-1, 1, 1)
     halves = torch.arange(2, device=gate_up.device).view(1, -1, 1)
     cut = both[numbers, halves, kept.unsqueeze(1)].flatten(1, 2)
-    return tensors | {mixer.gate_up: cut, mixer.down: factors.weight.to(tensors[mixer.down].device)}
+    folded = tensors | {mixer.gate_up: cut, mixer.down: factors.weight.to(tensors[mixer.down].device)}
+    return folded if factors.shared is None else fold_shared(task, folded, factors.shared)
 
 
 def experts_of(task: SublayerTask) -> Experts:

@@ -168,7 +168,7 @@ class LayerCompressor:
                 working, ranks[task.index] = self._reduce_ranks(task, working, states, current)
                 current = self._current(layer, working, states)
             if task.loses_experts:
-                sums = measure_effects(task, states, current)
+                sums = measure_effects(task, working, states, current)
                 working = keep_experts(task, working, sums)
                 current = self._current(layer, working, states)
                 removed.append(removal_report(task, sums))

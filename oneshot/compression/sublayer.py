@@ -13,7 +13,7 @@ import torch
 
 from oneshot.compression.curvature import LayerCurvature
 from oneshot.compression.subspaces import StreamSubspaces
-from oneshot.families import Attention, FeedForward, ModelShape, RankedKind, Stack, Sublayer
+from oneshot.families import Attention, Experts, FeedForward, ModelShape, RankedKind, Stack, Sublayer
 from oneshot.machine import Machine
 from oneshot.planning import LayerPlan, Plan
 from oneshot.recipes import TOKENS_PER_NEURON, Method, SelectorName
@@ -61,13 +61,21 @@ class SublayerTask:
         return isinstance(self.sublayer.mixer, Attention)
 
     @property
+    def is_dense_in_mixture(self) -> bool:
+        """Return whether the sublayer is the one FFN of a layer in a mixture of experts; it stays as it is."""
+        return isinstance(self.sublayer.mixer, FeedForward) and self.shape.experts is not None
+
+    @property
     def dense_units(self) -> int:
         """Return the dense model's heads or neurons."""
-        return self.shape.num_attention_heads if self.is_attention else self.shape.intermediate_size
+        of_layer = self.shape.layer(self.layer)
+        return of_layer.num_attention_heads if self.is_attention else of_layer.intermediate_size
 
     @property
     def kept_units(self) -> int:
         """Return the heads or neurons that stay."""
+        if self.is_dense_in_mixture:
+            return self.dense_units
         return self.kept.num_attention_heads if self.is_attention else self.kept.intermediate_size
 
     @property
@@ -97,7 +105,8 @@ class SublayerTask:
     def loses_experts(self) -> bool:
         """Return whether the sublayer is a mixture that loses whole experts."""
         experts, kept = self.shape.experts, self.kept.num_experts
-        return not self.is_attention and experts is not None and kept is not None and kept < experts.count
+        is_mixture = isinstance(self.sublayer.mixer, Experts)
+        return is_mixture and experts is not None and kept is not None and kept < experts.count
 
     @property
     def is_left_out(self) -> bool:

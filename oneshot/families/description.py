@@ -4,7 +4,7 @@ A family is one small file with a `Description`. Everything else is derived from
 which rows shrink with a set of columns, which linear is corrected, and which tensors a checkpoint must have.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,7 +64,9 @@ class Sizes:
     table_width: str | None = None
     num_experts: tuple[str, ...] = ()  # names of one number, of which a config states one or more
     experts_per_token: str | None = None
+    dense_width: str | None = None  # of layers without experts
     shared_expert_width: str | None = None
+    shared_experts: str | None = None  # how many times an expert's width the shared one has
     width_factor: int | None = None
 
 
@@ -95,6 +97,10 @@ class Description:
         bare_prefix: of all names in the class, where old checkpoints lack it; None if they have it.
         text_module: of a model of images and text, the prefix of the language model, which is of a family of its own
             (`families/wrappers`); None for others.
+        dense_layers: layers of a mixture that have one FFN instead of experts. with_dense: `(flags) -> config`: what a
+            config states of a model whose layers are dense where the flags say so.
+        further_layers: what a config calls the number of stored layers that predict tokens after the next one. They are
+            behind the model's own, and results do not have them.
         unused: ends of names of layers' tensors that old checkpoints have and transformers does not read.
         unsupported: features that the family cannot have, each with a sentence that names the reason and the remedy.
     """
@@ -119,6 +125,9 @@ class Description:
     renamed: Mapping[str, str] = field(default_factory=dict)
     bare_prefix: str | None = None
     text_module: str | None = None
+    further_layers: str | None = None
+    dense_layers: tuple[int, ...] = ()
+    with_dense: Callable[[Sequence[bool]], dict[str, Any]] = lambda flags: {}
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -136,7 +145,9 @@ class Description:
         return self.stack.attention.relative_bias is not None
 
     def stack_of(self, layer: int) -> Stack:
-        """Return the stack of a layer."""
+        """Return the stack of a layer, as that layer is."""
+        if layer in self.dense_layers:
+            return self.stack.dense
         return self.last_stack if layer >= self.last_stack.first_layer else self.stack
 
     def layer_prefix(self, layer: int) -> str:
@@ -203,7 +214,8 @@ class Description:
             weights |= dict.fromkeys((attention.k, attention.v), (keys, hidden))
             biased |= dict.fromkeys((attention.q, attention.k, attention.v), shape.attention_bias)
             biased |= {attention.out: shape.output_bias}
-        expected = stack.feed_forward.tensors(shape)
+        width = shape.layer(layer).intermediate_size
+        expected = stack.feed_forward.tensors(replace(shape, intermediate_size=width))
         expected |= {f"{name}.weight": size for name, size in weights.items()}
         expected |= {f"{name}.bias": weights[name][:1] for name, has_bias in biased.items() if has_bias}
         for sublayer in stack.sublayers:

@@ -25,6 +25,8 @@ class Experts:
             `down_proj`; None without one. shared_gate: a linear to one number that gates it; None without one.
         renormalises: whether the gates of a token's experts are divided by their sum; else they are a softmax over all
             experts as it is.
+        scores: what the router makes of its logits. scale: what all gates are multiplied with. chosen_by: a number for
+            each expert that is added to its score, by which a token's experts are chosen; None without it.
         stored_linears: of one expert in files, as in `mlp.experts.3.gate_proj`: gate, up and down; None if the files
             have the stock class's parameters.
         stored_names: what names in files begin with, by what they begin with in the stock class.
@@ -36,6 +38,9 @@ class Experts:
     shared_expert: str | None = None
     shared_gate: str | None = None
     renormalises: bool = True
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scale: float = 1.0
+    chosen_by: str | None = None
     stored_linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     stored_names: Mapping[str, str] = field(default_factory=dict)
 
@@ -82,11 +87,12 @@ class Experts:
             self.gate_up: (sizes.count, 2 * width, hidden),
             self.down: (sizes.count, hidden, width),
         }
+        if self.chosen_by is not None:
+            listed[self.chosen_by] = (sizes.count,)
         if self.shared_expert is not None:
-            listed |= {
-                f"{self.shared_expert}.{one}_proj.weight": (sizes.shared_width, hidden) for one in ("gate", "up")
-            }
-            listed[f"{self.shared_expert}.down_proj.weight"] = (hidden, sizes.shared_width)
+            shared = sizes.shared(width)
+            listed |= {f"{self.shared_expert}.{one}_proj.weight": (shared, hidden) for one in ("gate", "up")}
+            listed[f"{self.shared_expert}.down_proj.weight"] = (hidden, shared)
         if self.shared_gate is not None:
             listed[f"{self.shared_gate}.weight"] = (1, hidden)
         return listed

@@ -1,6 +1,6 @@
 """Mixtures of experts with Llama's layer around them: Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE and Granite-MoE."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,14 @@ from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention
 
+MOST_LAYERS = 10_000
 SIZES = Sizes(num_experts=("num_experts", "num_local_experts"), experts_per_token="num_experts_per_tok")
 
 
-def resize(width: str) -> Callable[[dict[str, Any], ModelShape], dict[str, Any]]:
-    """Return the `resize` of a family whose config states the width of an expert under this key."""
+def resize(
+    width: str, num_experts: tuple[str, ...] = SIZES.num_experts
+) -> Callable[[dict[str, Any], ModelShape], dict[str, Any]]:
+    """Return the `resize` of a family whose config states width and number of experts under these keys."""
 
     def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
         assert shape.experts is not None
@@ -29,21 +32,10 @@ def resize(width: str) -> Callable[[dict[str, Any], ModelShape], dict[str, Any]]
                 "num_key_value_heads": shape.num_key_value_heads,
                 "head_dim": shape.head_dim,
             }
-            | {name: shape.experts.count for name in SIZES.num_experts if name in config}
+            | {name: shape.experts.count for name in num_experts if name in config}
         )
 
     return resized
-
-
-def refuse_dense_layers(config: dict[str, Any]) -> None:
-    """Raise `CheckpointError` for a model some of whose layers have one FFN instead of experts."""
-    step = config.get("decoder_sparse_step", 1)
-    if config.get("mlp_only_layers") or step != 1:
-        stated = f"mlp_only_layers {config['mlp_only_layers']}" if step == 1 else f"decoder_sparse_step {step}"
-        raise CheckpointError(
-            f"config.json states {stated[:100]}, so some layers have no experts, which is not supported; give a model "
-            "whose layers all have experts."
-        )
 
 
 def by_config(family: Description, config: dict[str, Any]) -> Description:
@@ -52,6 +44,30 @@ def by_config(family: Description, config: dict[str, Any]) -> Description:
     assert experts is not None
     renormalises = bool(config.get("norm_topk_prob", False))
     return replace(family, stack=family.stack.with_experts(replace(experts, renormalises=renormalises)))
+
+
+def with_stated_layers(family: Description, config: dict[str, Any]) -> Description:
+    """Return the family as Qwen's configs describe it: experts in every n-th layer, but for those that are named."""
+    step, without = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1 or not isinstance(without, list):
+        raise CheckpointError(
+            f"config.json states decoder_sparse_step {repr(step)[:100]} and mlp_only_layers {repr(without)[:100]}, "
+            "which do not say what layers have experts; give a complete checkpoint."
+        )
+    numbers = range(number_of_layers(config))
+    dense = tuple(number for number in numbers if number in without or (number + 1) % step)
+    return replace(by_config(family, config), dense_layers=dense)
+
+
+def number_of_layers(config: dict[str, Any]) -> int:
+    """Return the layers that a config states, and 0 if that is not a number, which is refused elsewhere."""
+    layers = config.get("num_hidden_layers")
+    return layers if isinstance(layers, int) and 0 < layers < MOST_LAYERS else 0
+
+
+def named_layers(flags: Sequence[bool]) -> dict[str, Any]:
+    """Return what a config of Qwen states of layers that are dense where the flags say so."""
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [number for number, is_dense in enumerate(flags) if is_dense]}
 
 
 def _stack(attention: Attention, experts: Experts) -> Stack:
@@ -63,18 +79,21 @@ QWEN3_MOE = Description(
     "qwen3_moe",
     _stack(Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"), Experts()),
     resize("moe_intermediate_size"),
-    check=refuse_dense_layers,
-    variant=by_config,
-    sizes=replace(SIZES, intermediate_size="moe_intermediate_size"),
+    variant=with_stated_layers,
+    with_dense=named_layers,
+    sizes=replace(SIZES, intermediate_size="moe_intermediate_size", dense_width="intermediate_size"),
 )
 QWEN2_MOE = Description(
     "qwen2_moe",
     _stack(Attention(), Experts(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
     resize("moe_intermediate_size"),
-    check=refuse_dense_layers,
-    variant=by_config,
+    variant=with_stated_layers,
+    with_dense=named_layers,
     sizes=replace(
-        SIZES, intermediate_size="moe_intermediate_size", shared_expert_width="shared_expert_intermediate_size"
+        SIZES,
+        intermediate_size="moe_intermediate_size",
+        dense_width="intermediate_size",
+        shared_expert_width="shared_expert_intermediate_size",
     ),
 )
 MIXTRAL = Description(

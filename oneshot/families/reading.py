@@ -18,6 +18,7 @@ from oneshot.families.gemma import GEMMA
 from oneshot.families.gemma2 import GEMMA2
 from oneshot.families.gemma3 import GEMMA3
 from oneshot.families.glm import GLM, GLM4
+from oneshot.families.glm4_moe import GLM4_MOE
 from oneshot.families.gpt2 import GPT2, GPT_BIGCODE
 from oneshot.families.gpt_neox import GPT_NEOX
 from oneshot.families.granite import GRANITE
@@ -83,6 +84,7 @@ DESCRIPTIONS = (
     MIXTRAL,
     OLMOE,
     GRANITE_MOE,
+    GLM4_MOE,
     PHI,
     OPT,
     BERT,
@@ -229,8 +231,21 @@ def _experts(family: Description, config: dict[str, Any]) -> ExpertSizes | None:
             f"config.json states {' and '.join(map(str, sorted(counts)))} experts, of which a token passes "
             f"{per_token}; give a complete {family.model_type} checkpoint."
         )
-    shared = 0 if keys.shared_expert_width is None else _size(family, config, keys.shared_expert_width)
-    return ExpertSizes(count, per_token, shared, experts.shared_gate is not None)
+    if len(family.dense_layers) == config.get(keys.num_hidden_layers):
+        raise CheckpointError(
+            f"config.json of this {family.model_type} states no layer with experts, so there are none to make smaller; "
+            "give another model."
+        )
+    return ExpertSizes(
+        count,
+        per_token,
+        shared_width=0 if keys.shared_expert_width is None else _size(family, config, keys.shared_expert_width),
+        shared_count=0 if keys.shared_experts is None else _size(family, config, keys.shared_experts),
+        shared_gate=experts.shared_gate is not None,
+        router_bias=experts.chosen_by is not None,
+        dense_layers=family.dense_layers,
+        dense_width=_size(family, config, str(keys.dense_width)) if family.dense_layers else 0,
+    )
 
 
 def check_layers(family: Description, shape: ModelShape, stored: Mapping[str, tuple[int, ...]]) -> None:

@@ -63,13 +63,13 @@ class LayerShape:
 
     def linear_parameters(self) -> int:
         """Return the stored parameters of the layer's linears, shortcuts included."""
-        mlp = self._ffn_parameters()
-        return self._other_linears() + (mlp if self.experts is None else self.experts.parameters(mlp, self.middle_size))
+        mlp, experts, sizes = self._ffn_parameters(), self.experts, (self.middle_size, self.intermediate_size)
+        return self._other_linears() + (mlp if experts is None else experts.parameters(mlp, *sizes))
 
     def active_parameters(self) -> int:
         """Return the parameters of the linears that one token passes: of experts only those that it is sent to."""
-        mlp, experts = self._ffn_parameters(), self.experts
-        return self._other_linears() + (mlp if experts is None else experts.active_parameters(mlp, self.middle_size))
+        mlp, experts, sizes = self._ffn_parameters(), self.experts, (self.middle_size, self.intermediate_size)
+        return self._other_linears() + (mlp if experts is None else experts.active_parameters(mlp, *sizes))
 
     def _other_linears(self) -> int:
         """Return the stored parameters of attention's linears and of shortcuts."""
@@ -234,7 +234,8 @@ class ModelShape:
     model predicts tokens; without `tied` by a head of its own. `norms_after`: norms follow the sums with the residual
     stream. `final_norm`, `num_token_types`, `table_width`, `further_parameters`, `causal`: as in `StackShape`.
     `num_decoder_layers`: the last layers, which have cross-attention; 0 without an encoder. `num_buckets`: of relative
-    positions, in the first layer of each stack. `experts`: of every layer, whose `intermediate_size` is that of one.
+    positions, in the first layer of each stack. `experts`: of every layer that has any; `intermediate_size` is that of
+    one.
     """
 
     num_hidden_layers: int
@@ -295,13 +296,16 @@ class ModelShape:
         return (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
 
     def layer(self, number: int = 0) -> LayerShape:
-        """Return the shape of a layer; layers differ only between an encoder and its decoder."""
+        """Return the shape of a layer; layers differ only by kind: of a decoder, or without a mixture's experts."""
+        experts, width = self.experts, self.intermediate_size
+        if experts is not None and number in experts.dense_layers:
+            width, experts = experts.dense_width, None
         first_of_decoder = self.num_hidden_layers - self.num_decoder_layers
         return LayerShape(
             hidden_size=self.hidden_size,
             middle_size=self.hidden_size,
             output_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
+            intermediate_size=width,
             num_attention_heads=self.num_attention_heads,
             num_key_value_heads=self.num_key_value_heads,
             query_key_size=self.head_dim,
@@ -317,7 +321,7 @@ class ModelShape:
             gated=self.gated,
             cross_attention=number >= first_of_decoder and self.num_decoder_layers > 0,
             num_buckets=self.num_buckets if number in (0, first_of_decoder) else 0,
-            experts=self.experts,
+            experts=experts,
         )
 
     def layer_parameters(self) -> int:

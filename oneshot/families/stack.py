@@ -122,6 +122,25 @@ class Stack:
         return replace(self, sublayers=tuple(sublayers))
 
     @property
+    def shared_expert(self) -> FeedForward | None:
+        """Return the expert of a mixture that every token passes; None without one."""
+        name = None if self.experts is None else self.experts.shared_expert
+        if name is None:
+            return None
+        return FeedForward(f"{name}.up_proj", f"{name}.down_proj", f"{name}.gate_proj", f"{name}.act_fn")
+
+    @property
+    def dense(self) -> "Stack":
+        """Return the stack as a layer of a mixture is that has one FFN instead of experts."""
+        return self.with_ffn(FeedForward())
+
+    def with_ffn(self, ffn: FeedForward) -> "Stack":
+        """Return the stack with one FFN in place of the mixture of experts."""
+        old = self.experts
+        sublayers = (replace(each, mixer=ffn) if each.mixer is old else each for each in self.sublayers)
+        return replace(self, sublayers=tuple(sublayers))
+
+    @property
     def centres(self) -> bool:
         """Return whether the norms are LayerNorms."""
         return self.sublayers[0].norms[0].centres

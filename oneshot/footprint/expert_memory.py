@@ -14,7 +14,8 @@ def sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
     while_grams = DOUBLE * (grams + residuals) + FLOAT * grams
     while_residuals = FLOAT * grams + (DOUBLE + FLOAT) * residuals
     panel = (FLOAT + DOUBLE) * size * max(size, residual * work.shape.hidden_size)
-    return Term(max(while_grams, while_residuals), computed=True), Term(panel, computed=True)
+    of_shared = terms.sums(work, _shared(work, size), residual=residual)
+    return Term(max(while_grams, while_residuals), computed=True), Term(panel, computed=True), *of_shared
 
 
 def effects(work: Work) -> Term:
@@ -30,7 +31,8 @@ def effects(work: Work) -> Term:
 def gram(work: Work, size: int, *, residual: bool) -> Term:
     """Return the finished statistics of all experts."""
     _, grams, residuals = _numbers(work, size, residual=residual)
-    return Term(FLOAT * (grams + residuals), computed=True)
+    of_shared = terms.gram(work, _shared(work, size), residual=residual).bytes
+    return Term(FLOAT * (grams + residuals) + of_shared, computed=True)
 
 
 def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
@@ -39,7 +41,19 @@ def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     by_text = work.schedule.streams > 0
     choice = (FLOAT + DOUBLE) * grams * by_text + terms.choice(work, size, kept, work.method.ffn).bytes
     downs = work.stored_itemsize * count * kept * work.shape.hidden_size
-    return Term(max(choice, terms.correction(work, size, kept, residual=residual).bytes) + downs, computed=True)
+    shared, kept_shared = _shared(work, size), _shared(work, kept)
+    solved = (
+        terms.correction(work, size, kept, residual=residual).bytes,
+        terms.choice(work, shared, kept_shared, work.method.ffn).bytes,
+        terms.correction(work, shared, kept_shared, residual=residual).bytes,
+    )
+    return Term(max(choice, *solved) + downs, computed=True)
+
+
+def _shared(work: Work, width: int) -> int:
+    """Return the width of a shared expert that shrinks with the others, beside routed ones of this width."""
+    assert work.shape.experts is not None
+    return work.shape.experts.shared_count * width
 
 
 def _numbers(work: Work, size: int, *, residual: bool) -> tuple[int, int, int]:

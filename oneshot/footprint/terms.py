@@ -120,7 +120,8 @@ def experts(work: Work, width: int) -> int:
     assert sizes is not None
     stock = itemsize * sizes.per_token * (4 * width + 5 * hidden) + (itemsize + 2 * FLOAT) * sizes.count
     rows = width * (5 * itemsize + FLOAT) + hidden * (3 * itemsize + 2 * FLOAT)
-    return max(stock, rows) + itemsize * (4 * hidden + 4 * sizes.shared_width)
+    beside = max(4 * hidden + 4 * sizes.shared(width), hidden + 4 * sizes.dense_width)  # also of layers without experts
+    return max(stock, rows) + itemsize * beside
 
 
 def gram(work: Work, size: int, *, residual: bool) -> Term:

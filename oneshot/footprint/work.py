@@ -132,7 +132,10 @@ def describe_work(
 ) -> Work:
     """Return the numbers of a run; it reads no weights. `method` is settled for the grid."""
     sizes = tensor_bytes(model.checkpoint)
-    largest = model.family.layer_prefix(model.shape.num_hidden_layers - 1)  # a decoder's, where layers differ
+    layers = {*model.kinds, model.shape.num_hidden_layers - 1}  # the last is a decoder's, where layers differ
+    of_layers = [
+        [size for name, size in sizes.items() if name.startswith(model.family.layer_prefix(layer))] for layer in layers
+    ]
     return Work(
         schedule=schedule,
         method=method,
@@ -142,9 +145,9 @@ def describe_work(
         plan=plan,
         save_dtype=config.save_dtype,
         model_bytes=sum(sizes.values()),
-        layer_bytes=sum(size for name, size in sizes.items() if name.startswith(largest)),
+        layer_bytes=max(map(sum, of_layers)),
         outside_bytes=max(size for name, size in sizes.items() if not model.family.is_in_layers(name)),
-        pinned_bytes=sum(pinned_bytes(size) for name, size in sizes.items() if name.startswith(largest)),
+        pinned_bytes=max(sum(map(pinned_bytes, of_layer)) for of_layer in of_layers),
         stored_itemsize=max(ITEMSIZES.get(dtype, 1) for dtype in model.checkpoint.dtypes.values()),
         same_dtype=set(model.checkpoint.dtypes.values()) == {DTYPE_NAMES.get(machine.dtype)},
         device_bytes=device_capacity(machine.device, config.machine.max_device_memory_bytes),

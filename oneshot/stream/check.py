@@ -64,8 +64,8 @@ def check_family(model: Model, machine: Machine) -> None:
         narrow = with_text(family, config, {"sliding_window": WINDOW})
         model = replace(model, checkpoint=model.checkpoint.stating(**narrow))
     for kind in sorted(set(model.kinds)):
-        numbers = {stack.layers: max(stack.first_layer, kind) for stack in model.family.stacks}
-        layers = {stack: model.read_layer(number) for stack, number in numbers.items()}
+        stacks = [model.family.stack_of(max(stack.first_layer, kind)) for stack in model.family.stacks]
+        layers = {stack.layers: model.read_layer(max(stack.first_layer, kind)) for stack in stacks}
         stock = _stock_model(model, machine, kind, layers)
         for step in _steps(model, machine, kind, stock, layers):
             difference = step.difference()
@@ -90,7 +90,8 @@ def _stock_model(model: Model, machine: Machine, kind: int, layers: Mapping[str,
         if is_outside and name in model.checkpoint.shapes:
             rows = NUM_TOKENS if tensor.shape[:1] == (model.shape.vocab_size,) else max(tensor.shape, default=1)
             weights[name] = model.checkpoint.read_rows(name, slice(rows))
-    for stack in model.family.stacks:
+    for each in model.family.stacks:
+        stack = model.family.stack_of(max(each.first_layer, kind))
         layer = fuse(layers[stack.layers], stack)
         weights |= {f"{stack.layers}.0.{name}": tensor for name, tensor in layer.items()}
     for name, tensor in weights.items():
@@ -138,12 +139,13 @@ def _steps(model: Model, machine: Machine, kind: int, stock: Any, layers: Mappin
     padding = model.checkpoint.config.get("pad_token_id")  # it has no position in some models
     token_ids[token_ids == padding] = 0 if padding else NUM_TOKENS // 2
     [batch] = Text(token_ids, "a check").batches(1)
-    norms = [stack.final_norm.name for stack in family.stacks if stack.final_norm is not None]
-    watch = _Watch(stock, [*norms, *(name for stack in family.stacks for name in _entrances(stack))])
+    stacks = [family.stack_of(max(stack.first_layer, kind)) for stack in family.stacks]
+    norms = [stack.final_norm.name for stack in stacks if stack.final_norm is not None]
+    watch = _Watch(stock, [*norms, *(name for stack in stacks for name in _entrances(stack))])
     inputs = {"input_ids": token_ids.to(machine.device)}
     output = stock(**inputs, **({} if family.decoder is None else {"decoder_input_ids": inputs["input_ids"]}))
     seen, memory = watch.states, None
-    for stack in family.stacks:
+    for stack in stacks:
         number, entrances = max(stack.first_layer, kind), _entrances(stack)
         passed = [*(seen[name] for name in entrances), seen[f"{entrances[0]}.out"]]
         embedding = model.checkpoint.read_rows(stack.embedding, slice(NUM_TOKENS))

@@ -76,6 +76,12 @@ class Layer:
         block, router, experts = (self._part(name) for name in (mixer.module, mixer.router, mixer.experts))
         return route(block, router, experts, self.normed(index, x))
 
+    def shared_neurons(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what the down projection of a mixture's shared expert reads for inputs of the mixture, as rows."""
+        shared = self._stack.shared_expert
+        assert shared is not None
+        return self._neurons(shared, rows)
+
     def added(self, index: int, written: torch.Tensor) -> torch.Tensor:
         """Return what the stream gets of the writer's output `(…, D)`: a norm and a factor may follow the writer."""
         norm, scale = self._stack.sublayers[index].inside, self._stack.residual_scale

@@ -1,6 +1,7 @@
 """Single layers of the model: transformers' own layer class with real weights, without the rest of the model."""
 
 import copy
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 
@@ -43,14 +44,16 @@ class LayerBuilder:
         for attention in stack.attentions[1:]:  # meanwhile it may have other heads than the first
             other = self._template(self._held(stack, attention, tensors)).layers[stack.layers][kind]
             module.set_submodule(attention.module, copy.deepcopy(other.get_submodule(attention.module)))
-        module = self._with_weights(module, fuse(tensors, stack))
+        exact = () if stack.experts is None else (stack.experts.chosen_by,)  # float32 in every class
+        module = self._with_weights(module, fuse(tensors, stack), exact)
         return Layer(with_parts(module, stack), stack, template.arguments[kind], memory)
 
     def _held(self, stack: Stack, attention: Attention, tensors: Tensors) -> ModelShape:
         """Return the shape of a model whose layers are as wide as these tensors."""
-        head_dim = self._model.shape.head_dim
+        dense, head_dim = self._model.shape, self._model.shape.head_dim
+        stays = dense.experts is not None and stack.experts is None  # the one FFN of a layer in a mixture
         return replace(
-            stack.feed_forward.held(tensors, self._model.shape),
+            dense if stays else stack.feed_forward.held(tensors, dense),
             num_attention_heads=tensors[f"{attention.out}.weight"].shape[1] // head_dim,
             num_key_value_heads=tensors[f"{attention.k}.weight"].shape[0] // head_dim,
         )
@@ -114,10 +117,13 @@ class LayerBuilder:
             return None
         return self._with_weights(copy.deepcopy(template), self._model.read_embedding_norm())
 
-    def _with_weights(self, module: nn.Module, tensors: Tensors) -> nn.Module:
-        """Return the module with weights, in the compute dtype on the compute device."""
+    def _with_weights(self, module: nn.Module, tensors: Tensors, exact: Collection[str | None] = ()) -> nn.Module:
+        """Return the module with weights, in the compute dtype on the compute device; `exact` names are float32."""
         machine = self._machine
-        weights = {name: uploaded(value, machine.device).to(machine.dtype) for name, value in tensors.items()}
+        weights = {
+            name: uploaded(value, machine.device).to(torch.float32 if name in exact else machine.dtype)
+            for name, value in tensors.items()
+        }
         module.load_state_dict(weights, assign=True)
         return module.requires_grad_(False)
 

@@ -119,6 +119,9 @@ def edit_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(kept))
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
@@ -129,8 +132,9 @@ def edit_config(folder: Path, **changes: Any) -> None:
         ({"model_type": "phimoe"}, ("phimoe", "mixture of experts", "qwen3_moe, qwen2_moe, mixtral")),
         ({"model_type": "mixtral"}, ("num_experts", "mixtral")),
         ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, ("passes 3",)),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, ("mlp_only_layers [0]", "layers all have experts")),
-        ({"model_type": "qwen2_moe", "decoder_sparse_step": 2}, ("decoder_sparse_step 2",)),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 1], **EXPERTS}, ("no layer with experts",)),
+        ({"model_type": "qwen2_moe", "decoder_sparse_step": 0, **EXPERTS}, ("decoder_sparse_step 0",)),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": "all", **EXPERTS}, ("mlp_only_layers 'all'",)),
         ({"num_local_experts": 8}, ("mixture of experts",)),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ("quantised",)),
         ({"intermediate_size": "removed"}, ("intermediate_size",)),

@@ -65,6 +65,7 @@ NORMS_INSIDE: frozenset[Feature] = STOCK_ONLY | {"up_proj", "profile"}
 LAYER_NORMS: frozenset[Feature] = STOCK_ONLY | {"embedding ranks"}
 MIXTURES: frozenset[Feature] = STOCK_ONLY | {"up_proj", "profile", "latency", "sketch", "moments", "held-out damping"}
 EXPERTS = {"num_experts_per_tok": 2, "width": 32}
+GLM_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 PARALLEL: frozenset[Feature] = LAYER_NORMS | {"up_proj", "profile"}
 CASES: dict[str, Case] = {
     "llama": Case(
@@ -136,7 +137,10 @@ CASES: dict[str, Case] = {
     "starcoder2": Case({"family": "starcoder2"}, {"window": {"sliding_window": 7}}, LAYER_NORMS | {"up_proj"}),
     "qwen3_moe": Case(
         {"family": "qwen3_moe", "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 32, **EXPERTS},
-        {"normalised": {"norm_topk_prob": True, "num_experts": 6}},
+        {
+            "normalised": {"norm_topk_prob": True, "num_experts": 6},
+            "mixed": {"layers": 3, "mlp_only_layers": [1], "width": 40},
+        },
         MIXTURES | {"queries and keys"},
     ),
     "qwen2_moe": Case(
@@ -147,6 +151,7 @@ CASES: dict[str, Case] = {
             "shared_expert_intermediate_size": 24,
             **EXPERTS,
         },
+        {"every-second": {"layers": 4, "decoder_sparse_step": 2, "width": 40}},
         refused=MIXTURES,
     ),
     "mixtral": Case(
@@ -155,6 +160,14 @@ CASES: dict[str, Case] = {
     "olmoe": Case({"family": "olmoe", "num_experts": 4, **EXPERTS}, refused=MIXTURES | {"heads", "queries and keys"}),
     "granitemoe": Case(
         {"family": "granitemoe", "num_local_experts": 4, **EXPERTS, **GRANITE_FACTORS}, refused=MIXTURES
+    ),
+    "glm4_moe": Case(
+        {"family": "glm4_moe", "head_dim": 8, "layers": 3, "first_k_dense_replace": 1, "width": 40, **GLM_EXPERTS},
+        {
+            "groups": {"n_group": 2, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+            "norms": {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 0, "n_shared_experts": 2},
+        },
+        MIXTURES,
     ),
     "cohere": Case(
         {"family": "cohere", "tied": True, "logit_scale": 0.5}, {"biases": {"attention_bias": True}}, PARALLEL

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, calibration_tokens
+from factories import (
+    MakeCheckpoint,
+    MakeConfig,
+    assert_cache_changes_nothing,
+    calibration_tokens,
+    stored_numbers,
+)
 from families.cases import OTHER_CLASSES, variants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -67,7 +73,7 @@ def test_a_result_computes_what_the_stream_passed(
     config = make_config(make_checkpoint(**WHOLE_RUNS[name]), sparsity=0.1)
     report = compress(config)
     result = load(Path(config.output))
-    assert sum(parameter.numel() for parameter in result.parameters()) == report.stored_parameters["compressed"]
+    assert stored_numbers(result) == report.stored_parameters["compressed"]
     hidden: list[torch.Tensor] = []
     model = open_model(config.output, Path(config.output))
     layers = result.get_submodule(model.family.stack.layers)

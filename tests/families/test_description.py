@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from factories import build_model
+from factories import build_model, stored_numbers
 from families.cases import CASES, variants
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
@@ -16,6 +16,7 @@ from oneshot.families import (
     Experts,
     Feature,
     ModelShape,
+    Stack,
     check_layers,
     find_family,
     fuse,
@@ -36,11 +37,11 @@ def read(variant: str) -> tuple[Any, dict[str, Any], dict[str, tuple[int, ...]]]
     return model, model.config.to_dict(), stored
 
 
-def of_the_class(family: Description, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def of_the_class(family: Description, shape: ModelShape, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a layer as the stock class has them, which has some linears as one."""
     with torch.device("meta"):
-        own = {name: torch.empty(size) for name, size in family.expected_tensors(shape).items()}
-        return {name: tuple(tensor.shape) for name, tensor in fuse(own, family.stack).items()}
+        own = {name: torch.empty(size) for name, size in family.expected_tensors(shape, layer).items()}
+        return {name: tuple(tensor.shape) for name, tensor in fuse(own, family.stack_of(layer)).items()}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -49,18 +50,18 @@ def test_expected_tensors_equal_the_layers_state_dict(variant: str) -> None:
     family = find_family(config)
     shape = read_shape(family, config, stored)
     check_layers(family, shape, stored)
-    for layer in model.get_submodule(family.stack.layers):
+    for number, layer in enumerate(model.get_submodule(family.stack.layers)):
         expected = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
-        assert of_the_class(family, shape) == expected
+        assert of_the_class(family, shape, number) == expected
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_counted_parameters_equal_the_models(variant: str) -> None:
     model, config, stored = read(variant)
     shape = read_shape(find_family(config), config, stored)
-    layer = model.get_submodule(find_family(config).stack.layers)[0]
-    assert shape.layer_parameters() == sum(parameter.numel() for parameter in layer.parameters())
-    assert shape.stack().stored_parameters() == sum(parameter.numel() for parameter in model.parameters())
+    for number, layer in enumerate(model.get_submodule(find_family(config).stack.layers)):
+        assert shape.layer(number).parameters() == sum(tensor.numel() for tensor in layer.state_dict().values())
+    assert shape.stack().stored_parameters() == stored_numbers(model)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -74,7 +75,11 @@ def test_every_name_of_a_description_exists_in_the_stock_class(variant: str) -> 
     assert (stack.positions in names) == (stack.positions is not None)
     assert stack.final_norm is not None
     model.get_submodule(stack.final_norm.name)
-    layer = model.get_submodule(stack.layer_prefix(0).removesuffix("."))
+    for number, layer in enumerate(model.get_submodule(stack.layers)):
+        check_names(family.stack_of(number), layer)
+
+
+def check_names(stack: Stack, layer: Any) -> None:
     layer.get_submodule(stack.attention.module)
     if stack.experts is None:
         layer.get_submodule(stack.ffn.activation)
@@ -106,8 +111,9 @@ def test_a_resized_config_makes_a_model_of_that_size(variant: str) -> None:
     narrow = family.resize(config, resized)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[narrow["model_type"]].from_dict(narrow))
-    layer = model.get_submodule(family.stack.layers)[0]
-    assert {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()} == of_the_class(family, resized)
+    for number, layer in enumerate(model.get_submodule(family.stack.layers)):
+        expected = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+        assert of_the_class(family, resized, number) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""GLM-4.5 and later: mixtures with dense first layers, sigmoid gates, a shared expert, and a bias that chooses.
+
+`e_score_correction_bias` is added to the scores by which a token's experts are chosen, and not to their gates. If the
+experts are in groups, those of a token come from the best groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from oneshot.families.description import Description, Sizes
+from oneshot.families.experts import Experts
+from oneshot.families.features import Feature
+from oneshot.families.llama import STACK
+from oneshot.families.mixtures import number_of_layers, resize
+from oneshot.families.shapes import ModelShape
+from oneshot.families.stack import Stack
+from oneshot.families.sublayers import Attention, FeedForward
+
+IN_GROUPS = (
+    "The experts of this {} are in {} groups, of which none can be removed alone; leave out --set experts=, so that "
+    "neurons go."
+)
+SIZES = Sizes(
+    intermediate_size="moe_intermediate_size",
+    dense_width="intermediate_size",
+    num_experts=("n_routed_experts",),
+    experts_per_token="num_experts_per_tok",
+    shared_experts="n_shared_experts",
+)
+EXPERTS = Experts(shared_expert="mlp.shared_experts", scores="sigmoid", chosen_by="mlp.gate.e_score_correction_bias")
+FURTHER_LAYERS = "num_nextn_predict_layers"
+
+
+def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Return the stock config of the resized model, without layers for tokens after the next one."""
+    changed = resize(SIZES.intermediate_size, SIZES.num_experts)(config, shape)
+    return changed | ({FURTHER_LAYERS: 0} if FURTHER_LAYERS in config else {})
+
+
+def routed(family: Description, config: dict[str, Any]) -> Description:
+    """Return the family with the gates, the groups and the dense layers that a config states."""
+    experts = family.stack.experts
+    assert experts is not None
+    experts = replace(
+        experts,
+        renormalises=bool(config.get("norm_topk_prob", False)),
+        scale=float(config.get("routed_scaling_factor") or 1.0),
+    )
+    groups, dense = config.get("n_group") or 1, config.get("first_k_dense_replace") or 0
+    refused: dict[Feature, str] = {} if groups == 1 else {"experts": IN_GROUPS.format(family.model_type, groups)}
+    return replace(
+        family,
+        stack=family.stack.with_experts(experts),
+        dense_layers=tuple(range(min(dense, number_of_layers(config)))),
+        unsupported={**family.unsupported, **refused},
+    )
+
+
+def dense_first(flags: Sequence[bool]) -> dict[str, Any]:
+    """Return what a config states if the first layers are dense."""
+    return {"first_k_dense_replace": sum(flags)}
+
+
+def variant(family: Description, config: dict[str, Any]) -> Description:
+    """Return the family with the norms of queries and keys that a config states."""
+    known = routed(family, config)
+    if not config.get("use_qk_norm"):
+        return known
+    first, *others = known.stack.sublayers
+    first = replace(first, mixer=Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"))
+    return replace(known, stack=replace(known.stack, sublayers=(first, *others)))
+
+
+def mixture(experts: Experts) -> Stack:
+    """Return Llama's stack with experts in place of its FFN."""
+    first, second = STACK.sublayers
+    assert isinstance(second.mixer, FeedForward)
+    return replace(STACK, sublayers=(first, replace(second, mixer=experts)))
+
+
+GLM4_MOE = Description(
+    "glm4_moe",
+    mixture(EXPERTS),
+    resized,
+    variant=variant,
+    sizes=SIZES,
+    with_dense=dense_first,
+    further_layers=FURTHER_LAYERS,
+)
