@@ -21,6 +21,7 @@ from tables.gpu_measured import (
     gpu_runs_table,
     gpu_sketch_table,
     gpu_speed_table,
+    models_table,
 )
 from tables.grams import singular_grams_table
 from tables.heal import heal_table
@@ -124,6 +125,7 @@ TABLES = {
     "gpu_agree": (gpu_agree_table, "gpu"),
     "gpu_quality": (gpu_quality_table, "gpu"),
     "heal": (heal_table, "gpu"),
+    "models": (models_table, "gpu"),
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),

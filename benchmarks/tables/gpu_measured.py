@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from harness import Row, latest, read_rows
+from judging import CODE, KINDS
 from quality_rows import with_seeds
 
 from tables.cells import markdown, score_cell, settings
 
 GB = 1e9
-QUALITY_KEYS = ("calibration", "settings", "asked")  # of a line of a model
+QUALITY_KEYS = ("model", "calibration", "settings", "asked")  # of a line
 
 
 def rows_of(*kinds: str) -> list[Row]:
@@ -199,9 +200,8 @@ def gpu_speed_table() -> str:
 
 
 def gpu_quality_table() -> str:
-    """Score of the real model that was compressed on the card; several seeds are joined."""
-    made = [row for row in rows_of("quality") if row["section"].startswith("quality") and row["recipe"] != "dense"]
-    rows = with_seeds([row | {"settings": row.get("settings") or {}} for row in made], "model", *QUALITY_KEYS)
+    """Score of real models that were compressed on the card; several seeds are joined."""
+    rows = _quality_lines()
     if not rows:
         return NOT_YET
     lines = [
@@ -221,3 +221,38 @@ def gpu_quality_table() -> str:
     head = ["model", "text", "size", "settings", "score", "worst kind", "seeds", *STAGES, "device peak"]
     caption = "Per-layer; the first size of a run pays for what all share; seconds by stage of the first seed"
     return markdown(head, lines, f"{caption}; {made_by(rows)}.")
+
+
+def _quality_lines() -> list[Row]:
+    made = [row for row in rows_of("quality") if row["section"].startswith("quality") and row["recipe"] == "oneshot"]
+    named = [
+        row | {"model": row["model"].removesuffix("-Instruct"), "settings": row.get("settings") or {}} for row in made
+    ]
+    return with_seeds(named, *QUALITY_KEYS)
+
+
+def models_table() -> str:
+    """What every kind of text loses, by model and size, of results that a card made and judged."""
+    rows = _quality_lines()
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row["perplexity"]))
+    lines = [
+        [
+            row["model"],
+            row["calibration"],
+            f"−{row['asked']:.0%}",
+            f"**{score_cell(row, 3)}**",
+            *(_ratio(row, kind) for kind in kinds),
+        ]
+        for row in rows
+        if row["settings"]
+    ]
+    head = ["model", "text", "stored parameters", "score", *({**KINDS, CODE: "Python code"}[kind] for kind in kinds)]
+    caption = (
+        "Perplexity ÷ the dense model's; the score is the geometric mean of the first five; per-layer, 131,072 tokens"
+    )
+    return markdown(head, lines, f"{caption}, bfloat16, 16 windows; {made_by(rows)}.")
+
+
+def _ratio(row: Row, kind: str) -> str:
+    denses = [each for each in rows_of("quality") if each.get("recipe") == "dense" and each["texts"] == row["texts"]]
+    return f"{row['perplexity'][kind] / denses[-1]['perplexity'][kind]:.3f}" if kind in row["perplexity"] else "–"
