@@ -37,6 +37,11 @@ NORMS_INSIDE: Mapping[Feature, str] = {
     "up_proj": "--up-steps is not possible for {}, which norms what its FFN writes; leave it out.",
     "profile": "A profile of {} is not supported; use --set allocation=uniform, and depth=none.",
 }
+# features that attention with a latent of keys and values cannot have
+OF_HEADS: Mapping[Feature, str] = {
+    "heads": "Heads of {} share the latent of their keys and values, so none can be removed; use --set heads=none.",
+    "queries and keys": "--set query_key_size= is not possible in {}, whose keys come from a latent; leave it out.",
+}
 # features that take sublayers one after the other
 PARALLEL: Mapping[Feature, str] = {
     "up_proj": "--up-steps is not possible for {}, whose FFN is beside its attention; leave it out.",
@@ -184,6 +189,8 @@ class Description:
             return UNLIKE_LLAMA[feature].format(self.model_type)
         if feature == "heads" and stack.attention.norms_all_heads:
             return f"Heads of {self.model_type} are normed together, so none can be removed; use --set heads=none."
+        if feature in OF_HEADS and stack.attention.latent:
+            return OF_HEADS[feature].format(self.model_type)
         if stack.parallel and feature in PARALLEL:
             return PARALLEL[feature].format(self.model_type)
         if stack.norms_inside and feature in NORMS_INSIDE:
@@ -209,13 +216,16 @@ class Description:
         hidden = shape.hidden_size
         weights: dict[str, tuple[int, int]] = {}
         biased: dict[str, bool] = {}
-        for attention in stack.attentions:
+        for attention in stack.attentions if shape.latent is None else ():
             weights |= {attention.q: (queries, hidden), attention.out: (hidden, queries)}
             weights |= dict.fromkeys((attention.k, attention.v), (keys, hidden))
             biased |= dict.fromkeys((attention.q, attention.k, attention.v), shape.attention_bias)
             biased |= {attention.out: shape.output_bias}
         width = shape.layer(layer).intermediate_size
         expected = stack.feed_forward.tensors(replace(shape, intermediate_size=width))
+        if shape.latent is not None:
+            sizes = hidden, shape.num_attention_heads, shape.head_dim
+            expected |= shape.latent.tensors(stack.attention.module, *sizes, biased=shape.attention_bias)
         expected |= {f"{name}.weight": size for name, size in weights.items()}
         expected |= {f"{name}.bias": weights[name][:1] for name, has_bias in biased.items() if has_bias}
         for sublayer in stack.sublayers:

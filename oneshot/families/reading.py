@@ -8,6 +8,7 @@ from oneshot.errors import CheckpointError
 from oneshot.families.arcee import ARCEE
 from oneshot.families.bert import BERT
 from oneshot.families.cohere import COHERE, COHERE2
+from oneshot.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from oneshot.families.description import Description, stated_class
 from oneshot.families.distilbert import DISTILBERT
 from oneshot.families.ernie4_5 import ERNIE4_5
@@ -24,6 +25,7 @@ from oneshot.families.gpt_neox import GPT_NEOX
 from oneshot.families.granite import GRANITE
 from oneshot.families.helium import HELIUM
 from oneshot.families.hunyuan import HUNYUAN
+from oneshot.families.latent import LatentSizes
 from oneshot.families.llama import LLAMA
 from oneshot.families.ministral import CWM, MINISTRAL
 from oneshot.families.ministral3 import MINISTRAL3
@@ -85,6 +87,8 @@ DESCRIPTIONS = (
     OLMOE,
     GRANITE_MOE,
     GLM4_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     PHI,
     OPT,
     BERT,
@@ -189,7 +193,7 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         num_attention_heads=num_heads,
         num_key_value_heads=num_groups,
         head_dim=head_dim,
-        attention_bias=f"{first}{stack.stored_linear(attention.q)}.bias" in stored,
+        attention_bias=f"{first}{stack.stored_linear(attention.k)}.bias" in stored,
         output_bias=f"{first}{attention.out}.bias" in stored,
         mlp_bias=f"{first}{stack.feed_forward.down}.bias" in stored,
         vocab_size=_size(family, config, keys.vocab_size),
@@ -214,7 +218,15 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         num_decoder_layers=num_decoder_layers,
         num_buckets=num_buckets,
         experts=_experts(family, config),
+        latent=_latent(family, config) if attention.latent else None,
     )
+
+
+def _latent(family: Description, config: dict[str, Any]) -> LatentSizes:
+    """Return what queries, keys and values come from in attention with a latent."""
+    queries = _size(family, config, "q_lora_rank") if config.get("q_lora_rank") is not None else 0
+    keys = (_size(family, config, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"))
+    return LatentSizes(queries, *keys)
 
 
 def _experts(family: Description, config: dict[str, Any]) -> ExpertSizes | None:

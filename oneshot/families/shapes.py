@@ -1,9 +1,11 @@
 """Sizes of models, dense and compressed."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from oneshot.families.expert_sizes import ExpertSizes
+from oneshot.families.latent import LatentSizes
 
 # linears that may have low rank: of queries and keys together, of attention's output, gate and up of an FFN
 RankedKind = Literal["query_key", "output", "gate", "up"]
@@ -27,7 +29,7 @@ class LayerShape:
     whole ones. Such a linear stores `rank` of its columns, a matrix that reconstructs the others, and their order.
     `cross_attention`: the layer also has attention over the encoder's output, of the same sizes. `num_buckets`: rows of
     a stored table of relative positions, with a column for every head. `experts`: the FFN is a mixture, and its width
-    that of one expert; None for one FFN.
+    that of one expert; None for one FFN. `latent`: what keys and values come from; None for linears of their own.
 
     A layer without heads has no attention, and one of FFN width zero no FFN: also no norm before it and no biases.
     """
@@ -60,6 +62,7 @@ class LayerShape:
     gate_rank: int = 0
     up_rank: int = 0
     experts: ExpertSizes | None = None
+    latent: LatentSizes | None = None
 
     def linear_parameters(self) -> int:
         """Return the stored parameters of the layer's linears, shortcuts included."""
@@ -72,7 +75,10 @@ class LayerShape:
         return self._other_linears() + (mlp if experts is None else experts.active_parameters(mlp, *sizes))
 
     def _other_linears(self) -> int:
-        """Return the stored parameters of attention's linears and of shortcuts."""
+        """Return the stored parameters of attention's linears and of shortcuts; with a latent also of its norms."""
+        if self.latent is not None:
+            sizes = self.hidden_size, self.num_attention_heads, self.value_size
+            return sum(map(math.prod, self.latent.tensors("", *sizes, biased=self.attention_bias).values()))
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         scores, values = (heads + groups) * self.query_key_size, groups * self.value_size
         attention = _of_rank(scores, self.hidden_size, self.query_key_rank) + values * self.hidden_size
@@ -108,6 +114,8 @@ class LayerShape:
 
     def key_value_size(self) -> int:
         """Return the values that one token takes in the layer's KV cache, and one of the source in cross-attention."""
+        if self.latent is not None:
+            return self.latent.cached
         return (1 + self.cross_attention) * self.num_key_value_heads * (self.query_key_size + self.value_size)
 
 
@@ -235,7 +243,7 @@ class ModelShape:
     stream. `final_norm`, `num_token_types`, `table_width`, `further_parameters`, `causal`: as in `StackShape`.
     `num_decoder_layers`: the last layers, which have cross-attention; 0 without an encoder. `num_buckets`: of relative
     positions, in the first layer of each stack. `experts`: of every layer that has any; `intermediate_size` is that of
-    one.
+    one. `latent`: as in `LayerShape`; then `head_dim` is the size of values.
     """
 
     num_hidden_layers: int
@@ -269,6 +277,12 @@ class ModelShape:
     num_decoder_layers: int = 0
     num_buckets: int = 0
     experts: ExpertSizes | None = None
+    latent: LatentSizes | None = None
+
+    @property
+    def query_key_size(self) -> int:
+        """Return the size of a head's queries and keys; `head_dim` is that of its values."""
+        return self.head_dim if self.latent is None else self.latent.key_size
 
     @property
     def heads_per_group(self) -> int:
@@ -293,7 +307,7 @@ class ModelShape:
     @property
     def query_key_width(self) -> int:
         """Return the numbers in a token's queries and keys together."""
-        return (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        return (self.num_attention_heads + self.num_key_value_heads) * self.query_key_size
 
     def layer(self, number: int = 0) -> LayerShape:
         """Return the shape of a layer; layers differ only by kind: of a decoder, or without a mixture's experts."""
@@ -308,7 +322,7 @@ class ModelShape:
             intermediate_size=width,
             num_attention_heads=self.num_attention_heads,
             num_key_value_heads=self.num_key_value_heads,
-            query_key_size=self.head_dim,
+            query_key_size=self.query_key_size,
             value_size=self.head_dim,
             attention_bias=self.attention_bias,
             output_bias=self.output_bias,
@@ -322,6 +336,7 @@ class ModelShape:
             cross_attention=number >= first_of_decoder and self.num_decoder_layers > 0,
             num_buckets=self.num_buckets if number in (0, first_of_decoder) else 0,
             experts=experts,
+            latent=self.latent,
         )
 
     def layer_parameters(self) -> int:

@@ -88,8 +88,8 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
     """Return what a batch needs in a layer with FFN width `width`, with the statistics of its neurons."""
     shape, itemsize = work.shape, work.dtype.itemsize
     tokens = work.batch_tokens if tokens is None else tokens
-    hidden, heads = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    keys = shape.num_key_value_heads * shape.head_dim
+    head = max(shape.head_dim, shape.query_key_size)
+    hidden, heads, keys = shape.hidden_size, shape.num_attention_heads * head, shape.num_key_value_heads * head
     positions = 0  # scores of relative positions, causal ones apart, and the buckets of all distances
     if shape.num_buckets:
         positions = work.text.sequence_length**2 * (3 * itemsize * shape.num_attention_heads + BUCKET_BYTES)

@@ -107,7 +107,7 @@ class Grid:
         shape, kept, hidden = self.shape, plan.layers[number], plan.hidden
         layer = replace(
             plan.shape_of_layer(shape, number).layer(number),
-            query_key_size=kept.query_key_size or shape.head_dim,
+            query_key_size=kept.query_key_size or shape.query_key_size,
             value_size=kept.value_size or shape.head_dim,
             query_key_rank=kept.query_key_rank or 0,
             output_rank=kept.output_rank or 0,

@@ -55,7 +55,9 @@ class LayerBuilder:
         return replace(
             dense if stays else stack.feed_forward.held(tensors, dense),
             num_attention_heads=tensors[f"{attention.out}.weight"].shape[1] // head_dim,
-            num_key_value_heads=tensors[f"{attention.k}.weight"].shape[0] // head_dim,
+            num_key_value_heads=(
+                dense.num_key_value_heads if attention.latent else tensors[f"{attention.k}.weight"].shape[0] // head_dim
+            ),
         )
 
     def embed(self, embedding: torch.Tensor, batch: Batch) -> torch.Tensor:

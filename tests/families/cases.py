@@ -66,6 +66,17 @@ LAYER_NORMS: frozenset[Feature] = STOCK_ONLY | {"embedding ranks"}
 MIXTURES: frozenset[Feature] = STOCK_ONLY | {"up_proj", "profile", "latency", "sketch", "moments", "held-out damping"}
 EXPERTS = {"num_experts_per_tok": 2, "width": 32}
 GLM_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "groups": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+}
 PARALLEL: frozenset[Feature] = LAYER_NORMS | {"up_proj", "profile"}
 CASES: dict[str, Case] = {
     "llama": Case(
@@ -168,6 +179,20 @@ CASES: dict[str, Case] = {
             "norms": {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 0, "n_shared_experts": 2},
         },
         MIXTURES,
+    ),
+    "deepseek_v2": Case(
+        {"family": "deepseek_v2", "layers": 3, "first_k_dense_replace": 1, "width": 40, **GLM_EXPERTS, **LATENT},
+        {
+            "groups": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "q_lora_rank": 12},
+        },
+        MIXTURES | {"heads", "queries and keys"},
+    ),
+    "deepseek_v3": Case(
+        {"family": "deepseek_v3", "layers": 3, "first_k_dense_replace": 1, "width": 40, **GLM_EXPERTS, **LATENT},
+        {
+            "one-group": {"n_group": 1, "topk_group": 1, "q_lora_rank": 12, "attention_bias": True},
+        },
+        MIXTURES | {"heads", "queries and keys"},
     ),
     "cohere": Case(
         {"family": "cohere", "tied": True, "logit_scale": 0.5}, {"biases": {"attention_bias": True}}, PARALLEL

@@ -1,0 +1,65 @@
+"""DeepSeek-V2 and V3: GLM-4-MoE's experts, and attention with a latent, which stays as it is."""
+
+from dataclasses import replace
+from typing import Any
+
+from oneshot.errors import CheckpointError
+from oneshot.families.description import Description
+from oneshot.families.glm4_moe import EXPERTS, FURTHER_LAYERS, SIZES, dense_first, mixture, routed
+from oneshot.families.shapes import ModelShape
+from oneshot.families.stack import Stack
+from oneshot.families.sublayers import Attention
+
+CHOICES = ("greedy", "group_limited_greedy")  # of experts in V2
+DEEPSEEK_SIZES = replace(SIZES, head_dim="v_head_dim")
+
+
+def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Return the stock config of the resized model; its attention stays."""
+    assert shape.experts is not None
+    sizes = {"moe_intermediate_size": shape.intermediate_size, "n_routed_experts": shape.experts.count}
+    return config | sizes | ({FURTHER_LAYERS: 0} if FURTHER_LAYERS in config else {})
+
+
+def variant(family: Description, config: dict[str, Any]) -> Description:
+    """Return the family with the gates, groups, dense layers and queries that a config states."""
+    known = routed(family, config)
+    return replace(known, stack=_with_attention(known.stack, "q_a_proj" if config.get("q_lora_rank") else "q_proj"))
+
+
+def variant_of_v2(family: Description, config: dict[str, Any]) -> Description:
+    """Return V2, whose gates are a softmax over all experts as it is, and whose groups count only if it says so."""
+    method = config.get("topk_method", CHOICES[0])
+    if method not in CHOICES:
+        raise CheckpointError(
+            f"config.json states topk_method {repr(method)[:100]}, which transformers does not have for deepseek_v2; "
+            f"give a model with one of {', '.join(CHOICES)}."
+        )
+    groups = {} if method == "group_limited_greedy" else {"n_group": 1}
+    return variant(family, config | groups | {"norm_topk_prob": False})
+
+
+def _with_attention(stack: Stack, queries: str) -> Stack:
+    first, *others = stack.sublayers
+    latent = "self_attn.kv_a_proj_with_mqa"
+    attention = Attention(q=f"self_attn.{queries}", k=latent, v=latent, latent=True)
+    return replace(stack, sublayers=(replace(first, mixer=attention), *others))
+
+
+DEEPSEEK_V3 = Description(
+    "deepseek_v3",
+    _with_attention(mixture(EXPERTS), "q_a_proj"),
+    resized,
+    variant=variant,
+    sizes=DEEPSEEK_SIZES,
+    with_dense=dense_first,
+    further_layers=FURTHER_LAYERS,
+)
+DEEPSEEK_V2 = Description(
+    "deepseek_v2",
+    _with_attention(mixture(replace(EXPERTS, scores="softmax", chosen_by=None)), "q_a_proj"),
+    resized,
+    variant=variant_of_v2,
+    sizes=DEEPSEEK_SIZES,
+    with_dense=dense_first,
+)
