@@ -132,7 +132,7 @@ def test_every_method_ends_in_finite_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without damping, which would hide a singular system."""
-    monkeypatch.setattr("oneshot.pipeline.write_report", lambda *_, **__: None)  # it takes half of the time
+    monkeypatch.setattr("oneshot.job.result.write_report", lambda *_, **__: None)  # it takes half of the time
     few = trouble is few_tokens
     config = make_config(
         troubled(trouble),

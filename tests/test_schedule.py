@@ -7,7 +7,8 @@ from typing import Any, get_args
 import pytest
 from factories import MakeCheckpoint, MakeConfig
 
-from oneshot import Config, Target, pipeline, run
+from oneshot import Config, Target, run
+from oneshot.compression import find_subspaces
 from oneshot.compression import layer as layer_module
 from oneshot.errors import OneshotError
 from oneshot.export import FORMS
@@ -310,10 +311,12 @@ def test_the_run_follows_its_schedule(
         return record
 
     monkeypatch.setattr(
-        pipeline, "make_schedule", recorded("schedules", pipeline.make_schedule, lambda schedule, _: schedule)
+        "oneshot.job.job.make_schedule", recorded("schedules", make_schedule, lambda schedule, _: schedule)
     )
-    monkeypatch.setattr(pipeline, "States", recorded("streams", States, lambda states, _: 1 + states.has_dense))
-    monkeypatch.setattr(pipeline, "find_subspaces", recorded("subspaces", pipeline.find_subspaces))
+    monkeypatch.setattr(
+        "oneshot.job.layers.States", recorded("streams", States, lambda states, _: 1 + states.has_dense)
+    )
+    monkeypatch.setattr("oneshot.job.sizes.find_subspaces", recorded("subspaces", find_subspaces))
     monkeypatch.setattr(layer_module, "correct_up", recorded("up", layer_module.correct_up))
     monkeypatch.setattr("oneshot.run.load_text", recorded("texts", run.load_text))
     monkeypatch.setattr(

@@ -1,0 +1,83 @@
+"""One target of a run: its plan, its stages, and what they take, all known before any work."""
+
+import json
+from functools import cached_property
+from typing import Any
+
+from oneshot.checkpoint import Journal, output_folder, refuse_output, refuse_place, remove_leftovers
+from oneshot.config import Config, Target
+from oneshot.planning import make_plan
+from oneshot.report.card import REPORT_NAME
+from oneshot.report.records import Report
+from oneshot.run import SAVED_TEXT, Run
+from oneshot.schedule import make_schedule
+
+
+class Job:
+    """One target of a run.
+
+    Attributes:
+        plan: the sizes that are planned without a profile. schedule: the stages of the run.
+        budget: the bound of its sizes. footprint: the predicted memory, disk and, in a dry run, time.
+
+    Args:
+        config: with the target's output. target: replaces the config's for the plan; None keeps it.
+        dry: whether seconds are predicted, for which the machine is timed.
+
+    Raises `OneshotError` for everything that is known before the first weight is read.
+    """
+
+    def __init__(self, config: Config, run: Run, *, target: Target | None = None, dry: bool = False) -> None:
+        self.config, self.run, self.output = config, run, output_folder(config.output)
+        refuse_place(self.output, run.model.checkpoint, overwrite=config.overwrite, resume=config.resume)
+        wanted = config.target if target is None else target
+        self.budget = run.budget(wanted)
+        self.plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, wanted, budget=self.budget))
+        if run.grid.stack(self.plan) != run.model.shape.stack():
+            run.form.config(run.model, self.plan)  # which refuses sizes that it cannot state
+        tokens, has_profile = config.text.num_tokens, config.profile is not None
+        self.schedule = make_schedule(run.method, self.plan, run.grid, num_tokens=tokens, has_profile=has_profile)
+        if self.schedule.reads_text:
+            run.check_text()
+        self.footprint = run.footprint(config, self.schedule, self.plan, dry=dry)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the written weights depend on; it reads the text."""
+        return self.run.fingerprint(self.config, self.schedule)
+
+    def finished_report(self) -> Report | None:
+        """Return the report if this job was finished before and is resumed, and remove what that run left."""
+        path = self.output / REPORT_NAME
+        if not self.config.resume or not path.exists():
+            return None
+        values = json.loads(path.read_text())
+        if values.get("fingerprint") != self.fingerprint:
+            return None
+        if self.run.machine.workers.is_main:
+            remove_leftovers(self.output, self.fingerprint)
+        return Report.from_dict(values)
+
+    def journal(self) -> Journal:
+        """Open the journal, with the text that the model wrote."""
+        config, workers = self.config, self.run.machine.workers
+        refuse_output(self.output, overwrite=config.overwrite, resume=config.resume and not self.output.exists())
+        workers.wait()  # barrier: finish checks before writing
+        return Journal(
+            self.output,
+            fingerprint=self.fingerprint,
+            workers=workers,
+            overwrite=config.overwrite,
+            resume=config.resume,
+            expected_bytes=sum(self.run.result_bytes(config, self.plan)),
+            background=self.run.machine.device.type == "cuda",
+        )
+
+    def save_text(self, journal: Journal) -> None:
+        """Save the text that the model wrote, if it wrote any."""
+        if self.run.written_text is not None:
+            journal.save(SAVED_TEXT, {"token_ids": self.run.written_text.token_ids.tolist()})
+
+    def passes_layers(self, journal: Journal) -> bool:
+        """Return whether a layer is not finished, so that the run needs what layers are compressed by."""
+        return journal.num_finished < self.run.model.shape.num_hidden_layers

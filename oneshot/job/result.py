@@ -1,0 +1,84 @@
+"""What a finished job writes beside its layers: weight files, config, tokenizer, report and card."""
+
+import logging
+from collections.abc import Sequence
+
+from oneshot.checkpoint import Journal, card_metadata
+from oneshot.export import cast, part_dtype, planned_parts, write_companions
+from oneshot.job.job import Job
+from oneshot.job.sizes import JobSizes
+from oneshot.report.build import build_report
+from oneshot.report.card import task_of, write_report
+from oneshot.report.grams import gram_sentences
+from oneshot.report.progress import ProgressBar, Stopwatch, announce
+from oneshot.report.records import LayerReport, Report
+from oneshot.settings import RECIPE_NAME, recipe_text
+
+logger = logging.getLogger(__name__)
+
+
+def expect_parts(job: Job, sizes: JobSizes, journal: Journal) -> None:
+    """Tell the journal which tensors come, so that it writes each to its place."""
+    run, config = job.run, job.config
+    journal.expect(
+        planned_parts(run.form, run.model, sizes.plan, sizes.subspaces, sizes.embedding, config.save_dtype),
+        direct=run.form.is_safetensors,
+        max_file_bytes=config.max_file_bytes,
+    )
+
+
+def write_outside(job: Job, sizes: JobSizes, journal: Journal, layers: Sequence[LayerReport]) -> None:
+    """Add the tensors outside the layers, which follow the layers in the journal, as far as it lacks them."""
+    parts = job.run.form.outside(job.run.model, sizes.plan, sizes.subspaces, sizes.embedding)
+    for read in parts[journal.num_finished - len(layers) :]:
+        journal.add(cast(job.config.save_dtype, read()))
+
+
+def write_result(
+    job: Job, sizes: JobSizes, journal: Journal, layers: Sequence[LayerReport], watch: Stopwatch
+) -> Report:
+    """Complete the result in the journal's folder, and return its report; only the first process does this."""
+    run, config, plan, folder = job.run, job.config, sizes.plan, journal.partial
+    source, form, stated = run.model.checkpoint, run.form, part_dtype(config.save_dtype)
+    written = form.config(run.model, plan)
+    write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
+    stored = {"dense": source.num_parameters, "compressed": _write_weights(job, sizes, journal)}
+    watch.lap("write")
+    for sentence in gram_sentences(sizes.gram_notes, layers):
+        logger.warning("%s", sentence)
+    announce("writing the report", run.show_progress)
+    report = build_report(
+        config,
+        run.method,
+        plan,
+        shape=run.model.shape,
+        stacks={"dense": run.dense, "compressed": run.grid.stack(plan)},
+        stored=stored,
+        text=run.text if job.schedule.reads_text else None,
+        layers=layers,
+        seconds=watch.total(),
+        hidden_error=None if sizes.subspaces is None else sizes.subspaces.mean_error(),
+        predicted_divergence=sizes.divergences,
+        footprint=job.footprint,
+        fingerprint=job.fingerprint,
+        warnings=sizes.warnings + run.warnings.take(),
+    )
+    (folder / RECIPE_NAME).write_text(recipe_text(config), encoding="utf-8")
+    task = task_of(written)
+    write_report(
+        report,
+        folder,
+        card_metadata(source.folder),
+        task=task,
+        title=form.title,
+        loading=form.loading(written),
+        usage=form.usage(task),
+    )
+    return report
+
+
+def _write_weights(job: Job, sizes: JobSizes, journal: Journal) -> int:
+    """Complete the weight files of the result, and return the parameters that they hold."""
+    form, visible = job.run.form, job.run.show_progress and not job.run.form.is_safetensors  # others are written by now
+    with ProgressBar(num_layers=1, num_tokens=0, visible=visible, description="writing", unit="B") as progress:
+        return form.write(job.run.model, sizes.plan, journal, progress.advance, job.config.save_dtype)

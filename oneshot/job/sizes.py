@@ -1,0 +1,116 @@
+"""The final sizes of a job, which a profile or the subspaces of a smaller hidden size may decide."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from oneshot.checkpoint import Journal
+from oneshot.compression import StreamSubspaces, find_subspaces, reduce_embedding
+from oneshot.export import FORMS, form_of
+from oneshot.job.job import Job
+from oneshot.linalg.psd import GramNote
+from oneshot.machine.memory import release_heap
+from oneshot.planning import Grid, Plan, make_plan, predicted_divergences, profiled_damages, spread_hidden_sizes
+from oneshot.report.progress import ProgressBar, Stopwatch, announce
+from oneshot.tensors import Tensors
+
+EMBEDDING = "embedding"  # the journal's name for a reduced embedding
+
+
+@dataclass(frozen=True)
+class JobSizes:
+    """The final sizes, and what was measured to decide them.
+
+    Attributes:
+        divergences: the predicted divergence of each form; None without a profile.
+        subspaces: of a smaller hidden size. embedding: tensors of a reduced embedding.
+        warnings, gram_notes: remarks of the measurements; notes on Grams are of all processes.
+    """
+
+    plan: Plan
+    divergences: dict[str, float] | None = None
+    subspaces: StreamSubspaces | None = None
+    embedding: Tensors | None = None
+    warnings: tuple[str, ...] = ()
+    gram_notes: Sequence[GramNote] = ()
+
+
+def decide_sizes(job: Job, journal: Journal, watch: Stopwatch) -> JobSizes:
+    """Measure what the schedule says, and return the final sizes. An interrupted run finds them in the journal."""
+    schedule, is_saved = job.schedule, journal.saved("plan") is not None
+    if schedule.measures_curvature and not (schedule.plans_by_profile and is_saved):
+        _ = job.run.curvature  # which a profile reads
+        watch.lap("curvature")
+    sizes = _measured(job, journal)
+    if schedule.plans_by_profile:
+        watch.lap("profile")
+    sizes = _with_subspaces(job, sizes)
+    if schedule.finds_subspaces:
+        watch.lap("hidden size")
+    return replace(
+        sizes,
+        embedding=journal.saved_tensors(EMBEDDING) if sizes.plan.embedding else None,
+        warnings=job.run.warnings.take(),
+        gram_notes=job.run.machine.workers.gather(job.run.warnings.take_notes()),
+    )
+
+
+def _measured(job: Job, journal: Journal) -> JobSizes:
+    """Return the plan made from a profile, if the schedule has one, and the divergences that the profile predicts.
+
+    What was measured is saved: a profile takes long, and latencies would differ the next time. The embedding at its
+    planned ranks is also saved, because it needs the profile.
+    """
+    saved = journal.saved("plan")
+    if saved is not None:
+        return JobSizes(Plan.from_dict(saved["plan"]), saved["divergences"])
+    sizes = _profiled(job, journal) if job.schedule.plans_by_profile else JobSizes(job.plan)
+    if job.schedule.plans_by_profile or job.config.target.budget == "latency":
+        journal.save("plan", {"plan": asdict(sizes.plan), "divergences": sizes.divergences})
+    return sizes
+
+
+def _profiled(job: Job, journal: Journal) -> JobSizes:
+    run, config = job.run, job.config
+    measured = run.profile(job.schedule)
+    announce("planning the sizes of the layers", run.show_progress)
+    damages = profiled_damages(measured, run.method.allocation, run.grid)
+    plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, job.budget))
+    grids: dict[str, Grid] = {name: form_of(name, run.model.family).grid(run.model) for name in FORMS}
+    divergences = predicted_divergences(grids, config.method, config.target, plan, measured, job.budget)
+    if plan.embedding and run.machine.workers.is_main:
+        device = run.machine.device
+        evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
+        journal.save_tensors(EMBEDDING, reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding))
+    release_heap()  # of the profile and of the planner's solver
+    return JobSizes(plan, divergences)
+
+
+def _with_subspaces(job: Job, sizes: JobSizes) -> JobSizes:
+    """Return the subspaces of a smaller hidden size, and the plan with the widths that suit them."""
+    plan, run, method, target = sizes.plan, job.run, job.run.method, job.config.target
+    if plan.hidden is None:
+        return sizes
+    with ProgressBar(
+        num_layers=run.model.shape.num_hidden_layers,
+        num_tokens=run.text.num_tokens,
+        visible=run.show_progress,
+        description="hidden size",
+    ) as progress:
+        subspaces = find_subspaces(
+            run.model,
+            run.text,
+            plan.hidden.group_of,
+            run.machine,
+            token_weighting=method.token_weighting,
+            shared_weight=method.shared_weight,
+            kind=method.hidden,
+            seed=job.config.seed,
+            advance=progress.advance,
+        )
+    if method.allocation == "error" and not target.states_hidden_size and plan.hidden.num_groups > 1:
+        wanted = target.wanted_parameters(run.dense.stored_parameters())
+        plan = spread_hidden_sizes(
+            run.grid, plan, subspaces.energies, target_parameters=wanted, round_to=target.round_to
+        )
+    assert plan.hidden is not None
+    return replace(sizes, plan=plan, subspaces=StreamSubspaces(subspaces, plan.hidden, run.machine.device))
