@@ -158,7 +158,7 @@ def test_a_resumed_run_reads_the_text_that_the_model_wrote(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("text was written")
 
-    monkeypatch.setattr("oneshot.run.write_text", refuse)
+    monkeypatch.setattr("oneshot.run.calibration.write_text", refuse)
     with pytest.raises(OutputError, match="begun by another run"):
         compress(replace(config, resume=True, seed=1))
     with pytest.raises(AssertionError, match="text was written"):

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 from factories import MakeCheckpoint, MakeConfig
 
-from oneshot import Config, Target, run
+from oneshot import Config, Target
 from oneshot.compression import find_subspaces
 from oneshot.compression import layer as layer_module
 from oneshot.errors import OneshotError
@@ -20,6 +20,7 @@ from oneshot.profiling import PROBED_KINDS, LayerProfiler
 from oneshot.recipes import Correction, SelectorName, find_recipe
 from oneshot.schedule import Schedule, make_schedule, profile_schedule
 from oneshot.stream import States
+from oneshot.text import load_text
 
 TIED = ModelShape(4, 64, 256, 8, 4, 8, vocab_size=100, tied=True)
 UNTIED = ModelShape(4, 64, 256, 8, 4, 8, vocab_size=100)
@@ -318,7 +319,7 @@ def test_the_run_follows_its_schedule(
     )
     monkeypatch.setattr("oneshot.job.sizes.find_subspaces", recorded("subspaces", find_subspaces))
     monkeypatch.setattr(layer_module, "correct_up", recorded("up", layer_module.correct_up))
-    monkeypatch.setattr("oneshot.run.load_text", recorded("texts", run.load_text))
+    monkeypatch.setattr("oneshot.run.calibration.load_text", recorded("texts", load_text))
     monkeypatch.setattr(
         LayerProfiler,
         "__init__",

@@ -26,7 +26,7 @@ from pretend_cuda import Log, pretend
 
 import oneshot.footprint.bounds
 import oneshot.report.page
-import oneshot.run
+import oneshot.run.resources
 from oneshot import Config
 from oneshot.footprint.seconds import Rates
 from oneshot.pipeline import compress
@@ -38,7 +38,7 @@ def on_host(model: Any, text: Any, machine: Any, **options: Any) -> Any:
     return measure_curvature(model, text, replace(machine, device=torch.device("cpu"), store="host"), **options)
 
 
-oneshot.run.measure_curvature = on_host
+oneshot.run.resources.measure_curvature = on_host
 
 SLACK_BYTES = 16 * 2**10  # of the many small tensors, beside which tiny models are no more than they
 oneshot.footprint.bounds.DEVICE_SLACK_BYTES = SLACK_BYTES

@@ -135,7 +135,7 @@ def test_an_impossible_place_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before the text is read, and by a dry run also."""
-    monkeypatch.setattr("oneshot.run.load_text", lambda *_, **__: pytest.fail("the run began"))
+    monkeypatch.setattr("oneshot.run.calibration.load_text", lambda *_, **__: pytest.fail("the run began"))
     (tmp_path / "file").write_text("a file")
     config = make_config(make_checkpoint(layers=1), output=str(tmp_path / place))
     for call in (predict, compress):

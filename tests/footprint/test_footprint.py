@@ -155,7 +155,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
         limit = options.max_memory_bytes
         return Bounds(GIB // 4, 0, limit or 2**40, limit is not None, 0, 0, 0, False)
 
-    monkeypatch.setattr("oneshot.run.current_bounds", bounds)
+    monkeypatch.setattr("oneshot.run.resources.current_bounds", bounds)
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_a_run_above_the_bound_is_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("oneshot.checkpoint.Checkpoint.read", _must_not_run)
-    monkeypatch.setattr("oneshot.run.load_text", _must_not_run)
+    monkeypatch.setattr("oneshot.run.calibration.load_text", _must_not_run)
     config = make_config(make_checkpoint(), num_sequences=512, sequence_length=512, batch_size=512)
     arguments = [config.checkpoint, "--output", config.output, "--sparsity", "0.2", "--max-memory", "100MB"]
     arguments += ["--num-sequences", "512", "--sequence-length", "512", "--batch-size", "512"]

@@ -1,53 +1,42 @@
 """Resources shared by all targets of a run: the machine, the model, the method, the text and the profile."""
 
 import logging
-import math
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from oneshot_kernels.backend import KernelError
-from safetensors import SafetensorError
 
 from oneshot.checkpoint import (
     Checkpoint,
     Model,
     identify,
-    load_whole,
     locate_checkpoint,
     open_gguf,
-    peek_saved,
 )
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.compression import Curvature
 from oneshot.config import Config, Target
-from oneshot.errors import CalibrationError, CheckpointError, DeviceError, OutputError, PlanError, cause
+from oneshot.errors import PlanError
 from oneshot.export import expected_bytes, form_of, part_dtype
 from oneshot.families import StackShape
 from oneshot.footprint import (
     current_bounds,
     describe_work,
     load_libraries,
-    offload_folder,
     predict_footprint,
     refuse_conversion,
 )
 from oneshot.machine import (
     Machine,
     Store,
-    exact_products,
     join_workers,
-    limited_memory,
     resolve_device,
     resolve_dtype,
-    vendor_solvers,
 )
-from oneshot.machine.memory import device_capacity, release_heap, reset_peak
+from oneshot.machine.memory import release_heap, reset_peak
 from oneshot.planning import Budget, Plan, Profile, parameter_budget
 from oneshot.profiling import (
     CURVATURE_TOKENS,
@@ -58,71 +47,18 @@ from oneshot.profiling import (
     profile_origin,
     refuse_other,
 )
-from oneshot.recipes import AUTO, TOKENS_PER_NEURON, Method
+from oneshot.recipes import AUTO, Method
 from oneshot.report.progress import ProgressBar, Shown, WarningLog, announce
 from oneshot.report.provenance import versions
 from oneshot.report.records import Footprint
+from oneshot.run.calibration import Calibration
 from oneshot.schedule import Schedule
 from oneshot.stream import check_family
 from oneshot.text import (
-    SELF,
     Text,
-    check_source,
-    documents_together,
-    has_tokens,
-    load_examples,
-    load_pairs,
-    load_text,
-    load_token_ids,
-    load_tokenizer,
-    mix,
-    shares,
-    split_sources,
-    write_text,
 )
 
 logger = logging.getLogger(__name__)
-
-SAVED_TEXT = "self"  # the journal's name for text that the model wrote
-
-
-@contextmanager
-def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Shown = False) -> Iterator["Run"]:
-    """Open the resources of a run, with a scratch folder in the off-load folder until the end.
-
-    Args:
-        outputs: the results' folders; text that an interrupted run of one of them saved is read again.
-    """
-    folder = offload_folder(config.machine)
-    try:
-        scratch = tempfile.TemporaryDirectory(prefix="oneshot-", dir=folder)
-    except OSError as error:
-        raise OutputError(
-            f"Nothing can be written to {folder} ({error.strerror}); name another folder as --offload-dir."
-        ) from error
-    with scratch as name, torch.inference_mode(), exact_products():
-        try:
-            run = Run(config, Path(name), outputs, show_progress=show_progress)
-            device, limit = run.machine.device, config.machine.max_device_memory_bytes
-            with limited_memory(device, limit), vendor_solvers(device), run.warnings:
-                yield run
-            run.machine.workers.wait()  # others may still read from this one's scratch folder
-        except KernelError as error:
-            raise DeviceError(f"{error} Set ONESHOT_KERNELS=torch to compute without Triton.") from error
-        except SafetensorError as error:  # of Grams and directions; the checkpoint's and the journal's have sentences
-            raise OutputError(
-                f"The scratch files in {folder} cannot be written ({cause(error)}); free some space there, or name "
-                "another folder as --offload-dir."
-            ) from error
-        except torch.linalg.LinAlgError as error:
-            raise CheckpointError(
-                f"A matrix cannot be decomposed ({cause(error)}); run with --dtype float32 or check the weights."
-            ) from error
-        except torch.cuda.OutOfMemoryError as error:
-            raise DeviceError(
-                "The CUDA device is out of memory; lower --batch-size or --sequence-length, or give a smaller "
-                "--max-device-memory, so that activations leave it."
-            ) from error
 
 
 class Run:
@@ -134,7 +70,6 @@ class Run:
     Attributes:
         dense: the sizes of the input. grid: the sizes that the form of the result can state.
         method: with every `auto` settled for the grid.
-        written_text: the sequences that the model wrote in this process; None if it wrote none.
     """
 
     def __init__(
@@ -146,7 +81,7 @@ class Run:
         show_progress: Shown = False,
         source: Checkpoint | None = None,
     ) -> None:
-        self._config, self._outputs = config, outputs
+        self._config = config
         self.warnings = WarningLog()
         workers = join_workers(on_cpu=resolve_device(config.machine.device).type == "cpu")
         device = resolve_device(config.machine.device, workers.local_rank if workers.size > 1 else None)
@@ -164,7 +99,7 @@ class Run:
             self.model = self.model.with_ffn_biases()
         self.grid = self.form.grid(self.model)
         self.method = self._settled(config)
-        self.written_text: Text | None = None
+        self._calibration = Calibration(config, self.model, self.machine, outputs, self.show_progress)
         self._profile: Profile | None = None
         self._is_checked = False
 
@@ -205,9 +140,7 @@ class Run:
 
     def check_text(self) -> None:
         """Raise `CalibrationError` if a file of the calibration text cannot be read; nothing is read yet."""
-        for source in split_sources(self._config.text.calibration):
-            if source != SELF:
-                check_source(source)
+        self._calibration.check()
 
     def check_family(self) -> None:
         """Refuse a model that its family's description does not fit; it is checked once, by reading a layer."""
@@ -222,96 +155,15 @@ class Run:
     @cached_property
     def text(self) -> Text:
         """Return the calibration text, all of it in every process."""
-        text = self.machine.workers.share(0, self._load_text)
+        text = self.machine.workers.share(0, self._calibration.read)
         release_heap()  # of the tokeniser
-        shape = self.model.shape
-        needed = math.ceil(TOKENS_PER_NEURON * shape.intermediate_size * shape.tokens_per_arrival)
-        if text.num_tokens < needed:
-            logger.warning(
-                "%d calibration tokens are few for %s of width %d: the correction will fit the text, not the "
-                "model; give at least %d (--num-sequences).",
-                text.num_tokens,
-                "an FFN" if shape.experts is None else f"{shape.experts.count} experts",
-                shape.intermediate_size,
-                needed,
-            )
+        self._calibration.warn_if_few(text)
         return text
 
-    def _load_text(self) -> Text:
-        options = self._config.text
-        announce(f"reading the text {options.calibration}", self.show_progress)
-        sources = split_sources(options.calibration)
-        tokens = [source for source in sources if has_tokens(source)]
-        if tokens and not (self.model.family.stack.causal and self.model.family.decoder is None):
-            raise CalibrationError(f"{tokens[0]} holds tokens, which only models that write text read; give a text.")
-        tokenizer = None if tokens == sources else load_tokenizer(self.model.checkpoint.folder)
-        reason = self.model.family.reason_against("self text")
-        if SELF in sources and reason is not None:
-            raise CalibrationError(reason)
-        stack, shape = self.model.family.stack, self.model.shape
-        if self.model.family.decoder is not None:
-            return load_pairs(
-                sources,
-                tokenizer,
-                num_tokens=options.num_tokens,
-                longest=options.sequence_length,
-                seed=self._config.seed,
-                start_token=self.model.start_token,
-            )
-        if not stack.causal:
-            return load_examples(
-                sources,
-                tokenizer,
-                num_tokens=options.num_tokens,
-                longest=min(options.sequence_length, shape.num_positions),
-                seed=self._config.seed,
-                with_types=shape.num_token_types > 1,
-            )
-        counts = shares(options.num_sequences, sources)
-        parts = [self._load_source(source, count, tokenizer) for source, count in counts.items()]
-        return mix(parts, self._config.seed, options.calibration)
-
-    def _load_source(self, source: str, num_sequences: int, tokenizer: Any) -> Text:
-        length, seed = self._config.text.sequence_length, self._config.seed
-        if has_tokens(source):
-            return load_token_ids(source, num_sequences=num_sequences, sequence_length=length, seed=seed)
-        if source != SELF:
-            return load_text(source, tokenizer, num_sequences=num_sequences, sequence_length=length, seed=seed)
-        self.written_text = self._saved_text(num_sequences) or self._write_text(num_sequences, tokenizer)
-        return self.written_text
-
-    def _saved_text(self, num_sequences: int) -> Text | None:
-        """Return what the model wrote for an interrupted run; the fingerprint says whether it is the same run."""
-        for output in self._outputs if self._config.resume else ():
-            saved = peek_saved(output, SAVED_TEXT)
-            if saved is not None:
-                token_ids = torch.tensor(saved["token_ids"])
-                if token_ids.shape == (num_sequences, self._config.text.sequence_length):
-                    return Text(token_ids, SELF)
-        return None
-
-    def _write_text(self, num_sequences: int, tokenizer: Any) -> Text:
-        length = self._config.text.sequence_length
-        capacity = device_capacity(self.machine.device, self._config.machine.max_device_memory_bytes)
-        with ProgressBar(
-            num_layers=1,
-            num_tokens=num_sequences * length,
-            visible=self.show_progress,
-            description="writing text",
-        ) as progress:
-            return write_text(
-                self.model.checkpoint.folder,
-                tokenizer,
-                num_sequences=num_sequences,
-                sequence_length=length,
-                seed=self._config.seed,
-                device=self.machine.device,
-                dtype=self.machine.dtype,
-                max_memory_bytes=self._config.machine.max_memory_bytes,
-                together=documents_together(self.model.shape, self.machine.dtype, capacity),
-                advance=progress.advance,
-                load=load_whole,
-            )
+    @property
+    def written_text(self) -> Text | None:
+        """Return the sequences that the model wrote in this process; None if it wrote none."""
+        return self._calibration.written
 
     def profile(self, schedule: Schedule) -> Profile:
         """Return the given profile if it belongs to this model and text, or one made now; each run has one."""

@@ -1,0 +1,153 @@
+"""The calibration text of a run: from files and the Hub, written by the model, or of an interrupted run."""
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneshot.checkpoint import Model, load_whole, peek_saved
+from oneshot.config import Config
+from oneshot.errors import CalibrationError
+from oneshot.machine import Machine
+from oneshot.machine.memory import device_capacity
+from oneshot.recipes import TOKENS_PER_NEURON
+from oneshot.report.progress import ProgressBar, Shown, announce
+from oneshot.text import (
+    SELF,
+    Text,
+    check_source,
+    documents_together,
+    has_tokens,
+    load_examples,
+    load_pairs,
+    load_text,
+    load_token_ids,
+    load_tokenizer,
+    mix,
+    shares,
+    split_sources,
+    write_text,
+)
+
+logger = logging.getLogger(__name__)
+
+SAVED_TEXT = "self"  # the journal's name for text that the model wrote
+
+
+class Calibration:
+    """Read the calibration text that a config names, in the kind that the model's family reads.
+
+    Args:
+        outputs: the results' folders; text that an interrupted run of one of them saved is read again.
+
+    Attributes:
+        written: the sequences that the model wrote in this process; None if it wrote none.
+    """
+
+    def __init__(
+        self, config: Config, model: Model, machine: Machine, outputs: Sequence[Path], show_progress: Shown
+    ) -> None:
+        self._config, self._model, self._machine = config, model, machine
+        self._outputs, self._show_progress = outputs, show_progress
+        self.written: Text | None = None
+
+    def check(self) -> None:
+        """Raise `CalibrationError` if a file of the text cannot be read; nothing is read yet."""
+        for source in split_sources(self._config.text.calibration):
+            if source != SELF:
+                check_source(source)
+
+    def warn_if_few(self, text: Text) -> None:
+        """Warn if the text has too few tokens for the width of the FFNs."""
+        shape = self._model.shape
+        needed = math.ceil(TOKENS_PER_NEURON * shape.intermediate_size * shape.tokens_per_arrival)
+        if text.num_tokens < needed:
+            logger.warning(
+                "%d calibration tokens are few for %s of width %d: the correction will fit the text, not the "
+                "model; give at least %d (--num-sequences).",
+                text.num_tokens,
+                "an FFN" if shape.experts is None else f"{shape.experts.count} experts",
+                shape.intermediate_size,
+                needed,
+            )
+
+    def read(self) -> Text:
+        """Return the text. Raises `CalibrationError` if a source does not suit the family."""
+        options, family, shape, seed = self._config.text, self._model.family, self._model.shape, self._config.seed
+        announce(f"reading the text {options.calibration}", self._show_progress)
+        sources = split_sources(options.calibration)
+        tokens = [source for source in sources if has_tokens(source)]
+        if tokens and not (family.stack.causal and family.decoder is None):
+            raise CalibrationError(f"{tokens[0]} holds tokens, which only models that write text read; give a text.")
+        tokenizer = None if tokens == sources else load_tokenizer(self._model.checkpoint.folder)
+        reason = family.reason_against("self text")
+        if SELF in sources and reason is not None:
+            raise CalibrationError(reason)
+        if family.decoder is not None:
+            return load_pairs(
+                sources,
+                tokenizer,
+                num_tokens=options.num_tokens,
+                longest=options.sequence_length,
+                seed=seed,
+                start_token=self._model.start_token,
+            )
+        if not family.stack.causal:
+            return load_examples(
+                sources,
+                tokenizer,
+                num_tokens=options.num_tokens,
+                longest=min(options.sequence_length, shape.num_positions),
+                seed=seed,
+                with_types=shape.num_token_types > 1,
+            )
+        counts = shares(options.num_sequences, sources)
+        parts = [self._source(source, count, tokenizer) for source, count in counts.items()]
+        return mix(parts, seed, options.calibration)
+
+    def _source(self, source: str, num_sequences: int, tokenizer: Any) -> Text:
+        """Return so many sequences of one source of packed text."""
+        length, seed = self._config.text.sequence_length, self._config.seed
+        if has_tokens(source):
+            return load_token_ids(source, num_sequences=num_sequences, sequence_length=length, seed=seed)
+        if source != SELF:
+            return load_text(source, tokenizer, num_sequences=num_sequences, sequence_length=length, seed=seed)
+        self.written = self._saved(num_sequences) or self._write(num_sequences, tokenizer)
+        return self.written
+
+    def _saved(self, num_sequences: int) -> Text | None:
+        """Return what the model wrote for an interrupted run; the fingerprint says whether it is the same run."""
+        for output in self._outputs if self._config.resume else ():
+            saved = peek_saved(output, SAVED_TEXT)
+            if saved is not None:
+                token_ids = torch.tensor(saved["token_ids"])
+                if token_ids.shape == (num_sequences, self._config.text.sequence_length):
+                    return Text(token_ids, SELF)
+        return None
+
+    def _write(self, num_sequences: int, tokenizer: Any) -> Text:
+        """Let the model write the text."""
+        length, machine = self._config.text.sequence_length, self._machine
+        capacity = device_capacity(machine.device, self._config.machine.max_device_memory_bytes)
+        with ProgressBar(
+            num_layers=1,
+            num_tokens=num_sequences * length,
+            visible=self._show_progress,
+            description="writing text",
+        ) as progress:
+            return write_text(
+                self._model.checkpoint.folder,
+                tokenizer,
+                num_sequences=num_sequences,
+                sequence_length=length,
+                seed=self._config.seed,
+                device=machine.device,
+                dtype=machine.dtype,
+                max_memory_bytes=self._config.machine.max_memory_bytes,
+                together=documents_together(self._model.shape, machine.dtype, capacity),
+                advance=progress.advance,
+                load=load_whole,
+            )
