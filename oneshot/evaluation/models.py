@@ -30,7 +30,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) 
 def measure_latency(
     models: Sequence[Any], token_ids: torch.Tensor, *, decode_tokens: int, rounds: int = LATENCY_ROUNDS
 ) -> list[tuple[float, float]]:
-    """Return median seconds of one prefill of `token_ids (1, L)` and of one decoded token, for each model.
+    """Return median seconds of one prefill of `token_ids (n, L)` and of one decoding step, for each model.
 
     The models take turns in every round, so noise of the machine affects all of them.
     """
@@ -45,7 +45,7 @@ def measure_latency(
             started = time.perf_counter()
             for _ in range(decode_tokens):
                 step = model(step, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-            step.item()  # waits for the device
+            step.tolist()  # waits for the device
             decodes[position].append((time.perf_counter() - started) / decode_tokens)
     # the first round warms up
     return [

@@ -189,7 +189,7 @@ def test_latency_is_measured_with_a_growing_cache() -> None:
         lengths.append((positional[0].shape[1], 0 if cache is None else int(cache.get_seq_length())))
 
     model.register_forward_pre_hook(watch, with_kwargs=True)
-    ((prefill, decode),) = measure_latency([model], torch.ones(1, 20).long(), decode_tokens=3, rounds=2)
+    ((prefill, decode),) = measure_latency([model], torch.ones(2, 20).long(), decode_tokens=3, rounds=2)
     assert prefill > 0
     assert decode > 0
     assert lengths == [(20, 0), (1, 20), (1, 21), (1, 22)] * 3
