@@ -19,6 +19,7 @@ from oneshot import Config
 from oneshot.checkpoint import Checkpoint, Model, identify
 from oneshot.errors import MemoryLimitError
 from oneshot.export import FORMS
+from oneshot.families import find_family
 from oneshot.footprint import describe_work
 from oneshot.footprint.bounds import Bounds, predict_footprint
 from oneshot.footprint.seconds import Rates, predicted_phases
@@ -58,6 +59,28 @@ SIZES = {
 }
 
 
+# as their config.json on the Hub states them
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+    }
+}
 TIED = {"1.1B"}  # embedding and output head
 MEASURED = "H100"
 
@@ -86,6 +109,8 @@ CARDS = {
         Rates(120e12, 120e12, 50e12, 1.1e12, pivot_seconds=PIVOT_SECONDS, bandwidth=0.85e12, link=20e9),
     ),
 }
+# no card: round numbers of a server's CPU
+CPU, CPU_RATES = "CPU", Rates(1e12, 1e12, 0.5e12, 0.5e12, pivoted=50e9)
 # Commit 2449bf0, on the H100: 15 launches for a pivot, and at the end the host read, hashed and wrote all parts again.
 FIRST_PIVOT_SECONDS = 165e-6
 FIRST_BYTES_PER_SECOND = 0.62e9
@@ -97,6 +122,19 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+# of a mixture: 32 tokens for each neuron of an expert of mean load
+MIXTURE_RUNS: dict[str, dict[str, Any]] = {
+    "neurons": {"num_sequences": 192},
+    "96 of 128 experts": {
+        "num_sequences": 192,
+        "experts": "effects",
+        "num_experts": 96,
+        "ffn": "none",
+        "sparsity": None,
+    },
+}
+
+
 class Described(Checkpoint):
     """A checkpoint that is only described: names, sizes and dtypes without files."""
 
@@ -104,41 +142,44 @@ class Described(Checkpoint):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.folder = Path(name)
-        self.config = SHARED | dict(zip(NAMES, SIZES[name], strict=True)) | {"tie_word_embeddings": name in TIED}
+        sizes = MIXTURES.get(name) or dict(zip(NAMES, SIZES[name], strict=True))
+        self.config = SHARED | sizes | {"tie_word_embeddings": name in TIED}
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config))
+            states = find_family(self.config).layers_to_files(model.state_dict()).items()
         unstored = {"lm_head.weight"} if name in TIED else set()
-        states = model.state_dict().items()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in states if name not in unstored}
         self.dtypes = dict.fromkeys(self.shapes, "BF16")
 
 
-def described_work(model: Model, memory: int, changes: dict[str, Any]) -> tuple[Config, Work]:
-    """Return the config and the work of a run on a card with so much memory."""
+def described_work(model: Model, memory: int | None, changes: dict[str, Any]) -> tuple[Config, Work]:
+    """Return the config and the work of a run on a card with so much memory; None: on a CPU."""
     options = {"sparsity": 0.2, "num_sequences": 128, "sequence_length": 2048, "calibration": "builtin"} | changes
-    config = Config.of("described", "out", max_device_memory_bytes=memory, device="cuda", **options)
+    options |= {"device": "cpu"} if memory is None else {"device": "cuda", "max_device_memory_bytes": memory}
+    config = Config.of("described", "out", **options)
     grid = FORMS[config.form].grid(model)
     method = grid.settle(config.method)
     plan = make_plan(grid, method, config.target, budget=parameter_budget(config.target, model.shape.stack()))
     schedule = make_schedule(method, plan, grid, num_tokens=config.text.num_tokens, has_profile=False)
-    machine = Machine(torch.device("cuda", 0), torch.bfloat16, Path(), batch_size=config.machine.batch_size)
+    device = torch.device("cpu") if memory is None else torch.device("cuda", 0)
+    machine = Machine(device, torch.bfloat16, Path(), batch_size=config.machine.batch_size)
     return config, describe_work(config, model, method, grid, schedule, plan, machine)
 
 
-def footprint_of(config: Config, work: Work, memory: int, host: int | None) -> Footprint:
-    """Return what a run takes of a card and a host (None: as much as it likes).
+def footprint_of(config: Config, work: Work, memory: int | None, host: int | None) -> Footprint:
+    """Return what a run takes of a card (None: there is none) and a host (None: as much as it likes).
 
     Raises `MemoryLimitError` if it does not fit.
     """
     allowed = 2**50 if host is None else host
-    bounds = Bounds(HELD_BYTES, 0, allowed, True, 0, 0, round(DEVICE_SHARE * memory), True)
+    bounds = Bounds(HELD_BYTES, 0, allowed, True, 0, 0, round(DEVICE_SHARE * (memory or 0)), True)
     return predict_footprint(work, bounds, config.machine, result_bytes=0, measure_time=False)
 
 
 def estimate(name: str, model: Model, card: str, run: str) -> dict[str, Any]:
-    """Return the row of a model, a card and a run."""
-    memory, rates = CARDS[card].memory, CARDS[card].rates
-    config, work = described_work(model, memory, RUNS[run])
+    """Return the row of a model, a card or a CPU, and a run."""
+    memory, rates = (None, CPU_RATES) if card == CPU else (CARDS[card].memory, CARDS[card].rates)
+    config, work = described_work(model, memory, (RUNS | MIXTURE_RUNS)[run])
     row: dict[str, Any] = {"model": name, "card": card, "run": run, "tokens": work.num_tokens, "rates": asdict(rates)}
     try:
         footprint = footprint_of(config, work, memory, None)
@@ -173,7 +214,7 @@ def first_run(model: Model, measured: Row) -> Row:
 def print_plan(name: str, card_gib: float, host_gib: float) -> int:
     """Print whether a model fits a card and a host, and how."""
     model = identify(Described(name))
-    for run, changes in RUNS.items():
+    for run, changes in (MIXTURE_RUNS if name in MIXTURES else RUNS).items():
         config, work = described_work(model, round(card_gib * GIB), changes)
         try:
             found = footprint_of(config, work, round(card_gib * GIB), round(host_gib * GIB))
@@ -191,7 +232,7 @@ def print_plan(name: str, card_gib: float, host_gib: float) -> int:
 def main() -> int:
     """Write all rows anew, or print one plan."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--model", choices=SIZES, default="70B")
+    options.add_argument("--model", choices=[*SIZES, *MIXTURES], default="70B")
     options.add_argument("--card-gib", type=float)
     options.add_argument("--host-gib", type=float, default=64)
     arguments = options.parse_args()
@@ -200,6 +241,9 @@ def main() -> int:
     models = {name: identify(Described(name)) for name in SIZES}
     cards = {name: list(CARDS) if name not in TIED else [MEASURED] for name in SIZES}
     rows = [estimate(name, model, card, run) for name, model in models.items() for card in cards[name] for run in RUNS]
+    for name in MIXTURES:
+        model = identify(Described(name))
+        rows += [estimate(name, model, card, run) for card in ("H100", "RTX 4090", CPU) for run in MIXTURE_RUNS]
     rows += [first_run(models[row["model"]], row) for row in read_rows("gpu") if row["section"] == FIRST_RUN]
     (RESULTS / "gpu_estimate.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0

@@ -129,6 +129,7 @@ def main() -> None:
     options.add_argument("--residual-weight", type=float, default=1.0)
     options.add_argument("--only-corrected", action="store_true", help="the other rows are there already")
     options.add_argument("--no-engine", dest="engine", action="store_false", help="no rows of `oneshot.compress`")
+    options.add_argument("--only-engine", action="store_true", help="only rows of `oneshot.compress`")
     options.add_argument("--num-sequences", type=int, default=64, help=f"of {LENGTH} tokens for calibration")
     options.add_argument("--max-windows", type=int, default=4)
     options.add_argument("--seed", type=int, default=0)
@@ -144,7 +145,8 @@ def main() -> None:
         named |= {"dense_perplexity": of_dense["perplexity"], "texts": text_records(windows)}
         named |= {"parameters": sum(one.numel() for one in dense.parameters())}
         for share in arguments.shares:
-            for variant in variants(arguments.corrections, arguments.residual_weight):
+            known = variants(arguments.corrections, arguments.residual_weight)
+            for variant in () if arguments.only_engine else known:
                 if arguments.only_corrected and variant.correction == "none":
                     continue
                 experts = kept_experts(variant, sums, share, arguments.seed) if variant.part == "experts" else None

@@ -10,7 +10,7 @@ from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
 from quality_rows import quality_rows
 from tables.claims import claims_table
 from tables.families import families_table
-from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, sums_table
+from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, mixture_estimates_table, sums_table
 from tables.gpu_measured import (
     gpu_agree_table,
     gpu_first_run_table,
@@ -68,6 +68,7 @@ DOCUMENTS = (
     ROOT / "docs" / "gpu.md",
     ROOT / "docs" / "guides" / "form.md",
     ROOT / "docs" / "guides" / "heal.md",
+    ROOT / "docs" / "guides" / "mixtures.md",
     ROOT / "docs" / "guides" / "text.md",
     ROOT / "docs" / "llama-cpp.md",
     ROOT / "docs" / "reliability.md",
@@ -129,6 +130,7 @@ TABLES = {
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),
+    "mixture_estimates": (mixture_estimates_table, "gpu_estimate"),
     **{
         f"minilm_{group}": (partial(minilm_table, group), "minilm")
         for group in ("ffn", "heads", "hidden", "values", "queries", "recipe", "allocation", "tokens")

@@ -32,6 +32,7 @@ ValueWeights = Literal["output", "none"]
 
 AUTO = "auto"
 DAMPING = 3e-2
+EXPERT_DAMPING = 1e-2
 ROUNDING_DAMPING = 1e-6  # a ridge against rounding only, for papers that have none
 TOKENS_PER_NEURON = 4  # with fewer tokens the correction fits the text and not the model
 
@@ -60,6 +61,7 @@ class Method:
             were neurons, the dense stream (`two-stream`, STAT section 3.2, step 2b); or whole heads by one number for
             each pair of heads (`head-level`, STAT figure 3b).
         damping: ridge in units of the Gram's mean diagonal, or `auto`: least error on a held-out eighth of the text.
+        expert_damping, expert_residual_weight: the same of the experts of a mixture (docs/results.md).
         up_steps: steps of conjugate gradients that also correct `up_proj`.
         pivoting: how `id` orders neurons: `cholesky` of the Gram, `qr` of the sketch, `grouped` or `tournament`.
         pivot_weights: weights of columns in `id`: norms of the `output` linear's columns (STAT A.3), or `none`.
@@ -99,6 +101,8 @@ class Method:
     residual_weight: float = 0.25
     heads_correction: HeadsCorrection = "own"
     damping: float | Literal["auto"] = DAMPING
+    expert_damping: float = EXPERT_DAMPING
+    expert_residual_weight: float = 1.0
     up_steps: int = 0
     pivoting: Pivoting = "cholesky"
     pivot_weights: PivotWeights = "output"
@@ -120,6 +124,8 @@ class Method:
         for name, value in (
             ("damping", self.fixed_damping),
             ("residual_weight", self.residual_weight),
+            ("expert_damping", self.expert_damping),
+            ("expert_residual_weight", self.expert_residual_weight),
             ("shared_weight", self.shared_weight),
         ):
             if not (math.isfinite(value) and value >= 0):
@@ -274,6 +280,7 @@ RECIPES = {
         residual_target="sublayer",
         residual_weight=1.0,
         damping=ROUNDING_DAMPING,
+        expert_damping=ROUNDING_DAMPING,
         pivoting="grouped",
         sketch="count",
         layer_allocation="stat",

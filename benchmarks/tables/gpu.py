@@ -1,5 +1,6 @@
 """Tables of docs/gpu.md: estimates of gpu_estimate.py, counts of gpu_counts.py, and sums.py's measurements on a CPU."""
 
+from gpu_estimate import MIXTURES
 from harness import Row, latest, read_rows
 
 from tables.cells import markdown, origin
@@ -8,9 +9,10 @@ GIB = 2**30
 REST = ("ranks", "energies", "condition", "output head", "embedding", "transfer")
 
 
-def estimates() -> list[Row]:
-    """Return the rows of today's code; those of the first run are another table."""
-    return [row for row in read_rows("gpu_estimate") if "measured" not in row]
+def estimates(*, of_mixtures: bool = False) -> list[Row]:
+    """Return the rows of today's code, of dense models or of mixtures; those of the first run are another table."""
+    rows = [row for row in read_rows("gpu_estimate") if "measured" not in row]
+    return [row for row in rows if (row["model"] in MIXTURES) == of_mixtures]
 
 
 def gpu_times_table() -> str:
@@ -51,6 +53,26 @@ def gpu_memory_table() -> str:
 def _needed(reason: str) -> str:
     """Shorten `MemoryLimitError`'s sentence: what is needed, and for what."""
     return "does not fit: " + reason.removeprefix("The run needs ").partition(", more than")[0]
+
+
+def mixture_estimates_table() -> str:
+    """Seconds by phase and peaks of runs on mixtures."""
+    lines = []
+    for row in estimates(of_mixtures=True):
+        device = f"{row['device_bytes'] / GIB:.1f} GiB" if row["device_bytes"] else "–"
+        start, *phases, total = _seconds(row)
+        lines.append(
+            [row["model"], row["card"], row["run"], device, f"{row['host_bytes'] / GIB:.1f} GiB", start, *phases, total]
+        )
+    head = ["model", "machine", "run", "device", "host", "start", "forward", "sums", "pivots", "solve", "rest", "total"]
+    rates = read_rows("gpu_estimate")
+    cpu = next(row["rates"]["stream"] for row in rates if row["card"] == "CPU")
+    return markdown(
+        head,
+        lines,
+        f"Predicted peaks and seconds, not measured: {row['tokens']:,} tokens, bfloat16, the sizes of the model's own "
+        f"config.json; neurons: `--sparsity 0.2`. The CPU has {cpu / 1e12:g} TFLOP/s.",
+    )
 
 
 def gpu_counts_table() -> str:

@@ -7,6 +7,7 @@ from judging import CODE, KINDS
 from quality_rows import with_seeds
 
 from tables.cells import markdown, score_cell, settings
+from tables.gpu import estimates
 
 GB = 1e9
 QUALITY_KEYS = ("model", "calibration", "settings", "asked")  # of a line
@@ -43,7 +44,7 @@ def gpu_rates_table() -> str:
         *("bfloat16 products", "float32 products", "float64 products", "memory", "link, pinned", "link, pageable"),
         *("a launch", "one right-hand side of a triangle of 7,552, float64"),
     )
-    cards = {row["card"]: row["rates"] for row in read_rows("gpu_estimate") if "measured" not in row}
+    cards = {row["card"]: row["rates"] for row in estimates()}
     assumed = [
         [
             *(f"{rates[name] / 1e12:.3g} TFLOP/s" for name in ("stream", "energies", "double")),

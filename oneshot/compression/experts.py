@@ -133,7 +133,7 @@ def experts_of(task: SublayerTask) -> Experts:
 
 def _dampings(task: SublayerTask, statistics: ExpertStatistics | None, count: int) -> list[float]:
     """Return the ridge of every expert: it grows as fewer than `TOKENS_PER_COLUMN` tokens come to a neuron."""
-    asked = task.method.fixed_damping
+    asked = task.method.expert_damping
     if statistics is None:
         return [asked] * count
     enough = TOKENS_PER_COLUMN * task.dense_units
@@ -157,7 +157,9 @@ def _select(
         Evidence(
             consumer=down[expert],
             producer_energy=_row_energy(gate_up[expert]) if task.needs("producers") else None,
-            gram=None if statistics is None else _shrunk(statistics.grams[expert], damping - task.method.fixed_damping),
+            gram=None
+            if statistics is None
+            else _shrunk(statistics.grams[expert], damping - task.method.expert_damping),
             generator=generator,
             pivoting=task.method.pivoting,
             group_size=task.method.pivot_group_size,

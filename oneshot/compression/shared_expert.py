@@ -46,6 +46,7 @@ def _own_task(task: SublayerTask) -> SublayerTask:
     assert experts is not None
     shape = replace(task.shape, experts=None, intermediate_size=experts.shared(task.dense_units))
     plan = task.plan.with_sizes(intermediate_size=experts.shared(task.kept_units))
+    method = replace(method, damping=method.expert_damping, residual_weight=method.expert_residual_weight)
     if task.loses_experts and method.solves:  # what is lost of the layer itself counts in full
         method = replace(method, correction="two-stream", residual_weight=1.0)
     return replace(task, stack=task.stack.with_ffn(shared), shape=shape, plan=plan, method=method)

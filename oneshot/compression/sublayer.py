@@ -173,9 +173,11 @@ class SublayerTask:
         From few tokens the residual is mostly noise, so it is left out below `TOKENS_PER_NEURON` of them for each
         column. A stream inside subspaces has more to correct and takes the whole share, and so does STAT's own target.
         """
+        of_experts = isinstance(self.sublayer.mixer, Experts)
+        asked = self.method.expert_residual_weight if of_experts else self.method.residual_weight
         if not num_tokens or self.corrects_slices or self.method.residual_target == "sublayer":
-            return self.method.residual_weight
-        return self.method.residual_weight * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / num_tokens)
+            return asked
+        return asked * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / num_tokens)
 
 
 def takes_sketch(method: Method) -> bool:

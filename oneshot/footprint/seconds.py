@@ -66,16 +66,16 @@ class Rates:
     def on_device(self) -> bool:
         return self.pivot_seconds is not None
 
-    def pivots(self, size: int, kept: float) -> float:
-        """Return the seconds of `kept` pivots of a Gram of `size` columns.
+    def pivots(self, size: int, kept: float, grams: int = 1) -> float:
+        """Return the seconds of `kept` pivots of each of several Grams of `size` columns.
 
-        A device updates one triangle of the Gram after every panel of pivots. The time of its memory and of its
-        arithmetic add up, because one product follows the other.
+        A device takes a pivot of all Grams at once, and updates one triangle of each after every panel of pivots. The
+        time of its memory and of its arithmetic add up, because one product follows the other.
         """
         if self.pivot_seconds is None:
-            return size**3 / 3 / self.pivoted
+            return grams * size**3 / 3 / self.pivoted
         update = 8 * size**2 / self.bandwidth + WIDTH * size**2 / self.double
-        return kept * self.pivot_seconds + kept / WIDTH * update + CAPTURE_SECONDS
+        return kept * self.pivot_seconds + grams * kept / WIDTH * update + CAPTURE_SECONDS
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
@@ -242,9 +242,9 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         seconds["sums"] += math.ceil(tokens / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
     if method.reduces_ffn:
         cost = choice_cost(work, size, kept, method.ffn)
-        chosen = rates.pivots(size, cost.gram_pivots) if cost.gram_pivots else 0.0
-        chosen += cost.sketch_pivots * (rates.pivot_seconds or 0.0) + cost.operations / rates.double
-        seconds["pivots"] += ffns * chosen
+        chosen = cost.sketch_pivots * (rates.pivot_seconds or 0.0) + cost.operations / rates.double
+        of_grams = rates.pivots(size, cost.gram_pivots, ffns) if cost.gram_pivots else 0.0
+        seconds["pivots"] += of_grams + ffns * chosen
     if method.solves:
         right = size - kept + hidden * schedule.two_streams
         solved = kept**3 / 3 + 2 * kept**2 * right + 2 * hidden * kept * (size - kept)

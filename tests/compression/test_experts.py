@@ -114,7 +114,7 @@ def test_downs_are_least_squares_over_the_tokens_of_their_expert(correction: str
         squares = routing.gates[one.tokens].square().sum(1)
         share = task.residual_weight(WIDTH, len(rows)) if correction == "two-stream" else 0.0
         change = lost[one.tokens].double() * (one.gates.square() / squares).double().unsqueeze(1)
-        damping = task.method.fixed_damping * max(1.0, 16 * WIDTH / len(rows))
+        damping = task.method.expert_damping * max(1.0, 16 * WIDTH / len(rows))
         ridge = damping * rows[:, columns].square().sum(0).mean()
         system = torch.cat((rows[:, columns], ridge.sqrt() * torch.eye(KEPT, dtype=torch.float64)))
         target = torch.cat((rows @ weight.T + share * change, ridge.sqrt() * weight[:, columns].T))
@@ -239,7 +239,7 @@ def test_experts_that_stay_take_over_what_the_others_did(
     for place, (tokens, weighted) in enumerate(rows):
         own = gates[tokens][chosen[tokens] == place].double()
         share = lost[tokens] * (own.square() / squares[tokens]).unsqueeze(1)
-        damping = config.method.fixed_damping * max(1.0, 16 * WIDTH / len(tokens))
+        damping = config.method.expert_damping * max(1.0, 16 * WIDTH / len(tokens))
         gram = weighted.T @ weighted
         gram += damping * gram.diagonal().mean() * torch.eye(WIDTH, dtype=torch.float64)
         step = torch.linalg.solve(gram, weighted.T @ share).T

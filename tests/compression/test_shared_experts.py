@@ -45,7 +45,7 @@ def test_the_shared_expert_is_fitted_over_all_tokens(make_checkpoint: MakeCheckp
     assert torch.equal(new.up_proj.weight, old.up_proj.weight[kept])
     neurons = functional.silu(inputs[0] @ old.gate_proj.weight.double().T) * (inputs[0] @ old.up_proj.weight.double().T)
     down = old.down_proj.weight.double()
-    ridge = config.method.fixed_damping * neurons[:, kept].square().sum(0).mean()
+    ridge = config.method.expert_damping * neurons[:, kept].square().sum(0).mean()
     system = torch.cat((neurons[:, kept], ridge.sqrt() * torch.eye(24, dtype=torch.float64)))
     target = torch.cat((neurons @ down.T, ridge.sqrt() * down[:, kept].T))
     expected = torch.linalg.lstsq(system, target).solution.T
