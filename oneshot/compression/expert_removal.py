@@ -6,8 +6,7 @@ After it the layer is routed otherwise, so the statistics of the experts that st
 import torch
 
 from oneshot.compression.expert_scores import ExpertSums, GateRule, Routed, outputs_of, removed_experts, route
-from oneshot.compression.experts import experts_of
-from oneshot.compression.sublayer import SublayerTask
+from oneshot.compression.tasks import ExpertsTask
 from oneshot.errors import CheckpointError
 from oneshot.families import Experts
 from oneshot.machine import Workers
@@ -18,14 +17,14 @@ TOKENS_TOGETHER = 4096  # whose effects are summed at once
 GATE_TOLERANCE = 2e-2  # of 16-bit gates
 
 
-def measure_effects(task: SublayerTask, tensors: Tensors, states: States, current: Layer) -> ExpertSums:
+def measure_effects(task: ExpertsTask, tensors: Tensors, states: States, current: Layer) -> ExpertSums:
     """Sum over the text what every expert contributes, and what its removal would change.
 
     Raises `CheckpointError` if the stock router weighs experts otherwise than its family's description says.
     """
     assert task.shape.experts is not None
     sums = ExpertSums(task.shape.experts.count, task.machine.device)
-    mixer = experts_of(task)
+    mixer = task.mixer
     for x, _ in states.read():
         routing = current.route(task.index, x)
         pieces = zip(
@@ -47,7 +46,7 @@ def _gate_rule(mixer: Experts) -> GateRule:
     return "softmax" if mixer.scores == "softmax" else "independent"
 
 
-def _check_gates(task: SublayerTask, routed: Routed, gates: torch.Tensor) -> None:
+def _check_gates(task: ExpertsTask, routed: Routed, gates: torch.Tensor) -> None:
     """Refuse a router whose gates, by falling size, are not the stock router's."""
     theirs = gates.float().sort(dim=1, descending=True).values
     ours = routed.gates.sort(dim=1, descending=True).values
@@ -65,9 +64,9 @@ def _of_all(sums: ExpertSums, workers: Workers) -> ExpertSums:
     return sums
 
 
-def keep_experts(task: SublayerTask, tensors: Tensors, sums: ExpertSums) -> Tensors:
+def keep_experts(task: ExpertsTask, tensors: Tensors, sums: ExpertSums) -> Tensors:
     """Return the layer with the experts that stay, and with their rows of the router; one worker chooses, for all."""
-    mixer, count = experts_of(task), len(sums.tokens)
+    mixer, count = task.mixer, len(sums.tokens)
     selector, kept_count = task.method.experts, task.kept.num_experts
     assert selector != "none"
     assert kept_count is not None

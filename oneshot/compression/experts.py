@@ -15,8 +15,7 @@ from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStati
 from oneshot.compression.measuring import target_of
 from oneshot.compression.shared_expert import fold_shared, shared_accumulator, shrinks_shared, solve_shared
 from oneshot.compression.statistics import TOKENS_PER_COLUMN
-from oneshot.compression.sublayer import SublayerTask
-from oneshot.families import Experts
+from oneshot.compression.tasks import ExpertsTask
 from oneshot.machine.transfer import as_like
 from oneshot.selection import SELECTORS, Evidence
 from oneshot.stream import DensePass, Layer, Routing, States
@@ -49,13 +48,13 @@ class ExpertFactors:
 
 
 def measure_experts(
-    task: SublayerTask, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass
+    task: ExpertsTask, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass
 ) -> tuple[ExpertStatistics, torch.Tensor | None]:
     """Sum the statistics of every expert; also return what the sublayer should add to the judged batch.
 
     Arguments and None as in `measuring.measure`.
     """
-    count, hidden, size = tensors[experts_of(task).down].shape
+    count, hidden, size = tensors[task.mixer.down].shape
     output_size = hidden if task.follows_dense or (task.loses_experts and task.method.solves) else None
     accumulator = ExpertAccumulator(count, size, output_size=output_size, device=task.machine.device)
     shared = shared_accumulator(task, output_size)
@@ -83,14 +82,14 @@ def measure_experts(
     return statistics if shared is None else replace(statistics, shared=shared.finish(workers)), target
 
 
-def _lost(task: SublayerTask, x: torch.Tensor, reference: Layer, current: Layer, routing: Routing) -> torch.Tensor:
+def _lost(task: ExpertsTask, x: torch.Tensor, reference: Layer, current: Layer, routing: Routing) -> torch.Tensor:
     """Return what the mixture wrote with all its experts beyond what it writes without those that went."""
     whole = reference.sum(task.index, x) - x
     return current.before_sum(whole.flatten(0, -2) - current.added(task.index, routing.written))
 
 
 def solve_experts(
-    task: SublayerTask, tensors: Tensors, statistics: ExpertStatistics | None
+    task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics | None
 ) -> tuple[torch.Tensor, ExpertFactors, None]:
     """Return the kept neurons `(E, m')` and the factors; one worker solves, for all.
 
@@ -98,9 +97,9 @@ def solve_experts(
     """
 
     def solution() -> ExpertFactors:
-        dampings = _dampings(task, statistics, len(tensors[experts_of(task).down]))
+        dampings = _dampings(task, statistics, len(tensors[task.mixer.down]))
         kept = _select(task, tensors, statistics, dampings)
-        return _corrected(task, tensors[experts_of(task).down], kept, statistics, dampings)
+        return _corrected(task, tensors[task.mixer.down], kept, statistics, dampings)
 
     if statistics is not None and task.method.correction != "none":
         _warn_of_rare(task, statistics)
@@ -111,9 +110,9 @@ def solve_experts(
     return factors.kept, factors, None
 
 
-def fold_experts(task: SublayerTask, tensors: Tensors, factors: ExpertFactors) -> Tensors:
+def fold_experts(task: ExpertsTask, tensors: Tensors, factors: ExpertFactors) -> Tensors:
     """Return the layer whose experts have the kept neurons and the corrected downs."""
-    mixer = experts_of(task)
+    mixer = task.mixer
     gate_up = tensors[mixer.gate_up]
     count, kept = len(gate_up), factors.kept.to(gate_up.device)
     both = gate_up.unflatten(1, (2, -1))
@@ -124,14 +123,7 @@ def fold_experts(task: SublayerTask, tensors: Tensors, factors: ExpertFactors) -
     return folded if factors.shared is None else fold_shared(task, folded, factors.shared)
 
 
-def experts_of(task: SublayerTask) -> Experts:
-    """Return the mixture of a task that is of one."""
-    mixer = task.sublayer.mixer
-    assert isinstance(mixer, Experts)
-    return mixer
-
-
-def _dampings(task: SublayerTask, statistics: ExpertStatistics | None, count: int) -> list[float]:
+def _dampings(task: ExpertsTask, statistics: ExpertStatistics | None, count: int) -> list[float]:
     """Return the ridge of every expert: it grows as fewer than `TOKENS_PER_COLUMN` tokens come to a neuron."""
     asked = task.method.expert_damping
     if statistics is None:
@@ -141,14 +133,14 @@ def _dampings(task: SublayerTask, statistics: ExpertStatistics | None, count: in
 
 
 def _select(
-    task: SublayerTask, tensors: Tensors, statistics: ExpertStatistics | None, dampings: list[float]
+    task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics | None, dampings: list[float]
 ) -> torch.Tensor:
     """Return the neurons that stay, int64 `(E, m')`, ascending.
 
     The Gram of a rare expert shrinks towards a multiple of the identity, so that an expert without tokens keeps the
     neurons with the largest outputs per unit of activation.
     """
-    mixer, device = experts_of(task), task.machine.device
+    mixer, device = task.mixer, task.machine.device
     if not task.is_reduced:
         return torch.arange(task.dense_units, device=device).repeat(len(dampings), 1)
     down, gate_up = tensors[mixer.down].to(device), tensors[mixer.gate_up].to(device)
@@ -183,7 +175,7 @@ def _shrunk(gram: torch.Tensor, by: float) -> torch.Tensor:
 
 
 def _corrected(
-    task: SublayerTask,
+    task: ExpertsTask,
     down: torch.Tensor,
     kept: torch.Tensor,
     statistics: ExpertStatistics | None,
@@ -226,7 +218,7 @@ def _corrected(
     )
 
 
-def _warn_of_rare(task: SublayerTask, statistics: ExpertStatistics) -> None:
+def _warn_of_rare(task: ExpertsTask, statistics: ExpertStatistics) -> None:
     """Warn of experts that saw too few tokens to be corrected, by their numbers in the result."""
     rare = [expert for expert, rows in enumerate(statistics.num_rows.tolist()) if rows < task.dense_units]
     if not rare:

@@ -1,26 +1,25 @@
 """One layer through its sublayers: measured, solved and folded, while the streams move on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.curvature import Curvature
-from oneshot.compression.expert_removal import keep_experts, measure_effects
 from oneshot.compression.fold import confine
-from oneshot.compression.inner_heads import InnerMaps, keep_heads, reduce_queries_keys
-from oneshot.compression.layer_folder import LayerFolder, Ranks
-from oneshot.compression.layer_reports import input_reports, left_out_reports, removal_report, sublayer_report
+from oneshot.compression.inner_heads import InnerMaps
+from oneshot.compression.layer_folder import LayerFolder
+from oneshot.compression.layer_reports import input_reports, left_out_reports, sublayer_report
 from oneshot.compression.measuring import relative_error
-from oneshot.compression.ranks import RankAccumulator, with_ranks
-from oneshot.compression.statistics import batches_apart
+from oneshot.compression.steps import LayerWork, Step
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.compression.subspaces import StreamSubspaces
+from oneshot.compression.tasks import TASKS
 from oneshot.compression.up_proj import correct_up, up_passes
-from oneshot.compression.ways import way_of
-from oneshot.families import Attention
+from oneshot.compression.ways import steps_of, way_of
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader, to_host
@@ -29,9 +28,6 @@ from oneshot.recipes import Method
 from oneshot.report.records import SublayerReport
 from oneshot.stream import DensePass, Layer, States
 from oneshot.tensors import Tensors
-
-# the working layer, maps of heads and linears of low rank of its sublayers by their index, what was lost
-Solved = tuple[Tensors, dict[int, InnerMaps], dict[int, Ranks], list[SublayerReport]]
 
 
 @dataclass(frozen=True)
@@ -123,90 +119,71 @@ class LayerCompressor:
             self.replay_layer(layer, tensors, {})
             return CompressedLayer({}, {}, left_out_reports(tasks))
         uploaded = self._upload(tensors)
-        working = self._confined(layer, uploaded)
+        work = LayerWork(self._confined(layer, uploaded))
         if self._states is None:
-            working, maps, ranks, reports = self._by_weights(layer, working, tasks)
+            self._by_weights(layer, work, tasks)
         else:
-            working, maps, ranks, reports = self._by_text(layer, uploaded, working, tasks, self._states)
-        folded, working = self._fold(layer, tensors, uploaded, working, maps, ranks)
-        return CompressedLayer(folded, working, reports)
+            self._by_text(layer, uploaded, work, tasks, self._states)
+        folded, working = self._fold(layer, tensors, uploaded, work)
+        return CompressedLayer(folded, working, work.reports + left_out_reports(tasks))
 
-    def _by_weights(self, layer: int, working: Tensors, tasks: list[SublayerTask]) -> Solved:
+    def _by_weights(self, layer: int, work: LayerWork, tasks: list[SublayerTask]) -> None:
         """Compress a layer whose neurons are chosen by weights alone."""
-        reports, maps = self._input_reports(layer), dict[int, InnerMaps]()
+        work.reports += self._input_reports(layer)
         for task in tasks:
             if task.is_reduced:
                 way = way_of(task)
-                units, factors, _ = way.solve(task, working, None)
-                working = way.fold(task, working, factors)
-                maps[task.index] = self._with_heads(task, InnerMaps(), units)
-                reports.append(sublayer_report(task, factors, None))
-        return working, maps, {}, reports + left_out_reports(tasks)
+                units, factors, _ = way.solve(task, work.working, None)
+                work.working = way.fold(task, work.working, factors)
+                work.maps[task.index] = task.maps_after(InnerMaps(), units, None)
+                work.reports.append(sublayer_report(task, factors, None))
 
     def _by_text(
-        self, layer: int, tensors: Tensors, working: Tensors, tasks: list[SublayerTask], states: States
-    ) -> Solved:
+        self, layer: int, tensors: Tensors, work: LayerWork, tasks: list[SublayerTask], states: States
+    ) -> None:
         """Compress a layer by what the text says about its activations."""
         self._enter(layer, states)
-        states.passes = self._passes(tasks, states)
+        steps = {task.index: steps_of(task) for task in tasks if not task.is_left_out}
+        states.passes = self._passes(tasks, steps, states)
         dense = states.dense_layer(layer, tensors)
-        current = reference = states.as_compressed(dense) if working is tensors else states.layer(layer, working)
+        current = reference = (
+            states.as_compressed(dense) if work.working is tensors else states.layer(layer, work.working)
+        )
         if self._norms_inside:
-            current = self._current(layer, working, states)
-        inputs = self._input_reports(layer, dense, states)
-        maps, ranks = dict[int, InnerMaps](), dict[int, Ranks]()
-        solved, removed = [], list[SublayerReport]()
+            current = self._current(layer, work.working, states)
+        work.reports += self._input_reports(layer, dense, states)
+        solved = []
         for task in tasks:
             dense_pass = DensePass(task.index, dense)
             if task.is_left_out:
                 states.defer_dense(dense_pass)
                 continue
-            if task.is_attention and task.kept.query_key_size is not None:
-                working, maps[task.index] = self._reduce_queries_keys(task, working, states, current)
-                current = self._current(layer, working, states)
-            if task.ranks:
-                working, ranks[task.index] = self._reduce_ranks(task, working, states, current)
-                current = self._current(layer, working, states)
-            if task.loses_experts:
-                sums = measure_effects(task, working, states, current)
-                working = keep_experts(task, working, sums)
-                current = self._current(layer, working, states)
-                removed.append(removal_report(task, sums))
+            for step in steps[task.index]:
+                step.apply_(work, states, current)
+                current = self._current(layer, work.working, states)
             states.defer_dense(dense_pass)  # to the pass that measures, which reads what it keeps
             if not task.is_solved:
                 states.defer(_Pass(task, current))
                 continue
             way = way_of(task)
-            statistics, target = way.measure(task, working, states, current, reference, dense_pass)
+            statistics, target = way.measure(task, work.working, states, current, reference, dense_pass)
             del current
             if task is tasks[-1]:
                 del dense, reference, dense_pass  # the factorisation needs their memory
             release_heap()
-            units, factors, values = way.solve(task, working, statistics)
-            working = way.fold(task, working, factors)
-            if task.is_reduced and not task.is_attention:
-                ranks[task.index] = {kind: one.rows(units) for kind, one in ranks.get(task.index, {}).items()}
-            if task.is_attention:
-                kept = keep_heads(maps.get(task.index, InnerMaps()), units, self._model.shape.heads_per_group)
-                kept = kept if values is None else replace(kept, values=values)
-                maps[task.index] = self._with_heads(task, kept, units)
+            units, factors, values = way.solve(task, work.working, statistics)
+            work.working = way.fold(task, work.working, factors)
+            work.ranks[task.index] = task.ranks_after(work.ranks.get(task.index, {}), units)
+            work.maps[task.index] = task.maps_after(work.maps.get(task.index, InnerMaps()), units, values)
             del statistics
             if task.corrects_up:
-                working, factors = correct_up(task, tensors, working, states)
+                work.working, factors = correct_up(task, tensors, work.working, states)
             release_heap()
-            current = self._current(layer, working, states)
+            current = self._current(layer, work.working, states)
             solved.append((task, factors, _Pass(task, current, target)))
             states.defer(solved[-1][2])
         states.settle()
-        reports = [sublayer_report(task, factors, passed.error) for task, factors, passed in solved]
-        return working, maps, ranks, inputs + removed + reports + left_out_reports(tasks)
-
-    @staticmethod
-    def _with_heads(task: SublayerTask, maps: InnerMaps, heads: torch.Tensor) -> InnerMaps:
-        """Return the maps with the heads that are cut at the end, if the layer has fixed heads until then."""
-        mixer = task.sublayer.mixer
-        cuts = isinstance(mixer, Attention) and mixer.fixed_heads and task.is_reduced
-        return replace(maps, heads=heads) if cuts else maps
+        work.reports += [sublayer_report(task, factors, passed.error) for task, factors, passed in solved]
 
     @property
     def _norms_inside(self) -> bool:
@@ -233,7 +210,7 @@ class LayerCompressor:
     def _tasks(self, layer: int) -> list[SublayerTask]:
         stack = self._model.family.stack_of(layer)
         return [
-            SublayerTask(
+            TASKS[type(sublayer.mixer)](
                 self._method,
                 self._model.shape,
                 self._plan,
@@ -249,47 +226,12 @@ class LayerCompressor:
             for index, sublayer in enumerate(stack.sublayers)
         ]
 
-    def _passes(self, tasks: list[SublayerTask], states: States) -> float:
+    @staticmethod
+    def _passes(tasks: list[SublayerTask], steps: dict[int, list[Step[Any]]], states: States) -> float:
         """Return how many passes over the text the layer takes."""
+        before: float = sum(step.passes(states) for of_task in steps.values() for step in of_task)
         tasks = [task for task in tasks if not task.is_left_out]
-        extra: float = sum(task.is_attention and task.kept.query_key_size is not None for task in tasks)
-        extra += sum(1 + states.share_read(self._ranks_every(states)) for task in tasks if task.ranks)
-        extra += sum(task.loses_experts for task in tasks)
-        return 1 + extra + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
-
-    def _reduce_queries_keys(
-        self, task: SublayerTask, working: Tensors, states: States, current: Layer
-    ) -> tuple[Tensors, InnerMaps]:
-        assert task.kept.query_key_size is not None
-        assert isinstance(task.sublayer.mixer, Attention)
-        return reduce_queries_keys(
-            working,
-            task.sublayer.mixer,
-            task.index,
-            self._model.shape,
-            states,
-            current,
-            size=task.kept.query_key_size,
-            rotary=task.stack.rotary,
-            share=task.shared,
-        )
-
-    def _ranks_every(self, states: States) -> int:
-        """Return n if each n-th batch is read for the ranks of linears."""
-        return batches_apart(states.num_tokens, self._model.shape.hidden_size)
-
-    def _reduce_ranks(
-        self, task: SublayerTask, working: Tensors, states: States, current: Layer
-    ) -> tuple[Tensors, Ranks]:
-        """Return the layer whose sublayer has linears of low rank, and these."""
-        mixer = task.sublayer.mixer
-        states.settle()
-        sums = RankAccumulator(self._model.shape, task.sublayer, task.index, self._machine.device)
-        for x, _ in states.read(self._ranks_every(states)):
-            sums.update_(current, x)
-        linears = sums.finish(self._machine.workers, working, task.curvature)
-        ranks = task.shared(lambda: {kind: linears[kind].nearest(rank) for kind, rank in task.ranks.items()})
-        return with_ranks(working, mixer, ranks), ranks
+        return 1 + before + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
 
     def _confined(self, layer: int, tensors: Tensors) -> Tensors:
         """Return the layer with outputs inside the subspaces that read them."""
@@ -306,16 +248,15 @@ class LayerCompressor:
         layer: int,
         tensors: Tensors,
         uploaded: Tensors,
-        working: Tensors,
-        maps: dict[int, InnerMaps],
-        ranks: dict[int, Ranks],
+        work: LayerWork,
     ) -> tuple[Tensors, Tensors]:
-        """Return what the checkpoint stores of a layer, and `working`, on the host.
+        """Return what the checkpoint stores of a layer, and what the stream passed, on the host.
 
         Tensors that did not change since they were uploaded are the input's.
         """
         left_out = [task.sublayer for task in self._tasks(layer) if task.is_left_out]
-        folded = self._folder.fold(layer, working, maps, ranks, left_out)
+        working = work.working
+        folded = self._folder.fold(layer, working, work.maps, work.ranks, left_out)
         like = tensors[f"{self._model.family.stack_of(layer).attention.out}.weight"]
         folded = {
             name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor

@@ -8,13 +8,11 @@ from oneshot.checkpoint import Model
 from oneshot.compression.fold import cut_heads, fold_hidden, to_rms_norms, without_sublayer
 from oneshot.compression.fold_post_norm import fold_post_norm
 from oneshot.compression.inner_heads import InnerMaps, fold_inner
-from oneshot.compression.ranks import Factored, fold_ranks
+from oneshot.compression.ranks import Ranks, fold_ranks
 from oneshot.compression.subspaces import StreamSubspaces
-from oneshot.families import Attention, RankedKind, Stack, Sublayer
+from oneshot.families import Attention, Stack, Sublayer
 from oneshot.planning import Grid
 from oneshot.tensors import Tensors
-
-Ranks = dict[RankedKind, Factored]
 
 
 class LayerFolder:

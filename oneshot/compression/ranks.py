@@ -69,6 +69,9 @@ class Factored:
         return self.outputs @ self.inputs[:, read], coefficients.T, torch.cat((read, others))
 
 
+Ranks = dict[RankedKind, Factored]
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What linears read, by its `gram (n, n)`; linears with the same inputs share the root. `of`: their name."""

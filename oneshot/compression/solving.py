@@ -6,17 +6,16 @@ import torch
 
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.correction import Factors, best_damping, correct, correct_heads, predicted_error
-from oneshot.compression.fold import augmented_weight, head_columns, row_energy
+from oneshot.compression.fold import augmented_weight
 from oneshot.compression.inner_heads import value_subspaces
 from oneshot.compression.statistics import Statistics
-from oneshot.compression.sublayer import SublayerTask
-from oneshot.families import Attention, FeedForward
-from oneshot.selection import Evidence, select_heads, select_neurons
+from oneshot.compression.tasks import OneWriterTask
+from oneshot.selection import Evidence
 from oneshot.tensors import Tensors
 
 
 def solve(
-    task: SublayerTask, tensors: Tensors, statistics: Statistics | None
+    task: OneWriterTask, tensors: Tensors, statistics: Statistics | None
 ) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
     """Return the kept units, the factors, and the values' subspaces if they shrink; one worker solves, for all.
 
@@ -41,7 +40,7 @@ def solve(
 
 
 def _select(
-    task: SublayerTask, tensors: Tensors, weight: torch.Tensor, statistics: Statistics | None
+    task: OneWriterTask, tensors: Tensors, weight: torch.Tensor, statistics: Statistics | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the units that stay, ascending, and their columns."""
     units = torch.arange(task.dense_units, device=task.machine.device)
@@ -51,7 +50,7 @@ def _select(
         generator = torch.Generator().manual_seed(task.seed + task.layer)
         evidence = Evidence(
             consumer=weight[:, : task.num_columns],
-            producer_energy=_producer_energy(task, tensors) if task.needs("producers") else None,
+            producer_energy=task.producer_energy(tensors).to(task.machine.device) if task.needs("producers") else None,
             gram=None if statistics is None else statistics.gram[: task.num_columns, : task.num_columns],
             generator=generator,
             moments=None if statistics is None else statistics.moments,
@@ -59,39 +58,20 @@ def _select(
             pivoting=task.method.pivoting,
             group_size=task.method.pivot_group_size,
             pivot_weights=task.method.pivot_weights,
-            curvature=None if task.curvature is None or task.is_attention else task.curvature.ffn,
+            curvature=task.neuron_curvature,
         )
-        if task.is_attention:
-            units = select_heads(
-                task.selector,
-                evidence,
-                num_groups=task.shape.num_key_value_heads,
-                heads_per_group=task.shape.heads_per_group,
-                kept_groups=task.kept.num_key_value_heads,
-                kept_heads_per_group=task.kept.num_attention_heads // task.kept.num_key_value_heads,
-            )
-        else:
-            units = select_neurons(task.selector, task.kept_units, evidence)
-    return units, head_columns(units, task.shape.head_dim) if task.is_attention else units
+        units = task.choose(evidence)
+    return units, task.columns_of(units)
 
 
-def _producer_energy(task: SublayerTask, tensors: Tensors) -> torch.Tensor:
-    """Return the squared norms of the rows that make each column of the writer."""
-    mixer = task.sublayer.mixer
-    if isinstance(mixer, FeedForward):
-        return row_energy(tensors, *mixer.readers).to(task.machine.device)
-    assert isinstance(mixer, Attention)
-    group_of_head = torch.arange(task.shape.num_attention_heads) // task.shape.heads_per_group
-    values = row_energy(tensors, mixer.v).view(-1, task.shape.head_dim)
-    return values[group_of_head].flatten().to(task.machine.device)
-
-
-def _correct(task: SublayerTask, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics | None) -> Factors:
+def _correct(
+    task: OneWriterTask, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics | None
+) -> Factors:
     """Correct the writer over the kept columns; its bias is a last column that stays."""
     has_bias = weight.shape[1] > task.num_columns
     if has_bias:
         columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
-    if task.is_attention and task.is_reduced and task.method.heads_correction == "head-level":
+    if task.corrects_whole_heads:
         assert statistics is not None
         return correct_heads(
             weight, columns, statistics, head_dim=task.shape.head_dim, damping=task.method.fixed_damping
@@ -109,7 +89,7 @@ def _correct(task: SublayerTask, weight: torch.Tensor, columns: torch.Tensor, st
 
 
 def _reduce_values(
-    task: SublayerTask,
+    task: OneWriterTask,
     weight: torch.Tensor,
     heads: torch.Tensor,
     columns: torch.Tensor,

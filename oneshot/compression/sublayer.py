@@ -1,10 +1,11 @@
-"""Say what is to be done with a sublayer, for attention and FFN alike.
+"""Say what is to be done with a sublayer, for all mixers alike; `tasks` has a class for each type of mixer.
 
 `measuring.measure` sums statistics of the activations that the sublayer's writer reads. `solving.solve` selects the
 columns that stay and corrects the writer over them. `fold.fold_sublayer` makes the smaller tensors of it. `ways.Way`
 is these three.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,8 +13,10 @@ from typing import TypeVar
 import torch
 
 from oneshot.compression.curvature import LayerCurvature
+from oneshot.compression.inner_heads import InnerMaps
+from oneshot.compression.ranks import Ranks
 from oneshot.compression.subspaces import StreamSubspaces
-from oneshot.families import Attention, Experts, FeedForward, ModelShape, RankedKind, Stack, Sublayer
+from oneshot.families import ModelShape, RankedKind, Stack, Sublayer
 from oneshot.machine import Machine
 from oneshot.planning import LayerPlan, Plan
 from oneshot.recipes import TOKENS_PER_NEURON, Method, SelectorName
@@ -23,7 +26,7 @@ Solution = TypeVar("Solution")
 
 
 @dataclass(frozen=True)
-class SublayerTask:
+class SublayerTask(ABC):
     """The compression of one sublayer of one layer: its sizes in the plan, and what it is computed with.
 
     `shared_heads`: the heads that stay, if they were chosen for all layers of the stack; else None. `curvature`: of the
@@ -57,35 +60,24 @@ class SublayerTask:
         return self.stack.position(self.layer, self.index)
 
     @property
-    def is_attention(self) -> bool:
-        return isinstance(self.sublayer.mixer, Attention)
-
-    @property
-    def is_dense_in_mixture(self) -> bool:
-        """Return whether the sublayer is the one FFN of a layer in a mixture of experts; it stays as it is."""
-        return isinstance(self.sublayer.mixer, FeedForward) and self.shape.experts is not None
-
-    @property
+    @abstractmethod
     def dense_units(self) -> int:
         """Return the dense model's heads or neurons."""
-        of_layer = self.shape.layer(self.layer)
-        return of_layer.num_attention_heads if self.is_attention else of_layer.intermediate_size
 
     @property
+    @abstractmethod
     def kept_units(self) -> int:
         """Return the heads or neurons that stay."""
-        if self.is_dense_in_mixture:
-            return self.dense_units
-        return self.kept.num_attention_heads if self.is_attention else self.kept.intermediate_size
+
+    @property
+    @abstractmethod
+    def selector(self) -> SelectorName:
+        """Return the name of what chooses heads or neurons."""
 
     @property
     def num_columns(self) -> int:
         """Return the columns of the dense writer."""
-        return self.dense_units * (self.shape.head_dim if self.is_attention else 1)
-
-    @property
-    def selector(self) -> SelectorName:
-        return self.method.heads if self.is_attention else self.method.ffn
+        return self.dense_units
 
     def needs(self, need: Need) -> bool:
         """Return whether the sublayer loses units that are chosen by this evidence."""
@@ -94,7 +86,7 @@ class SublayerTask:
     @property
     def takes_sketch(self) -> bool:
         """Return whether neurons are chosen by a sketch of the activations."""
-        return not self.is_attention and self.is_reduced and takes_sketch(self.method)
+        return False
 
     @property
     def is_reduced(self) -> bool:
@@ -104,9 +96,7 @@ class SublayerTask:
     @property
     def loses_experts(self) -> bool:
         """Return whether the sublayer is a mixture that loses whole experts."""
-        experts, kept = self.shape.experts, self.kept.num_experts
-        is_mixture = isinstance(self.sublayer.mixer, Experts)
-        return is_mixture and experts is not None and kept is not None and kept < experts.count
+        return False
 
     @property
     def is_left_out(self) -> bool:
@@ -114,9 +104,14 @@ class SublayerTask:
         return self.kept_units == 0
 
     @property
+    def smaller_scores(self) -> int | None:
+        """Return the kept size of queries and keys; None if they stay full."""
+        return None
+
+    @property
     def smaller_values(self) -> int | None:
         """Return the kept size of values; None if they stay full."""
-        return self.kept.value_size if self.is_attention else None
+        return None
 
     @property
     def ranks(self) -> dict[RankedKind, int]:
@@ -136,26 +131,21 @@ class SublayerTask:
 
     @property
     def follows_dense(self) -> bool:
-        """Return whether the target comes from the dense stream.
-
-        By default attention follows it only for a smaller hidden size: fewer heads that follow it diverge
-        (docs/experiments.md).
-        """
-        if self.is_attention and self.method.heads_correction != "two-stream":
-            return self.corrects_slices
+        """Return whether the target comes from the dense stream."""
         return self.method.follows_dense
 
     @property
     def corrects_up(self) -> bool:
-        """Return whether `up_proj` is also corrected; the FFN's output is linear in it if there is a gate."""
-        mixer = self.sublayer.mixer
-        return (
-            isinstance(mixer, FeedForward)
-            and mixer.gate is not None
-            and self.method.up_steps > 0
-            and self.is_reduced
-            and self.subspaces is None
-        )
+        """Return whether `up_proj` is also corrected."""
+        return False
+
+    def maps_after(self, maps: InnerMaps, units: torch.Tensor, values: torch.Tensor | None) -> InnerMaps:
+        """Return the maps of the heads that stay, with the subspaces of their values."""
+        return maps
+
+    def ranks_after(self, ranks: Ranks, units: torch.Tensor) -> Ranks:
+        """Return the linears of low rank of the neurons that stay."""
+        return ranks
 
     def shared(self, solve: Callable[[], Solution]) -> Solution:
         """Return what one worker solves, on the device of each."""

@@ -17,7 +17,7 @@ from oneshot.compression.expert_removal import _check_gates
 from oneshot.compression.expert_scores import ExpertSelector, route
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.experts import fold_experts, solve_experts
-from oneshot.compression.sublayer import SublayerTask
+from oneshot.compression.tasks import ExpertsTask
 from oneshot.errors import CheckpointError, OneshotError
 from oneshot.families import Experts
 from oneshot.pipeline import compress, predict
@@ -93,10 +93,10 @@ def test_statistics_equal_sums_over_tokens(model: Model, tmp_path: Path) -> None
     torch.testing.assert_close(both.residuals.double(), residuals * scales.view(-1, 1, 1), rtol=1e-4, atol=1e-4)
 
 
-def task_of(model: Model, tmp_path: Path, **changes: Any) -> SublayerTask:
+def task_of(model: Model, tmp_path: Path, **changes: Any) -> ExpertsTask:
     method = replace(find_recipe("oneshot"), **changes)
     plan = dense_plan(model.shape, method).with_sizes(intermediate_size=KEPT)
-    return SublayerTask(method, model.shape, plan, None, cpu_machine(tmp_path), model.family.stack, 0, 1, seed=0)
+    return ExpertsTask(method, model.shape, plan, None, cpu_machine(tmp_path), model.family.stack, 0, 1, seed=0)
 
 
 @pytest.mark.parametrize("correction", ["same-layer", "two-stream"])
