@@ -181,7 +181,7 @@ def probes_of_layer(
         yield Probe("linear map", number, rank, saved, with_map(torch.cat((reduced, constant.unsqueeze(0)))))
 
     for kind, ranks in RANKS.items():
-        linear, of_kind = sums.linears[kind], mixer if kind in mixer.ranked_kinds else stack.ffn
+        linear, of_kind = sums.linears[kind], mixer if kind in mixer.ranked else stack.ffn
         for rank in ranks:
             changed = with_ranks(tensors, of_kind, {kind: linear.nearest(rank)})
             saved = saved_by_rank(linear.weight, rank)

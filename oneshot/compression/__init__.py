@@ -1,7 +1,7 @@
 """Compressing layers: statistics, selection, correction and folding, and the subspaces and ranks around them.
 
-`layer.LayerCompressor` is the order. The one way through attention and FFN is `measuring`, `solving` and `fold`, by the
-sizes in a `sublayer.SublayerTask`.
+`layer.LayerCompressor` is the order. `ways` has the way through each type of mixer: the steps of `steps`, then
+`measuring`, `solving` and `fold`, or `experts`. A `sublayer.SublayerTask` has the sizes, `tasks` a class for each type.
 """
 
 from oneshot.compression.correction import Factors

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from oneshot.compression.correction import Factors
-from oneshot.families import Attention, ModelShape, Stack, Sublayer
+from oneshot.families import ModelShape, Stack, Sublayer
 from oneshot.machine.transfer import as_like
 from oneshot.tensors import Tensors
 
@@ -35,11 +35,16 @@ def rows_of_columns(sublayer: Sublayer, shape: ModelShape, columns: torch.Tensor
     Columns of attention are whole heads, ascending; keys and values keep the KV groups of these heads.
     """
     mixer = sublayer.mixer
-    if not isinstance(mixer, Attention):
-        return dict.fromkeys(mixer.readers, columns)
-    heads = columns[:: shape.head_dim] // shape.head_dim
-    groups = head_columns((heads // shape.heads_per_group).unique(), shape.head_dim)
-    return {mixer.q: columns, mixer.k: groups, mixer.v: groups}
+    rows = dict.fromkeys(mixer.column_readers, columns)
+    if mixer.group_readers:
+        groups = (_heads_of(columns, shape) // shape.heads_per_group).unique()
+        rows |= dict.fromkeys(mixer.group_readers, head_columns(groups, shape.head_dim))
+    return rows
+
+
+def _heads_of(columns: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+    """Return the heads of the columns of whole heads."""
+    return columns[:: shape.head_dim] // shape.head_dim
 
 
 def fold_sublayer(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, factors: Factors) -> Tensors:
@@ -53,16 +58,15 @@ def fold_sublayer(tensors: Tensors, sublayer: Sublayer, shape: ModelShape, facto
     if f"{writer}.bias" in tensors:
         columns = columns[:-1]  # without the constant column
     corrected = as_like(factors.weight[:, : len(columns)], weight)
-    if isinstance(mixer, Attention) and mixer.fixed_heads:
+    if mixer.fixed_heads:
         silent = corrected.new_zeros(weight.shape)
         silent[:, columns.to(silent.device)] = corrected
         folded[f"{writer}.weight"] = silent
     else:
         folded = _with_rows(folded, rows_of_columns(sublayer, shape, columns))
         folded[f"{writer}.weight"] = corrected
-        if isinstance(mixer, Attention) and mixer.relative_bias is not None:
-            table = folded[mixer.relative_bias]
-            folded[mixer.relative_bias] = table[:, (columns[:: shape.head_dim] // shape.head_dim).to(table.device)]
+        for table in mixer.head_tables:
+            folded[table] = folded[table][:, _heads_of(columns, shape).to(folded[table].device)]
     if f"{writer}.bias" in tensors:
         bias = tensors[f"{writer}.bias"]
         folded[f"{writer}.bias"] = as_like(factors.weight[:, len(columns)], bias)
@@ -88,10 +92,7 @@ def _with_rows(tensors: Tensors, rows_of: dict[str, torch.Tensor]) -> Tensors:
 
 def without_sublayer(tensors: Tensors, sublayer: Sublayer) -> Tensors:
     """Return the layer without a sublayer's linears and norms."""
-    mixer = sublayer.mixer
-    gone = {*sublayer.readers, sublayer.writer, *(norm.name for norm in sublayer.norms)}
-    if isinstance(mixer, Attention):
-        gone |= {name for name in (mixer.q_norm, mixer.k_norm) if name is not None}
+    gone = {*sublayer.readers, sublayer.writer, *(norm.name for norm in sublayer.norms), *sublayer.mixer.own_norms}
     return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in gone}
 
 
@@ -125,7 +126,7 @@ def fold_hidden(
         for linear in sublayer.readers:
             name = f"{linear}.weight"
             folded[name] = project_input(tensors[name].float(), tensors[f"{norm}.weight"], basis)
-        for linear in sublayer.mixer.memory_readers if isinstance(sublayer.mixer, Attention) else ():
+        for linear in sublayer.mixer.memory_readers:
             assert memory is not None
             folded[f"{linear}.weight"] = project_input(tensors[f"{linear}.weight"].float(), *memory)
         folded[f"{norm}.weight"] = tensors[f"{norm}.weight"].new_ones(basis.shape[1])

@@ -179,7 +179,7 @@ def with_ranks(tensors: Tensors, mixer: Mixer, ranks: Mapping[RankedKind, Factor
     """Return the layer whose whole linears are these matrices of low rank."""
     changed = dict(tensors)
     for kind, factored in ranks.items():
-        names = [f"{linear}.weight" for linear in _linears(mixer, kind)]
+        names = [f"{linear}.weight" for linear in mixer.ranked[kind]]
         parts = factored.whole().split([len(tensors[name]) for name in names])
         changed |= {name: as_like(part, tensors[name]) for name, part in zip(names, parts, strict=True)}
     return changed
@@ -189,7 +189,7 @@ def fold_ranks(tensors: Tensors, mixer: Mixer, ranks: Mapping[RankedKind, Factor
     """Return the layer whose linears of low rank keep r of their columns, beside what the others are made from."""
     folded = dict(tensors)
     for kind, factored in ranks.items():
-        names = [f"{linear}.weight" for linear in _linears(mixer, kind)]
+        names = [f"{linear}.weight" for linear in mixer.ranked[kind]]
         like, sizes = tensors[names[0]], [len(tensors[name]) for name in names]
         columns, others, order = factored.columns()
         folded |= {
@@ -198,15 +198,6 @@ def fold_ranks(tensors: Tensors, mixer: Mixer, ranks: Mapping[RankedKind, Factor
         folded[f"{READ_BY[kind]}.weight"] = as_like(others, like).contiguous()
         folded[f"{READ_BY[kind]}.columns"] = order
     return folded
-
-
-def _linears(mixer: Mixer, kind: RankedKind) -> list[str]:
-    """Return the linears of a kind."""
-    if isinstance(mixer, Attention):
-        return [mixer.q, mixer.k] if kind == "query_key" else [mixer.out]
-    assert isinstance(mixer, FeedForward)
-    assert mixer.gate is not None
-    return [mixer.gate if kind == "gate" else mixer.up]
 
 
 def _query_key_weights(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

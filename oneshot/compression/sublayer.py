@@ -116,7 +116,7 @@ class SublayerTask(ABC):
     @property
     def ranks(self) -> dict[RankedKind, int]:
         """Return the ranks of the sublayer's linears that are not whole."""
-        return {kind: rank for kind, rank in self.kept.ranks.items() if kind in self.sublayer.mixer.ranked_kinds}
+        return {kind: rank for kind, rank in self.kept.ranks.items() if kind in self.sublayer.mixer.ranked}
 
     @property
     def corrects_slices(self) -> bool:

@@ -1,6 +1,6 @@
 """The tasks of a layer, one class for each type of mixer: attention, a feed-forward network, experts.
 
-To add a mixer: its names in `families/`, a class here, and its entry of `TASKS`.
+`ways` has the way through each of them.
 """
 
 from abc import abstractmethod
@@ -115,7 +115,7 @@ class AttentionTask(OneWriterTask):
 
 
 class FeedForwardTask(OneWriterTask):
-    """A feed-forward network loses neurons. One in a mixture of experts stays as it is, unless it is a shared expert."""
+    """A feed-forward network loses neurons; one beside the experts of other layers stays as it is."""
 
     @property
     def mixer(self) -> FeedForward:

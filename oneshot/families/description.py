@@ -15,7 +15,7 @@ from oneshot.families.fused import stored_shapes
 from oneshot.families.resizing import NO_FFN_BIASES, NO_HIDDEN_SIZE, ONLY_STOCK
 from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Sublayer
+from oneshot.families.sublayers import Sublayer
 
 # features of which only families with Llama's layers are known to have them
 UNLIKE_LLAMA: Mapping[Feature, str] = {
@@ -280,11 +280,4 @@ def stated_class(config: dict[str, Any]) -> str | None:
 
 
 def _modules(sublayer: Sublayer) -> tuple[str | None, ...]:
-    mixer = sublayer.mixer
-    inside: tuple[str | None, ...]
-    if isinstance(mixer, Attention):
-        inside = (mixer.q, mixer.k, mixer.v, mixer.out, mixer.q_norm, mixer.k_norm, mixer.module)
-    else:
-        assert isinstance(mixer, FeedForward), "only the layers of dense models have other forms"
-        inside = (mixer.gate, mixer.up, mixer.down)
-    return (*inside, sublayer.norm.name, sublayer.shortcut)
+    return (*sublayer.mixer.modules, sublayer.norm.name, sublayer.shortcut)

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from types import MappingProxyType
+from typing import ClassVar, Literal
 
 import torch
 
@@ -44,6 +45,17 @@ class Experts:
     stored_linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     stored_names: Mapping[str, str] = field(default_factory=dict)
 
+    # what only attention or the FFN of a dense layer has
+    readers: ClassVar[tuple[str, ...]] = ()  # linears that read the norm's output by themselves
+    column_readers: ClassVar[tuple[str, ...]] = ()
+    memory_readers: ClassVar[tuple[str, ...]] = ()
+    group_readers: ClassVar[tuple[str, ...]] = ()
+    head_tables: ClassVar[tuple[str, ...]] = ()
+    own_norms: ClassVar[tuple[str, ...]] = ()
+    modules: ClassVar[tuple[str, ...]] = ()
+    ranked: ClassVar[Mapping[RankedKind, tuple[str, ...]]] = MappingProxyType({})
+    fixed_heads: ClassVar[bool] = False
+
     @property
     def kind(self) -> Literal["ffn"]:
         return "ffn"
@@ -62,16 +74,6 @@ class Experts:
     def out(self) -> str:
         """Return what writes to the residual stream."""
         return self.module
-
-    @property
-    def readers(self) -> tuple[str, ...]:
-        """Return the linears that read the norm's output by themselves: none."""
-        return ()
-
-    @property
-    def ranked_kinds(self) -> tuple[RankedKind, ...]:
-        """Return the kinds of its linears that may have low rank: none."""
-        return ()
 
     @property
     def is_gated(self) -> bool:

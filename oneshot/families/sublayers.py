@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -83,14 +83,44 @@ class Attention:
         return (self.k, self.v) if self.memory else ()
 
     @property
+    def column_readers(self) -> tuple[str, ...]:
+        """Return the linears with a row for every column of the writer."""
+        return (self.q,)
+
+    @property
+    def group_readers(self) -> tuple[str, ...]:
+        """Return the linears with the rows of KV groups."""
+        return (self.k, self.v)
+
+    @property
+    def head_tables(self) -> tuple[str, ...]:
+        """Return the tensors with a column for every head."""
+        return () if self.relative_bias is None else (self.relative_bias,)
+
+    @property
+    def own_norms(self) -> tuple[str, ...]:
+        """Return the norms of queries and keys."""
+        return tuple(norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+
+    @property
+    def contains_writer(self) -> bool:
+        """Return whether the module applies its output linear itself."""
+        return self.out.startswith(f"{self.module}.")
+
+    @property
+    def modules(self) -> tuple[str | None, ...]:
+        """Return the names of its parts, in an order that all families have."""
+        return (self.q, self.k, self.v, self.out, self.q_norm, self.k_norm, self.module)
+
+    @property
     def rotary_pairs(self) -> str:
         """Return the name under which kept rotary pairs are stored; only some forms have it."""
         return f"{self.module}.rotary_pairs"
 
     @property
-    def ranked_kinds(self) -> tuple[RankedKind, ...]:
-        """Return the kinds of its linears that may have low rank."""
-        return ("query_key", "output")
+    def ranked(self) -> dict[RankedKind, tuple[str, ...]]:
+        """Return the linears that may have low rank, by their kind; those of a kind have one rank together."""
+        return {"query_key": (self.q, self.k), "output": (self.out,)}
 
 
 @dataclass(frozen=True)
@@ -102,14 +132,31 @@ class FeedForward:
     gate: str | None = "mlp.gate_proj"
     activation: str = "mlp.act_fn"
 
+    # what only attention has
+    memory_readers: ClassVar[tuple[str, ...]] = ()
+    group_readers: ClassVar[tuple[str, ...]] = ()
+    head_tables: ClassVar[tuple[str, ...]] = ()
+    own_norms: ClassVar[tuple[str, ...]] = ()
+    fixed_heads: ClassVar[bool] = False
+
     @property
     def kind(self) -> SublayerKind:
         return "ffn"
 
     @property
-    def ranked_kinds(self) -> tuple[RankedKind, ...]:
-        """Return the kinds of its linears that may have low rank."""
-        return ("gate", "up")
+    def ranked(self) -> dict[RankedKind, tuple[str, ...]]:
+        """Return the linears that may have low rank, by their kind; only with a gate."""
+        return {} if self.gate is None else {"gate": (self.gate,), "up": (self.up,)}
+
+    @property
+    def column_readers(self) -> tuple[str, ...]:
+        """Return the linears with a row for every column of the writer."""
+        return self.readers
+
+    @property
+    def modules(self) -> tuple[str | None, ...]:
+        """Return the names of its parts, in an order that all families have."""
+        return (self.gate, self.up, self.down)
 
     @property
     def readers(self) -> tuple[str, ...]:

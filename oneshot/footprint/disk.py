@@ -1,6 +1,5 @@
 """Bytes of the disk that a run takes at the place of its result, until it is complete."""
 
-from oneshot.families import Attention
 from oneshot.footprint import terms
 from oneshot.footprint.work import Work
 
@@ -15,8 +14,7 @@ def scaffold_bytes(work: Work) -> int:
         return 0
     inner = plan.reduces_values or plan.reduces_queries_keys or method.plans_inner_sizes
     fixed_heads = method.reduces_heads and any(
-        isinstance(sublayer.mixer, Attention) and sublayer.mixer.fixed_heads
-        for sublayer in work.grid.family.stack.sublayers
+        sublayer.mixer.fixed_heads for sublayer in work.grid.family.stack.sublayers
     )
     folds = inner or fixed_heads or method.plans_ranks or method.leaves_out_sublayers or work.grid.folds_layer_norms
     if not (folds or work.hidden is not None or terms.cast_share(work)):

@@ -154,7 +154,7 @@ def _ffn_options(
     widths = [width] if step is None else [*range(step, width, step), width]
     if leaves_out:
         widths = [0, *widths]
-    kinds = [kind for kind in grid.family.stack.ffn.ranked_kinds if kind in ranked_kinds]
+    kinds = [kind for kind in grid.family.stack.ffn.ranked if kind in ranked_kinds]
     return _Options(grid, [{"intermediate_size": width} for width in widths], damages.ffn[:, widths], kinds)
 
 
@@ -184,7 +184,7 @@ def _attention_options(
     if leaves_out:
         lost = torch.cat((damages.heads[:, :1], lost), 1)
         sizes = [NO_HEADS, *sizes]
-    kinds = [kind for kind in grid.family.stack.attention.ranked_kinds if kind in ranked_kinds]
+    kinds = [kind for kind in grid.family.stack.attention.ranked if kind in ranked_kinds]
     return _Options(grid, sizes, lost, kinds)
 
 

@@ -45,7 +45,7 @@ class Layer:
         assert isinstance(mixer, Attention)
         read: list[torch.Tensor] = []
         attention = self._part(mixer.module)
-        if not _contains_writer(mixer):
+        if not mixer.contains_writer:
             return attention(normed, **self._arguments_of(mixer))[0].flatten(0, -2)
         handle = self._part(mixer.out).register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
         try:
@@ -63,7 +63,7 @@ class Layer:
         mixer, base = self._stack.sublayers[index].mixer, self.base(index, x)
         if isinstance(mixer, Experts):
             return base + self.added(index, self._part(mixer.module)(self.normed(index, x)))
-        if isinstance(mixer, Attention) and _contains_writer(mixer):
+        if isinstance(mixer, Attention) and mixer.contains_writer:
             attention, arguments = self._part(mixer.module), self._arguments_of(mixer)
             output, *_ = attention(hidden_states=self.normed(index, x), **arguments)
             return base + self.added(index, output)
@@ -136,30 +136,26 @@ class Layer:
 
         The keys of cross-attention are of the source's tokens.
         """
-        mixer = self._stack.sublayers[index].mixer
-        assert isinstance(mixer, Attention)
+        mixer = self._attention(index)
         normed = self.normed(index, x).flatten(0, -2)
         read = normed if not mixer.memory else self._memory_states().flatten(0, -2)
         return self._part(mixer.q)(normed), self._part(mixer.k)(read)
 
     def values(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Return values `(tokens, G·h)` before the softmax weighs them."""
-        mixer = self._stack.sublayers[index].mixer
-        assert isinstance(mixer, Attention)
+        mixer = self._attention(index)
         return self._part(mixer.v)(self.normed(index, x).flatten(0, -2))
 
     def gates(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what an FFN with a gate reads, `(tokens, D)`, and the gate's activations, `(tokens, n)`."""
-        mixer = self._stack.sublayers[index].mixer
-        assert isinstance(mixer, FeedForward)
+        mixer = self._ffn(index)
         assert mixer.gate is not None
         normed = self.normed(index, x).flatten(0, -2)
         return normed, self._part(mixer.activation)(self._part(mixer.gate)(normed))
 
     def neuron_factors(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the factors of an FFN's neurons, `(tokens, n)`: the gate's activations, and what it multiplies."""
-        mixer = self._stack.sublayers[index].mixer
-        assert isinstance(mixer, FeedForward)
+        mixer = self._ffn(index)
         inputs, gates = self.gates(index, x)
         return gates, self._part(mixer.up)(inputs)
 
@@ -173,6 +169,16 @@ class Layer:
         """Return what the sublayer's linears read."""
         norm = self._stack.sublayers[index].before
         return x if norm is None else self._part(norm.name)(x)
+
+    def _attention(self, index: int) -> Attention:
+        mixer = self._stack.sublayers[index].mixer
+        assert isinstance(mixer, Attention)
+        return mixer
+
+    def _ffn(self, index: int) -> FeedForward:
+        mixer = self._stack.sublayers[index].mixer
+        assert isinstance(mixer, FeedForward)
+        return mixer
 
     def _arguments_of(self, mixer: Attention) -> dict[str, Any]:
         return self._arguments | ({"key_value_states": self._memory_states()} if mixer.memory else {})
@@ -207,8 +213,3 @@ def with_parts(module: nn.Module, stack: Stack) -> nn.Module:
             module.get_submodule(path).add_module(own, nn.Linear(inputs, outputs, bias=False, device="meta"))
         setattr(module.get_submodule(linear), part, nn.Parameter(view, requires_grad=False))
     return module
-
-
-def _contains_writer(mixer: Attention) -> bool:
-    """Return whether the attention module applies its output linear itself."""
-    return mixer.out.startswith(f"{mixer.module}.")
