@@ -10,7 +10,9 @@ from oneshot.compression.measuring import NONZEROS
 from oneshot.compression.subspaces import DIRECTIONS
 from oneshot.config import FormName
 from oneshot.errors import ConfigError
-from oneshot.export.forms import FORMS
+from oneshot.export.forms import FORMS, STATED_SHAPES
+from oneshot.export.own_classes import OWN_CLASSES
+from oneshot.families.refusals import COMPRESSED
 from oneshot.pipeline import predict
 from oneshot.planning.damages import ALLOCATIONS
 from oneshot.recipes import Allocation, Experts, Hidden, SelectorName, Sketch
@@ -47,3 +49,7 @@ def test_a_selector_without_an_entry_is_refused_before_any_work(
 
 def test_every_need_is_known() -> None:
     assert {need for name in SELECTORS for need in needs_of(name)} == set(get_args(Need))  # type: ignore[arg-type]
+
+
+def test_a_model_type_of_our_own_is_refused_opened_and_sized() -> None:
+    assert COMPRESSED.keys() == OWN_CLASSES.keys() == STATED_SHAPES.keys()

@@ -16,7 +16,7 @@ from oneshot.evaluation.generation import Generation
 from oneshot.evaluation.masked_tokens import MaskedTokens
 from oneshot.evaluation.retrieval import Retrieval
 from oneshot.export import model_classes
-from oneshot.families import COMPRESSED_MODEL_TYPE, FAMILIES, NAS_MODEL_TYPE, predicts_tokens, stated_class
+from oneshot.families import FAMILIES, predicts_tokens, stated_class
 
 # The ends of the names of transformers' classes, in the order in which they are tried.
 ENDINGS: dict[str, Kind] = {
@@ -69,11 +69,10 @@ def kind_of(config: Mapping[str, Any]) -> Kind:
 
     Raises `CheckpointError` for a class that is not known.
     """
-    model_type = config.get("model_type")
-    family = FAMILIES.get(str(model_type))
+    family = FAMILIES.get(str(config.get("model_type")))
     predicts = family is not None and not family.classes and predicts_tokens(dict(config))
     predicts = predicts or (family is not None and family.text_module is not None)
-    if model_type in (COMPRESSED_MODEL_TYPE, NAS_MODEL_TYPE) or predicts:
+    if predicts:
         return "causal"
     stated = stated_class(dict(config)) or "(none)"
     for ending, kind in ENDINGS.items():

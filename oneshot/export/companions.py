@@ -10,7 +10,8 @@ import torch
 from oneshot.checkpoint import Checkpoint, Journal, attention_of, identify, stock_classes, tied_names
 from oneshot.checkpoint.safe_files import companion_files, read_config
 from oneshot.errors import OutputError
-from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, FAMILIES, NAS_MODEL_TYPE, as_stored
+from oneshot.export.own_classes import OWN_CLASSES
+from oneshot.families import FAMILIES, as_stored
 from oneshot.text import load_tokenizer, needs_conversion
 
 
@@ -49,23 +50,9 @@ def with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the config class and the model class of a config.json.
-
-    Forms with a modelling file have classes of this package, so no file of a checkpoint is run.
-    """
-    if config.get("model_type") == ENCODER_MODEL_TYPE:
-        import oneshot.export.modeling_oneshot_encoder as encoder
-
-        return encoder.OneshotEncoderConfig, getattr(encoder, config["architectures"][0])
-    if config.get("model_type") == NAS_MODEL_TYPE:
-        from oneshot.export.modeling_nemotron_nas import DeciLMConfig, DeciLMForCausalLM
-
-        return DeciLMConfig, DeciLMForCausalLM
-    if config.get("model_type") == COMPRESSED_MODEL_TYPE:
-        from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
-
-        return OneshotConfig, OneshotForCausalLM
-    return stock_classes(config)
+    """Return the config class and the model class of a config.json: this package's own, or transformers'."""
+    own = OWN_CLASSES.get(config["model_type"])
+    return stock_classes(config) if own is None else own(config)
 
 
 def empty_model(config: dict[str, Any]) -> Any:

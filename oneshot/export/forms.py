@@ -73,6 +73,14 @@ FORMS: dict[FormName, Form] = {
 }
 
 
+STATED_SHAPES: dict[str, Callable[[dict[str, Any]], StackShape]] = {
+    COMPRESSED_MODEL_TYPE: per_layer_shape,
+    ENCODER_MODEL_TYPE: encoder_shape,
+    NAS_MODEL_TYPE: nemotron_nas_shape,
+}
+"""The sizes that a config.json with layers of different sizes states, by its model type."""
+
+
 def form_of(name: FormName, family: Description) -> Form:
     """Return the form of this name for a family; encoders have a per-layer form of their own."""
     is_encoder = family.stack.norms_after and not family.stack.causal
@@ -81,9 +89,5 @@ def form_of(name: FormName, family: Description) -> Form:
 
 def stated_shape(config: dict[str, Any]) -> StackShape | None:
     """Return the sizes that the config.json of a form with layers of different sizes states; None for stock configs."""
-    model_type = config.get("model_type")
-    if model_type == COMPRESSED_MODEL_TYPE:
-        return per_layer_shape(config)
-    if model_type == ENCODER_MODEL_TYPE:
-        return encoder_shape(config)
-    return nemotron_nas_shape(config) if model_type == NAS_MODEL_TYPE else None
+    stated = STATED_SHAPES.get(str(config.get("model_type")))
+    return None if stated is None else stated(config)

@@ -1,23 +1,19 @@
 """Model families, one file each. To add one: a `Description` in a new file, and its name in `reading.FAMILIES`."""
 
 from oneshot.families.bert import BERT
+from oneshot.families.checks import check_layers
 from oneshot.families.classes import as_stored, predicts_tokens
 from oneshot.families.description import Description, Feature, Sizes, stated_class
 from oneshot.families.expert_sizes import ExpertSizes
 from oneshot.families.experts import Experts
 from oneshot.families.fused import from_files, fuse, split, to_files
+from oneshot.families.layer_shape import RANKED_KINDS, LayerShape, RankedKind, TableShape
 from oneshot.families.llama import LLAMA
-from oneshot.families.reading import (
-    COMPRESSED_MODEL_TYPE,
-    ENCODER_MODEL_TYPE,
-    FAMILIES,
-    NAS_MODEL_TYPE,
-    check_layers,
-    find_family,
-    read_shape,
-)
+from oneshot.families.reading import FAMILIES, find_family
+from oneshot.families.refusals import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE
 from oneshot.families.resizing import scaled_epsilon
-from oneshot.families.shapes import RANKED_KINDS, LayerShape, ModelShape, RankedKind, StackShape, TableShape
+from oneshot.families.shapes import ModelShape, StackShape
+from oneshot.families.sizes import read_shape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention, FeedForward, Mixer, Norm, Sublayer
 from oneshot.families.wrappers import is_text, text_names, text_of, with_text

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 import torch
 
 from oneshot.errors import CheckpointError
-from oneshot.families.shapes import ModelShape, RankedKind
+from oneshot.families.layer_shape import RankedKind
+from oneshot.families.shapes import ModelShape
 from oneshot.tensors import Tensors
 
 

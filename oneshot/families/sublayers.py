@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 import torch
 
 from oneshot.families.experts import Experts
-from oneshot.families.shapes import ModelShape, RankedKind
+from oneshot.families.layer_shape import RankedKind
+from oneshot.families.shapes import ModelShape
 
 SublayerKind = Literal["heads", "cross-heads", "ffn"]
 

@@ -1,0 +1,34 @@
+"""The classes of this package that open results of forms with a modelling file; no file of a checkpoint is run."""
+
+from collections.abc import Callable
+from typing import Any
+
+from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE
+
+Classes = tuple[Any, Any]  # of the config and of the model
+
+
+def _per_layer(_: dict[str, Any]) -> Classes:
+    from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
+
+    return OneshotConfig, OneshotForCausalLM
+
+
+def _encoder(config: dict[str, Any]) -> Classes:
+    import oneshot.export.modeling_oneshot_encoder as encoder
+
+    return encoder.OneshotEncoderConfig, getattr(encoder, config["architectures"][0])
+
+
+def _nemotron_nas(_: dict[str, Any]) -> Classes:
+    from oneshot.export.modeling_nemotron_nas import DeciLMConfig, DeciLMForCausalLM
+
+    return DeciLMConfig, DeciLMForCausalLM
+
+
+OWN_CLASSES: dict[str, Callable[[dict[str, Any]], Classes]] = {
+    COMPRESSED_MODEL_TYPE: _per_layer,
+    ENCODER_MODEL_TYPE: _encoder,
+    NAS_MODEL_TYPE: _nemotron_nas,
+}
+"""The classes of a config.json, by its model type; imported when they are needed, because they load transformers."""

@@ -1,0 +1,214 @@
+"""The sizes of a model, from its config.json and its stored tensors."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from oneshot.errors import CheckpointError
+from oneshot.families.description import Description, stated_class
+from oneshot.families.expert_sizes import ExpertSizes
+from oneshot.families.latent import LatentSizes
+from oneshot.families.shapes import ModelShape
+
+LARGEST_SIZE = 2**31 - 1
+DEFAULT_BUCKETS = 32  # of relative positions, transformers' default
+
+
+def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> ModelShape:
+    """Return the sizes that the config states; the stored tensors say which biases a layer has.
+
+    Raises `CheckpointError` if a size is missing, is not a size, or contradicts the others.
+    """
+    stack, keys = family.stack, family.sizes
+    hidden_size = _size(family, config, keys.hidden_size)
+    num_heads, num_groups, head_dim = _head_sizes(family, config, hidden_size)
+    _check_norm_epsilon(family, config)
+    if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
+        _size(family, config, "sliding_window")
+    first, attention = stack.layer_prefix(0), stack.attention
+    num_layers = _num_layers(family, config, stored, keys.num_hidden_layers)
+    num_decoder_layers = num_buckets = 0
+    if keys.num_decoder_layers is not None:
+        num_decoder_layers = _num_layers(family, config, stored, keys.num_decoder_layers, num_layers)
+    if keys.num_buckets is not None:
+        num_buckets = _size(family, config, keys.num_buckets, DEFAULT_BUCKETS)
+    tied = _is_tied(family, config, stored)
+    return ModelShape(
+        num_hidden_layers=num_layers + num_decoder_layers,
+        hidden_size=hidden_size,
+        intermediate_size=_size(family, config, keys.intermediate_size, _default_width(family, hidden_size)),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_groups,
+        head_dim=head_dim,
+        attention_bias=f"{first}{stack.stored_linear(attention.k)}.bias" in stored,
+        output_bias=f"{first}{attention.out}.bias" in stored,
+        mlp_bias=f"{first}{stack.feed_forward.down}.bias" in stored,
+        vocab_size=_size(family, config, keys.vocab_size),
+        query_key_norms=attention.q_norm is not None,
+        norms_all_heads=attention.norms_all_heads,
+        layer_norms=stack.centres,
+        norm_bias=len(stack.sublayers[0].norms[0].parts) > 1,
+        norms_per_sublayer=len(stack.sublayers[0].norms),
+        gated=stack.feed_forward.is_gated,
+        shared_norm=stack.shares_norm,
+        head_bias=family.head is not None and family.head.replace(".weight", ".bias") in stored,
+        tied=tied,
+        has_head=family.head is not None or tied,
+        final_norm=stack.final_norm is not None,
+        norms_after=stack.norms_after,
+        causal=stack.causal,
+        table_width=0 if stack.project_in is None else _size(family, config, str(keys.table_width)),
+        num_token_types=stored.get(stack.token_types or "", (0,))[0],
+        further_parameters=_further_parameters(family, stored),
+        num_positions=_num_positions(family, stored),
+        unused_positions=stack.position_offset,
+        num_decoder_layers=num_decoder_layers,
+        num_buckets=num_buckets,
+        experts=_experts(family, config),
+        latent=_latent(family, config) if attention.latent else None,
+    )
+
+
+def _latent(family: Description, config: dict[str, Any]) -> LatentSizes:
+    """Return what queries, keys and values come from in attention with a latent."""
+    queries = _size(family, config, "q_lora_rank") if config.get("q_lora_rank") is not None else 0
+    keys = (_size(family, config, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"))
+    return LatentSizes(queries, *keys)
+
+
+def _experts(family: Description, config: dict[str, Any]) -> ExpertSizes | None:
+    """Return the sizes of the family's mixture of experts; None for a dense family."""
+    keys, experts = family.sizes, family.stack.experts
+    if experts is None:
+        return None
+    assert keys.experts_per_token is not None
+    names = [name for name in keys.num_experts if config.get(name) is not None] or keys.num_experts
+    counts = {_size(family, config, name) for name in names}
+    count, per_token = max(counts), _size(family, config, keys.experts_per_token)
+    if len(counts) > 1 or per_token > count:
+        raise CheckpointError(
+            f"config.json states {' and '.join(map(str, sorted(counts)))} experts, of which a token passes "
+            f"{per_token}; give a complete {family.model_type} checkpoint."
+        )
+    if len(family.dense_layers) == config.get(keys.num_hidden_layers):
+        raise CheckpointError(
+            f"config.json of this {family.model_type} states no layer with experts, so there are none to make smaller; "
+            "give another model."
+        )
+    return ExpertSizes(
+        count,
+        per_token,
+        shared_width=0 if keys.shared_expert_width is None else _size(family, config, keys.shared_expert_width),
+        shared_count=0 if keys.shared_experts is None else _size(family, config, keys.shared_experts),
+        shared_gate=experts.shared_gate is not None,
+        router_bias=experts.chosen_by is not None,
+        dense_layers=family.dense_layers,
+        dense_width=_size(family, config, str(keys.dense_width)) if family.dense_layers else 0,
+    )
+
+
+def _head_sizes(family: Description, config: dict[str, Any], hidden_size: int) -> tuple[int, int, int]:
+    """Return the numbers of attention heads and of KV heads, and the size of a head."""
+    keys, complete = family.sizes, f"give a complete {family.model_type} checkpoint"
+    num_heads = _size(family, config, keys.num_attention_heads)
+    head_dim = hidden_size // num_heads
+    if keys.head_dim is not None:
+        head_dim = _size(family, config, keys.head_dim, head_dim)
+    num_groups = num_heads
+    if keys.num_key_value_heads is not None:
+        num_groups = _size(family, config, keys.num_key_value_heads, num_heads)
+    if family.stack.attention.one_group:
+        num_groups = 1
+    if (keys.head_dim is None or config.get(keys.head_dim) is None) and hidden_size % num_heads:
+        raise CheckpointError(
+            f"config.json states {num_heads} attention heads, which do not divide the hidden size {hidden_size}; "
+            f"{complete}."
+        )
+    if num_heads % num_groups:
+        raise CheckpointError(
+            f"config.json states {num_groups} key-value heads, which do not divide {num_heads} attention heads; "
+            f"{complete}."
+        )
+    if family.stack.rotary and head_dim % 2:
+        raise CheckpointError(
+            f"config.json states heads of size {head_dim}, which rotary positions cannot turn; {complete}."
+        )
+    return num_heads, num_groups, head_dim
+
+
+def _check_norm_epsilon(family: Description, config: dict[str, Any]) -> None:
+    key = family.sizes.norm_epsilon
+    if key is None:
+        return
+    epsilon = config.get(key)
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or epsilon < 0:
+        raise CheckpointError(
+            f"config.json states {key} {repr(epsilon)[:100]}, which is not a small number; give a complete "
+            f"{family.model_type} checkpoint."
+        )
+
+
+def _is_tied(family: Description, config: dict[str, Any], stored: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether the output head is the embedding."""
+    if (stated_class(config) or "").endswith("ForMaskedLM"):
+        return family.masked_head not in stored  # one of its own is kept as it is
+    return family.head is not None and family.head not in stored
+
+
+def _num_positions(family: Description, stored: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the positions that the stored table has, without those that no token takes; 0 without a table."""
+    name = family.stack.positions
+    if name is None:
+        return 0
+    if name not in stored:
+        raise CheckpointError(f"The checkpoint lacks the tensor {name}; give a complete one.")
+    rows = stored[name][0] if stored[name] else 0
+    return max(0, rows - family.stack.position_offset)
+
+
+def _further_parameters(family: Description, stored: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the parameters of what is kept as it is: a classifier, a vision tower, a norm of the embeddings."""
+    if family.head is not None and family.text_module is None:
+        return 0
+    stack = family.stack
+    counted = {stack.embedding, stack.positions, stack.token_types, family.head}
+    if stack.final_norm is not None:
+        counted |= set(stack.final_norm.parts)
+    outside = (name for name in stored if name not in counted and not name.startswith(f"{stack.layers}."))
+    return sum(math.prod(stored[name]) for name in outside)
+
+
+def _size(family: Description, config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """Return a positive integer of the config; `default` if the config does not state it."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"config.json does not state {key!r}; give a complete {family.model_type} checkpoint.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
+        raise CheckpointError(
+            f"config.json states {key} {repr(value)[:100]}, which is not a positive integer; "
+            f"give a complete {family.model_type} checkpoint."
+        )
+    return value
+
+
+def _default_width(family: Description, hidden_size: int) -> int | None:
+    factor = family.sizes.width_factor
+    return None if factor is None else factor * hidden_size
+
+
+def _num_layers(
+    family: Description,
+    config: dict[str, Any],
+    stored: Mapping[str, tuple[int, ...]],
+    key: str,
+    default: int | None = None,
+) -> int:
+    """Return the number of layers; refuse one above the number of tensors, which would take memory for nothing."""
+    num_layers = _size(family, config, key, default)
+    if num_layers > len(stored):
+        raise CheckpointError(
+            f"config.json states {num_layers} layers where there are {len(stored)} tensors; give a complete checkpoint."
+        )
+    return num_layers
