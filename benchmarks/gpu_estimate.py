@@ -22,7 +22,8 @@ from oneshot.export import FORMS
 from oneshot.families import find_family
 from oneshot.footprint import describe_work
 from oneshot.footprint.bounds import Bounds, predict_footprint
-from oneshot.footprint.seconds import Rates, predicted_phases
+from oneshot.footprint.rates import Rates
+from oneshot.footprint.seconds import predicted_phases
 from oneshot.footprint.work import Work
 from oneshot.machine import Machine
 from oneshot.planning import make_plan, parameter_budget

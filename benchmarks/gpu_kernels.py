@@ -32,7 +32,7 @@ def ceilings(job: Job) -> None:
     """Measure the ceilings of the card: products, memory, transfers, launches; and what `--dry-run` measures."""
     import torch
 
-    from oneshot.footprint.seconds import measure_rates
+    from oneshot.footprint.rates import measure_rates
 
     device = job.device
     size, large = (8192, 2**30) if job.cuda else (256, 2**20)

@@ -26,7 +26,7 @@ from oneshot.linalg.psd import RidgeFactor
 from oneshot.machine import Machine
 from oneshot.machine.device import resolve_device
 from oneshot.machine.workers import ALONE
-from oneshot.profiling.profiler import mean_energy
+from oneshot.profiling.layer_curves import mean_energy
 from oneshot.recipes import DAMPING
 from oneshot.stream import Layer, LayerBuilder
 from oneshot.text import Text, load_text, load_tokenizer

@@ -22,7 +22,8 @@ from oneshot.footprint.memory import (
     scratch_bytes,
     stages,
 )
-from oneshot.footprint.seconds import measure_rates, predicted_seconds
+from oneshot.footprint.rates import measure_rates
+from oneshot.footprint.seconds import predicted_seconds
 from oneshot.footprint.terms import Stage
 from oneshot.footprint.work import Work
 from oneshot.machine import Machine, Store

@@ -28,7 +28,7 @@ import oneshot.footprint.bounds
 import oneshot.report.page
 import oneshot.run.resources
 from oneshot import Config
-from oneshot.footprint.seconds import Rates
+from oneshot.footprint.rates import Rates
 from oneshot.pipeline import compress
 from oneshot.profiling import measure_curvature
 

@@ -14,7 +14,7 @@ from harness import read_rows
 
 from oneshot.checkpoint import Model, identify
 from oneshot.errors import MemoryLimitError
-from oneshot.footprint.seconds import CAPTURE_SECONDS, Rates
+from oneshot.footprint.rates import CAPTURE_SECONDS, Rates
 
 
 @cache

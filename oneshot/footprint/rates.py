@@ -1,0 +1,112 @@
+"""The rates of this machine, measured in some tenths of a second."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from oneshot_kernels import cholesky_pivots_
+from oneshot_kernels.pivoted_qr.panels import WIDTH
+
+MATRIX = 1024  # columns of the matrices that are timed on a CPU; a device gets four times as many
+PIVOTED = 768
+CAPTURE_SECONDS = 8e-3  # of the graph of a panel, captured anew for every Gram
+MOVED_BYTES = 256 * 2**20
+WARM_SECONDS = 0.05  # a device at rest has a low clock
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates of a machine.
+
+    Attributes:
+        stream, sums, energies, double: operations of products: in the forward passes, in Grams, in the energies of the
+            report, and in float64.
+        pivoted: operations of pivoted Cholesky on a CPU.
+        pivot_seconds: seconds of one pivot on a device, without updates of the whole Gram; None for a CPU.
+        bandwidth, link: bytes that a device moves in its memory, and to or from pinned host memory.
+    """
+
+    stream: float
+    sums: float
+    energies: float
+    double: float
+    pivoted: float = math.inf
+    pivot_seconds: float | None = None
+    bandwidth: float = math.inf
+    link: float = math.inf
+
+    @property
+    def on_device(self) -> bool:
+        return self.pivot_seconds is not None
+
+    def pivots(self, size: int, kept: float, grams: int = 1) -> float:
+        """Return the seconds of `kept` pivots of each of several Grams of `size` columns.
+
+        A device takes a pivot of all Grams at once, and updates one triangle of each after every panel of pivots. The
+        time of its memory and of its arithmetic add up, because one product follows the other.
+        """
+        if self.pivot_seconds is None:
+            return grams * size**3 / 3 / self.pivoted
+        update = 8 * size**2 / self.bandwidth + WIDTH * size**2 / self.double
+        return kept * self.pivot_seconds + grams * kept / WIDTH * update + CAPTURE_SECONDS
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Measure the rates of this machine now; it takes some tenths of a second."""
+    size = MATRIX if device.type == "cpu" else 4 * MATRIX
+
+    def product(of: torch.dtype) -> float:
+        matrix = torch.ones(size, size, dtype=of, device=device)
+        return 2 * size**3 / _seconds(lambda: matrix @ matrix, device)
+
+    def gram(columns: int) -> torch.Tensor:
+        return torch.eye(columns, dtype=torch.float64, device=device) + 0.1
+
+    if device.type == "cpu":
+        single = product(torch.float32)
+        stream, double, small = (
+            single if dtype == torch.float32 else product(dtype),
+            product(torch.float64),
+            gram(PIVOTED),
+        )
+        pivoted = PIVOTED**3 / 3 / _seconds(lambda: cholesky_pivots_(small.clone(), rank=PIVOTED), device)
+        return Rates(stream, single, double, double, pivoted)
+    _warm_up(device)
+    large, moved = gram(size), torch.empty(MOVED_BYTES, dtype=torch.uint8, device=device)
+    waiting = torch.empty(MOVED_BYTES, dtype=torch.uint8, pin_memory=True)
+    stream, other = product(dtype), torch.empty_like(moved)
+
+    def pivots(rank: int) -> float:
+        return _seconds(lambda: cholesky_pivots_(large.clone(), rank=rank), device)
+
+    return Rates(
+        stream,
+        sums=stream,
+        energies=product(torch.float32),
+        double=product(torch.float64),
+        pivot_seconds=max(pivots(2 * PIVOTED) - pivots(PIVOTED), 0.0) / PIVOTED,  # without what is once for a Gram
+        bandwidth=2 * MOVED_BYTES / _seconds(lambda: other.copy_(moved), device),
+        link=MOVED_BYTES / _seconds(lambda: moved.copy_(waiting, non_blocking=True), device),
+    )
+
+
+def _warm_up(device: torch.device) -> None:
+    """Warm up the device to its sustained clock."""
+    matrix, started = torch.ones(MATRIX, MATRIX, device=device), time.perf_counter()
+    while time.perf_counter() - started < WARM_SECONDS:
+        matrix = matrix @ matrix * 0.0
+        torch.cuda.synchronize(device)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the second of two runs."""
+    for _ in range(2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return time.perf_counter() - started

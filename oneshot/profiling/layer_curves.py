@@ -1,0 +1,74 @@
+"""The curves of one layer, and the errors that they are made of."""
+
+from dataclasses import dataclass
+
+import torch
+
+from oneshot.compression.correction import Factors
+from oneshot.compression.curvature import mean_cost
+from oneshot.families import RANKED_KINDS, ModelShape
+from oneshot.linalg.interpolative import ordered_factor, trailing_norms
+from oneshot.selection import Evidence
+
+
+@dataclass
+class LayerCurves:
+    """One layer's rows of the curves of a `Profile`, float64 on the CPU; zeros where nothing was measured here."""
+
+    ffn_errors: torch.Tensor
+    ffn_tails: torch.Tensor
+    ffn_fluctuation: torch.Tensor
+    head_errors: torch.Tensor
+    head_tails: torch.Tensor
+    query_key_errors: torch.Tensor
+    value_errors: torch.Tensor
+    rank_errors: torch.Tensor
+
+    @classmethod
+    def zeros(cls, shape: ModelShape, head_units: int) -> "LayerCurves":
+        """Return the curves of a layer with so many removable heads or KV groups, before it is measured."""
+
+        def zeros(*sizes: int) -> torch.Tensor:
+            return torch.zeros(sizes, dtype=torch.float64)
+
+        return cls(
+            ffn_errors=zeros(shape.intermediate_size + 1),
+            ffn_tails=zeros(shape.intermediate_size + 1),
+            ffn_fluctuation=zeros(shape.intermediate_size),
+            head_errors=zeros(head_units + 1),
+            head_tails=zeros(head_units + 1),
+            query_key_errors=zeros(shape.head_dim + 1),
+            value_errors=zeros(shape.head_dim + 1),
+            rank_errors=zeros(len(RANKED_KINDS), shape.hidden_size + 1),
+        )
+
+
+def weighted_norm(evidence: Evidence) -> float:
+    """Return `‖R‖_F`, the norm of the weighted columns."""
+    assert evidence.gram is not None
+    energies = evidence.gram.diagonal().double() * evidence.consumer.double().square().sum(0)
+    return float(energies.cpu().sum().sqrt())
+
+
+def head_tail(evidence: Evidence, columns: torch.Tensor) -> float:
+    """Return `‖R22‖_F` of the unpivoted QR of all heads' weighted columns, the kept `columns` first (STAT 3.2)."""
+    assert evidence.gram is not None
+    goes = torch.ones(len(evidence.gram), dtype=torch.uint8, device=columns.device)
+    goes.index_fill_(0, columns, 0)
+    order = goes.argsort(stable=True)
+    norms = evidence.consumer.double().norm(dim=0)
+    return float(trailing_norms(ordered_factor(evidence.gram, order), norms[order])[len(columns)])
+
+
+def squared_error(factors: Factors) -> float:
+    """Return the relative squared error that the statistics predict."""
+    assert factors.predicted_error is not None
+    return factors.predicted_error**2
+
+
+def mean_energy(rows: torch.Tensor, curvature: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the mean over tokens of the squared norms, a float64 scalar, for `(…, D)`.
+
+    With a curvature it is the mean of their costs in nats.
+    """
+    return rows.double().square().sum(-1).mean() if curvature is None else mean_cost(rows, curvature)
