@@ -34,7 +34,7 @@ def main() -> int:
     say("3. Both models on text of another kind (oneshot evaluate)")
     documents = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("kernels/oneshot_kernels/*/README.md"))
     TEXT.write_text("\n\n".join(path.read_text() for path in documents))
-    windows = ["--sequence-length", "512", "--max-windows", "8"]
+    windows = ["--sequence-length", "512", "--max-windows", "4"]
     failed = evaluate([str(OUTPUT), "--baseline", str(MODEL), "--text", str(TEXT), *windows])
     say(f"{time.perf_counter() - started:.0f} seconds; the result is in {OUTPUT}")
     return failed

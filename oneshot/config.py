@@ -1,4 +1,4 @@
-"""What a user asks for: a target, a method, a text, a machine, and where the result goes."""
+"""The request of a user: a target, a method, a text, a machine, and the place of the result."""
 
 import math
 import os
@@ -154,7 +154,7 @@ class Config:
     Attributes:
         checkpoint: a folder of safetensors, a `.gguf` file, or a hub name. output: a folder that does not exist.
         target, method, text, machine: see these records. recipe: the name of the method it began with.
-        form: what the result is written as.
+        form: the form in which the result is written.
         profile: folder of a profile to plan from; None: the run makes one if it needs one.
         seed: seed of the text's order, of sketches and of random choices.
         save_dtype: dtype of the stored weights; `keep`: the input's; `q8_0`: blocks of 8 bits in a GGUF file.

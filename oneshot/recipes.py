@@ -66,7 +66,7 @@ class Method:
         pivoting: how `id` orders neurons: `cholesky` of the Gram, `qr` of the sketch, `grouped` or `tournament`.
         pivot_weights: weights of columns in `id`: norms of the `output` linear's columns (STAT A.3), or `none`.
         pivot_group_size: columns in a group of `grouped` or `tournament` pivots.
-        sketch: what neuron pivots are chosen from instead of the exact Gram.
+        sketch: the sketch that replaces the exact Gram for neuron pivots.
         sketch_size: rows of the sketch, 0 for twice the FFN width.
         value_features: the features of smaller values: the outputs of `heads`, which the softmax weighs (DA-WID), or
             the `values` themselves (SP3, TCSP).

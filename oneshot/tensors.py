@@ -1,4 +1,4 @@
-"""Named tensors: of a layer without its prefix, or of a file."""
+"""Named tensors of a layer, without its prefix, or of a file."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a caller gives, names and objects in memory, becomes a config; objects lie in a folder until the end."""
+"""Make a config of a caller's names and objects in memory; objects lie in a folder until the end."""
 
 import os
 import tempfile

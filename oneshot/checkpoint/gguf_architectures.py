@@ -1,4 +1,4 @@
-"""What llama.cpp's `convert_hf_to_gguf.py` writes of each architecture, and what a config.json says of it."""
+"""The architectures as llama.cpp's `convert_hf_to_gguf.py` writes them, and their entries of a config.json."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field

@@ -24,7 +24,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: its file, and its first byte there."""
+    """The place of a tensor: its file, and its first byte there."""
 
     name: str
     dtype: torch.dtype

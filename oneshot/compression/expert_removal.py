@@ -1,4 +1,4 @@
-"""Whole experts that go: what each contributes is summed under the routing as it is, and then the router lacks them.
+"""Removal of whole experts: contributions are summed under the routing as it is, then the router loses its rows.
 
 After it the layer is routed otherwise, so the statistics of the experts that stay are taken again (`experts`).
 """

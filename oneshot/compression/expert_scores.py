@@ -1,4 +1,4 @@
-"""What every expert of a mixture contributes: the published scores, and the exact effect of removing an expert.
+"""The contribution of every expert of a mixture: published scores, and the exact effect of removing an expert.
 
 In a layer, expert e has the gate score a_e of a token, and of the k experts with the largest scores the output is
 `y = Σ g_e o_e`. Without expert e the (k+1)-th expert steps in and the gates change: `r_e = y − y_without_e`. The matrix

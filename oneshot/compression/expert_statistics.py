@@ -21,7 +21,7 @@ class ExpertStatistics:
 
     Attributes:
         grams: `(E, m, m)` float32. residuals: `(E, m, D)` float32, or None. residual_energies: `(E,)` float64.
-        shared: of the shared expert, if it shrinks with the others; else None.
+        shared: statistics of the shared expert if it shrinks with the others; else None.
         num_rows, num_targets: int64 `(E,)` on the host: tokens that each expert saw, and those that had a target.
     """
 

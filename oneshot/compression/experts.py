@@ -34,7 +34,7 @@ class ExpertFactors:
         kept: int64 `(E, m')`, ascending for each expert. weight: `(E, D, m')` in the dtype of the dense one.
         predicted_error: of the routed experts, as if the errors of different ones were orthogonal; None without
             statistics.
-        shared: of the shared expert, if it shrinks with the others; else None.
+        shared: factors of the shared expert if it shrinks with the others; else None.
     """
 
     kept: torch.Tensor

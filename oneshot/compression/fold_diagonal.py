@@ -27,7 +27,7 @@ def fold_diagonal(
     and `β_n`. Of the first layer only the last sublayer's output changes, and its shortcut is `Pᵀ`.
 
     Args:
-        tensors: of the layer, under the family's names. basis: `P (D, k)` float64 with orthonormal columns.
+        tensors: the layer's, under the family's names. basis: `P (D, k)` float64 with orthonormal columns.
         norm_before: `weight` and `bias` of the norm before the layer; None for the first layer.
         rescaled: multiply the norms by `√(D/k)`. The paper does not, although a LayerNorm over k coordinates divides by
             a root mean square that is larger by this factor.

@@ -1,4 +1,4 @@
-"""Smaller sizes inside the heads: of queries and keys together, and of values.
+"""Smaller heads: fewer coordinates of queries and keys together, and of values.
 
 Everything is computed with full heads that give the results of smaller ones; `fold_inner` writes the smaller ones.
 """

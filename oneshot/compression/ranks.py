@@ -74,7 +74,7 @@ Ranks = dict[RankedKind, Factored]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What linears read, by its `gram (n, n)`; linears with the same inputs share the root. `of`: their name."""
+    """The inputs of linears, by their `gram (n, n)`; linears with the same inputs share the root. `of`: their name."""
 
     gram: torch.Tensor
     of: str = "inputs of a linear of low rank"

@@ -1,4 +1,4 @@
-"""What lies beside the weights: config, tokenizer, licence; and the check of the result against its model class."""
+"""Files beside the weights: config, tokenizer, licence; and the check of the result against its model class."""
 
 import json
 import shutil

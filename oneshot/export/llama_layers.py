@@ -1,4 +1,4 @@
-"""What the forms share whose layers have Llama's tensors: their names, the config to begin with, what they refuse."""
+"""The base of forms whose layers have Llama's tensors: their names, their config, and their refusals."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ def _unchanged(model: Model, names: list[str]) -> Tensors:
 
 
 def as_named(model: Model, name: str) -> str:
-    """Return the name of a tensor in the result: that of the input if the family's class has had other names."""
+    """Return the name of a tensor in the result: the input's name if the family's class has had other names."""
     keeps = model.family.text_module is not None or name in model.family.renamed.values()
     return model.checkpoint.stored(name) if keeps else name
 

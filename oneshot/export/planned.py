@@ -1,4 +1,4 @@
-"""What a run is going to write, known from the plan: every part of the journal without values."""
+"""The planned parts of the journal, without values: everything that a run is going to write."""
 
 import torch
 

@@ -94,7 +94,7 @@ class Description:
         prefix: module of these classes that holds the stack, if they have more than it; a plain model has none.
         free_head_size: whether the stock config states a size of heads that can shrink: without rotation and without a
             scale of scores that depends on it.
-        head_scale: what the logits are multiplied with.
+        head_scale: factor of the logits.
         like_llama: whether its layers compute what a form with layers of different sizes computes under Llama's names
             (or BERT's, for encoders). Without it, the family has only the stock form and keeps its hidden size.
         own_head: what a stock config states so that the output head is not the embedding.

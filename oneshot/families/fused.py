@@ -1,4 +1,4 @@
-"""What a checkpoint stores otherwise than we name it: linears as one, and the experts of a mixture by themselves."""
+"""Tensors that a checkpoint stores otherwise than we name them: fused linears, and experts by themselves."""
 
 from collections.abc import Mapping
 

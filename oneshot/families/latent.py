@@ -10,7 +10,7 @@ class LatentSizes:
     Attributes:
         query_rank: numbers in the latent that queries come from; 0 if they come from the hidden state.
         rank: numbers in the latent that keys and values come from. It is cached, with one rotary part for all heads.
-        plain_size, rotary_size: of a head's queries and keys, without and with positions.
+        plain_size, rotary_size: sizes of a head's queries and keys without and with positions.
     """
 
     query_rank: int

@@ -70,7 +70,7 @@ class LayerShape:
         return self._other_linears() + (mlp if experts is None else experts.parameters(mlp, *sizes))
 
     def active_parameters(self) -> int:
-        """Return the parameters of the linears that one token passes: of experts only those that it is sent to."""
+        """Return the parameters of the linears that one token passes; of experts only the ones that it is sent to."""
         mlp, experts, sizes = self._ffn_parameters(), self.experts, (self.middle_size, self.intermediate_size)
         return self._other_linears() + (mlp if experts is None else experts.active_parameters(mlp, *sizes))
 

@@ -177,7 +177,7 @@ class ModelShape:
         return (self.num_attention_heads + self.num_key_value_heads) * self.query_key_size
 
     def layer(self, number: int = 0) -> LayerShape:
-        """Return the shape of a layer; layers differ only by kind: of a decoder, or without a mixture's experts."""
+        """Return the shape of a layer; a decoder's layers differ, and so do a mixture's layers without experts."""
         experts, width = self.experts, self.intermediate_size
         if experts is not None and number in experts.dense_layers:
             width, experts = experts.dense_width, None

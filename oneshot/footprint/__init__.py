@@ -1,4 +1,4 @@
-"""What a run takes, predicted before it starts: memory on the host and on the device, disk, seconds.
+"""The footprint of a run, predicted before it starts: memory on the host and on the device, disk, seconds.
 
 `work` says what there is to do. `memory` (sums of `terms`) and `seconds` say what it takes, `bounds` whether it may.
 """

@@ -1,4 +1,4 @@
-"""What the conversion of a GGUF file takes, before it begins."""
+"""The footprint of the conversion of a GGUF file, predicted before it begins."""
 
 import math
 from dataclasses import replace

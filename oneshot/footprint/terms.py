@@ -204,7 +204,7 @@ def neuron_gram(work: Work, size: int) -> Term:
 
 
 def correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
-    """Return the working memory of `correction.correct` beside the Gram: of its solve or of the errors after it."""
+    """Return the working memory of `correction.correct` beside the Gram: the larger of its solve and of its errors."""
     hidden, rest = work.shape.hidden_size, size - kept
     if not work.method.solves:
         return Term(

@@ -1,4 +1,4 @@
-"""What there is to do in a run: the sizes that memory and time are predicted from."""
+"""The work of a run in numbers, from which memory and time are predicted."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a finished job writes beside its layers: weight files, config, tokenizer, report and card."""
+"""The files of a finished job: weight files, config, tokenizer, report and card."""
 
 import logging
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ class JobSizes:
 
     Attributes:
         divergences: the predicted divergence of each form; None without a profile.
-        subspaces: of a smaller hidden size. embedding: tensors of a reduced embedding.
+        subspaces: the stream's, if the hidden size shrinks. embedding: tensors of a reduced embedding.
         warnings, gram_notes: remarks of the measurements; notes on Grams are of all processes.
     """
 

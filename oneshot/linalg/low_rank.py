@@ -1,4 +1,4 @@
-"""Low rank from Grams: of a linear's inputs, and inside heads of values, and of queries and keys together."""
+"""Low rank from Grams: for a linear, for the values of heads, and for queries and keys together."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a plan may take, and the steps between sizes."""
+"""The bound of a plan, and the steps between sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

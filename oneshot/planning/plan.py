@@ -1,4 +1,4 @@
-"""The kept sizes of a model: what a plan says."""
+"""The kept sizes of a model."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal

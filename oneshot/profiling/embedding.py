@@ -1,4 +1,4 @@
-"""What ranks of a tied embedding's vocabulary cost, and what a reduced embedding does to the output."""
+"""The cost of ranks of a tied embedding's vocabulary, and the effect of a reduced embedding on the output."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

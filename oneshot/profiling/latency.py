@@ -64,7 +64,7 @@ def measured_seconds(
 
 
 class _RankedSeconds:
-    """What low rank adds to the seconds of linears, which is less than nothing where it pays.
+    """The seconds that low rank adds to linears; they are negative where it pays.
 
     A linear `(m, n)` of rank r takes `a + b r (n − r) + c r m`, and a whole one `a + c n m`. Least squares find the
     numbers from `RANKS` ranks and two numbers of rows.
@@ -136,7 +136,7 @@ def _cut(model: Model, tensors: Tensors, shape: ModelShape) -> Tensors:
 
 
 def _least(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
-    """Return the least seconds of every call: of the process's CPU time on one thread, else of the clock."""
+    """Return the least seconds of every call: CPU time of the process on one thread, else seconds of the clock."""
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     now = time.process_time if one_thread else time.perf_counter
     times: list[list[float]] = [[] for _ in calls]

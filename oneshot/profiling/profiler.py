@@ -50,7 +50,7 @@ class LayerProfiler:
     """Profile layers in order: `profile_layer` for each, then `finish`.
 
     Args:
-        head_unit: what a removed head is. damping: ridge of the probes' corrections.
+        head_unit: the heads that are removed together. damping: ridge of the probes' corrections.
         probed: the kinds of `PROBED_KINDS` whose sensitivity is measured; other curves are also left out, except the
             FFN's.
         curvature: output curvature, in whose metric errors of FFNs and of ranks are measured; None for squared errors.

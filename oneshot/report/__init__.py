@@ -1,1 +1,1 @@
-"""What a run tells: its records, the terminal, the page, the model card."""
+"""The report of a run: its records, the terminal, the page, the model card."""

@@ -1,4 +1,4 @@
-"""What a run says about Grams that rounding left singular: one sentence for every kind, with the layers."""
+"""Sentences about Grams that rounding left singular: one for every kind, with the layers."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""What a run shows and notes while it works: progress bars, warnings, and the seconds of its stages."""
+"""Progress of a run: bars, warnings, and the seconds of its stages."""
 
 import logging
 import sys
@@ -15,7 +15,7 @@ from oneshot.report.records import LayerReport
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage of a run is. `done` and `total` are tokens or bytes; `total` is None if it is not known."""
+    """The progress of a stage of a run. `done` and `total` are tokens or bytes; `total` is None if it is not known."""
 
     stage: str
     done: float

@@ -1,4 +1,4 @@
-"""What several targets share: the machine, the model, the method, the text and the profile."""
+"""Resources that several targets share: the machine, the model, the method, the text and the profile."""
 
 from oneshot.run.calibration import SAVED_TEXT
 from oneshot.run.opening import open_run

@@ -1,4 +1,4 @@
-"""Which neurons and heads stay: selectors by name, each with its needs, its choice and its cost."""
+"""Selectors of the neurons and heads that stay, by name, each with its needs, its choice and its cost."""
 
 from oneshot.selection.evidence import Evidence, Moments
 from oneshot.selection.registry import (

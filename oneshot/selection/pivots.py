@@ -13,7 +13,7 @@ PIVOT_ROWS = 140  # of a Gram, beside which a device takes pivots in the Gram's 
 
 
 class Pivots:
-    """Choose pivots: of neurons by STAT sections 2 and 3.1, of heads by section 3.2.
+    """Choose pivots: neurons by STAT sections 2 and 3.1, heads by section 3.2.
 
     Every block of columns, such as a head, is one long column (tokens × columns of the block), whose Gram is the sum
     over the block's columns.

@@ -1,4 +1,4 @@
-"""What a selector is: what it needs to know, how it chooses neurons and heads, and what its choice costs."""
+"""The interface of selectors: their needs, their choices of neurons and heads, and the costs of these."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Extent:
     """The sizes of a choice of neurons, for its cost; means over layers need not be whole.
 
     Attributes:
-        columns, kept, outputs: of the linear that reads the columns.
+        columns, kept: inputs of the reading linear, all and kept. outputs: its outputs.
         pivoting: as in `Evidence`. sketch_rows: rows of the sketch that replaces the Gram; 0 without one.
         weighs_output: whether output curvature weighs neurons. on_cuda: whether a CUDA device computes.
     """

@@ -93,7 +93,7 @@ class OutputHead:
 
 
 class LastStates:
-    """The last hidden states are the output: that of an encoder, whatever is made of them."""
+    """The last hidden states are the output, as in an encoder."""
 
     def prediction(self, x: torch.Tensor) -> torch.Tensor:
         """Return what `divergence` needs of the last hidden states `(length, D)`."""

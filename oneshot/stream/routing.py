@@ -26,7 +26,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of a batch go.
+    """The routing of the tokens of a batch.
 
     Attributes:
         inputs: what router and experts read, `(tokens, D)`. logits: of the router, `(tokens, E)`.

@@ -145,7 +145,7 @@ def _pieces(text: Any, pair: Any, seed: int | None) -> list[Pair]:
 def _reader(
     rows: Sequence[dict[str, Any]], source: str, second: str, render: Render | None
 ) -> Callable[[dict[str, Any]], Pair]:
-    """Return the function that reads text and second text of a row: of a column of text, or of a conversation."""
+    """Return the function that reads text and second text of a row, from a column of text or from a conversation."""
     names = list(dict.fromkeys(name for row in rows for name in row))  # in the order of the file
     chat = None if "text" in names or render is None else chat_column(names)
     if chat is None or render is None:
