@@ -157,14 +157,18 @@ class SublayerTask(ABC):
             return x
         return self.subspaces.enter(x, self.position + 1)
 
+    @property
+    def asked_residual_weight(self) -> float:
+        """Return the share of the dense stream's residual that the method asks for."""
+        return self.method.residual_weight
+
     def residual_weight(self, num_columns: int, num_tokens: int) -> float:
         """Return the share of the dense stream's residual in the target; less of it if its tokens are few.
 
         From few tokens the residual is mostly noise, so it is left out below `TOKENS_PER_NEURON` of them for each
         column. A stream inside subspaces has more to correct and takes the whole share, and so does STAT's own target.
         """
-        of_experts = isinstance(self.sublayer.mixer, Experts)
-        asked = self.method.expert_residual_weight if of_experts else self.method.residual_weight
+        asked = self.asked_residual_weight
         if not num_tokens or self.corrects_slices or self.method.residual_target == "sublayer":
             return asked
         return asked * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / num_tokens)

@@ -180,6 +180,10 @@ class ExpertsTask(SublayerTask):
         return self.method.ffn
 
     @property
+    def asked_residual_weight(self) -> float:
+        return self.method.expert_residual_weight
+
+    @property
     def loses_experts(self) -> bool:
         experts, kept = self.shape.experts, self.kept.num_experts
         return experts is not None and kept is not None and kept < experts.count
