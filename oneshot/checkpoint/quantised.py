@@ -59,6 +59,11 @@ def refuse_quantised(config: Mapping[str, Any], folder: Path) -> None:
     method = stated.get("quant_method") if isinstance(stated, dict) else None
     origin = card_metadata(folder).get("base_model")
     name = origin[0] if isinstance(origin, list) else origin
+    if method == "mxfp4":
+        raise CheckpointError(
+            "The weights are quantised (mxfp4); load the model in transformers with Mxfp4Config(dequantize=True), save "
+            "it in bfloat16, and give that folder."
+        )
     raise CheckpointError(
         f"The weights are quantised{f' ({str(method)[:100]})' if method else ''}; give the unquantised checkpoint"
         f"{f', {name} by the model card,' if name else ''} and quantise the result."

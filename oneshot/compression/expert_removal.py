@@ -77,6 +77,4 @@ def keep_experts(task: ExpertsTask, tensors: Tensors, sums: ExpertSums) -> Tenso
         return torch.tensor([expert for expert in range(count) if expert not in removed])
 
     kept = task.shared(choose)
-    names = (f"{mixer.router}.weight", mixer.chosen_by, mixer.gate_up, mixer.down)
-    of_experts = [name for name in names if name is not None]
-    return tensors | {name: tensors[name][kept.to(tensors[name].device)] for name in of_experts}
+    return tensors | {name: tensors[name][kept.to(tensors[name].device)] for name in mixer.by_expert()}

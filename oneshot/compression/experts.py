@@ -120,6 +120,9 @@ def fold_experts(task: ExpertsTask, tensors: Tensors, factors: ExpertFactors) ->
     halves = torch.arange(2, device=gate_up.device).view(1, -1, 1)
     cut = both[numbers, halves, kept.unsqueeze(1)].flatten(1, 2)
     folded = tensors | {mixer.gate_up: cut, mixer.down: factors.weight.to(tensors[mixer.down].device)}
+    if mixer.alternating:
+        biases = tensors[mixer.gate_up_bias].unflatten(1, (2, -1))
+        folded[mixer.gate_up_bias] = biases.gather(2, kept.unsqueeze(1).expand(-1, 2, -1)).flatten(1)
     return folded if factors.shared is None else fold_shared(task, folded, factors.shared)
 
 

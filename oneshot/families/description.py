@@ -187,6 +187,8 @@ class Description:
         stack = self.stack
         if not self.like_llama and feature in UNLIKE_LLAMA:
             return UNLIKE_LLAMA[feature].format(self.model_type)
+        if feature == "heads" and stack.attention.sinks is not None:
+            return f"Heads of {self.model_type} have sinks and stay; use --set heads=none."
         if feature == "heads" and stack.attention.norms_all_heads:
             return f"Heads of {self.model_type} are normed together, so none can be removed; use --set heads=none."
         if feature in OF_HEADS and stack.attention.latent:
@@ -234,6 +236,8 @@ class Description:
             widths = (queries, keys) if shape.norms_all_heads else (shape.head_dim, shape.head_dim)
             norms = stack.attention.q_norm, stack.attention.k_norm
             expected |= {f"{norm}.weight": (width,) for norm, width in zip(norms, widths, strict=True)}
+        if stack.attention.sinks is not None:
+            expected[stack.attention.sinks] = (shape.num_attention_heads,)
         if stack.attention.relative_bias is not None and layer == stack.first_layer:
             expected[stack.attention.relative_bias] = (shape.num_buckets, shape.num_attention_heads)
         return expected

@@ -11,7 +11,8 @@ class ExpertSizes:
         count: routed experts, `E`. per_token: how many of them a token passes, `k`.
         shared_width: FFN width of the expert that every token passes; 0 without one, or if it is `shared_count` times
             the width of a routed expert. shared_gate: whether a linear to one number gates it.
-        router_bias: whether a number for each expert is added to its score, by which experts are chosen.
+        router_bias: whether the router has a number for each expert beside its row. biases: whether the linears of
+            routed experts have biases.
         dense_layers: numbers of the layers that have one FFN of `dense_width` instead of experts, ascending.
     """
 
@@ -21,6 +22,7 @@ class ExpertSizes:
     shared_count: int = 0
     shared_gate: bool = False
     router_bias: bool = False
+    biases: bool = False
     dense_layers: tuple[int, ...] = ()
     dense_width: int = 0
 
@@ -30,11 +32,14 @@ class ExpertSizes:
 
     def parameters(self, one: int, hidden_size: int, width: int) -> int:
         """Return the stored parameters of the layer's FFN; `one`: of a routed expert of this width."""
-        return self.count * one + self._beside(hidden_size, width)
+        return self.count * (one + self._biases(hidden_size, width)) + self._beside(hidden_size, width)
 
     def active_parameters(self, one: int, hidden_size: int, width: int) -> int:
         """Return the parameters that a token passes."""
-        return self.per_token * one + self._beside(hidden_size, width)
+        return self.per_token * (one + self._biases(hidden_size, width)) + self._beside(hidden_size, width)
+
+    def _biases(self, hidden_size: int, width: int) -> int:
+        return self.biases * (2 * width + hidden_size)
 
     def _beside(self, hidden_size: int, width: int) -> int:
         router = self.count * (hidden_size + self.router_bias)

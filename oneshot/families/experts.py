@@ -29,6 +29,9 @@ class Experts:
             experts as it is.
         scores: what the router makes of its logits. scale: what all gates are multiplied with. chosen_by: a number for
             each expert that is added to its score, by which a token's experts are chosen; None without it.
+        router_bias: a number for each expert that is added to its logit; None without it.
+        alternating: whether the stock class has the gates and ups of an expert in turns, and its matrices as `(E, D,
+            2m)` and `(E, m, D)`; then its linears have biases.
         stored_linears: of one expert in files, as in `mlp.experts.3.gate_proj`: gate, up and down; None if the files
             have the stock class's parameters.
         stored_names: what names in files begin with, by what they begin with in the stock class.
@@ -43,6 +46,8 @@ class Experts:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scale: float = 1.0
     chosen_by: str | None = None
+    router_bias: str | None = None
+    alternating: bool = False
     stored_linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     stored_names: Mapping[str, str] = field(default_factory=dict)
 
@@ -72,6 +77,22 @@ class Experts:
         return f"{self.experts}.down_proj"
 
     @property
+    def gate_up_bias(self) -> str:
+        """Return the tensor of the biases of the gates and ups of all experts, if they have any."""
+        return f"{self.gate_up}_bias"
+
+    @property
+    def down_bias(self) -> str:
+        """Return the tensor of the biases of the downs of all experts, if they have any."""
+        return f"{self.down}_bias"
+
+    def by_expert(self) -> tuple[str, ...]:
+        """Return the tensors that have a row, or a matrix, for every expert."""
+        names = f"{self.router}.weight", self.router_bias, self.chosen_by, self.gate_up, self.down
+        biases = (self.gate_up_bias, self.down_bias) if self.alternating else ()
+        return (*(name for name in names if name is not None), *biases)
+
+    @property
     def out(self) -> str:
         """Return what writes to the residual stream."""
         return self.module
@@ -92,6 +113,10 @@ class Experts:
         }
         if self.chosen_by is not None:
             listed[self.chosen_by] = (sizes.count,)
+        if self.router_bias is not None:
+            listed[self.router_bias] = (sizes.count,)
+        if self.alternating:
+            listed |= {self.gate_up_bias: (sizes.count, 2 * width), self.down_bias: (sizes.count, hidden)}
         if self.shared_expert is not None:
             shared = sizes.shared(width)
             listed |= {f"{self.shared_expert}.{one}_proj.weight": (shared, hidden) for one in ("gate", "up")}
@@ -105,6 +130,26 @@ class Experts:
         assert shape.experts is not None
         count, _, width = tensors[self.down].shape
         return replace(shape, intermediate_size=width, experts=replace(shape.experts, count=count))
+
+    def from_class(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Return a layer's tensors whose gates are before their ups, and whose matrices are `(outputs, inputs)`."""
+        named = dict(tensors)
+        if self.alternating and self.down in named:
+            gate_up, bias = named[self.gate_up].mT, named[self.gate_up_bias]
+            named[self.gate_up] = gate_up.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+            named[self.gate_up_bias] = bias.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+            named[self.down] = named[self.down].mT.contiguous()
+        return named
+
+    def to_class(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Return the inverse of `from_class`."""
+        named = dict(tensors)
+        if self.alternating and self.down in named:
+            gate_up, bias = named[self.gate_up], named[self.gate_up_bias]
+            named[self.gate_up] = gate_up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).mT.contiguous()
+            named[self.gate_up_bias] = bias.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+            named[self.down] = named[self.down].mT.contiguous()
+        return named
 
     def from_files(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """Return a layer's tensors as the stock class has them; experts are copied into one tensor, one by one.

@@ -16,7 +16,7 @@ def split(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
     The first part has a row for every column that the sublayer's writer reads. The others share the rest equally.
     Parts are views of the rows, or copies if the rows are head by head.
     """
-    split_up = _transposed(tensors, stack)
+    split_up = _transposed(tensors if stack.experts is None else stack.experts.from_class(tensors), stack)
     for fused, linears in stack.fused.items():
         first = split_up[f"{stack.writer_of(linears[0])}.weight"].shape[1]
         for part in PARTS:
@@ -42,7 +42,8 @@ def fuse(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
                 if stack.fused_heads:
                     rows = [torch.stack([one.unflatten(0, (stack.fused_heads, -1)) for one in rows], 1).flatten(0, 2)]
                 fused_again[f"{fused}.{part}"] = torch.cat(rows)
-    return _transposed(fused_again, stack)
+    stored = _transposed(fused_again, stack)
+    return stored if stack.experts is None else stack.experts.to_class(stored)
 
 
 def _transposed(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:

@@ -30,6 +30,7 @@ class LayerShape:
     `cross_attention`: the layer also has attention over the encoder's output, of the same sizes. `num_buckets`: rows of
     a stored table of relative positions, with a column for every head. `experts`: the FFN is a mixture, and its width
     that of one expert; None for one FFN. `latent`: what keys and values come from; None for linears of their own.
+    `sinks`: attention has a number for every head.
 
     A layer without heads has no attention, and one of FFN width zero no FFN: also no norm before it and no biases.
     """
@@ -63,6 +64,7 @@ class LayerShape:
     up_rank: int = 0
     experts: ExpertSizes | None = None
     latent: LatentSizes | None = None
+    sinks: bool = False
 
     def linear_parameters(self) -> int:
         """Return the stored parameters of the layer's linears, shortcuts included."""
@@ -103,7 +105,7 @@ class LayerShape:
         widths = self.hidden_size * (1 + self.cross_attention) * attends + self.middle_size * has_ffn
         widths = self.hidden_size if self.shared_norm else widths
         norms = widths * (self.norm_weights + self.norm_bias) * self.norms_per_sublayer
-        norms += self.num_buckets * self.num_attention_heads
+        norms += (self.num_buckets + self.sinks) * self.num_attention_heads
         normed_heads = (self.num_attention_heads + self.num_key_value_heads) if self.norms_all_heads else 2
         norms += normed_heads * self.query_key_size * self.query_key_norms * attends
         orders = self.rotary_selected * self.num_key_value_heads * self.query_key_size // 2

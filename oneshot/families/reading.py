@@ -19,6 +19,7 @@ from oneshot.families.glm import GLM, GLM4
 from oneshot.families.glm4_moe import GLM4_MOE
 from oneshot.families.gpt2 import GPT2, GPT_BIGCODE
 from oneshot.families.gpt_neox import GPT_NEOX
+from oneshot.families.gpt_oss import GPT_OSS
 from oneshot.families.granite import GRANITE
 from oneshot.families.helium import HELIUM
 from oneshot.families.hunyuan import HUNYUAN
@@ -84,6 +85,7 @@ DESCRIPTIONS = (
     GLM4_MOE,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    GPT_OSS,
     PHI,
     OPT,
     BERT,

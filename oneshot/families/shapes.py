@@ -110,7 +110,7 @@ class ModelShape:
     stream. `final_norm`, `num_token_types`, `table_width`, `further_parameters`, `causal`: as in `StackShape`.
     `num_decoder_layers`: the last layers, which have cross-attention; 0 without an encoder. `num_buckets`: of relative
     positions, in the first layer of each stack. `experts`: of every layer that has any; `intermediate_size` is that of
-    one. `latent`: as in `LayerShape`; then `head_dim` is the size of values.
+    one. `latent`, `sinks`: as in `LayerShape`; with a latent, `head_dim` is the size of values.
     """
 
     num_hidden_layers: int
@@ -145,6 +145,7 @@ class ModelShape:
     num_buckets: int = 0
     experts: ExpertSizes | None = None
     latent: LatentSizes | None = None
+    sinks: bool = False
 
     @property
     def query_key_size(self) -> int:
@@ -204,6 +205,7 @@ class ModelShape:
             num_buckets=self.num_buckets if number in (0, first_of_decoder) else 0,
             experts=experts,
             latent=self.latent,
+            sinks=self.sinks,
         )
 
     def layer_parameters(self) -> int:

@@ -66,6 +66,7 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         num_buckets=num_buckets,
         experts=_experts(family, config),
         latent=_latent(family, config) if attention.latent else None,
+        sinks=attention.sinks is not None,
     )
 
 
@@ -101,7 +102,8 @@ def _experts(family: Description, config: dict[str, Any]) -> ExpertSizes | None:
         shared_width=0 if keys.shared_expert_width is None else _size(family, config, keys.shared_expert_width),
         shared_count=0 if keys.shared_experts is None else _size(family, config, keys.shared_experts),
         shared_gate=experts.shared_gate is not None,
-        router_bias=experts.chosen_by is not None,
+        router_bias=experts.chosen_by is not None or experts.router_bias is not None,
+        biases=experts.alternating,
         dense_layers=family.dense_layers,
         dense_width=_size(family, config, str(keys.dense_width)) if family.dense_layers else 0,
     )

@@ -47,6 +47,7 @@ class Attention:
         norms_all_heads: whether these norm all heads of a token together, with a weight for every coordinate, instead
             of each head by itself with the weights that all share.
         fixed_heads: whether the stock class has heads as wide as its hidden size, so that its layers keep all heads.
+        sinks: a number for every head that joins the scores of its tokens; None without them.
         latent: whether keys and values come from a latent (`families/latent`). Then `q`, `k` and `v` are what reads the
             norm's output, and the attention stays as it is.
         one_group: whether all heads share one KV head, which the config does not state as a number.
@@ -66,6 +67,7 @@ class Attention:
     fixed_heads: bool = False
     one_group: bool = False
     latent: bool = False
+    sinks: str | None = None
     memory: bool = False
     relative_bias: str | None = None
 

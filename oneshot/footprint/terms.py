@@ -18,6 +18,7 @@ BUCKET_BYTES = 48  # of one distance: integers of 64 bits and their temporaries
 # Gaps that texts of unequal lengths leave in the heap, measured on MiniLM: shares of a batch's activations and of all
 # hidden states that are stored.
 GAPS_OF_ACTIVATIONS, GAPS_OF_TEXT = 0.25, 0.5
+SCORES = 6  # of attention with sinks: masked, beside the sinks, below their largest, their softmax in steps
 
 BATCH = ("--batch-size", "--sequence-length")
 LENGTH = ("--sequence-length",)
@@ -80,7 +81,9 @@ def layer(work: Work) -> tuple[Term, ...]:
 
 def layer_copy(work: Work, share: float = 1.0) -> Term:
     """Return a layer in the compute dtype; nothing if it is computed with the tensors that were read."""
-    size = 0 if work.same_dtype else share * work.shape.layer_parameters() * work.dtype.itemsize
+    mixture = work.grid.family.stack.experts
+    is_laid_out = mixture is not None and mixture.alternating  # otherwise than it was read
+    size = 0 if work.same_dtype and not is_laid_out else share * work.shape.layer_parameters() * work.dtype.itemsize
     return Term(size, computed=True)
 
 
@@ -93,6 +96,8 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
     positions = 0  # scores of relative positions, causal ones apart, and the buckets of all distances
     if shape.num_buckets:
         positions = work.text.sequence_length**2 * (3 * itemsize * shape.num_attention_heads + BUCKET_BYTES)
+    if shape.sinks:  # such attention has whole scores
+        positions += SCORES * itemsize * tokens * work.text.sequence_length * shape.num_attention_heads
     norm = 3 * FLOAT * hidden
     attention = max(norm, itemsize * (4 * heads + 3 * keys + 2 * hidden))
     neurons = itemsize * (3 + shape.gated) * width + itemsize * hidden  # also of the last batch

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from oneshot.families import Attention, Experts, FeedForward, Stack, split
-from oneshot.stream.routing import Routing, route
+from oneshot.stream.routing import Routing, route, written_by
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Layer:
         """Return `base(x) + added(writer(inner(x)))`, `(sequences, length, D)`."""
         mixer, base = self._stack.sublayers[index].mixer, self.base(index, x)
         if isinstance(mixer, Experts):
-            return base + self.added(index, self._part(mixer.module)(self.normed(index, x)))
+            return base + self.added(index, written_by(self._part(mixer.module), self.normed(index, x)))
         if isinstance(mixer, Attention) and mixer.contains_writer:
             attention, arguments = self._part(mixer.module), self._arguments_of(mixer)
             output, *_ = attention(hidden_states=self.normed(index, x), **arguments)
@@ -74,7 +74,7 @@ class Layer:
         mixer = self._stack.sublayers[index].mixer
         assert isinstance(mixer, Experts)
         block, router, experts = (self._part(name) for name in (mixer.module, mixer.router, mixer.experts))
-        return route(block, router, experts, self.normed(index, x))
+        return route(block, router, experts, self.normed(index, x), alternating=mixer.alternating)
 
     def shared_neurons(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what the down projection of a mixture's shared expert reads for inputs of the mixture, as rows."""

@@ -33,6 +33,7 @@ class Routing:
         chosen: int64 `(tokens, k)`, the experts of every token. gates: `(tokens, k)`, the weights of their outputs.
         mixed: the weighted sum of their outputs, `(tokens, D)`. written: what the whole mixture writes, with a shared
             expert. experts: the stock module.
+        alternating: as in `families.Experts`.
     """
 
     inputs: torch.Tensor
@@ -42,6 +43,7 @@ class Routing:
     mixed: torch.Tensor
     written: torch.Tensor
     experts: Any
+    alternating: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -62,22 +64,42 @@ class Routing:
         """Return `mixed` by our own way through the experts, one after the other."""
         total = torch.zeros_like(self.mixed)
         for one in self.arrivals():
-            total[one.tokens] += one.gates.unsqueeze(1) * one.neurons @ self.experts.down_proj[one.expert].T
+            total[one.tokens] += one.gates.unsqueeze(1) * self._written(one.expert, one.neurons)
         return total
 
     def output(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """Return what an expert writes for these rows of the inputs, without its gate, `(rows, D)`."""
-        written: torch.Tensor = self.neurons(expert, rows) @ self.experts.down_proj[expert].T
+        return self._written(expert, self.neurons(expert, rows))
+
+    def _written(self, expert: int, neurons: torch.Tensor) -> torch.Tensor:
+        """Return what an expert writes for its neurons `(rows, m)`."""
+        down = self.experts.down_proj[expert]
+        written: torch.Tensor = (
+            neurons @ down + self.experts.down_proj_bias[expert] if self.alternating else neurons @ down.T
+        )
         return written
 
     def neurons(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """Return what the down projection of an expert reads for these rows of the inputs, `(rows, m)`."""
+        if self.alternating:
+            both = rows @ self.experts.gate_up_proj[expert] + self.experts.gate_up_proj_bias[expert]
+            clamped: torch.Tensor = self.experts._apply_gate(both)
+            return clamped
         gate, up = functional.linear(rows, self.experts.gate_up_proj[expert]).chunk(2, dim=-1)
         neurons: torch.Tensor = self.experts.act_fn(gate).mul_(up)
         return neurons
 
 
-def route(block: nn.Module, router: nn.Module, experts: nn.Module, inputs: torch.Tensor) -> Routing:
+def written_by(block: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Return what a stock block writes for a batch `(…, D)`; some blocks also return their gates."""
+    written = block(inputs)
+    output: torch.Tensor = written[0] if isinstance(written, tuple) else written
+    return output
+
+
+def route(
+    block: nn.Module, router: nn.Module, experts: nn.Module, inputs: torch.Tensor, *, alternating: bool = False
+) -> Routing:
     """Let a stock block route a batch `(…, D)`: its experts are told which tokens they get, and with which weights."""
     logits: list[torch.Tensor] = []
     told: list[tuple[torch.Tensor, ...]] = []
@@ -90,9 +112,9 @@ def route(block: nn.Module, router: nn.Module, experts: nn.Module, inputs: torch
         router.register_forward_hook(lambda _, __, output: logits.append(output[0])),
     ]
     try:
-        written = block(inputs)
+        written = written_by(block, inputs)
     finally:
         for handle in handles:
             handle.remove()
     [(rows, chosen, gates, mixed)] = told
-    return Routing(rows, logits[0], chosen, gates.to(rows.dtype), mixed, written.flatten(0, -2), experts)
+    return Routing(rows, logits[0], chosen, gates.to(rows.dtype), mixed, written.flatten(0, -2), experts, alternating)

@@ -84,6 +84,32 @@ def test_whole_experts_go_with_the_bias_that_chooses_them(
         )
 
 
+UNGROUPED = {"n_group": 1, "topk_group": 1}
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v2", "deepseek_v3"])
+@torch.inference_mode()
+def test_whole_experts_go_with_all_that_is_theirs(
+    name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Without a correction the experts that stay are those of the input, biases and rows of the router included."""
+    folder = make_checkpoint(**CASES[name].options | (UNGROUPED if name != "gpt_oss" else {}))
+    options = {"experts": "effects", "num_experts": 3, "ffn": "none", "sparsity": None, "correction": "none"}
+    config = make_config(folder, **options)
+    report = compress(config)
+    dense, smaller = both(folder, config.output)
+    assert stored_numbers(smaller) == report.stored_parameters["compressed"]
+    whole, stored = dense.state_dict(), smaller.state_dict()
+    for layer in range(len(smaller.model.layers)):
+        prefix = f"model.layers.{layer}.mlp."
+        router = prefix + ("router.weight" if name == "gpt_oss" else "gate.weight")
+        if router in stored:
+            kept = rows_of(stored[router], whole[router])
+            theirs = [key for key in stored if key.startswith((router.removesuffix("weight"), f"{prefix}experts."))]
+            assert len(theirs) >= 3
+            assert all(torch.equal(stored[key], whole[key][kept]) for key in theirs)
+
+
 def test_experts_in_groups_stay(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     folder = make_checkpoint(**GLM, **CASES["glm4_moe"].variants["groups"])
     with pytest.raises(PlanError, match="glm4_moe are in 2 groups"):

@@ -194,6 +194,10 @@ CASES: dict[str, Case] = {
         },
         MIXTURES | {"heads", "queries and keys"},
     ),
+    "gpt_oss": Case(
+        {"family": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "sliding_window": 7, **EXPERTS},
+        refused=MIXTURES | {"heads"},
+    ),
     "cohere": Case(
         {"family": "cohere", "tied": True, "logit_scale": 0.5}, {"biases": {"attention_bias": True}}, PARALLEL
     ),
