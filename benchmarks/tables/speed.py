@@ -6,7 +6,8 @@ from harness import Row, key_of, latest, read_rows
 
 from tables.cells import markdown, origin, rounded, settings
 
-ARTEFACT = ("model", "form", "asked", "budget", "settings", "seed", "calibration_hash", "expanded", "laid_out")
+FILE = ("model", "form", "asked", "budget", "settings", "seed", "calibration_hash")
+ARTEFACT = (*FILE, "expanded", "laid_out")
 CASE = ("place", "device", "dtype", "mode", "batch", "length")
 
 
@@ -35,8 +36,8 @@ def every_speed_table() -> str:
 def _newest() -> list[Row]:
     """Return the newest row of every file and case, by form and size, each with the score of its file."""
     every = read_rows("speed")
-    scores = {key_of(row, *ARTEFACT): {"score": row["score"]} for row in every if "score" in row}
-    rows = [row | scores.get(key_of(row, *ARTEFACT), {}) for row in latest(every, *ARTEFACT, *CASE)]
+    scores = {key_of(row, *FILE): {"score": row["score"]} for row in every if "score" in row}
+    rows = [row | scores.get(key_of(row, *FILE), {}) for row in latest(every, *ARTEFACT, *CASE)]
     return sorted(rows, key=lambda row: (row["form"], row["budget"], row["asked"], str(row["settings"]), row["seed"]))
 
 
