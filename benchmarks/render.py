@@ -33,7 +33,14 @@ from tables.mixtures import mixture_split_table, mixture_training_table, mixture
 from tables.other_tools import broad_tools_table, narrow_tools_table, summary_table
 from tables.own_text import own_text_table
 from tables.paired import paired_parts_table
-from tables.pareto import pareto_fallback_table, pareto_frontier_table, pareto_rows, pareto_speed_table, pareto_table
+from tables.pareto import (
+    equals_table,
+    pareto_fallback_table,
+    pareto_frontier_table,
+    pareto_rows,
+    pareto_speed_table,
+    pareto_table,
+)
 from tables.quality import (
     combined_table,
     forms_table,
@@ -113,6 +120,7 @@ TABLES = {
     "pareto_speed": (pareto_speed_table, "pareto"),
     "pareto_fallback": (pareto_fallback_table, "pareto"),
     "pareto_frontier": (pareto_frontier_table, "pareto"),
+    "equals": (equals_table, "pareto"),
     "speed": (speed_table, "speed"),
     "serve_speed": (serve_speed_table, "serve_speed"),
     "every_speed": (every_speed_table, "speed"),
