@@ -138,11 +138,15 @@ def read_report(folder: Path) -> Row:
 def own_settings(report: Row) -> Row:
     """Settings of a compressed model that differ from its recipe's, from the model's report.
 
-    A measured output curvature is named even where the recipe left it open: older rows without it were made before.
+    A measured output curvature is named even where the recipe left it open: older rows without it were made before. The
+    stock form has none, whether the recipe of its time said so or left it open.
     """
     config = report["config"]
-    recipe = asdict(find_recipe(config["recipe"]))
-    method = config["method"] | ({"curvature": "fisher"} if "curvature" in report["seconds"] else {})
+    recipe, method = asdict(find_recipe(config["recipe"])), dict(config["method"])
+    if "curvature" in report["seconds"]:
+        method["curvature"] = "fisher"
+    elif config["form"] == "stock":
+        del method["curvature"]
     return {name: value for name, value in method.items() if recipe[name] != value}
 
 
