@@ -130,6 +130,9 @@ def main() -> None:
         for model in models.values():
             if hasattr(model, "expand_"):
                 model.expand_(arguments.expand)
+    # the models share the code of their modules: none may fall back to eager mode because the others were compiled
+    torch._dynamo.config.recompile_limit = 16 * len(models)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     judged = scores(models, arguments.dense, arguments)
     timed_files = [(str(folder), folder, False) for folder in arguments.results]
     for name, folder, _ in tuple(timed_files) if arguments.lay_out else ():
