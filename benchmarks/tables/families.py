@@ -34,7 +34,9 @@ def families_table() -> str:
 def _line(name: str, family: Description) -> list[str]:
     refused = [feature for feature in get_args(Feature) if family.reason_against(feature) is not None]
     per_layer, stack = FORM not in refused, family.stack
-    plain = per_layer and not stack.centres and stack.ffn.gate is not None and family.decoder is None
+    plain = (
+        per_layer and family.like_llama and not stack.centres and stack.ffn.gate is not None and family.decoder is None
+    )
     forms = (True, per_layer, plain and stack.attention.q_norm is None, plain and name in ARCHITECTURES)
     lacks = [NAMES[feature] for feature in refused if feature in NAMES]
     return [f"`{name}`", *("yes" if form else "–" for form in forms), ", ".join(lacks) or "–"]

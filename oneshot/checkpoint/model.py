@@ -143,6 +143,12 @@ class Model:
         assert self.family.head is not None
         return self.checkpoint.read_one(self.family.head)
 
+    def read_head_bias(self) -> torch.Tensor | None:
+        """Return the bias of the output head; None without one."""
+        if not self.shape.head_bias or self.family.head is None:
+            return None
+        return self.checkpoint.read_one(self.family.head.replace(".weight", ".bias"))
+
 
 def identify(checkpoint: Checkpoint) -> Model:
     """Find the family and the sizes of an opened checkpoint; it reads headers, and no weights but a head stored twice.

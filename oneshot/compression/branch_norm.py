@@ -12,6 +12,7 @@ import torch
 
 from oneshot.families import Sublayer
 from oneshot.machine.transfer import as_like
+from oneshot.stream import Layer
 from oneshot.tensors import Tensors
 
 SMALLEST_GAIN = 1e-6  # of the largest: such rows reach the stream no more, but count in the root mean square
@@ -39,6 +40,11 @@ class BranchNorm:
         """Return `s (tokens, 1)` from the writer's rows `(tokens, D)` and what the stream gets of them."""
         seen = (written.float() * self.gain.float()).norm(dim=1, keepdim=True)
         return added.float().norm(dim=1, keepdim=True) / seen.clamp_min(torch.finfo(torch.float32).tiny)
+
+    def scales_of(self, layer: Layer, index: int, inner: torch.Tensor) -> torch.Tensor:
+        """Return the same for what the writer reads, `inner (tokens, n)`."""
+        written = layer.write(index, inner)
+        return self.scales(written, layer.added(index, written))
 
     def taken_back(self, residual: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
         """Return what the rows `s γ y` lack for the stream to gain a residual `(tokens, D)`.

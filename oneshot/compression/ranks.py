@@ -9,6 +9,8 @@ the Gram of what the linear reads. Its rows count by what they do:
   neuron; a row of `up_proj` likewise;
 - the rows of `o_proj` equally.
 
+Where a norm follows the writer (`compression.branch_norm`), tokens and the writer's rows count as that norm lets them.
+
 With output curvature (`compression.curvature`) the rows of queries and keys, and of `o_proj`, count by a matrix `G`
 instead of `diag(w)`, and the columns of `down_proj` by their costs.
 
@@ -24,6 +26,7 @@ from functools import cached_property
 import torch
 from oneshot_kernels import suffix_sums
 
+from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import LayerCurvature, column_costs
 from oneshot.compression.statistics import GramAccumulator, HeadGramAccumulator
 from oneshot.families import Attention, FeedForward, Mixer, ModelShape, RankedKind, Sublayer
@@ -124,10 +127,13 @@ class Ranked:
 
 
 class RankAccumulator:
-    """Sum over batches what the ranks of a sublayer's linears are computed from."""
+    """Sum over batches what the ranks of a sublayer's linears are computed from; `tensors`: the layer's."""
 
-    def __init__(self, shape: ModelShape, sublayer: Sublayer, index: int, device: torch.device) -> None:
-        self._index, self._mixer = index, sublayer.mixer
+    def __init__(
+        self, shape: ModelShape, sublayer: Sublayer, index: int, tensors: Tensors, device: torch.device
+    ) -> None:
+        self._index, self._mixer, self._tensors = index, sublayer.mixer, tensors
+        self._branch_norm = BranchNorm.of(sublayer, tensors, device)
         self._inputs = GramAccumulator(shape.hidden_size, output_size=None, device=device)
         if isinstance(self._mixer, Attention):
             size, heads, groups = shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
@@ -139,25 +145,31 @@ class RankAccumulator:
     def update_(self, layer: Layer, x: torch.Tensor, inner: torch.Tensor | None = None) -> None:
         """Add a batch of the stream before the sublayer; `inner`: what attention's output linear reads, if known."""
         self._inputs.update_(layer.normed(self._index, x).flatten(0, -2))
+        branch_norm, scales = self._branch_norm, None
+        if isinstance(self._mixer, Attention) or branch_norm is not None:
+            inner = layer.inner(self._index, x) if inner is None else inner
+        if branch_norm is not None and inner is not None:
+            scales = branch_norm.scales_of(layer, self._index, inner)
         if isinstance(self._mixer, Attention):
-            self._heads.update_(layer.inner(self._index, x) if inner is None else inner)
+            assert inner is not None
+            self._heads.update_(inner if scales is None else inner * scales.to(inner))
             for grams, rows in zip(self._grams, layer.queries_keys(self._index, x), strict=True):
                 grams.update_(rows)
         else:
             for total, rows in zip(self._energies, layer.neuron_factors(self._index, x), strict=True):
-                total += rows.float().square().sum(0)
+                total += (rows.float() if scales is None else rows.float() * scales).square().sum(0)
 
-    def finish(
-        self, workers: Workers, tensors: Tensors, curvature: LayerCurvature | None = None
-    ) -> dict[RankedKind, Ranked]:
-        """Return the sublayer's linears with the sums of all workers; `tensors` and `curvature` are the layer's."""
+    def finish(self, workers: Workers, curvature: LayerCurvature | None = None) -> dict[RankedKind, Ranked]:
+        """Return the sublayer's linears with the sums of all workers; `curvature` is the layer's."""
+        tensors, branch_norm = self._tensors, self._branch_norm
         gram = self._inputs.finish(workers).gram
         if isinstance(self._mixer, Attention):
             heads, (queries, keys) = self._heads.finish(workers).gram, (one.finish(workers) for one in self._grams)
             together = torch.cat([tensors[f"{linear}.weight"] for linear in (self._mixer.q, self._mixer.k)])
             output = tensors[f"{self._mixer.out}.weight"]
             of_scores = _query_key_weights(queries, keys) if curvature is None else curvature.query_key
-            of_output = gram.new_ones(len(output)) if curvature is None else curvature.output
+            of_output = gram.new_ones(len(output)) if branch_norm is None else branch_norm.gain.square()
+            of_output = of_output if curvature is None else curvature.output
             return {
                 "query_key": Ranked(together.to(gram), Inputs(gram), of_scores),
                 "output": Ranked(output.to(heads), Inputs(heads), of_output),
@@ -166,6 +178,7 @@ class RankAccumulator:
         assert isinstance(self._mixer, FeedForward)
         assert self._mixer.gate is not None
         down = tensors[f"{self._mixer.down}.weight"].to(gram)
+        down = down if branch_norm is None else branch_norm.seen(down)
         columns = down.double().square().sum(0) if curvature is None else column_costs(down, curvature.ffn)
         gates, ups = self._energies * columns
         inputs = Inputs(gram)

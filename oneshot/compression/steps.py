@@ -89,10 +89,10 @@ class LowRanks(Step[SublayerTask]):
     def apply_(self, work: LayerWork, states: States, current: Layer) -> None:
         task = self.task
         states.settle()
-        sums = RankAccumulator(task.shape, task.sublayer, task.index, task.machine.device)
+        sums = RankAccumulator(task.shape, task.sublayer, task.index, work.working, task.machine.device)
         for x, _ in states.read(self._every(states)):
             sums.update_(current, x)
-        linears = sums.finish(task.machine.workers, work.working, task.curvature)
+        linears = sums.finish(task.machine.workers, task.curvature)
         ranks = task.shared(lambda: {kind: linears[kind].nearest(rank) for kind, rank in task.ranks.items()})
         work.working, work.ranks[task.index] = with_ranks(work.working, task.sublayer.mixer, ranks), ranks
 

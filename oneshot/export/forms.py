@@ -11,8 +11,16 @@ from oneshot.export.gguf import GgufForm
 from oneshot.export.nemotron_nas import NemotronNasForm, nemotron_nas_shape
 from oneshot.export.outside import Part
 from oneshot.export.per_layer import PerLayerForm, per_layer_shape
+from oneshot.export.resized import ResizedForm, resized_shape
 from oneshot.export.stock import StockForm
-from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE, Description, StackShape
+from oneshot.families import (
+    COMPRESSED_MODEL_TYPE,
+    ENCODER_MODEL_TYPE,
+    NAS_MODEL_TYPE,
+    RESIZED_MODEL_TYPE,
+    Description,
+    StackShape,
+)
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 
@@ -77,14 +85,18 @@ STATED_SHAPES: dict[str, Callable[[dict[str, Any]], StackShape]] = {
     COMPRESSED_MODEL_TYPE: per_layer_shape,
     ENCODER_MODEL_TYPE: encoder_shape,
     NAS_MODEL_TYPE: nemotron_nas_shape,
+    RESIZED_MODEL_TYPE: resized_shape,
 }
 """The sizes that a config.json with layers of different sizes states, by its model type."""
 
 
 def form_of(name: FormName, family: Description) -> Form:
-    """Return the form of this name for a family; encoders have a per-layer form of their own."""
-    is_encoder = family.stack.norms_after and not family.stack.causal
-    return EncoderForm() if name == EncoderForm.name and is_encoder else FORMS[name]
+    """Return the form of this name for a family; the per-layer form has three classes of checkpoints."""
+    if name != PerLayerForm.name:
+        return FORMS[name]
+    if family.stack.norms_after and not family.stack.causal:
+        return EncoderForm()
+    return FORMS[name] if family.like_llama else ResizedForm()
 
 
 def stated_shape(config: dict[str, Any]) -> StackShape | None:

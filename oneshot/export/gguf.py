@@ -65,8 +65,8 @@ class GgufForm(LlamaLayers):
         rotary = complete_config(model.checkpoint.config).get("rope_parameters") or {"rope_type": "default"}
         if refusal is None and model.family.model_type not in ARCHITECTURES:
             refusal = f"--form gguf does not have the family {model.family.model_type}; use --form stock or per-layer."
-        unstated = reason_against_rotary(rotary)
-        if refusal is None and unstated is not None:
+        unstated = reason_against_rotary(rotary) if refusal is None else None
+        if unstated is not None:
             refusal = f"--form gguf cannot state the model's rotary positions ({unstated}); use another form."
         if importlib.util.find_spec("gguf") is None:
             refusal = "--form gguf needs the package gguf; run pip install 'oneshot-llm[gguf]'."

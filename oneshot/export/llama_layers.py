@@ -50,6 +50,10 @@ def reason_against_llama(model: Model, form: str) -> str | None:
     reason = model.family.reason_against("per-layer form")
     if reason is not None:
         return reason
+    if not model.family.like_llama:
+        return (
+            f"--form {form} holds Llama's layers, which {model.family.model_type} does not have; use --form per-layer."
+        )
     if sliding_window(config):
         return (
             f"--form {form} has no sliding attention window, but the model has one of {sliding_window(config)} tokens; "

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE
+from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE, RESIZED_MODEL_TYPE
 
 Classes = tuple[Any, Any]  # of the config and of the model
 
@@ -26,9 +26,17 @@ def _nemotron_nas(_: dict[str, Any]) -> Classes:
     return DeciLMConfig, DeciLMForCausalLM
 
 
+def _resized(config: dict[str, Any]) -> Classes:
+    import oneshot.export.modeling_oneshot_resized as resized
+
+    model_class = getattr(resized, config["architectures"][0])
+    return model_class.config_class, model_class
+
+
 OWN_CLASSES: dict[str, Callable[[dict[str, Any]], Classes]] = {
     COMPRESSED_MODEL_TYPE: _per_layer,
     ENCODER_MODEL_TYPE: _encoder,
     NAS_MODEL_TYPE: _nemotron_nas,
+    RESIZED_MODEL_TYPE: _resized,
 }
 """The classes of a config.json, by its model type; imported when they are needed, because they load transformers."""

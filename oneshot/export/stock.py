@@ -57,7 +57,7 @@ class StockForm:
             head_dim=plan.layers[kept[0]].value_size or shape.head_dim,
         )
         if len(kept) < shape.num_hidden_layers:
-            config = _with_layers(config, kept, model.family)
+            config = with_kept_layers(config, kept, model.family)
         config = resized_config(model.family, config, resized)
         stock = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
         return stock | dict(model.family.own_head) if plan.hidden is not None else stock
@@ -105,7 +105,7 @@ class StockForm:
         return finish_weights(journal)
 
 
-def _with_layers(config: dict[str, Any], kept: list[int], family: Description) -> dict[str, Any]:
+def with_kept_layers(config: dict[str, Any], kept: list[int], family: Description) -> dict[str, Any]:
     """Return the config of a model that has only these layers."""
     if family.text_module is not None:
         raise PlanError(

@@ -10,7 +10,7 @@ from oneshot.families.fused import from_files, fuse, split, to_files
 from oneshot.families.layer_shape import RANKED_KINDS, LayerShape, RankedKind, TableShape
 from oneshot.families.llama import LLAMA
 from oneshot.families.reading import FAMILIES, find_family
-from oneshot.families.refusals import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE
+from oneshot.families.refusals import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE, RESIZED_MODEL_TYPE
 from oneshot.families.resizing import scaled_epsilon
 from oneshot.families.shapes import ModelShape, StackShape
 from oneshot.families.sizes import read_shape
@@ -26,6 +26,7 @@ __all__ = [
     "LLAMA",
     "NAS_MODEL_TYPE",
     "RANKED_KINDS",
+    "RESIZED_MODEL_TYPE",
     "Attention",
     "Description",
     "ExpertSizes",

@@ -21,7 +21,6 @@ from oneshot.families.sublayers import Sublayer
 UNLIKE_LLAMA: Mapping[Feature, str] = {
     "ffn biases": NO_FFN_BIASES,
     "hidden size": NO_HIDDEN_SIZE,
-    "per-layer form": ONLY_STOCK,
 }
 # features that only layers with one FFN have
 OF_DENSE_LAYERS: Mapping[Feature, str] = {
@@ -31,11 +30,11 @@ OF_DENSE_LAYERS: Mapping[Feature, str] = {
     "sketch": "--set sketch= is not supported for the experts of {}; set sketch=none and pivoting=cholesky.",
     "moments": "--set ffn=flap and tcsp-score are not supported for the experts of {}; choose another selector.",
     "held-out damping": "--set damping=auto is not supported for the experts of {}; give a number.",
+    "per-layer form": ONLY_STOCK,
 }
 # features that a norm between a mixer and the sum with the stream makes impossible
 NORMS_INSIDE: Mapping[Feature, str] = {
     "up_proj": "--up-steps is not possible for {}, which norms what its FFN writes; leave it out.",
-    "profile": "A profile of {} is not supported; use --set allocation=uniform, and depth=none.",
 }
 # features that attention with a latent of keys and values cannot have
 OF_HEADS: Mapping[Feature, str] = {
@@ -45,7 +44,6 @@ OF_HEADS: Mapping[Feature, str] = {
 # features that take sublayers one after the other
 PARALLEL: Mapping[Feature, str] = {
     "up_proj": "--up-steps is not possible for {}, whose FFN is beside its attention; leave it out.",
-    "profile": "A profile of {} is not supported; use --set allocation=uniform, and depth=none.",
 }
 
 
@@ -96,7 +94,8 @@ class Description:
             scale of scores that depends on it.
         head_scale: factor of the logits.
         like_llama: whether its layers compute what a form with layers of different sizes computes under Llama's names
-            (or BERT's, for encoders). Without it, the family has only the stock form and keeps its hidden size.
+            (or BERT's, for encoders). Without it, the per-layer form is the family's own class with other linears
+            (`export/resized`), and the hidden size stays.
         own_head: what a stock config states so that the output head is not the embedding.
         renamed: stored names of tensors that the class calls otherwise, with its names; results keep the stored ones.
         bare_prefix: of all names in the class, where old checkpoints lack it; None if they have it.
@@ -124,6 +123,7 @@ class Description:
     variant: "Callable[[Description, dict[str, Any]], Description]" = lambda family, config: family
     free_head_size: bool = False
     head_scale: float = 1.0
+    head_cap: float | None = None
     like_llama: bool = False
     own_head: Mapping[str, Any] = field(default_factory=lambda: {"tie_word_embeddings": False})
     unused: tuple[str, ...] = ()
@@ -189,6 +189,8 @@ class Description:
             return UNLIKE_LLAMA[feature].format(self.model_type)
         if feature == "heads" and stack.attention.sinks is not None:
             return f"Heads of {self.model_type} have sinks and stay; use --set heads=none."
+        if not self.like_llama and feature == "per-layer form" and not stack.causal:
+            return ONLY_STOCK.format(self.model_type)
         if feature == "heads" and stack.attention.norms_all_heads:
             return f"Heads of {self.model_type} are normed together, so none can be removed; use --set heads=none."
         if feature in OF_HEADS and stack.attention.latent:

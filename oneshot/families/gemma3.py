@@ -1,5 +1,6 @@
 """Gemma 3 for text: norms before the mixers and inside the branches, windows in most layers, a scaled embedding."""
 
+from dataclasses import replace
 from typing import Any
 
 from oneshot.errors import CheckpointError
@@ -34,10 +35,15 @@ def check(config: dict[str, Any]) -> None:
         raise CheckpointError("This Gemma 3 attends in both directions, which is not supported; give one that writes.")
 
 
+def variant(family: Description, config: dict[str, Any]) -> Description:
+    """Return the family with the factor of its embedding, and the bound that its logits may have."""
+    return replace(scaled_embedding(family, config), head_cap=config.get("final_logit_softcapping"))
+
+
 GEMMA3 = Description(
     "gemma3_text",
     STACK,
     set_sizes,
     check,
-    variant=scaled_embedding,
+    variant=variant,
 )

@@ -28,9 +28,11 @@ RECURRENT = (
 COMPRESSED_MODEL_TYPE = "oneshot"  # of a checkpoint in the per-layer form
 ENCODER_MODEL_TYPE = "oneshot-encoder"  # of an encoder in the per-layer form
 NAS_MODEL_TYPE = "nemotron-nas"
+RESIZED_MODEL_TYPE = "oneshot-resized"  # of one in its family's class with other linears
 _PER_LAYER = "The checkpoint is a compressed one in the per-layer form; give the model it came from."
 COMPRESSED = {
     COMPRESSED_MODEL_TYPE: _PER_LAYER,
+    RESIZED_MODEL_TYPE: _PER_LAYER,
     ENCODER_MODEL_TYPE: _PER_LAYER,
     NAS_MODEL_TYPE: "The layers of the checkpoint have different sizes already (nemotron-nas); give the model it came "
     "from.",

@@ -9,7 +9,7 @@ NO_FFN_BIASES = (
     "--set correction=bias needs biases in the FFN, which a {} config cannot state; choose another correction."
 )
 
-ONLY_STOCK = "The forms with layers of different sizes hold Llama's layers, which {} does not have; use --form stock."
+ONLY_STOCK = "The per-layer form holds decoders with one FFN in a layer, which {} is not; use --form stock."
 
 NO_HIDDEN_SIZE = "--set hidden= is not supported for {}, whose hidden size stays; use none."
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from oneshot.checkpoint import Model
+from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import LayerCurvature
 from oneshot.compression.fold import augmented_weight
 from oneshot.compression.ranks import RankAccumulator, Ranked
@@ -60,9 +61,11 @@ class LayerSums:
         self._ranks: dict[int, RankAccumulator] = {}
         if with_ranks:
             self._ranks = {
-                index: RankAccumulator(shape, stack.sublayers[index], index, device)
+                index: RankAccumulator(shape, stack.sublayers[index], index, tensors, device)
                 for index in (self._attention, self._ffn)
             }
+        self._waits = stack.waits(self._attention)
+        self._branch_norms = [BranchNorm.of(each, tensors, device) for each in stack.sublayers]
         self._neurons = self._accumulator(stack.sublayers[self._ffn].writer)
         self._moments = MomentAccumulator(shape.intermediate_size, device=device)
         self._cosines, self._rows = torch.zeros((), dtype=torch.float64, device=device), 0
@@ -71,22 +74,30 @@ class LayerSums:
         """Return a batch `(sequences, length, D)` behind the layer."""
         shape, layer, attention, ffn = self._shape, self._layer, self._attention, self._ffn
         heads = layer.inner(attention, x)
-        attended = layer.leave(attention, x + layer.added(attention, layer.write(attention, heads).view_as(x)))
-        neurons = layer.inner(ffn, attended)
-        moved = layer.leave(ffn, attended + layer.added(ffn, layer.write(ffn, neurons).view_as(x)))
+        total = x + layer.added(attention, layer.write(attention, heads).view_as(x))
+        attended = layer.moved(attention, x, total)
+        neurons, base = layer.inner(ffn, attended), total if self._waits else attended
+        moved = layer.leave(ffn, base + layer.added(ffn, layer.write(ffn, neurons).view_as(x)))
         if self._heads is not None:
-            self._heads.update_(with_constant_column(heads) if shape.output_bias else heads)
+            rows = with_constant_column(heads) if shape.output_bias else heads
+            self._heads.update_(self._weighed(attention, rows, heads))
         if self._queries_keys:
             for grams, projected in zip(self._queries_keys, layer.queries_keys(attention, x), strict=True):
                 grams.update_(projected)
         if self._ranks:
             self._ranks[attention].update_(layer, x, heads)
             self._ranks[ffn].update_(layer, attended)
-        self._neurons.update_(with_constant_column(neurons) if shape.mlp_bias else neurons)
-        self._moments.update_(neurons)
+        rows = with_constant_column(neurons) if shape.mlp_bias else neurons
+        self._neurons.update_(self._weighed(ffn, rows, neurons))
+        self._moments.update_(self._weighed(ffn, neurons, neurons))
         self._cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
         self._rows += len(heads)
         return moved
+
+    def _weighed(self, index: int, rows: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+        """Return rows weighed as a norm after the writer does, which reads `inner`; as they are without such a norm."""
+        norm = self._branch_norms[index]
+        return rows if norm is None else rows * norm.scales_of(self._layer, index, inner).to(rows)
 
     def finish(self, curvature: LayerCurvature | None = None) -> LayerStatistics:
         """Return the statistics with the sums of all workers; `curvature`: of the layer."""
@@ -96,7 +107,7 @@ class LayerSums:
         return LayerStatistics(
             neurons=replace(self._neurons.finish(workers=workers), moments=self._moments.finish(workers)),
             query_key_grams=[grams.finish(workers) for grams in self._queries_keys],
-            linears={index: sums.finish(workers, self._tensors, curvature) for index, sums in self._ranks.items()},
+            linears={index: sums.finish(workers, curvature) for index, sums in self._ranks.items()},
             heads=None if self._heads is None else self._heads.finish(workers=workers),
             influence=1 - float(totals[0] / totals[1]),
         )

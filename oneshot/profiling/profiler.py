@@ -6,11 +6,12 @@ computes a sublayer's curve and moves its probe.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
 from oneshot.checkpoint import Model
+from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.correction import Factors, correct, predicted_error
 from oneshot.compression.curvature import Curvature, LayerCurvature, seen_by_output
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
@@ -23,7 +24,7 @@ from oneshot.compression.inner_heads import (
 )
 from oneshot.compression.ranks import Ranked, with_ranks
 from oneshot.compression.statistics import Statistics
-from oneshot.families import RANKED_KINDS, RankedKind
+from oneshot.families import RANKED_KINDS, RankedKind, Sublayer
 from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing_norms
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import Machine
@@ -115,7 +116,7 @@ class LayerProfiler:
             if "sublayer" in self._probed:
                 self._probes.add(Probe("no heads", layer, dense.run(ffn, before)))
             if statistics.heads is not None and "heads" in self._probed:
-                self._profile_heads(layer, tensors, dense, statistics.heads)
+                self._profile_heads(layer, tensors, statistics.heads)
             if statistics.heads is not None and "inner" in self._probed:
                 self._profile_values(layer, tensors, statistics.heads)
             if statistics.query_key_grams:
@@ -167,10 +168,10 @@ class LayerProfiler:
         self.states.settle()
         return sums.finish(curvature)
 
-    def _profile_heads(self, layer: int, tensors: Tensors, dense: Layer, statistics: Statistics) -> None:
+    def _profile_heads(self, layer: int, tensors: Tensors, statistics: Statistics) -> None:
         shape, units, by_group = self._shape, self.head_units, self._head_unit == "kv-group"
         sublayer = self._stack.sublayers[self._stack.index_of("heads")]
-        weight = augmented_weight(tensors, sublayer.writer).to(self._machine.device)
+        weight, branch_norm = self._seen_weight(tensors, sublayer)
         width = shape.num_attention_heads * shape.head_dim
         evidence = Evidence(weight[:, :width], None, statistics.gram[:width, :width], torch.Generator())
         errors, tails = self._curves[layer].head_errors, self._curves[layer].head_tails
@@ -202,9 +203,8 @@ class LayerProfiler:
             return
         probed = probe_size(errors)
         factors = reduce(choices[probed - 1])
-        folded = fold_sublayer(tensors, sublayer, shape, factors)
-        states = self.states.builder.layer(layer, folded).run(self._stack.index_of("heads"), self._probes.dense)
-        states = dense.run(self._stack.index_of("ffn"), states)
+        folded = fold_sublayer(tensors, sublayer, shape, unseen(factors, branch_norm))
+        states = self.states.builder.layer(layer, folded).run_all(self._probes.dense)
         self._probes.add(Probe("heads", layer, states, squared_error(factors)))
 
     def _profile_values(self, layer: int, tensors: Tensors, statistics: Statistics) -> None:
@@ -283,7 +283,7 @@ class LayerProfiler:
     ) -> None:
         shape, curves, index = self._shape, self._curves[layer], self._stack.index_of("ffn")
         sublayer = self._stack.sublayers[index]
-        weight = augmented_weight(tensors, sublayer.writer).to(self._machine.device)
+        weight, branch_norm = self._seen_weight(tensors, sublayer)
         down = weight[:, : shape.intermediate_size]
         gram = statistics.gram[: shape.intermediate_size, : shape.intermediate_size]
         evidence = Evidence(down, None, gram, torch.Generator(), moments=statistics.moments, curvature=metric)
@@ -298,7 +298,8 @@ class LayerProfiler:
             return
         columns = order[: probe_size(errors)].sort().values
         factors = self._correct(weight, columns, statistics, shape.mlp_bias)
-        reduced = self.states.builder.layer(layer, fold_sublayer(tensors, sublayer, shape, factors))
+        folded = fold_sublayer(tensors, sublayer, shape, unseen(factors, branch_norm))
+        reduced = self.states.builder.layer(layer, folded)
         total = reduced.sum(index, attended)
         energy = float(mean_energy(total - dense.sum(index, attended), metric)) if self._has_ranks else 0.0
         error = squared_error(factors)
@@ -307,7 +308,18 @@ class LayerProfiler:
             error = predicted_error(seen, kept, factors.kept_columns, statistics) ** 2
         self._probes.add(Probe("ffn", layer, reduced.leave(index, total), error, energy))
 
+    def _seen_weight(self, tensors: Tensors, sublayer: Sublayer) -> tuple[torch.Tensor, BranchNorm | None]:
+        """Return a writer with its bias as the stream sees it, and the norm that may follow it."""
+        weight = augmented_weight(tensors, sublayer.writer).to(self._machine.device)
+        branch_norm = BranchNorm.of(sublayer, tensors, self._machine.device)
+        return weight if branch_norm is None else branch_norm.seen(weight), branch_norm
+
     def _correct(self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics, has_bias: bool) -> Factors:
         if has_bias:
             columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
         return correct(weight, columns, statistics, correction="same-layer", damping=self._damping)
+
+
+def unseen(factors: Factors, branch_norm: BranchNorm | None) -> Factors:
+    """Return factors of the writer itself from those of what the stream sees of it."""
+    return factors if branch_norm is None else replace(factors, weight=branch_norm.unseen(factors.weight))

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from oneshot.checkpoint import Model, complete_text_config, make_buffers, sample_model
 from oneshot.errors import CheckpointError
@@ -21,6 +20,7 @@ from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
 from oneshot.stream.layer import Memory
 from oneshot.stream.layers import LayerBuilder
+from oneshot.stream.output_head import OutputHead
 from oneshot.tensors import Tensors
 from oneshot.text import Text
 
@@ -166,5 +166,6 @@ def _steps(model: Model, machine: Machine, kind: int, stock: Any, layers: Mappin
             yield _Step("final norm", builder.final_norm(stack)(passed[-1]), normed)
             memory = Memory(normed)
     if family.head is not None and family.reason_against("profile") is None:  # else nothing here computes logits
-        states = builder.before_head()(passed[-1])
-        yield _Step("output head", functional.linear(states, stock.get_output_embeddings().weight), output.logits)
+        own = stock.get_output_embeddings()
+        head = OutputHead(builder.before_head(), own.weight, getattr(own, "bias", None), family.head_cap)
+        yield _Step("output head", head.logits(passed[-1]), output.logits)

@@ -141,8 +141,11 @@ class LayerBuilder:
 
     def output_head(self) -> OutputHead:
         """Return the output head and what the last states pass before it, in the compute dtype and device."""
-        head = uploaded(self._model.read_head(), self._machine.device).to(self._machine.dtype)
-        return OutputHead(self.before_head(), head)
+        machine, bias = self._machine, self._model.read_head_bias()
+        head = uploaded(self._model.read_head(), machine.device).to(machine.dtype)
+        if bias is not None:
+            bias = uploaded(bias, machine.device).to(machine.dtype)
+        return OutputHead(self.before_head(), head, bias, self._model.family.head_cap)
 
     def before_head(self) -> nn.Module:
         """Return what the last states pass before the output head, in the compute dtype and device."""

@@ -13,29 +13,35 @@ VOCABULARY_PANEL = 8192  # rows of the head in one panel of logits
 class OutputHead:
     """Map the last hidden states to the vocabulary, in float32, by panels of the vocabulary.
 
-    `norm`: the final norm, or whatever else the last states pass before they meet the weight.
+    `norm`: the final norm, or whatever else the last states pass before they meet the weight. `bias`: added to the
+    logits; None for none. `cap`: logits `z` become `cap tanh(z / cap)`, as in Gemma 2; None if they stay.
     """
 
     norm: nn.Module
     weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    cap: float | None = None
 
     def prediction(self, x: torch.Tensor) -> "Prediction":
         """Return what `divergence` needs of the prediction from the last hidden states `(length, D)`."""
         states = self.norm(x).float()
         normaliser = self._log_normaliser(states)
         expected = torch.zeros_like(states)
-        for panel in self.weight.split(VOCABULARY_PANEL):
-            rows = panel.float()
-            expected += functional.linear(states, rows).sub_(normaliser.unsqueeze(1)).exp_() @ rows
+        if self.cap is None:
+            for panel in self._panels():
+                probabilities = self._logits(states, panel).sub_(normaliser.unsqueeze(1)).exp_()
+                expected += probabilities @ self.weight[panel].float()
         return Prediction(states, normaliser, expected)
 
     def divergence(self, dense: "Prediction", x: torch.Tensor) -> torch.Tensor:
         """Return the KL divergence of the prediction from `x (length, D)`, float32 `(length,)`, in nats.
 
         It is the difference of the two log normalisers beyond the tangent at the dense one. The tangent's slope is the
-        expected row of the head, so the second softmax is not needed.
+        expected row of the head, so the second softmax is not needed. Bounded logits have no such tangent.
         """
         states = self.norm(x).float()
+        if self.cap is not None:
+            return self._difference(self, dense.states, dense.log_normaliser, states)
         tangent = (dense.expected * (states - dense.states)).sum(-1)
         return self._log_normaliser(states) - dense.log_normaliser - tangent
 
@@ -45,12 +51,17 @@ class OutputHead:
         Args:
             dense_states, x: last hidden states `(length, D)` of the dense model and of this one.
         """
-        reference, states = dense.norm(dense_states).float(), self.norm(x).float()
-        normaliser = dense._log_normaliser(reference)
+        reference = dense.norm(dense_states).float()
+        return self._difference(dense, reference, dense._log_normaliser(reference), self.norm(x).float())
+
+    def _difference(
+        self, dense: "OutputHead", reference: torch.Tensor, normaliser: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the divergence between normed states of two heads, panel by panel."""
         divergence = self._log_normaliser(states) - normaliser
-        for rows, own in zip(dense.weight.split(VOCABULARY_PANEL), self.weight.split(VOCABULARY_PANEL), strict=True):
-            logits = functional.linear(reference, rows.float())
-            difference = logits - functional.linear(states, own.float())
+        for panel in self._panels():
+            logits = dense._logits(reference, panel)
+            difference = logits - self._logits(states, panel)
             divergence += (logits.sub_(normaliser.unsqueeze(1)).exp_() * difference).sum(-1)
         return divergence
 
@@ -60,14 +71,14 @@ class OutputHead:
         Args:
             uniforms: float32 `(length,)` in [0, 1): where a token is taken from its cumulative probabilities.
         """
+        assert self.cap is None, "families with bounded logits have no output curvature"
         states = self.norm(x).float()
         normaliser = self._log_normaliser(states).unsqueeze(1)
         expected, below = torch.zeros_like(states), torch.zeros_like(uniforms)
         drawn = torch.zeros(uniforms.shape, dtype=torch.int64, device=uniforms.device)
-        for panel in self.weight.split(VOCABULARY_PANEL):
-            rows = panel.float()
-            probabilities = functional.linear(states, rows).sub_(normaliser).exp_()
-            expected += probabilities @ rows
+        for panel in self._panels():
+            probabilities = self._logits(states, panel).sub_(normaliser).exp_()
+            expected += probabilities @ self.weight[panel].float()
             cumulative = probabilities.cumsum(-1).add_(below.unsqueeze(1))
             drawn += (cumulative <= uniforms.unsqueeze(1)).sum(-1)
             below = cumulative[:, -1]
@@ -82,13 +93,23 @@ class OutputHead:
         """Return the mean softmax over the states `(length, D)`: how often each token is predicted, `(vocabulary,)`."""
         states = self.norm(x).float()
         normaliser = self._log_normaliser(states).unsqueeze(1)
-        panels = self.weight.split(VOCABULARY_PANEL)
-        return torch.cat([functional.linear(states, panel.float()).sub_(normaliser).exp_().mean(0) for panel in panels])
+        return torch.cat([self._logits(states, panel).sub_(normaliser).exp_().mean(0) for panel in self._panels()])
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the last hidden states `(…, D)`."""
+        return self._logits(self.norm(x).float(), slice(None))
+
+    def _panels(self) -> list[slice]:
+        return [slice(start, start + VOCABULARY_PANEL) for start in range(0, len(self.weight), VOCABULARY_PANEL)]
+
+    def _logits(self, states: torch.Tensor, panel: slice) -> torch.Tensor:
+        """Return the logits of a panel for normed states."""
+        bias = None if self.bias is None else self.bias[panel].float()
+        logits = functional.linear(states, self.weight[panel].float(), bias)
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def _log_normaliser(self, states: torch.Tensor) -> torch.Tensor:
-        panels = [
-            functional.linear(states, panel.float()).logsumexp(-1) for panel in self.weight.split(VOCABULARY_PANEL)
-        ]
+        panels = [self._logits(states, panel).logsumexp(-1) for panel in self._panels()]
         return torch.stack(panels).logsumexp(0)
 
 

@@ -60,9 +60,10 @@ STOCK_ENCODERS: frozenset[Feature] = ENCODER_REFUSALS | {"ffn biases", "hidden s
 T5_REFUSALS: frozenset[Feature] = frozenset(
     {"ffn biases", "embedding ranks", "self text", "profile", "latency", "per-layer form"}
 )
-STOCK_ONLY: frozenset[Feature] = frozenset({"ffn biases", "hidden size", "per-layer form"})
-NORMS_INSIDE: frozenset[Feature] = STOCK_ONLY | {"up_proj", "profile"}
-LAYER_NORMS: frozenset[Feature] = STOCK_ONLY | {"embedding ranks"}
+OWN_CLASS: frozenset[Feature] = frozenset({"ffn biases", "hidden size"})
+STOCK_ONLY: frozenset[Feature] = OWN_CLASS | {"per-layer form"}
+NORMS_INSIDE: frozenset[Feature] = OWN_CLASS | {"up_proj"}
+LAYER_NORMS: frozenset[Feature] = OWN_CLASS | {"embedding ranks"}
 MIXTURES: frozenset[Feature] = STOCK_ONLY | {"up_proj", "profile", "latency", "sketch", "moments", "held-out damping"}
 EXPERTS = {"num_experts_per_tok": 2, "width": 32}
 GLM_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -77,7 +78,7 @@ LATENT = {
     "topk_group": 1,
     "n_shared_experts": 2,
 }
-PARALLEL: frozenset[Feature] = LAYER_NORMS | {"up_proj", "profile"}
+PARALLEL: frozenset[Feature] = LAYER_NORMS | {"up_proj"}
 CASES: dict[str, Case] = {
     "llama": Case(
         variants={
@@ -100,7 +101,7 @@ CASES: dict[str, Case] = {
         frozenset({"ffn biases", "queries and keys"}),
     ),
     "phi3": Case({"family": "phi3"}, {"window": {"sliding_window": 7}}, frozenset({"ffn biases", "hidden size"})),
-    "gemma": Case({"family": "gemma", "head_dim": 8, "tied": True}, {"untied": {"tied": False}}, STOCK_ONLY),
+    "gemma": Case({"family": "gemma", "head_dim": 8, "tied": True}, {"untied": {"tied": False}}, OWN_CLASS),
     "gemma2": Case(
         {"family": "gemma2", "head_dim": 8, "tied": True, "sliding_window": 7, "query_pre_attn_scalar": 20},
         refused=NORMS_INSIDE,
@@ -110,25 +111,25 @@ CASES: dict[str, Case] = {
         {"untied": {"tied": False}},
         NORMS_INSIDE | {"queries and keys"},
     ),
-    "arcee": Case({"family": "arcee"}, refused=STOCK_ONLY | {"up_proj"}),
-    "cwm": Case({"family": "cwm", "layers": 5, "sliding_window": 7, "head_dim": 8}, refused=STOCK_ONLY),
-    "ernie4_5": Case({"family": "ernie4_5", "head_dim": 8}, {"biases": {"use_bias": True}}, STOCK_ONLY),
+    "arcee": Case({"family": "arcee"}, refused=OWN_CLASS | {"up_proj"}),
+    "cwm": Case({"family": "cwm", "layers": 5, "sliding_window": 7, "head_dim": 8}, refused=OWN_CLASS),
+    "ernie4_5": Case({"family": "ernie4_5", "head_dim": 8}, {"biases": {"use_bias": True}}, OWN_CLASS),
     "exaone4": Case(
         {"family": "exaone4", "layers": 5, "sliding_window": 7}, refused=NORMS_INSIDE | {"queries and keys"}
     ),
-    "glm": Case({"family": "glm", "head_dim": 8, "attention_bias": True}, refused=STOCK_ONLY),
+    "glm": Case({"family": "glm", "head_dim": 8, "attention_bias": True}, refused=OWN_CLASS),
     "glm4": Case({"family": "glm4", "head_dim": 8, "attention_bias": True}, refused=NORMS_INSIDE),
     "granite": Case(
-        {"family": "granite", **GRANITE_FACTORS}, {"biases": {"attention_bias": True, "mlp_bias": True}}, STOCK_ONLY
+        {"family": "granite", **GRANITE_FACTORS}, {"biases": {"attention_bias": True, "mlp_bias": True}}, OWN_CLASS
     ),
-    "helium": Case({"family": "helium", "head_dim": 8}, refused=STOCK_ONLY | {"heads"}),
-    "hunyuan_v1_dense": Case({"family": "hunyuan_v1_dense", "head_dim": 8}, refused=STOCK_ONLY | {"queries and keys"}),
+    "helium": Case({"family": "helium", "head_dim": 8}, refused=OWN_CLASS | {"heads"}),
+    "hunyuan_v1_dense": Case({"family": "hunyuan_v1_dense", "head_dim": 8}, refused=OWN_CLASS | {"queries and keys"}),
     "ministral": Case(
         {"family": "ministral", "sliding_window": 7, "head_dim": 8},
         {"mixed": {"layer_types": ["sliding_attention", "full_attention"]}},
-        STOCK_ONLY,
+        OWN_CLASS,
     ),
-    "ministral3": Case({"family": "ministral3", "head_dim": 8}, refused=STOCK_ONLY),
+    "ministral3": Case({"family": "ministral3", "head_dim": 8}, refused=OWN_CLASS),
     "nemotron": Case(
         {"family": "nemotron"}, {"biases": {"attention_bias": True, "mlp_bias": True}}, LAYER_NORMS | {"up_proj"}
     ),
@@ -142,7 +143,7 @@ CASES: dict[str, Case] = {
         frozenset({"ffn biases", "hidden size"}),
     ),
     "smollm3": Case(
-        {"family": "smollm3", "layers": 4}, {"early": {"layers": 3, "no_rope_layers": [1, 0, 1]}}, STOCK_ONLY
+        {"family": "smollm3", "layers": 4}, {"early": {"layers": 3, "no_rope_layers": [1, 0, 1]}}, OWN_CLASS
     ),
     "stablelm": Case({"family": "stablelm"}, {"biases": {"use_qkv_bias": True}}, LAYER_NORMS | {"heads"}),
     "starcoder2": Case({"family": "starcoder2"}, {"window": {"sliding_window": 7}}, LAYER_NORMS | {"up_proj"}),
@@ -231,7 +232,7 @@ CASES: dict[str, Case] = {
     "t5": Case({"gated": False, "tied": True}, refused=T5_REFUSALS, packed=False, build=build_t5),
 }
 WRAPPER_REFUSALS: dict[str, frozenset[Feature]] = {
-    "gemma3": frozenset({"up_proj", "profile", "queries and keys"}),
+    "gemma3": frozenset({"up_proj", "queries and keys"}),
     "qwen3_vl": frozenset({"queries and keys"}),
 }
 CASES |= {

@@ -1,0 +1,122 @@
+"""The per-layer form of a family whose layers are not Llama's: the family's own class, whose layers differ in size.
+
+This file is shipped with such checkpoints, beside `modeling_oneshot.py`. `AutoModelForCausalLM.from_pretrained(…,
+trust_remote_code=True)` runs both. All but the sizes is the stock class's: norms, positions, windows, factors, caps.
+`OneshotGemma3ForCausalLM` is made from transformers' `Gemma3ForCausalLM` when it is asked for by its name.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from .modeling_oneshot import OneshotCoordinates, OneshotEmbedding, OneshotTiedHead
+
+PREFIX = "Oneshot"  # of the names of classes
+
+
+class OneshotReadingLinear(nn.Linear):
+    """A linear of low rank, which reads through coordinates that other linears may share."""
+
+    def __init__(self, read: OneshotCoordinates, outputs: int, bias: bool) -> None:
+        super().__init__(read.sizes[0], outputs, bias)
+        self._read = (read,)  # in a tuple: it is a submodule of the layer already
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self._read[0](x))
+
+
+class OneshotScaledEmbedding(OneshotEmbedding):
+    """Ranges of the vocabulary whose rows are multiplied by a number, but not in the tied output head."""
+
+    def __init__(self, ranges: list[dict[str, int]], width: int, scale: float) -> None:
+        super().__init__(ranges, width)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor, *, to_logits: bool = False) -> torch.Tensor:
+        found = super().forward(x, to_logits=to_logits)
+        return found if to_logits or self.scale == 1 else found * found.new_tensor(self.scale)
+
+
+def resize_layer_(layer: nn.Module, sizes: dict[str, Any]) -> None:
+    """Give a layer the linears that `sizes` lists, with no values yet.
+
+    `reads`: what linears of low rank read through, `name -> [width, rank]`. `linears`: `name -> [outputs, inputs]`, or
+    `[outputs, name of what it reads through]`. `attention`: the module whose KV heads have `heads_per_group` heads.
+    """
+    for name, (width, rank) in sizes["reads"].items():
+        layer.set_submodule(name, OneshotCoordinates(width, rank))
+    for name, (outputs, source) in sizes["linears"].items():
+        old: Any = layer.get_submodule(name)
+        has_bias = old.bias is not None
+        new: nn.Module
+        if isinstance(source, str):
+            read = layer.get_submodule(source)
+            assert isinstance(read, OneshotCoordinates)
+            new = OneshotReadingLinear(read, outputs, has_bias)
+        elif isinstance(old, nn.Linear):
+            new = nn.Linear(source, outputs, has_bias)
+        else:  # GPT-2's, whose weight is (inputs, outputs)
+            new = type(old)(outputs, source)
+        layer.set_submodule(name, new)
+    attention: Any = layer.get_submodule(sizes["attention"])
+    if hasattr(attention, "num_key_value_groups"):
+        attention.num_key_value_groups = sizes["heads_per_group"]
+
+
+def _resized(stock: Any) -> type:
+    """Return the class of a family whose layers have the sizes of the config."""
+
+    class Resized(stock):
+        config_class = _config_of(stock.config_class)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for layer, sizes in zip(self.get_submodule(config.layers_name), config.resized, strict=True):
+                resize_layer_(layer, sizes)
+            if config.embedding_ranges is not None:
+                old = self.get_input_embeddings()
+                scale = float(getattr(old, "scalar_embed_scale", 1.0))
+                width = old.embedding_dim
+                self.model.embed_tokens = OneshotScaledEmbedding(config.embedding_ranges, width, scale)
+                self.lm_head = OneshotTiedHead(self.model)
+
+    return _named(Resized, stock)
+
+
+def _config_of(stock: Any) -> type:
+    """Return the config class of a family with the sizes of every layer: `resized`, see `resize_layer_`.
+
+    `layers_name`: the module of the layers. `embedding_ranges`: rows and rank of every range of the vocabulary, or
+    None for a whole table. `sizes`: those by which oneshot counts parameters.
+    """
+    name = PREFIX + stock.__name__
+    if name not in globals():
+
+        class Config(stock):
+            model_type = "oneshot-resized"
+            resized: list | None = None
+            sizes: dict | None = None
+            layers_name: str = "model.layers"
+            embedding_ranges: list | None = None
+
+        globals()[name] = _named(Config, stock)
+    found: type = globals()[name]
+    return found
+
+
+def _named(own: type, stock: type) -> type:
+    own.__name__ = own.__qualname__ = PREFIX + stock.__name__
+    own.__module__ = __name__
+    return own
+
+
+def __getattr__(name: str) -> type:
+    """Return the class `OneshotX` of transformers' `X`; a config's class if that is one."""
+    stock = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    if stock is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = _config_of(stock) if issubclass(stock, transformers.PreTrainedConfig) else _resized(stock)
+    globals()[name] = made
+    return made

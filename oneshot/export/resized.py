@@ -1,0 +1,140 @@
+"""The per-layer form of families whose layers are not Llama's: their own class, whose layers have their own sizes."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from oneshot.checkpoint import Journal, Model, stock_classes
+from oneshot.compression import StreamSubspaces
+from oneshot.compression.ranks import READ_BY
+from oneshot.config import SaveDtype
+from oneshot.export.companions import finish_weights
+from oneshot.export.outside import Part
+from oneshot.export.per_layer import MODELLING_FILE as LLAMA_FILE
+from oneshot.export.stock import StockForm, with_kept_layers
+from oneshot.families import RESIZED_MODEL_TYPE, Description, LayerShape, StackShape, TableShape
+from oneshot.planning import Grid, Plan
+from oneshot.report.card import python_usage
+from oneshot.tensors import Tensors
+
+MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_resized.py"
+EMBEDDING = "model.embed_tokens.weight"  # whose ranges have names below this one's module
+
+
+class ResizedForm(StockForm):
+    """A checkpoint of the family's own class with other linears in every layer; all else is the stock class's."""
+
+    name = "per-layer"
+    title = "A checkpoint whose layers have their own sizes"
+    opened_by = "transformers"
+    is_safetensors = True
+
+    def loading(self, config: dict[str, Any]) -> str:
+        """Return how the result is opened."""
+        return (
+            "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
+            "modelling files in this folder and needs transformers 5.15 or later."
+        )
+
+    def usage(self, task: str) -> str:
+        """Return code that opens the result."""
+        return python_usage(task, runs_code=True)
+
+    def grid(self, model: Model) -> Grid:
+        """Return the sizes that the family's class can have when its linears are replaced."""
+        family = model.family
+        attention = family.stack.attention
+        splits_heads = all(family.stack.stored_linear(linear) == linear for linear in attention.readers)
+        return Grid(
+            family,
+            model.shape,
+            refusal=family.reason_against("per-layer form"),
+            layers_differ=True,
+            heads_differ=splits_heads and family.reason_against("heads") is None,
+            ranks=not family.stack.fused,
+            embedding_ranks=family.stack.embedding == EMBEDDING,
+        )
+
+    def config(self, model: Model, plan: Plan) -> dict[str, Any]:
+        """Return the config.json of the result."""
+        config, shape, stack = model.checkpoint.config, model.shape, self.grid(model).stack(plan)
+        if len(plan.kept_layers) < shape.num_hidden_layers:
+            config = with_kept_layers(config, plan.kept_layers, model.family)
+        config = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
+        config_class, model_class = stock_classes(config)
+        file, own = MODELLING_FILE.stem, f"Oneshot{model_class.__name__}"
+        return config | {
+            "model_type": RESIZED_MODEL_TYPE,
+            "architectures": [own],
+            "auto_map": {
+                "AutoConfig": f"{file}.Oneshot{config_class.__name__}",
+                "AutoModelForCausalLM": f"{file}.{own}",
+            },
+            "tie_word_embeddings": stack.head != "own" and not stack.embedding,
+            "layers_name": model.family.stack.layers,
+            "embedding_ranges": [asdict(table) for table in stack.embedding] or None,
+            "resized": [_resized(model, layer) for layer in stack.layers],
+            "sizes": asdict(stack),
+        }
+
+    def outside(
+        self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
+    ) -> list[Part]:
+        """Return readers of the tensors outside the layers, one for each part of the journal."""
+        parts = super().outside(model, plan, subspaces, None)
+        if embedding is not None:
+            others = parts[0]
+            parts[0] = lambda: {name: one for name, one in others().items() if name != EMBEDDING} | embedding
+        return [partial(_as_class, model.family, part) for part in parts]
+
+    def write(
+        self, model: Model, plan: Plan, journal: Journal, advance: Callable[[int], None], save_dtype: SaveDtype
+    ) -> int:
+        """Complete the weight files beside the modelling files, and return the parameters that they hold."""
+        return finish_weights(journal, LLAMA_FILE, MODELLING_FILE)
+
+
+def _as_class(family: Description, part: Part) -> Tensors:
+    """Return tensors under the names of the class, which transformers knows old ones of only for its own types."""
+    return {family.renamed.get(name, name): tensor for name, tensor in part().items()}
+
+
+def _resized(model: Model, layer: LayerShape) -> dict[str, Any]:
+    """Return which linears of a layer are others than the stock class has, as the modelling file reads it."""
+    family, dense, stack = model.family, model.shape, model.family.stack
+    shape = replace(
+        dense,
+        intermediate_size=layer.intermediate_size,
+        num_attention_heads=layer.num_attention_heads,
+        num_key_value_heads=layer.num_key_value_heads,
+    )
+    before, after = family.stored_tensors(dense), family.stored_tensors(shape)
+    linears: dict[str, list[Any]] = {}
+    for name, size in after.items():
+        if len(size) == 2 and size != before[name]:
+            linear = name.removesuffix(".weight")
+            linears[linear] = list(reversed(size) if linear in stack.transposed else size)
+    reads: dict[str, list[int]] = {}
+    for sublayer in stack.sublayers:
+        for kind, names in sublayer.mixer.ranked.items():
+            if rank := getattr(layer, f"{kind}_rank"):
+                for linear in names:
+                    outputs, inputs = after[f"{linear}.weight"]
+                    reads[READ_BY[kind]] = [inputs, rank]
+                    linears[linear] = [outputs, READ_BY[kind]]
+    return {
+        "attention": stack.attention.module,
+        "heads_per_group": layer.num_attention_heads // layer.num_key_value_heads,
+        "linears": linears,
+        "reads": reads,
+    }
+
+
+def resized_shape(config: dict[str, Any]) -> StackShape:
+    """Return the sizes that the config.json of such a checkpoint states."""
+    sizes = config["sizes"]
+    layers = tuple(LayerShape(**layer) for layer in sizes["layers"])
+    embedding = tuple(TableShape(**table) for table in sizes["embedding"])
+    return StackShape(**sizes | {"layers": layers, "embedding": embedding})

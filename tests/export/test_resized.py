@@ -1,0 +1,133 @@
+"""The per-layer form of families whose layers are not Llama's: the family's own class with other linears."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, calibration_tokens
+from families.cases import CASES
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from oneshot.checkpoint import open_model
+from oneshot.compression.embedding import expanded
+from oneshot.evaluation import evaluate
+from oneshot.export import stated_shape
+from oneshot.export.companions import empty_tensors
+from oneshot.export.resized import ResizedForm
+from oneshot.families import TableShape
+from oneshot.pipeline import compress
+from oneshot.planning import LayerPlan, Plan, vocabulary_ranges
+
+LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "seed_oss")
+RESIZED = {
+    name: case.options
+    for name, case in CASES.items()
+    if case.packed and "per-layer form" not in case.refused and name not in LIKE_LLAMA
+}
+# norms inside, caps, factors, parallel sublayers, fused and transposed linears, LayerNorms, layers without positions
+WHOLE_RUNS = ("gemma2", "gemma3_text", "olmo2", "exaone4", "glm4", "granite", "smollm3", "hunyuan_v1_dense")
+WHOLE_RUNS += ("cohere2", "phi", "gpt_neox", "falcon", "gpt2", "stablelm", "nemotron")
+
+
+def load(folder: Path) -> Any:
+    """Return the model by the modelling files in its folder; nothing is missing, nothing unexpected."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", WHOLE_RUNS)
+@torch.inference_mode()
+def test_a_result_computes_what_the_stream_passed(
+    name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes and ranks differ from layer to layer, and are those of the plan; the cache changes nothing."""
+    from oneshot.compression import LayerCompressor
+
+    last: list[torch.Tensor] = []
+
+    def keep(self: Any, layer: int, tensors: Any) -> Any:
+        done = passed(self, layer, tensors)
+        self._states.settle()
+        last[:] = [torch.cat([x for x, _ in self._states.read()])]
+        return done
+
+    passed = LayerCompressor.compress_layer
+    monkeypatch.setattr(LayerCompressor, "compress_layer", keep)
+    config = make_config(make_checkpoint(**RESIZED[name]), form="per-layer", sparsity=0.15, embedding="none")
+    report = compress(config)
+    result = load(Path(config.output))
+    orders = [buffer.numel() for name, buffer in result.named_buffers() if name.endswith(".columns")]
+    counted = sum(parameter.numel() for parameter in result.parameters()) + sum(orders)
+    assert counted == report.stored_parameters["compressed"]
+    hidden: list[torch.Tensor] = []
+    layers = result.get_submodule(result.config.layers_name)
+    layers[-1].register_forward_hook(
+        lambda _, __, output: hidden.append(output[0] if isinstance(output, tuple) else output)
+    )
+    result(calibration_tokens(config))
+    torch.testing.assert_close(hidden[0], last[0], rtol=1e-4, atol=1e-4)
+    assert_cache_changes_nothing(result, 6, input_ids=torch.arange(3, 8).unsqueeze(0))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "falcon"])
+@torch.inference_mode()
+def test_nothing_removed_is_the_input(name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = make_checkpoint(**RESIZED[name])
+    config = make_config(folder, form="per-layer", sparsity=0)
+    compress(config)
+    tokens = torch.arange(3, 40).unsqueeze(0)
+    assert torch.equal(
+        load(Path(config.output))(tokens).logits, AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "granite", "olmo2", "cohere", "smollm3"])
+def test_any_plan_has_the_counted_parameters(name: str, make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(**RESIZED[name] | {"tied": True})
+    model = open_model(str(folder), folder)
+    form, shape = ResizedForm(), model.shape
+    heads = (2, 1) if form.grid(model).heads_differ else (4, 2)
+    layers = [LayerPlan(40, *heads, query_key_rank=8, output_rank=9, gate_rank=6, up_rank=5), LayerPlan(24, 4, 2)]
+    whole = [LayerPlan(shape.intermediate_size, 4, 2)] * (shape.num_hidden_layers - 2)
+    rows = [part.stop - part.start for part in vocabulary_ranges(shape.vocab_size)]
+    tables = tuple(TableShape(size, shape.hidden_size - 8 * number) for number, size in enumerate(rows[:4]))
+    tables += tuple(TableShape(size, 8) for size in rows[4:])
+    plan = Plan((*layers, *whole), "kv-group", embedding=tables if form.grid(model).ranks_embedding else ())
+    config = form.config(model, plan)
+    stored = {name: one for name, one in empty_tensors(config).items() if name != "lm_head.weight"}
+    wanted = form.grid(model).stack(plan)
+    assert stated_shape(config) == wanted
+    assert sum(tensor.numel() for tensor in stored.values()) == wanted.stored_parameters()
+
+
+@torch.inference_mode()
+def test_ranks_of_a_scaled_embedding(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path, tmp_path: Path
+) -> None:
+    """The checkpoint opens, writes, is saved again, and is evaluated; its tables stand for one embedding."""
+    folder = make_checkpoint(**RESIZED["gemma3_text"] | {"hidden": 48})
+    config = make_config(folder, form="per-layer", sparsity=0.3, heads="id")
+    report, output = compress(config), Path(config.output)
+    model, tokens = load(output), torch.arange(3, 40).unsqueeze(0)
+    stated = json.loads((output / "config.json").read_text())
+    assert len({table["rank"] for table in stated["embedding_ranges"]}) > 1
+    assert len({layer["num_attention_heads"] for layer in stated["sizes"]["layers"]}) > 1
+    embedding = expanded(load_file(output / "model.safetensors"), 48)
+    inner: Any = model.model
+    torch.testing.assert_close(inner.embed_tokens(tokens), embedding[tokens] * 48**0.5, rtol=1e-4, atol=1e-5)
+    states = inner(tokens).last_hidden_state
+    torch.testing.assert_close(model(tokens).logits, states @ embedding.T, rtol=1e-4, atol=1e-4)
+    assert_cache_changes_nothing(model, 6, input_ids=tokens[:, :5])
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(load(tmp_path / "again")(tokens).logits, model(tokens).logits)
+    (result,) = evaluate(
+        [str(output)], [str(text_file)], sequence_length=32, max_windows=2, decode_tokens=2, prefill_tokens=8
+    )
+    assert result.stored_parameters == report.stored_parameters["compressed"]
+    assert result.kv_bytes_per_token == report.kv_bytes_per_token["compressed"]
