@@ -21,6 +21,7 @@ KEPT_KEYS = (
     "rope_parameters",
     "use_cache",
 )
+ADAPTERS = 'Adapters of peft need names: `LoraConfig(target_modules="all-linear")`.'
 NAMES = OutsideNames(LLAMA.stack.embedding, "model.norm.weight", "lm_head.weight")
 
 

@@ -8,6 +8,10 @@ NVIDIA's Nemotron-NAS models, so engines that have this architecture read them w
 import copy
 from typing import Any
 
+from transformers.utils.versions import require_version
+
+require_version("transformers>=5.5", "Update it: pip install -U transformers")  # older ones fail below without a reason
+
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn

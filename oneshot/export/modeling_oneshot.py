@@ -7,6 +7,10 @@ biases, norms of queries and keys, learned positions, an FFN without a gate.
 
 from typing import Any
 
+from transformers.utils.versions import require_version
+
+require_version("transformers>=5.5", "Update it: pip install -U transformers")  # older ones fail below without a reason
+
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn

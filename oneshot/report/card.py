@@ -35,6 +35,7 @@ AUTO_CLASSES = {  # of transformers, and the hub's names of their tasks
     "AutoModelForSeq2SeqLM": "text2text-generation",
     "AutoModel": "feature-extraction",
 }
+CODE_NEEDS = "5.5"  # least transformers that our modelling files run in; each of them checks it
 QUALITY = "<!-- quality: not measured -->"  # replaced by `add_check`
 HUB_TEXTS = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext"}
 
@@ -130,8 +131,9 @@ def python_usage(task: str, *, runs_code: bool = False) -> str:
     """Return a block of code by which transformers opens a result; `runs_code`: with a modelling file beside it."""
     auto = next(name for name, each in AUTO_CLASSES.items() if each == task)
     remote = ", trust_remote_code=True" if runs_code else ""
+    needs = f"# needs transformers {CODE_NEEDS} or later\n" if runs_code else ""
     return f"""```python
-from transformers import {auto}, AutoTokenizer
+{needs}from transformers import {auto}, AutoTokenizer
 
 name = "..."  # this folder, or its name on the hub
 model = {auto}.from_pretrained(name{remote})

@@ -1,6 +1,7 @@
 """Progress of a run: bars, warnings, and the seconds of its stages."""
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -63,9 +64,9 @@ class ProgressBar:
 
     def advance(self, amount: float) -> None:
         """Count tokens that passed a part of a layer, or bytes."""
-        self._bar.update(amount)
+        self._done = min(self._done + amount, self._total or math.inf)  # parts of a layer are fractions, which round
+        self._bar.update(self._done - self._bar.n)
         if self._tell is not None:
-            self._done += amount
             self._tell(Progress(self._stage, self._done, self._total or None))
 
     def layer_done(self, layer: LayerReport) -> None:

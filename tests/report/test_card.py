@@ -13,7 +13,7 @@ from oneshot import Report
 from oneshot.checkpoint import card_metadata
 from oneshot.export import FORMS
 from oneshot.pipeline import compress
-from oneshot.report.card import model_card
+from oneshot.report.card import CODE_NEEDS, model_card
 
 OURS = {
     "library_name": "transformers",
@@ -90,6 +90,7 @@ def test_the_code_of_the_card_opens_the_result(
     if FORMS[config.form].opened_by == "llama.cpp":
         assert code == "llama-server -m FOLDER/model.gguf\n"
         return
+    assert (f"needs transformers {CODE_NEEDS} or later" in code) == ("trust_remote_code" in code) == (form != "stock")
     found: dict[str, Any] = {}
     exec(code.replace('"..."', repr(config.output)), found)
     assert found["model"].config.num_hidden_layers == 2

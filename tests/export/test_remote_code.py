@@ -1,27 +1,30 @@
-"""Results with a modelling file in the libraries of training: off-loading, checkpointing, adapters, new tokens."""
+"""Results with a modelling file in the libraries of training and generation, and in a transformers that is too old."""
 
+import importlib.metadata
 import shutil
-from collections.abc import Callable
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, randomise
+from factories import MakeCheckpoint, MakeConfig, build_model, randomise
 from transformers import AutoModelForCausalLM
 
 from oneshot import compress
+from oneshot.export.encoder import MODELLING_FILE as ENCODER
 from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 from oneshot.export.nemotron_nas import MODELLING_FILE as NEMOTRON_NAS
 from oneshot.export.per_layer import MODELLING_FILE as PER_LAYER
 from oneshot.families import LayerShape, ModelShape, TableShape
+from oneshot.report.card import CODE_NEEDS
 
 IDS = torch.randint(2, 400, (2, 12), generator=torch.Generator().manual_seed(1))
 WIDTH, VOCABULARY = 32, 400
 TABLES = (TableShape(200, 24), TableShape(150, 8), TableShape(50, WIDTH))
 
-Open = Callable[..., Any]
+WRITING = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 1}
 
 
 def sizes_of_layers() -> list[LayerShape]:
@@ -134,12 +137,14 @@ def test_a_trained_embedding_stays_tied(folder: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(opened(tmp_path / "merged")), trained, rtol=1e-5, atol=1e-5)
 
 
-def test_adapters_of_the_usual_names_merge(folder: Path) -> None:
+@pytest.mark.parametrize("named", ["by name", "all-linear"])
+def test_adapters_of_the_usual_names_merge(named: str, folder: Path) -> None:
     """Train adapters of the seven linears of a Llama, also in the layer of low ranks, and merge them."""
     from peft import LoraConfig, get_peft_model
 
     names = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-    adapted = get_peft_model(opened(folder), LoraConfig(target_modules=names, r=2, init_lora_weights=False))
+    targets = names if named == "by name" else named
+    adapted = get_peft_model(opened(folder), LoraConfig(target_modules=targets, r=2, init_lora_weights=False))
     assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 2 * len(names)
     adapted(IDS, labels=IDS).loss.backward()
     assert all(weight.grad is not None for weight in adapted.parameters() if weight.requires_grad)
@@ -212,3 +217,43 @@ def test_a_vocabulary_of_ranges_grows_at_its_end(
 def test_a_vocabulary_of_ranges_does_not_shrink(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"only grow: give at least 400 tokens"):
         opened(folder).resize_token_embeddings(300)
+
+
+# Generation
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"num_beams": 3, "use_cache": False}, {"prefill_chunk_size": 5}, {"cache_implementation": "static"}],
+    ids=str,
+)
+def test_generation_of_every_kind_writes_the_same(how: dict[str, Any], either: Path) -> None:
+    """Beams without a cache, a prompt in pieces, a cache of fixed size."""
+    model, beams = opened(either), how.get("num_beams", 1)
+    plain = model.generate(IDS, num_beams=beams, **WRITING)
+    assert torch.equal(model.generate(IDS, **WRITING | how), plain)
+
+
+def test_a_draft_does_not_change_what_is_written(either: Path) -> None:
+    """Assisted decoding has the text of the dense model alone."""
+    dense = build_model(seed=3).eval()
+    alone = dense.generate(IDS[:1], **WRITING)
+    assert torch.equal(dense.generate(IDS[:1], assistant_model=opened(either), **WRITING), alone)
+
+
+def test_an_exported_program_computes_the_same(folder: Path) -> None:
+    model = opened(folder)
+    program = torch.export.export(model, (IDS,), {"use_cache": False})
+    torch.testing.assert_close(program.module()(IDS, use_cache=False).logits, logits(model), rtol=1e-5, atol=1e-5)
+
+
+# Older versions
+
+
+@pytest.mark.parametrize("file", [PER_LAYER, NEMOTRON_NAS, ENCODER], ids=lambda file: file.stem)
+def test_an_older_transformers_is_refused_in_a_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any name is imported that it may not have."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "4.57.6")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=rf"transformers>={CODE_NEEDS} is required .* but found transformers==4\.57"):
+        exec(file.read_text(), {"__name__": file.stem})
