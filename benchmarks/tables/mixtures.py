@@ -1,6 +1,7 @@
 """Tables of the mixtures that `train_mixture.py` and `split_mixture.py` make, and of what `mixtures.py` removes."""
 
 import math
+from statistics import fmean, stdev
 
 from harness import Row, latest, read_rows
 from judging import KINDS
@@ -24,14 +25,17 @@ CORRECTIONS = {
     "engine same-layer": "`oneshot`, same-layer",
     "engine two-stream": "`oneshot`, two-stream",
 }
-KEYS = ("model", "part", "selector", "correction", "residual_weight", "share", "seed")
+KEYS = ("model", "part", "selector", "correction", "residual_weight", "share", "calibration_tokens", "seed")
+VARIANT = KEYS[1:5]
 
 
 def mixtures_table(model: str) -> str:
     """Return the variants of a mixture, a column for every share of the experts' parameters."""
-    rows = [row for row in latest(read_rows("mixtures"), *KEYS) if row["model"] == model]
+    rows = _rows_of(model)
     if not rows:
         return "Not measured yet."
+    usual = _usual_tokens(rows)
+    rows = [row for row in rows if row["calibration_tokens"] == usual]
     shares = sorted({row["share"] for row in rows})
     has_own = "own text" in rows[0]["ratios"]
     header = ["removed", "chosen by", "correction"]
@@ -40,22 +44,56 @@ def mixtures_table(model: str) -> str:
     lines = []
     for same in _alike(rows):
         cells = [same[0]["part"], SELECTORS[same[0]["selector"]], _correction(same[0])]
-        of_share = {row["share"]: row for row in same}
         for share in shares:
-            row = of_share.get(share)
-            cells.append(rounded(row["score"]) if row else "–")
+            of_share = [row for row in same if row["share"] == share]
+            cells.append(_cell([row["score"] for row in of_share]))
             if has_own:
-                cells.append(rounded(row["ratios"]["own text"]) if row else "–")
+                cells.append(_cell([row["ratios"]["own text"] for row in of_share]))
         lines.append(cells)
     texts = rows[0]["texts"]
     own = f"; own text: {texts['own text']['tokens']:,} tokens held out from its training text" if has_own else ""
     caption = (
         "Perplexity ÷ the whole mixture's, geometric mean over five kinds of text, by the removed share of the "
-        f"experts' parameters; whole experts or as many neurons of every expert{own}. Calibrated on "
-        f"{token_span(row['calibration_tokens'] for row in rows)} tokens; seeds "
+        f"experts' parameters; whole experts or as many neurons of every expert{own}. ± is the standard deviation over "
+        f"seeds, which choose the calibration text. Calibrated on {usual:,} tokens; seeds "
         f"{', '.join(map(str, sorted({row['seed'] for row in rows})))}; {origin(rows)}."
     )
     return markdown(header, lines, caption)
+
+
+def mixture_tokens_table() -> str:
+    """Return the scores of `oneshot.compress` by the tokens of calibration, for the trained mixture."""
+    rows = [row for row in _rows_of("trained") if "settings" in row and row["share"] == 0.5 and row["seed"] == 0]
+    counts = sorted({row["calibration_tokens"] for row in rows})
+    lines = []
+    for same in _alike(rows):
+        by_tokens = {row["calibration_tokens"]: row for row in same}
+        if by_tokens.keys() == set(counts):
+            names = [same[0]["part"], SELECTORS[same[0]["selector"]], _correction(same[0])]
+            lines.append([*names, *(_cell([by_tokens[count]["score"]]) for count in counts)])
+    return markdown(
+        ("removed", "chosen by", "correction", *(f"{count:,}" for count in counts)),
+        lines,
+        "Score by the tokens of calibration, −50% of the experts' parameters, seed 0. An expert of the whole mixture "
+        f"gets an eighth of the tokens, and has 128 neurons; {origin(rows)}.",
+    )
+
+
+def _rows_of(model: str) -> list[Row]:
+    return [row for row in latest(read_rows("mixtures"), *KEYS) if row["model"] == model]
+
+
+def _usual_tokens(rows: list[Row]) -> int:
+    """Return the calibration tokens of most rows."""
+    counts = [row["calibration_tokens"] for row in rows]
+    return max(counts, key=counts.count)
+
+
+def _cell(values: list[float]) -> str:
+    """Return a mean, and its standard deviation over seeds if there are several."""
+    if not values:
+        return "–"
+    return rounded(fmean(values)) + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def mixture_split_table() -> str:
@@ -123,7 +161,7 @@ def _alike(rows: list[Row]) -> list[list[Row]]:
     """Return the rows of every variant, whole experts first, without a correction first."""
     variants: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        variants.setdefault(tuple(row.get(key) for key in KEYS[1:5]), []).append(row)
+        variants.setdefault(tuple(row.get(key) for key in VARIANT), []).append(row)
     orders = {name: place for place, name in enumerate(CORRECTIONS)}
     return sorted(variants.values(), key=lambda same: (same[0]["part"], orders[same[0]["correction"]]))
 
