@@ -9,6 +9,7 @@ from harness import ROOT, read_rows
 from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
 from quality_rows import quality_rows
 from tables.claims import claims_table
+from tables.drafts import drafts_table
 from tables.families import families_table
 from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, mixture_estimates_table, sums_table
 from tables.gpu_measured import (
@@ -134,6 +135,7 @@ TABLES = {
     "gpu_agree": (gpu_agree_table, "gpu"),
     "gpu_quality": (gpu_quality_table, "gpu"),
     "heal": (heal_table, "gpu"),
+    "drafts": (drafts_table, "drafts"),
     "models": (models_table, "gpu"),
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),

@@ -46,11 +46,13 @@ class Target:
         sparsity: fraction of the budget to remove, from 0 up to below 1.
         parameters: stored parameters to keep, instead of `sparsity`.
         budget: what `sparsity` is a fraction of; latency is measured on this machine, for one sequence.
-        hidden_size, intermediate_size, value_size, query_key_size: kept sizes (the last two per head); None: what the
-            target asks for, and all.
+        hidden_size: kept hidden size; None: the whole.
+        intermediate_size: kept FFN width of all layers; None: what the target asks for.
+        value_size: kept size of the values of a head; None: the whole.
+        query_key_size: kept size of the queries and keys of a head; None: the whole.
         num_experts: kept experts of every layer of a mixture; None: what the target asks for, and all.
-        hidden_rate, inner_rate: fractions to remove instead of these sizes: of the hidden size, and of the FFN width
-            and of the sizes inside heads (a and b of TCSP{a %, b %}, section 5.2).
+        hidden_rate: fraction of the hidden size to remove, instead of these sizes (a of TCSP{a %, b %}, section 5.2).
+        inner_rate: fraction of the FFN width and of the sizes inside heads to remove, instead of these sizes (b there).
         round_to: sizes are multiples of this; None: 64, less for small models.
     """
 
@@ -128,7 +130,8 @@ class MachineOptions:
     """The device of a run and the bounds of its memory.
 
     Attributes:
-        device: `auto`, `cpu`, `cuda` or `cuda:N`. dtype: dtype of the forward passes.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        dtype: dtype of the forward passes.
         batch_size: sequences in one forward pass.
         max_memory_bytes: bound of the process's peak resident memory; a run that cannot keep to it is refused.
         max_device_memory_bytes: bound of what torch takes on a CUDA device.
@@ -152,14 +155,20 @@ class Config:
     """Every choice of a run; the report holds the same record. `Config.of` makes one from flat options.
 
     Attributes:
-        checkpoint: a folder of safetensors, a `.gguf` file, or a hub name. output: a folder that does not exist.
-        target, method, text, machine: see these records. recipe: the name of the method it began with.
+        checkpoint: a folder of safetensors, a `.gguf` file, or a hub name.
+        output: a folder that does not exist.
+        target: how much is removed.
+        method: what is chosen, and how it is corrected.
+        text: the calibration text.
+        machine: the device, and the bounds of its memory.
+        recipe: the name of the method it began with.
         form: the form in which the result is written.
         profile: folder of a profile to plan from; None: the run makes one if it needs one.
         seed: seed of the text's order, of sketches and of random choices.
         save_dtype: dtype of the stored weights; `keep`: the input's; `q8_0`: blocks of 8 bits in a GGUF file.
         max_file_bytes: maximum bytes per weight file.
-        overwrite: replace an output and forget an interrupted run. resume: continue an interrupted run.
+        overwrite: replace an output and forget an interrupted run.
+        resume: continue an interrupted run.
         tie: store one table for an output head and an embedding that are two copies of it.
         revision: branch, tag or commit of a hub name; None: its main branch.
     """

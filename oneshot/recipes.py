@@ -61,7 +61,8 @@ class Method:
             were neurons, the dense stream (`two-stream`, STAT section 3.2, step 2b); or whole heads by one number for
             each pair of heads (`head-level`, STAT figure 3b).
         damping: ridge in units of the Gram's mean diagonal, or `auto`: least error on a held-out eighth of the text.
-        expert_damping, expert_residual_weight: the same of the experts of a mixture (docs/results.md).
+        expert_damping: `damping` of the experts of a mixture (docs/results.md).
+        expert_residual_weight: `residual_weight` of the experts of a mixture.
         up_steps: steps of conjugate gradients that also correct `up_proj`.
         pivoting: how `id` orders neurons: `cholesky` of the Gram, `qr` of the sketch, `grouped` or `tournament`.
         pivot_weights: weights of columns in `id`: norms of the `output` linear's columns (STAT A.3), or `none`.

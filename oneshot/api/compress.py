@@ -43,18 +43,23 @@ def compress(
     Args:
         model: a folder of safetensors, a `.gguf` file, a name on the hub, or a model of transformers.
         output: the folder to write, which must not exist; None: `NAME-oneshot-0.20` in the working folder.
-        sparsity: fraction of the stored parameters to remove. params: stored parameters to keep, such as `"900M"`; give
-            one of the two.
+        sparsity: fraction of the stored parameters to remove.
+        params: stored parameters to keep, such as `"900M"`; give one of the two.
         calibration: text like the one that the model will read: a source as on the command line (default `"c4"`), a
             path, a list of strings or of chats, a `datasets.Dataset`, a `DataLoader`, or token ids `(sequences,
             length)`.
-        form: `stock`, `per-layer`, `nemotron-nas` or `gguf`. recipe: a named method.
+        form: `stock`, `per-layer`, `nemotron-nas` or `gguf`.
+        recipe: a named method.
         tokenizer: tokenizer of a model in memory; None: the one that lies where the model came from.
-        num_sequences: calibration sequences. sequence_length: tokens of each. seed: seed of all random choices.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`. dtype: dtype of the computation.
+        num_sequences: calibration sequences.
+        sequence_length: tokens of each.
+        seed: seed of all random choices.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        dtype: dtype of the computation.
         max_memory: bound of the host memory, such as `"8GiB"`.
         save_dtype: dtype of the stored weights; None: the input's.
-        overwrite: replace the output. resume: continue an interrupted run.
+        overwrite: replace the output.
+        resume: continue an interrupted run.
         progress: whether bars are shown, or a function that is called with a `Progress` instead.
         settings: any other field of `Method`, `Target`, `MachineOptions` or `Config`, as `ffn="obs"`.
 

@@ -19,7 +19,8 @@ def evaluate(
     """Measure a model, and a baseline beside it.
 
     Args:
-        model: a folder, a `.gguf` file, a name on the hub, or a model of transformers. baseline: the same.
+        model: a folder, a `.gguf` file, a name on the hub, or a model of transformers.
+        baseline: the same.
         text: a source as on the command line, a list of such sources, or text in memory as `compress` takes it for
             calibration; without text only sizes and latency are measured.
         tokenizer: tokenizer of models in memory; None: the one that lies where the model came from.

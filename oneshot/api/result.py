@@ -19,7 +19,8 @@ class Result:
     """A compressed checkpoint on disk.
 
     Attributes:
-        output: its folder. report: everything worth knowing about the run, as in `oneshot_report.json`.
+        output: its folder.
+        report: everything worth knowing about the run, as in `oneshot_report.json`.
         source: the checkpoint that was given as a path or a name; None for a model in memory.
     """
 
@@ -33,7 +34,8 @@ class Result:
         A form with a modelling file is opened by this package's own class, and the file in the folder is not run.
 
         Args:
-            device: `cpu`, `cuda` or `cuda:N`. dtype: a dtype of torch, or `auto` for the stored one.
+            device: `cpu`, `cuda` or `cuda:N`.
+            dtype: a dtype of torch, or `auto` for the stored one.
 
         Raises `OutputError` for a form that transformers does not open.
         """
@@ -46,7 +48,8 @@ class Result:
         """Measure the result, and the original beside it if it was given as a path or a name.
 
         Args:
-            text: a source or several, or text in memory. baseline: another checkpoint to compare with.
+            text: a source or several, or text in memory.
+            baseline: another checkpoint to compare with.
             options: as `oneshot.evaluate` takes them.
         """
         from oneshot.api.evaluate import evaluate

@@ -34,19 +34,22 @@ class Profile:
             the columns that read them, for every number k of kept neurons (STAT section 3.3, A.3).
         head_tails: `(layers, units + 1)`: the same of the columns of all heads, those of the kept heads first (STAT
             section 3.2, step 2); zeros if heads were not profiled.
-        query_key_errors, value_errors: `(layers, h + 1)`: what every size of queries and keys loses of the scores, and
-            every size of values of attention's output (`inner_heads.query_key_errors`, `value_errors`); zeros if they
-            were not profiled.
-        query_key_sensitivity, value_sensitivity: `(layers,)`: as `ffn_sensitivity`, per unit of these errors.
-        ffn_sensitivity, head_sensitivity: `(layers,)`: mean KL divergence (nats per token) of the model's output from
-            the dense one's if only this sublayer is reduced, per unit of its relative squared error.
+        query_key_errors: `(layers, h + 1)`: what every size of queries and keys loses of the scores
+            (`inner_heads.query_key_errors`); zeros if they were not profiled.
+        value_errors: `(layers, h + 1)`: what every size of values loses of attention's output
+            (`inner_heads.value_errors`); zeros if they were not profiled.
+        query_key_sensitivity: `(layers,)`: as `ffn_sensitivity`, per unit of `query_key_errors`.
+        value_sensitivity: `(layers,)`: as `ffn_sensitivity`, per unit of `value_errors`.
+        ffn_sensitivity: `(layers,)`: mean KL divergence (nats per token) of the model's output from the dense one's if
+            only this FFN is reduced, per unit of its relative squared error.
+        head_sensitivity: `(layers,)`: the same of attention.
         rank_errors: `(layers, kinds, D + 1)`: mean squared error of the sublayer's output for every rank of a linear of
             each of `RANKED_KINDS`; zeros if they were not profiled.
         stream_sensitivity: `(layers,)`: the same divergence per unit of mean squared error that the reduced FFN adds to
             the stream.
         layer_divergence: `(layers,)`: the same divergence if only this layer is left out.
-        head_divergence, ffn_divergence: `(layers,)`: the same divergence if only the layer's attention, or only its
-            FFN, is left out.
+        head_divergence: `(layers,)`: the same divergence if only the layer's attention is left out.
+        ffn_divergence: `(layers,)`: the same divergence if only the layer's FFN is left out.
         block_influence: `(layers,)`: one minus the mean cosine of the layer's input and output (ShortGPT equation 1).
         ffn_fluctuation: `(layers, n)`: variance of every neuron's activation, times its squared norm in the output
             linear.
@@ -56,6 +59,7 @@ class Profile:
         embedding_errors: `(ranges, D + 1)`: what rank r of a range of the vocabulary loses of the logits, for every r
             (`embedding.range_errors`); the sum over ranges is one at rank 0; infinite for a forbidden rank.
         embedding_sensitivity: `(1,)`: the divergence if only the embedding is reduced, per unit of these errors.
+        origin: the model, the text and the settings that it was measured with.
     """
 
     ffn_errors: torch.Tensor

@@ -55,11 +55,14 @@ class Footprint:
     """The predicted cost of a run. Memory is an upper bound; seconds may be wrong by a factor of two.
 
     Attributes:
-        host_bytes: peak resident memory of the process. host_stage: the stage of that peak.
-        device_bytes: peak that torch takes on a CUDA device, 0 without one. device_stage: as above.
+        host_bytes: peak resident memory of the process.
+        host_stage: the stage of that peak.
+        device_bytes: peak that torch takes on a CUDA device, 0 without one.
+        device_stage: as above.
         store: where activations are kept: `device`, `host` or `disk`.
-        result_bytes: bytes of the result's weights. disk_bytes: the peak at the place of the result, with what the
-            journal keeps until the end. scratch_bytes: bytes of files in the off-load folder, activations included.
+        result_bytes: bytes of the result's weights.
+        disk_bytes: the peak at the place of the result, with what the journal keeps until the end.
+        scratch_bytes: bytes of files in the off-load folder, activations included.
         stored_parameters: parameters of the model before (`dense`) and after (`compressed`).
         seconds: seconds by stage, and `total`.
         exact: whether the sizes of layers are known; otherwise a profile will decide them.
@@ -83,8 +86,11 @@ class Check:
     """A quick measurement after a run, beside the original (`dense` and `compressed`).
 
     Attributes:
-        source: source of the held-out text. tokens: scored tokens. perplexity: None without such a text.
-        question: what both were asked. answers: what they wrote, greedily.
+        source: source of the held-out text.
+        tokens: scored tokens.
+        perplexity: None without such a text.
+        question: what both were asked.
+        answers: what they wrote, greedily.
         skipped: the sentence that says why there is no check; empty if there is one.
     """
 
