@@ -48,6 +48,10 @@ MEASURED_MIXTURE = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 384,
 }
+FURTHER_MIXTURES: dict[str, dict[str, Any]] = {
+    "shared experts": {"family": "glm4_moe", "n_routed_experts": 16, "n_shared_experts": 2, "layers": 3},
+    "biases and sinks": {"family": "gpt_oss", "num_local_experts": 16, "width": 384},
+}
 MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "oneshot": {},
     "stat": {"recipe": "stat"},
@@ -98,6 +102,9 @@ def test_no_run_takes_more_than_predicted(
     fewer = replace(mixture, output=f"{mixture.output}-fewer", method=replace(mixture.method, experts="effects"))
     fewer = replace(fewer, target=replace(fewer.target, num_experts=12))
     experts = {"neurons of experts": flat_options(mixture), "experts and their neurons": flat_options(fewer)}
+    for name, changes in FURTHER_MIXTURES.items():
+        config = make_config(make_checkpoint(**MEASURED_MIXTURE | changes), output=str(tmp_path / name), **sizes)
+        experts[name] = flat_options(config)
     assert_predicted(dict(zip(MEASURED_RUNS, runs, strict=True)) | experts)
 
 

@@ -59,7 +59,7 @@ SHARED: dict[str, tuple[int, list[str], dict[str, Any]]] = {
         ["--sparsity=0.15", "--up-steps=1", "--num-sequences=64", "--batch-size=16"],
         {"width": 32},
     ),
-    "experts": (2, ["--set=num_experts=3", "--set=experts=effects", "--sparsity=0.35"], CASES["qwen3_moe"].options),
+    "experts": (2, ["--set=num_experts=3", "--set=experts=effects", "--sparsity=0.35"], CASES["glm4_moe"].options),
     "inside heads": (3, ["--set=value_size=4", "--set=query_key_size=4", "--form=per-layer"], {}),
 }
 
@@ -74,7 +74,7 @@ def results(
     made: dict[str, tuple[Path, list[str]]] = {}
     for name, (_, options, model) in SHARED.items():
         text = other if name.startswith("another text") else text_file
-        arguments = [str(make_checkpoint(layers=3, **model)), f"--calibration={text}", *OPTIONS, *options]
+        arguments = [str(make_checkpoint(**{"layers": 3} | model)), f"--calibration={text}", *OPTIONS, *options]
         made[name] = tmp_path_factory.mktemp("run"), arguments
     for count in sorted({processes for processes, _, _ in SHARED.values()}):
         runs = [
