@@ -19,7 +19,7 @@ def speed_table() -> str:
     length = min(row["length"] for row in rows)
     return _table(
         [row for row in rows if row["length"] == length],
-        lambda row: f"{_place(row)}, batch {row['batch']}",
+        lambda row: f"{_place(row)}, {row['dtype']}, batch {row['batch']}",
         f"Prefill of {length} tokens · decoding of a token in transformers",
     )
 

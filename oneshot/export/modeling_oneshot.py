@@ -79,8 +79,12 @@ class OneshotCoordinates(nn.Module):
         if expand:
             every = torch.cat((x, nn.functional.linear(x, self.weight)), dim=-1)
             return torch.empty_like(every).scatter(-1, self.columns.expand(every.shape), every)
-        states = x.flatten(0, -2)  # a CPU selects columns of a matrix several times faster than those of a batch
-        first, others = states.index_select(1, self.columns).split_with_sizes(self.sizes, 1)
+        states = x.flatten(0, -2)  # a CPU reads columns of a matrix faster than those of a batch
+        if x.dtype == torch.float32:
+            chosen = states.index_select(1, self.columns)  # twice as fast as gathering, but slower in other dtypes
+        else:
+            chosen = states.gather(1, self.columns.expand(states.shape))
+        first, others = chosen.split_with_sizes(self.sizes, 1)
         return torch.addmm(first, others, self.weight).view(*x.shape[:-1], -1)
 
 

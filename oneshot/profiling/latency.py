@@ -121,8 +121,12 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, rank: int) -> Callable[[], ob
 
     def call() -> torch.Tensor:
         states = x.flatten(0, -2)
-        read = states.index_select(-1, columns[:rank])
-        return functional.linear(read.addmm_(states.index_select(-1, columns[rank:]), others), outputs)
+        if x.dtype == torch.float32:
+            chosen = states.index_select(1, columns)
+        else:
+            chosen = states.gather(1, columns.expand(states.shape))
+        first, second = chosen.tensor_split([rank], dim=1)
+        return functional.linear(torch.addmm(first, second, others), outputs)
 
     return call
 

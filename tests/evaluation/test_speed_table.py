@@ -59,7 +59,7 @@ def lines_of(table: str) -> dict[str, list[str]]:
 def test_the_short_table(show_rows: ShowRows) -> None:
     show_rows([], speed=ROWS)
     lines = lines_of(importlib.import_module("tables.speed").speed_table())
-    assert lines["file"][3:] == ["CPU, batch 1", "CPU, batch 16"]
+    assert lines["file"][3:] == ["CPU, float32, batch 1", "CPU, float32, batch 16"]
     assert lines["per-layer, −20%"] == ["1.25", "0.80", "3", "0.80 · 0.90", "0.70 · 0.60"]
     assert lines["per-layer, −20%, `lay_out_()`"][-2:] == ["0.80 · 0.70", "–"]
     assert lines["stock, −20%"] == ["1.50", "0.81", "3", "0.80 · 0.90", "–"]

@@ -99,7 +99,10 @@ class LogitsOfRange(nn.Module):
         return nn.functional.linear(states, table.weight)
 
 
-def test_the_plugin_for_vllm_looks_up_what_the_modelling_file_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+def test_the_plugin_for_vllm_looks_up_what_the_modelling_file_does(
+    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compare embeddings and logits of every token, and rows that linears of low rank read, by equal weights."""
     layers = "vllm.model_executor.layers"
     for name, stand_in in (
@@ -118,21 +121,23 @@ def test_the_plugin_for_vllm_looks_up_what_the_modelling_file_does(monkeypatch: 
     for read in ours.maps:
         if isinstance(read, modeling_oneshot.OneshotCoordinates):
             read.columns.copy_(torch.randperm(width, generator=torch.Generator().manual_seed(2)))
-    theirs = plugin.Embedding(ranges, width)
+    ours.to(dtype)
+    theirs = plugin.Embedding(ranges, width).to(dtype)
     theirs.load_state_dict(ours.state_dict())
-    tokens, states = torch.arange(24), torch.randn(5, width, generator=torch.Generator().manual_seed(3))
+    tokens, states = torch.arange(24), torch.randn(5, width, generator=torch.Generator().manual_seed(3)).to(dtype)
     torch.testing.assert_close(theirs(tokens), ours(tokens[None])[0], rtol=0, atol=0)
     torch.testing.assert_close(theirs.logits(states), ours(states, to_logits=True), rtol=0, atol=0)
-    whole = torch.cat([rows_of(ours, number) for number in range(len(ranges))]).double()
-    torch.testing.assert_close(ours(tokens[None])[0].double(), whole, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours(states, to_logits=True).double(), states.double() @ whole.T, rtol=1e-5, atol=1e-5)
+    whole = torch.cat([rows_of(ours, number) for number in range(len(ranges))])
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(ours(tokens[None])[0].double(), whole, **close)
+    torch.testing.assert_close(ours(states, to_logits=True).double(), states.double() @ whole.T, **close)
 
 
 def rows_of(embedding: modeling_oneshot.OneshotEmbedding, number: int) -> torch.Tensor:
-    """Return the rows of a range at full width, by one assignment of columns."""
-    table, read = embedding.tables[number].weight.detach(), embedding.maps[number]
+    """Return the rows of a range at full width in float64, by one assignment of columns."""
+    table, read = embedding.tables[number].weight.detach().double(), embedding.maps[number]
     if isinstance(read, nn.Identity):
         return table
-    every = torch.empty(len(table), len(read.columns))
-    every[:, read.columns] = torch.cat((table, table @ read.weight.detach().T), dim=1)
+    every = torch.empty(len(table), len(read.columns), dtype=torch.float64)
+    every[:, read.columns] = torch.cat((table, table @ read.weight.detach().double().T), dim=1)
     return every

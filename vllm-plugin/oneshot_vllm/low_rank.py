@@ -25,7 +25,11 @@ class Coordinates(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """States `(tokens, width)` -> `(tokens, rank)`, which stand for them."""
-        first, others = x.index_select(-1, self.columns).split(self.sizes, dim=-1)
+        if x.dtype == torch.float32:
+            chosen = x.index_select(-1, self.columns)  # a CPU gathers slower, but faster in other dtypes
+        else:
+            chosen = x.gather(-1, self.columns.expand(x.shape))
+        first, others = chosen.split(self.sizes, dim=-1)
         return torch.addmm(first, others, self.weight)
 
     def expand(self, rows: torch.Tensor) -> torch.Tensor:
