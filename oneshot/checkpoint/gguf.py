@@ -16,6 +16,7 @@ from oneshot.checkpoint.card import write_gguf_card
 from oneshot.checkpoint.gguf_config import architecture_of, config_of
 from oneshot.checkpoint.gguf_file import GgufFile
 from oneshot.checkpoint.gguf_rotary import FACTORS, LONG_FACTORS, SHORT_FACTORS
+from oneshot.checkpoint.gguf_tokenizer import read_tokenizer
 from oneshot.checkpoint.reader import INDEX_NAME, Checkpoint, all_finite
 from oneshot.checkpoint.stock import stock_classes, stock_config, tied_names
 from oneshot.config import SaveDtype
@@ -153,7 +154,7 @@ def convert_gguf(path: Path, scratch: Path) -> Path:
         return folder
     source = GgufCheckpoint(path)
     try:
-        tokenizer = _tokenizer(path)
+        tokenizer = read_tokenizer(path)
     except Exception as error:  # readers of tokenizers raise many unrelated types; the cause is named and chained
         raise _unreadable(path, error) from error
     from safetensors import SafetensorError
@@ -170,16 +171,6 @@ def convert_gguf(path: Path, scratch: Path) -> Path:
             "folder (--offload-dir, or TMPDIR)."
         ) from error
     return folder
-
-
-def _tokenizer(path: Path) -> Any:
-    """Return the tokenizer that the file states."""
-    from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
-
-    architecture, content, options = get_gguf_tokenizer(str(path))
-    backend, more = convert_gguf_tokenizer(architecture, content)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **options, **more)
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:

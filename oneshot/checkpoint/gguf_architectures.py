@@ -83,20 +83,56 @@ def _gemma3(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+def _granite(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "attention_multiplier": keys.get("attention.scale", head_dim**-0.5),
+        "embedding_multiplier": keys.get("embedding_scale", 1.0),
+        "residual_multiplier": keys.get("residual_scale", 1.0),
+        "logits_scaling": keys.get("logit_scale", 1.0),
+    }
+
+
+def _olmo2(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return OLMo 2, or OLMo 3, which has windows in most layers."""
+    window = keys.get("attention.sliding_window")
+    if not window:
+        return {}
+    if (
+        keys.get("rope.freq_base_swa", config["rope_parameters"]["rope_theta"])
+        != config["rope_parameters"]["rope_theta"]
+    ):
+        raise ValueError("rope.freq_base_swa unlike rope.freq_base")
+    return {
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": _layer_types(keys, config, 4),
+    }
+
+
+def _exaone4(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    window = keys.get("attention.sliding_window") or None
+    kinds = _layer_types(keys, config, 4) if window else ["full_attention"] * config["num_hidden_layers"]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+LLAMA_BIASES = ATTENTION_BIAS | {"mlp_bias": "blk.0.ffn_down.bias"}
+SILU = {"hidden_act": "silu"}
 ARCHITECTURES = {
     "llama": Architecture(
         "llama",
         "LlamaForCausalLM",
-        {"hidden_act": "silu"},
-        ATTENTION_BIAS | {"mlp_bias": "blk.0.ffn_down.bias"},
+        SILU,
+        LLAMA_BIASES,
         pairs=True,
     ),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {"hidden_act": "silu"}),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {"hidden_act": "silu"}, ATTENTION_BIAS),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", SILU),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", SILU, ATTENTION_BIAS),
     "gemma": Architecture("gemma", "GemmaForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", GELU, keys=(*WINDOWS, *CAPS), further=_gemma2, norm_offset=1.0
@@ -109,14 +145,12 @@ ARCHITECTURES = {
         further=_gemma3,
         norm_offset=1.0,
     ),
-    "phi3": Architecture(
-        "phi3", "Phi3ForCausalLM", {"hidden_act": "silu"}, keys=WINDOWS[:1], further=_window, partly_rotary=True
-    ),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", SILU, keys=WINDOWS[:1], further=_window, partly_rotary=True),
     "nemotron": Architecture(
         "nemotron",
         "NemotronForCausalLM",
         {"hidden_act": "relu2"},
-        ATTENTION_BIAS | {"mlp_bias": "blk.0.ffn_down.bias"},
+        LLAMA_BIASES,
         keys=("attention.layer_norm_rms_epsilon",),
         norm_offset=1.0,
         partly_rotary=True,
@@ -127,7 +161,7 @@ ARCHITECTURES = {
     "stablelm": Architecture(
         "stablelm",
         "StableLmForCausalLM",
-        {"hidden_act": "silu"},
+        SILU,
         {"use_qkv_bias": "blk.0.attn_q.bias"},
         keys=("use_parallel_residual",),
         further=lambda keys, config: {"use_parallel_residual": bool(keys.get("use_parallel_residual", True))},
@@ -140,4 +174,37 @@ ARCHITECTURES = {
         keys=("tensor_data_layout", KV_HEADS),
     ),
     "gpt2": Architecture("gpt2", "GPT2LMHeadModel", {"activation_function": "gelu_new"}, context="n_positions"),
+    "granite": Architecture(
+        "granite",
+        "GraniteForCausalLM",
+        SILU,
+        LLAMA_BIASES,
+        keys=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+        further=_granite,
+        pairs=True,
+    ),
+    "olmo2": Architecture(
+        "olmo2", "Olmo2ForCausalLM", SILU, ATTENTION_BIAS, keys=(*WINDOWS, "rope.freq_base_swa"), further=_olmo2
+    ),
+    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", SILU, keys=WINDOWS, further=_exaone4),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", SILU, LLAMA_BIASES, pairs=True),
+    "arcee": Architecture("arcee", "ArceeForCausalLM", {"hidden_act": "relu2"}, LLAMA_BIASES, pairs=True),
+    "command-r": Architecture(
+        "cohere",
+        "CohereForCausalLM",
+        SILU,
+        ATTENTION_BIAS,
+        keys=("logit_scale",),
+        further=lambda keys, config: {"logit_scale": keys.get("logit_scale", 0.0625)},
+    ),
+    "seed_oss": Architecture(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        SILU,
+        LLAMA_BIASES | {"attention_out_bias": "blk.0.attn_output.bias"},
+    ),
+    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", SILU, {"use_bias": "blk.0.attn_q.bias"}),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", SILU, ATTENTION_BIAS),
+    "glm4": Architecture("glm4", "Glm4ForCausalLM", SILU, ATTENTION_BIAS, partly_rotary=True),
+    "phi2": Architecture("phi", "PhiForCausalLM", {"hidden_act": "gelu_new"}, partly_rotary=True),
 }

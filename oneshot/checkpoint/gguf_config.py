@@ -77,7 +77,12 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config |= _positions(file, stated, rotary_size, config[architecture.context])
         if rotary_size != head_dim:
             config["rope_parameters"]["partial_rotary_factor"] = rotary_size / head_dim
-    return config | architecture.further(stated, config)
+    try:
+        return config | architecture.further(stated, config)
+    except ValueError as error:
+        raise CheckpointError(
+            f"The GGUF file states what no config.json does ({error}); give the model it came from."
+        ) from error
 
 
 def _size_names(architecture: Architecture) -> dict[str, str]:

@@ -14,6 +14,7 @@ from factories import MakeConfig, build_model
 from families.cases import CASES
 
 from oneshot.checkpoint import locate_checkpoint, open_gguf
+from oneshot.checkpoint.gguf_tokenizer import cutting
 from oneshot.checkpoint.stock import stock_classes, stock_config
 from oneshot.errors import CheckpointError
 from oneshot.pipeline import predict
@@ -38,6 +39,13 @@ PHI = {**RMS5, "rope.scaling.original_context_length": 4096, "rope.dimension_cou
 NEMOTRON = {"rope.freq_base": 1e4, "vocab_size": 400, "rope.dimension_count": 4, "rope.scaling.type": "none"}
 NEMOTRON |= {**RMS5, **HEADS, **CENTRED}
 STABLELM = {**CENTRED, "rope.dimension_count": 2, "use_parallel_residual": False}
+ROTARY8 = {"vocab_size": 400, "rope.freq_base": 1e4, "rope.dimension_count": 8}
+WINDOWS = {
+    "block_count": 5,
+    "attention.sliding_window": 7,
+    "attention.sliding_window_pattern": [True, True, True, False, True],
+}
+GLM = 1.56249996052793e-07  # the default of transformers
 WITHOUT_KV_HEADS = {name: value for name, value in SIZES.items() if name != "attention.head_count_kv"}
 # the family's architecture and what its converter writes; `SIZES` are in all of them
 FILES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -62,14 +70,31 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon",
         {**CENTRED, "tensor_data_layout": "jploski", "feed_forward_length": 128, "attention.head_count_kv": 1},
     ),
+    "granite": (
+        "granite",
+        {**RMS, **ROTARY8, "attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 5.0},
+    ),
+    "olmo2": ("olmo2", {**RMS5, "rope.freq_base": 1e4}),
+    "olmo3": ("olmo2", {**RMS5, **WINDOWS, "rope.freq_base": 5e5, "rope.freq_base_swa": 5e5}),
+    "exaone4": ("exaone4", {**RMS5, **WINDOWS, "rope.freq_base": 1e4, "vocab_size": 400}),
+    "smollm3": ("smollm3", {**RMS, "block_count": 4, "rope.freq_base": 2e6, "rope.dimension_count": 8}),
+    "arcee": ("arcee", {**RMS5, **HEADS, **ROTARY8}),
+    "cohere": ("command-r", {**CENTRED, "rope.freq_base": 5e5, "logit_scale": 0.5, "rope.scaling.type": "none"}),
+    "seed_oss-biases": ("seed_oss", {**RMS, **HEADS, "rope.freq_base": 1e4}),
+    "ernie4_5": ("ernie4_5", {**RMS5, **HEADS, "rope.freq_base": 5e5}),
+    "hunyuan_v1_dense": ("hunyuan-dense", {**RMS5, **HEADS, "rope.freq_base": 1e4}),
+    "glm4": ("glm4", {**HEADS, "attention.layer_norm_rms_epsilon": GLM, "rope.dimension_count": 4}),
+    "phi": ("phi2", {**CENTRED, "feed_forward_length": 128, "attention.head_count_kv": 4, "rope.dimension_count": 4}),
     "gpt2": ("gpt2", {**CENTRED, "feed_forward_length": 128}),
     "gpt2-untied": ("gpt2", {**CENTRED, "feed_forward_length": 128}),
 }
 GEMMA3 = CASES["gemma3_text"].options
 GLOBAL, ROTARY = "full_attention", "rope_parameters"
+EQUAL = ("gemma", "phi3", "nemotron", "starcoder2", "stablelm", "granite", "olmo2", "olmo3", "exaone4", "smollm3")
+EQUAL += ("arcee", "cohere", "ernie4_5", "hunyuan_v1_dense", "glm4")
 LONG, SHORT = [1.0, 1.5, 2.0, 4.0], [1.0, 1.01, 1.02, 1.03]
 MODELS: dict[str, dict[str, Any]] = {
-    **{name: CASES[name].options for name in ("gemma", "phi3", "nemotron", "starcoder2", "stablelm")},
+    **{name: CASES[name].options for name in EQUAL},
     "gemma2": {**CASES["gemma2"].options, "query_pre_attn_scalar": 8},
     "gemma3": {**GEMMA3, "layers": 7, "layer_types": None, "query_pre_attn_scalar": 8},
     "gemma3-scaled": {
@@ -93,10 +118,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron-biases": {"family": "nemotron", "attention_bias": True, "mlp_bias": True},
     "stablelm-biases": {"family": "stablelm", "use_qkv_bias": True},
     "falcon": {**CASES["falcon"].options, "width": 128},
+    "seed_oss-biases": CASES["seed_oss"].options | CASES["seed_oss"].variants["biases"],
+    "phi": {"family": "phi", "width": 128, "groups": 4},
     "gpt2": {**CASES["gpt2"].options, "width": 128},
     "gpt2-untied": {"family": "gpt2", "width": 128},
 }
 MODELS["phi3-long"][ROTARY]["original_max_position_embeddings"] = 128
+PAIRS = ("granite", "smollm3", "arcee")  # rows that positions turn together lie side by side
 OFFSET = ("gemma", "gemma2", "gemma3", "nemotron")  # norms are stored with one added
 CONTROL = 3  # the type of tokens such as <bos>
 Write = Callable[..., Path]
@@ -113,6 +141,9 @@ def write_gguf(tmp_path: Path) -> Write:
         sizes = WITHOUT_KV_HEADS if architecture == "gpt2" else SIZES
         writer = gguf.GGUFWriter(tmp_path / f"{name}.gguf", architecture)
         for key, value in (sizes | metadata | further).items():
+            if isinstance(value, list):
+                writer.add_array(f"{architecture}.{key}", value)
+                continue
             kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
             kinds[type(value)](f"{architecture}.{key}", value)
         add_vocabulary(writer)
@@ -125,6 +156,10 @@ def write_gguf(tmp_path: Path) -> Write:
             values = tensor.numpy()
             if architecture == "gpt2" and own.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
                 values = np.ascontiguousarray(values.T)
+            if architecture in PAIRS and own.endswith(("q_proj.weight", "k_proj.weight")):
+                size = FILES[name][1].get("attention.key_length", 8)
+                halves = values.reshape(len(values) // size, 2, size // 2, -1)
+                values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
             if architecture in OFFSET and own.endswith("norm.weight"):
                 values = values + 1
             writer.add_tensor(places.get_name(own, try_suffixes=(".weight", ".bias")), values)
@@ -201,3 +236,22 @@ def test_what_a_family_does_not_have_is_refused(
     path = write_gguf(name, build_model(**MODELS[name]), **{key: value})
     with pytest.raises(CheckpointError):
         predict(make_config(path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pieces"),
+    [
+        ("starcoder", ["Ġ", "1", "2", "3", "4", "Ġto", "Ġx", "5"]),
+        ("stablelm2", ["Ġ", "1", "2", "3", "4", "Ġto", "Ġx", "5"]),
+        ("glm4", ["Ġ", "123", "4", "Ġto", "Ġx", "5"]),
+        ("falcon", ["Ġ", "123", "4", "Ġto", "Ġx", "5"]),
+        ("hunyuan-dense", ["Ġ", "123", "4", "Ġto", "Ġx", "5"]),
+    ],
+)
+def test_texts_are_cut_as_llama_cpp_cuts_them(kind: str, pieces: list[str]) -> None:
+    assert [piece for piece, _ in cutting(kind).pre_tokenize_str(" 1234 to x5")] == pieces
+
+
+def test_an_unknown_way_to_cut_texts_is_refused() -> None:
+    with pytest.raises(ValueError, match="superbpe"):
+        cutting("superbpe")
