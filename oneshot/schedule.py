@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oneshot.compression import needs_statistics
+from oneshot.compression.sublayer import trusted_share
 from oneshot.planning import Grid, Plan
 from oneshot.profiling import PROBED_KINDS
 from oneshot.recipes import Method
@@ -97,7 +98,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
         "inner": method.plans_inner_sizes,
         "rank": method.plans_ranks,
     }
-    follows_dense = reads and method.follows_dense
+    follows_dense = reads and method.follows_dense and _residual_counts(method, grid, slices, num_tokens)
     needed = DENSE_EVERY * DENSE_TOKENS_PER_NEURON * shape.intermediate_size * shape.tokens_per_arrival
     share_suffices = num_tokens >= needed
     needs_all = slices or method.holds_out or method.residual_target != "stream"
@@ -116,6 +117,21 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
         removes_experts=method.reduces_experts and plan.removes_experts(shape),
         corrects_up=method.up_steps > 0 and not slices and shape.gated and shrinks and method.reduces_ffn,
     )
+
+
+def _residual_counts(method: Method, grid: Grid, slices: bool, num_tokens: int) -> bool:
+    """Return whether a target can have a share of the dense stream's residual, which few tokens do not give it.
+
+    A text that is not packed may have other numbers of tokens than asked for, and experts have their own.
+    """
+    shape, family = grid.shape, grid.family
+    takes_all = slices or method.holds_out or method.residual_target != "stream" or method.up_steps > 0
+    if takes_all or shape.experts is not None or not family.stack.causal or family.decoder is not None:
+        return True
+    columns = [shape.intermediate_size + shape.mlp_bias] if method.reduces_ffn else []
+    if method.heads_correction == "two-stream":
+        columns.append(shape.num_attention_heads * shape.head_dim + shape.output_bias)
+    return any(trusted_share(each, num_tokens) > 0 for each in columns)
 
 
 def profile_schedule(grid: Grid, method: Method, kinds: Sequence[str] = PROBED_KINDS) -> Schedule:

@@ -1,11 +1,14 @@
 """The schedule: one function decides the stages, streams and profiled kinds of a run, and the run follows it."""
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+import torch
 from factories import MakeCheckpoint, MakeConfig
+from safetensors.torch import load_file
 
 from oneshot import Config, Target
 from oneshot.compression import find_subspaces
@@ -212,13 +215,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         "stock",
         "oneshot",
         {"depth": "sensitivity", "ffn": "none", "heads": "id", "sparsity": 0.1},
-        {
-            "plans_by_profile": True,
-            "profiled_kinds": (HEADS, LAYER),
-            "streams": 2,
-            "dense_every": 2,
-            "solves_heads": True,
-        },
+        {"plans_by_profile": True, "profiled_kinds": (HEADS, LAYER), "streams": 1, "solves_heads": True},
     ),
 ]
 
@@ -269,7 +266,8 @@ def test_combinations_of_selectors_and_corrections() -> None:
         checked += 1
         by_weights = ffn in ("magnitude", "random", "none") and heads == "none" and correction == "none"
         assert plan.shrinks_layers(TIED)
-        assert schedule.streams == (0 if by_weights else 2 if correction == "two-stream" else 1)
+        follows = correction == "two-stream" and ffn != "none"  # heads follow their own layer
+        assert schedule.streams == (0 if by_weights else 2 if follows else 1)
         assert schedule.plans_by_profile == (form == "per-layer")
         probed = {FFN: ffn != "none", HEADS: heads != "none", LAYER: False, SUBLAYER: False, INNER: False}
         probed[RANK] = probed[FFN] and not probed[HEADS] and correction in ("same-layer", "two-stream")
@@ -339,6 +337,28 @@ def test_the_plan_of_a_target_without_sparsity_is_scheduled() -> None:
     grid = grid_of("per-layer")
     method = grid.settle(find_recipe("oneshot"))
     plan = make_plan(grid, method, Target(value_size=4))
-    assert make_schedule(method, plan, grid, num_tokens=1000, has_profile=False) == Schedule(
-        streams=2, dense_every=1, solves_heads=True
-    )
+    schedule = make_schedule(method, plan, grid, num_tokens=1025, has_profile=False)
+    assert schedule == Schedule(streams=2, dense_every=1, solves_heads=True)
+
+
+def test_no_dense_stream_passes_if_few_tokens_give_its_residual_no_weight() -> None:
+    """Four tokens for each of 256 neurons: `SublayerTask.residual_weight` is 0 up to there."""
+    grid = grid_of("stock")
+    for options, few in (({}, 1), ({"residual_target": "sublayer"}, 2), ({"up_steps": 1}, 2)):
+        method = grid.settle(find_recipe("oneshot", **options))
+        plan = make_plan(grid, method, Target(sparsity=0.2))
+        for num_tokens, streams in ((1024, few), (1025, 2)):
+            found = make_schedule(method, plan, grid, num_tokens=num_tokens, has_profile=False)
+            assert found.streams == streams, (options, num_tokens)
+
+
+def test_few_tokens_give_the_bytes_of_the_same_layer(
+    tmp_path: Path, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Below four tokens a neuron nothing of the dense stream is in the result, so it need not pass."""
+    folder, text = make_checkpoint(), {"num_sequences": 4, "sequence_length": 16, "batch_size": 2}
+    for name in ("two-stream", "same-layer"):
+        compress(make_config(folder, correction=name, output=tmp_path / name, **text))
+    followed, own = (load_file(tmp_path / name / "model.safetensors") for name in ("two-stream", "same-layer"))
+    assert followed.keys() == own.keys()
+    assert all(torch.equal(followed[name], tensor) for name, tensor in own.items())

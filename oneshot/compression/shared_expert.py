@@ -47,9 +47,9 @@ def _own_task(task: ExpertsTask) -> FeedForwardTask:
     shape = replace(task.shape, experts=None, intermediate_size=experts.shared(task.dense_units))
     plan = task.plan.with_sizes(intermediate_size=experts.shared(task.kept_units))
     method = replace(method, damping=method.expert_damping, residual_weight=method.expert_residual_weight)
+    has_dense = task.has_dense
     if task.loses_experts and method.solves:  # what is lost of the layer itself counts in full
-        method = replace(method, correction="two-stream", residual_weight=1.0)
+        method, has_dense = replace(method, correction="two-stream", residual_weight=1.0), True
     own = {field.name: getattr(task, field.name) for field in fields(task)}
-    return FeedForwardTask(
-        **own | {"stack": task.stack.with_ffn(shared), "shape": shape, "plan": plan, "method": method}
-    )
+    changed = {"stack": task.stack.with_ffn(shared), "shape": shape, "plan": plan, "method": method}
+    return FeedForwardTask(**own | changed | {"has_dense": has_dense})

@@ -30,7 +30,7 @@ class SublayerTask(ABC):
     """The compression of one sublayer of one layer: its sizes in the plan, and what it is computed with.
 
     `shared_heads`: the heads that stay, if they were chosen for all layers of the stack; else None. `curvature`: of the
-    layer, if it was measured; else None.
+    layer, if it was measured; else None. `has_dense`: whether the dense stream passes beside the compressed one.
     """
 
     method: Method
@@ -44,6 +44,7 @@ class SublayerTask(ABC):
     seed: int
     shared_heads: torch.Tensor | None = None
     curvature: LayerCurvature | None = None
+    has_dense: bool = True
 
     @property
     def sublayer(self) -> Sublayer:
@@ -132,7 +133,7 @@ class SublayerTask(ABC):
     @property
     def follows_dense(self) -> bool:
         """Return whether the target comes from the dense stream."""
-        return self.method.follows_dense
+        return self.has_dense and self.method.follows_dense
 
     @property
     def corrects_up(self) -> bool:
@@ -171,7 +172,12 @@ class SublayerTask(ABC):
         asked = self.asked_residual_weight
         if not num_tokens or self.corrects_slices or self.method.residual_target == "sublayer":
             return asked
-        return asked * max(0.0, 1 - TOKENS_PER_NEURON * num_columns / num_tokens)
+        return asked * trusted_share(num_columns, num_tokens)
+
+
+def trusted_share(num_columns: int, num_tokens: float) -> float:
+    """Return the share of a residual over so many columns that is not noise of its tokens."""
+    return max(0.0, 1 - TOKENS_PER_NEURON * num_columns / num_tokens)
 
 
 def takes_sketch(method: Method) -> bool:
