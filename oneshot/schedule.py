@@ -115,7 +115,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
         finds_shared_heads=fewer_heads and grid.family.shares_heads,
         solves_heads=method.reduces_heads or reduces_values or sliced_correction,
         removes_experts=method.reduces_experts and plan.removes_experts(shape),
-        corrects_up=method.up_steps > 0 and not slices and shape.gated and shrinks and method.reduces_ffn,
+        corrects_up=method.up_steps > 0 and shrinks,  # `Method` and `Grid.settle` refuse it where it cannot be
     )
 
 

@@ -141,8 +141,8 @@ class FeedForwardTask(OneWriterTask):
 
     @property
     def corrects_up(self) -> bool:
-        """Return whether `up_proj` is also corrected; the FFN's output is linear in it if there is a gate."""
-        return self.mixer.is_gated and self.method.up_steps > 0 and self.is_reduced and self.subspaces is None
+        """Return whether `up_proj` is also corrected; `Method` and `Grid.settle` refuse it where it cannot be."""
+        return self.method.up_steps > 0 and self.is_reduced
 
     @property
     def neuron_curvature(self) -> torch.Tensor | None:

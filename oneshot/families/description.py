@@ -248,6 +248,10 @@ class Description:
         """Return the same as the checkpoint stores them, where some linears are one."""
         return stored_shapes(self.expected_tensors(shape, layer), self.stack_of(layer))
 
+    def may_have_ranks(self, shape: ModelShape) -> bool:
+        """Return whether linears can have low rank: with rotary pairs, RMSNorms, and FFNs with a gate."""
+        return self.stack.rotary and shape.gated and not shape.layer_norms
+
     def layers_to_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the state of the stock class with the layers' tensors as files have them."""
         experts = self.stack.experts

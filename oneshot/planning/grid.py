@@ -65,8 +65,8 @@ class Grid:
 
     @property
     def has_ranks(self) -> bool:
-        """Return whether linears of this model can have low rank: with rotary pairs, RMSNorms, and FFNs with a gate."""
-        return self.ranks and self.family.stack.rotary and self.shape.gated and not self.shape.layer_norms
+        """Return whether linears of this model can have low rank."""
+        return self.ranks and self.family.may_have_ranks(self.shape)
 
     @property
     def has_curvature(self) -> bool:

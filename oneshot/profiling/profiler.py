@@ -95,7 +95,7 @@ class LayerProfiler:
     @property
     def _has_ranks(self) -> bool:
         """Return whether ranks of linears are profiled."""
-        return "rank" in self._probed and self._stack.rotary and self._shape.gated
+        return "rank" in self._probed and self._model.family.may_have_ranks(self._shape)
 
     def profile_layer(self, layer: int, tensors: Tensors) -> None:
         """Measure the dense layer's statistics and error curves, and move the probes through it."""
