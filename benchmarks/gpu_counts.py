@@ -20,7 +20,7 @@ SPARSITIES = {1536: 0.2, 11008: 0.85}
 SIZES = {"hidden": 64, "heads": 4, "groups": 4, "layers": 1, "vocabulary": 400}
 TEXT = {"num_sequences": 16, "sequence_length": 128, "batch_size": 4}  # more tokens than neurons stay
 SLACK_BYTES = 2**20  # instead of 384 MiB for the workspaces of libraries, which the pretended device has not
-# The stage of a line of the project, by the longest beginning of its path; also of commit 8f30401.
+# The stage of a line of the project, by the longest beginning of its path; also of older commits.
 STAGES = {
     "kernels/oneshot_kernels/gram": "sums",
     "kernels/oneshot_kernels/count_sketch": "sums",
@@ -28,6 +28,7 @@ STAGES = {
     "oneshot/compression/statistics.py": "sums",
     "oneshot/linalg/sums.py": "sums",
     "oneshot/compression/selection.py": "pivots",
+    "oneshot/selection": "pivots",
     "oneshot/linalg/pivoted_qr.py": "pivots",
     "oneshot/compression/correction.py": "correction",
     "oneshot/compression/measuring.py": "correction",

@@ -52,7 +52,7 @@ STAGES = {
     "kernels/oneshot_kernels/count_sketch": "sums",
     "oneshot/compression/statistics.py": "sums",
     "kernels/oneshot_kernels/pivoted_qr": "selection",
-    "oneshot/compression/selection.py": "selection",
+    "oneshot/selection": "selection",
     "oneshot/linalg/pivoted_qr.py": "selection",
     "oneshot/linalg/elimination.py": "selection",
     "oneshot/compression/curvature.py": "curvature",
@@ -67,6 +67,8 @@ STAGES = {
     "oneshot/compression/fold.py": "fold",
     "oneshot/compression/layer.py": "fold",
     "oneshot/compression/layer_folder.py": "fold",
+    "oneshot/compression/steps.py": "fold",
+    "oneshot/compression/tasks.py": "correction",
     "oneshot/compression/subspaces.py": "hidden size",
     "oneshot/compression/embedding.py": "embedding",
     "oneshot/linalg/pca.py": "hidden size",
@@ -103,7 +105,7 @@ CURVATURE = {"curvature": "fisher"}
 # name -> (model, options)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "oneshot": ("llama", {}),
-    "oneshot, twice the neurons": ("wide", {}),
+    "oneshot, twice the neurons": ("wide", {"num_sequences": 32}),  # with fewer tokens no dense stream would pass
     "oneshot, twice the batches": ("llama", {"num_sequences": 32}),
     "oneshot, twice the tokens": ("llama", {"sequence_length": 64}),
     "oneshot, a layer more": ("deep", {}),
@@ -112,7 +114,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "oneshot, qwen3": ("qwen3", {}),
     "oneshot, a window": ("mistral", {}),
     "per-layer": ("llama", PER_LAYER | WHOLE),
-    "per-layer, twice the neurons": ("wide", PER_LAYER | WHOLE),
+    "per-layer, twice the neurons": ("wide", PER_LAYER | WHOLE | {"num_sequences": 32}),
     "per-layer, twice the batches": ("llama", PER_LAYER | WHOLE | {"num_sequences": 32}),
     "per-layer, a layer more": ("deep", PER_LAYER | WHOLE),
     "ranks": ("llama", PER_LAYER),
@@ -152,7 +154,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "smaller queries and keys": ("llama", PER_LAYER | {"query_key_size": 4}),
     "smaller queries and keys, opt": ("opt", PER_LAYER | {"query_key_size": 4}),
     "planned sizes inside heads": ("llama", PER_LAYER | {"inner_sizes": "sensitivity"}),
-    "large": ("large", {"num_sequences": 8, "sequence_length": 128}),
+    "large": ("large", {"num_sequences": 16, "sequence_length": 128}),  # two streams
     "large, leverage": ("large", {"ffn": "leverage", "num_sequences": 8, "sequence_length": 128}),
     "large, flap": ("large", {"recipe": "flap", "num_sequences": 8, "sequence_length": 128}),
     "large, stat": ("large", {"recipe": "stat", "sketch_size": 300, "num_sequences": 8, "sequence_length": 128}),
