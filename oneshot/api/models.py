@@ -27,7 +27,9 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     from transformers.utils import logging
 
     if not isinstance(model, PreTrainedModel):
-        raise CheckpointError(f"A {type(model).__name__} is not a model of transformers{_remedy(model)}")
+        raise CheckpointError(
+            f"An object of type {type(model).__name__} is not a model of transformers{_remedy(model)}"
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise CheckpointError("The model has weights on the device meta; load it without offloading, or give its path.")
     origin = str(model.config._name_or_path or "")

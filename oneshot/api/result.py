@@ -12,6 +12,7 @@ from oneshot.evaluation import Evaluation, load_model
 from oneshot.export import FORMS
 from oneshot.machine import resolve_device
 from oneshot.report.records import Report
+from oneshot.report.sharing import shared_sources
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,10 @@ class Result:
     def _lines(self) -> Sequence[tuple[str, str]]:
         stored, report = self.report.stored_parameters, self.report
         removed = 1 - stored["compressed"] / stored["dense"]
-        calibration = report.calibration
-        text = "none" if calibration is None else f"{calibration['num_tokens']:,} tokens of {calibration['source']}"
+        text = "none"
+        if report.calibration is not None:
+            source = shared_sources(str(report.calibration["source"]))  # names: text in memory had a temporary path
+            text = f"{report.calibration['num_tokens']:,} tokens of {source}"
         return (
             ("output", str(self.output)),
             ("parameters", f"{stored['dense']:,} → {stored['compressed']:,} (−{removed:.1%})"),

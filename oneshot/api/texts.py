@@ -39,8 +39,8 @@ def save_text(text: Any, folder: Path, *, num_sequences: int, seed: int) -> tupl
         return _save_rows(_dataset_rows(text, seed), folder)
     if isinstance(text, Mapping | str | bytes) or not isinstance(text, Iterable):
         raise CalibrationError(
-            f"A {type(text).__name__} is not text; give a path, a list of strings or chats, a Dataset, a DataLoader, "
-            "or a tensor of token ids."
+            f"An object of type {type(text).__name__} is not text; give a path, a list of strings or chats, a Dataset, "
+            "a DataLoader, or a tensor of token ids."
         )
     items = list(text)
     if items and all(_is_ids(item) for item in items):

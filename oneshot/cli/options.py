@@ -180,10 +180,12 @@ def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
 
 
 def silence_libraries() -> None:
-    """Turn off the progress bars and informational messages of transformers, datasets and the hub."""
+    """Turn off the progress bars and messages of transformers, datasets and the hub; errors of ours say as much."""
     from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
+    hub_logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     disable_progress_bars()

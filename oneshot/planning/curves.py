@@ -84,3 +84,6 @@ class Profile:
     embedding_errors: torch.Tensor
     embedding_sensitivity: torch.Tensor
     origin: ProfileOrigin
+
+    def __repr__(self) -> str:
+        return f"Profile({len(self.ffn_errors)} layers, {self.origin})"

@@ -80,6 +80,19 @@ class Footprint:
     exact: bool = True
     disk_bytes: int = 0
 
+    def __str__(self) -> str:
+        dense, compressed = self.stored_parameters["dense"], self.stored_parameters["compressed"]
+        memory = f"{self.host_bytes / 2**30:.2f} GiB of the host ({self.host_stage})"
+        if self.device_bytes:
+            memory += f", {self.device_bytes / 2**30:.2f} GiB of the device ({self.device_stage})"
+        lines = {
+            "parameters": f"{dense:,} → {compressed:,} (−{1 - compressed / dense:.1%})",
+            "memory": f"at most {memory}",
+            "disk": f"{self.disk_bytes / 2**30:.2f} GiB at the output, {self.scratch_bytes / 2**30:.2f} GiB off-loaded",
+            "time": f"about {self.seconds['total']:.0f} s; it may be wrong by a factor of two",
+        }
+        return "\n".join(["Prediction of oneshot", *(f"  {name + ':':12}{text}" for name, text in lines.items())])
+
 
 @dataclass(frozen=True)
 class Check:

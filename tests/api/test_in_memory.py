@@ -67,9 +67,9 @@ def test_a_model_that_was_never_stored_needs_a_tokenizer(
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (torch.nn.Linear(2, 2), "A Linear is not a model of transformers; give one"),
+        (torch.nn.Linear(2, 2), "type Linear is not a model of transformers; give one"),
         (torch.nn.Sequential(), "not a model of transformers"),
-        (3, "A int is not a model"),
+        (3, "type int is not a model"),
     ],
     ids=str,
 )
@@ -192,9 +192,9 @@ def test_loaders_of_strings_and_a_limit(
         ([], "empty"),
         ([3.5], "3.5 is neither a string, nor a chat"),
         (["text", None], "None is neither"),
-        ({"text": "a"}, "A dict is not text"),
-        (b"bytes", "A bytes is not text"),
-        (7, "A int is not text"),
+        ({"text": "a"}, "type dict is not text"),
+        (b"bytes", "type bytes is not text"),
+        (7, "type int is not text"),
         (torch.zeros(2, 3), "torch.float32 of shape"),
         (torch.zeros(6).long(), "shape \\(6,\\)"),
         (torch.zeros(0, 3).long(), "shape \\(0, 3\\)"),

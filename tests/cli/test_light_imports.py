@@ -65,3 +65,14 @@ def test_a_command_keeps_the_log_of_torchs_own_code_to_errors(monkeypatch: pytes
         with pytest.raises(SystemExit):
             main(["init", "--help"])
         assert os.environ["TORCH_CPP_LOG_LEVEL"] == wanted
+
+
+def test_a_command_shows_no_warnings_of_the_hub() -> None:
+    """Without a network it warns of every retry, and our error says the same once."""
+    script = (
+        "import logging; logging.basicConfig(level=logging.WARNING);"
+        "from oneshot.cli.options import silence_libraries; silence_libraries();"
+        "logging.getLogger('huggingface_hub.utils._http').warning('Retrying in 8s')"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stderr == ""
