@@ -35,7 +35,7 @@ class ResizedForm(StockForm):
         """Return how the result is opened."""
         return (
             "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
-            "modelling files in this folder and needs transformers 5.15 or later."
+            "modelling files in this folder."
         )
 
     def usage(self, task: str) -> str:
