@@ -96,7 +96,7 @@ def form_of(name: FormName, family: Description) -> Form:
         return FORMS[name]
     if family.stack.norms_after and not family.stack.causal:
         return EncoderForm()
-    return FORMS[name] if family.like_llama else ResizedForm()
+    return FORMS[name] if family.like_llama and not family.windowed else ResizedForm()
 
 
 def stated_shape(config: dict[str, Any]) -> StackShape | None:

@@ -10,6 +10,7 @@ from oneshot.checkpoint import Journal, Model, stock_classes
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.ranks import READ_BY
 from oneshot.config import SaveDtype
+from oneshot.errors import PlanError
 from oneshot.export.companions import finish_weights
 from oneshot.export.outside import Part
 from oneshot.export.per_layer import MODELLING_FILE as LLAMA_FILE
@@ -58,7 +59,12 @@ class ResizedForm(StockForm):
         )
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
-        """Return the config.json of the result."""
+        """Return the config.json of the result. Raises `PlanError` for a smaller hidden size."""
+        if plan.hidden is not None:
+            raise PlanError(
+                f"The per-layer form of this {model.family.model_type} keeps its hidden size; use --form stock, or "
+                "--set hidden=none."
+            )
         config, shape, stack = model.checkpoint.config, model.shape, self.grid(model).stack(plan)
         if len(plan.kept_layers) < shape.num_hidden_layers:
             config = with_kept_layers(config, plan.kept_layers, model.family)

@@ -96,6 +96,7 @@ class Description:
         like_llama: whether its layers compute what a form with layers of different sizes computes under Llama's names
             (or BERT's, for encoders). Without it, the per-layer form is the family's own class with other linears
             (`export/resized`), and the hidden size stays.
+        windowed: whether layers attend within windows, which only the family's own class has.
         own_head: what a stock config states so that the output head is not the embedding.
         renamed: stored names of tensors that the class calls otherwise, with its names; results keep the stored ones.
         bare_prefix: of all names in the class, where old checkpoints lack it; None if they have it.
@@ -125,6 +126,7 @@ class Description:
     head_scale: float = 1.0
     head_cap: float | None = None
     like_llama: bool = False
+    windowed: bool = False
     own_head: Mapping[str, Any] = field(default_factory=lambda: {"tie_word_embeddings": False})
     unused: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)

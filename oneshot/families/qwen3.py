@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from oneshot.families.description import Description
 from oneshot.families.llama import STACK
+from oneshot.families.qwen2 import variant
 from oneshot.families.resizing import NO_FFN_BIASES, set_sizes
 from oneshot.families.sublayers import Attention
 
@@ -13,6 +14,7 @@ QWEN3 = Description(
     "qwen3",
     replace(STACK, sublayers=(_ATTENTION, STACK.sublayers[1])),
     set_sizes,
+    variant=variant,
     like_llama=True,
     unsupported={"ffn biases": NO_FFN_BIASES.format("qwen3")},
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, calibration_tokens
-from families.cases import CASES
+from families.cases import CASES, variants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -27,9 +27,20 @@ RESIZED = {
     for name, case in CASES.items()
     if case.packed and "per-layer form" not in case.refused and name not in LIKE_LLAMA
 }
+RESIZED |= {name: variants()[name] for name in ("mistral-window", "qwen2-windows")}
 # norms inside, caps, factors, parallel sublayers, fused and transposed linears, LayerNorms, layers without positions
 WHOLE_RUNS = ("gemma2", "gemma3_text", "olmo2", "exaone4", "glm4", "granite", "smollm3", "hunyuan_v1_dense")
-WHOLE_RUNS += ("cohere2", "phi", "gpt_neox", "falcon", "gpt2", "stablelm", "nemotron")
+WHOLE_RUNS += (
+    "mistral-window",
+    "qwen2-windows",
+    "cohere2",
+    "phi",
+    "gpt_neox",
+    "falcon",
+    "gpt2",
+    "stablelm",
+    "nemotron",
+)
 
 
 def load(folder: Path) -> Any:
@@ -59,7 +70,7 @@ def test_a_result_computes_what_the_stream_passed(
 
     passed = LayerCompressor.compress_layer
     monkeypatch.setattr(LayerCompressor, "compress_layer", keep)
-    keeps_heads = "heads" in CASES[name].refused
+    keeps_heads = "heads" in CASES[name.partition("-")[0]].refused
     sizes: dict[str, Any] = {"heads": "none", "sparsity": 0.15} if keeps_heads else {"heads": "id", "sparsity": 0.2}
     config = make_config(make_checkpoint(**RESIZED[name]), form="per-layer", embedding="none", **sizes)
     report = compress(config)
