@@ -79,7 +79,7 @@ class Target:
         if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
             raise ConfigError(f"--sparsity {self.sparsity} is out of range: give a fraction from 0 up to below 1.")
         if self.parameters is not None and self.budget != "parameters":
-            raise ConfigError(f"--params counts parameters; give --sparsity beside --set budget={self.budget}.")
+            raise ConfigError(f"--params counts parameters; give --sparsity beside --budget {self.budget}.")
         if self.parameters is not None and self.parameters <= 0:
             raise ConfigError(f"--params {self.parameters} is out of range: give a positive number of parameters.")
         check_minimum(self, round_to=1, hidden_size=1, intermediate_size=1, value_size=1, query_key_size=1)

@@ -15,6 +15,7 @@ FLAGS = {
     "up_steps": "--up-steps",
     "sparsity": "--sparsity",
     "parameters": "--params",
+    "budget": "--budget",
     "calibration": "--calibration",
     "num_sequences": "--num-sequences",
     "sequence_length": "--sequence-length",

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from oneshot.cli.options import (
     add_checkpoint,
@@ -16,8 +16,8 @@ from oneshot.cli.options import (
     parse_config,
     run_command,
 )
-from oneshot.cli.parser import Parser
-from oneshot.config import Config, own_name, tcsp_options
+from oneshot.cli.parser import OneOf, Parser
+from oneshot.config import BudgetUnit, Config, own_name, tcsp_options
 from oneshot.errors import ConfigError
 from oneshot.recipes import RECIPES
 
@@ -49,14 +49,19 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
         metavar=("A", "B"),
         help=argparse.SUPPRESS,  # a preset for experiments: docs/recipes/tcsp.md
     )
+    budgets = get_args(BudgetUnit)
+    target.add_argument(
+        "--budget",
+        type=OneOf(budgets),
+        metavar="BUDGET",
+        help=f"what --sparsity is a share of: {', '.join(budgets)} (default: parameters)",
+    )
     target.add_argument("--params", metavar="P", help="stored parameters to keep, such as 900M or 5.5B")
     method = parser.add_argument_group("method")
     method.add_argument("--recipe", metavar="NAME", help=f"one of {', '.join(RECIPES)} (default: oneshot)")
     add_form(method)
     method.add_argument("--profile", metavar="FOLDER", help="a profile to plan from (default: made if it is needed)")
-    method.add_argument(
-        "--up-steps", type=int, metavar="N", help="steps that also correct up_proj: better and slower (default: 0)"
-    )
+    method.add_argument("--up-steps", type=int, help=argparse.SUPPRESS)  # slow; docs/command-line.md has it
     method.add_argument(
         "--round-to", type=int, metavar="N", help="sizes are multiples of this (default: 64, less in small models)"
     )

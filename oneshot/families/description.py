@@ -26,7 +26,7 @@ UNLIKE_LLAMA: Mapping[Feature, str] = {
 OF_DENSE_LAYERS: Mapping[Feature, str] = {
     "up_proj": "--up-steps is not supported for the experts of {}; leave it out.",
     "profile": "A profile of the mixture of experts {} is not supported; use --set allocation=uniform, and depth=none.",
-    "latency": "--set budget=latency is not supported for the mixture of experts {}; choose another budget.",
+    "latency": "--budget latency is not supported for the mixture of experts {}; choose another budget.",
     "sketch": "--set sketch= is not supported for the experts of {}; set sketch=none and pivoting=cholesky.",
     "moments": "--set ffn=flap and tcsp-score are not supported for the experts of {}; choose another selector.",
     "held-out damping": "--set damping=auto is not supported for the experts of {}; give a number.",

@@ -107,7 +107,7 @@ T5 = Description(
         "embedding ranks": "--set embedding=low-rank is not supported for T5; leave it out.",
         "self text": "--calibration self needs a model that continues text, which T5 does not; give a file.",
         "profile": "A profile of T5 is not supported; use --set allocation=uniform, and depth=none.",
-        "latency": "--set budget=latency is not supported for T5; use flops.",
+        "latency": "--budget latency is not supported for T5; use flops.",
         "per-layer form": "T5's layers have equal sizes in every form; use --form stock.",
     },
     decoder=_stack("decoder", causal=True),

@@ -120,9 +120,9 @@ def _latency(work: Work) -> Stage:
     )
     one = work.layer_bytes + shape.layer_parameters() * work.dtype.itemsize
     ranked = 2 * RANKS * (shape.intermediate_size + shape.hidden_size) * shape.hidden_size * work.dtype.itemsize
-    copies = Term((sizes + WIDTHS) * one + ranked, knobs=("--set budget=",))
+    copies = Term((sizes + WIDTHS) * one + ranked, knobs=("--budget",))
     batch = terms.activations(work, shape.intermediate_size, work.text.sequence_length)
-    return Stage("measuring the latency of layers (--set budget=latency)", (*terms.layer(work), copies, batch))
+    return Stage("measuring the latency of layers (--budget latency)", (*terms.layer(work), copies, batch))
 
 
 def _hidden_size(work: Work) -> list[Stage]:

@@ -49,7 +49,7 @@ def make_plan(
     # nothing was asked for, or nothing beyond the sizes that are stated
     sublayers_shrink = method.reduces_sublayers and budget.target != dense
     if method.slices and target.budget != "parameters":
-        raise ConfigError(f"--set budget={target.budget} is for FFN neurons and heads; set hidden=none.")
+        raise ConfigError(f"--budget {target.budget} is for FFN neurons and heads; set hidden=none.")
     target = with_sizes(target, grid)
     plan = with_experts(grid, _stated_plan(grid, method, target), method, target, budget)
     if method.slices and (budget.target < dense or target.hidden_size is not None):
@@ -138,7 +138,7 @@ def _refuse_without_latencies(grid: Grid, method: Method) -> None:
         )
     if method.reduces_heads and grid.family.reason_against("heads") is not None:
         raise PlanError(
-            "--set budget=latency measures layers of the family's own class, which cannot have fewer heads; choose "
+            "--budget latency measures layers of the family's own class, which cannot have fewer heads; choose "
             "another budget, or set heads=none."
         )
 

@@ -511,7 +511,7 @@ REFUSALS = [
     ({"form": "nemotron-nas"}, "has no decoder beside an encoder"),
     ({"allocation": "sensitivity"}, "A profile of T5 is not supported"),
     ({"depth": "sensitivity"}, "A profile of T5 is not supported"),
-    ({"budget": "latency"}, "--set budget=latency is not supported for T5"),
+    ({"budget": "latency"}, "--budget latency is not supported for T5"),
     ({"correction": "bias"}, "which T5 lacks"),
     ({"heads": "obs"}, "all layers of a stack share theirs"),
     ({"value_size": 4, "sparsity": 0.2}, "give --set query_key_size= and value_size= the same size"),

@@ -297,7 +297,7 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(
     for more in (
         [],
         ["--recipe", "tcsp"],
-        ["--set", "budget=latency"],
+        ["--budget", "latency"],
         ["--form", "per-layer"],
         ["--sparsity", "0.1", "0.2"],
     ):
