@@ -22,6 +22,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_moe, experts": (QWEN3, {"experts": "effects", "num_experts": 6, "ffn": "none"}),
     "qwen3_moe, a dense layer": (QWEN3 | {"mlp_only_layers": [1]}, NEURONS),
     "mixtral, neurons": ({"family": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}, NEURONS),
+    "gpt_oss, both": (
+        {"family": "gpt_oss", "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+        NEURONS | {"experts": "reap", "num_experts": 6},
+    ),
     "glm4_moe, both": (GLM4, NEURONS | {"experts": "reap", "num_experts": 6}),
 }
 
