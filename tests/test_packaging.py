@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from factories import MakeCheckpoint, MakeConfig
+from packaging.version import Version
 
 from oneshot.pipeline import compress
 from oneshot.version import __version__
@@ -31,6 +32,17 @@ def test_the_makefile_installs_extras_that_exist() -> None:
     extras = {extra for listed in named for extra in listed.split(",")}
     assert extras
     assert extras <= PROJECT["project"]["optional-dependencies"].keys()
+
+
+def test_the_lowest_versions_are_those_that_are_tested() -> None:
+    """`floors.txt` pins every dependency of the package and of its extras for users at the least version allowed."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    listed = [*PROJECT["project"]["dependencies"], *extras["gguf"], *extras["plots"], extras["pieces"][0]]
+    lowest = {
+        name: Version(version) for name, version in (re.findall(r"([\w-]+)>=([\d.]+)", line)[0] for line in listed)
+    }
+    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "floors.txt").read_text(), re.MULTILINE))
+    assert {name: Version(version) for name, version in pinned.items()} == lowest
 
 
 def test_data_files_are_in_the_distribution() -> None:
