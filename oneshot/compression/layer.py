@@ -222,7 +222,7 @@ class LayerCompressor:
                 self._seed,
                 self._shared_heads.get(stack.layers) if sublayer.kind == "heads" else None,
                 None if self._curvature is None else self._curvature.of_layer(layer, self._machine.device),
-                has_dense=self._states is not None and self._states.has_dense,
+                has_dense=self._states is not None and self._states.dense_share > 0,
             )
             for index, sublayer in enumerate(stack.sublayers)
         ]
