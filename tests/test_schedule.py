@@ -1,14 +1,11 @@
 """The schedule: one function decides the stages, streams and profiled kinds of a run, and the run follows it."""
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-import torch
 from factories import MakeCheckpoint, MakeConfig
-from safetensors.torch import load_file
 
 from oneshot import Config, Target
 from oneshot.compression import find_subspaces
@@ -350,15 +347,3 @@ def test_no_dense_stream_passes_if_few_tokens_give_its_residual_no_weight() -> N
         for num_tokens, streams in ((1024, few), (1025, 2)):
             found = make_schedule(method, plan, grid, num_tokens=num_tokens, has_profile=False)
             assert found.streams == streams, (options, num_tokens)
-
-
-def test_few_tokens_give_the_bytes_of_the_same_layer(
-    tmp_path: Path, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
-) -> None:
-    """Below four tokens a neuron nothing of the dense stream is in the result, so it need not pass."""
-    folder, text = make_checkpoint(), {"num_sequences": 4, "sequence_length": 16, "batch_size": 2}
-    for name in ("two-stream", "same-layer"):
-        compress(make_config(folder, correction=name, output=tmp_path / name, **text))
-    followed, own = (load_file(tmp_path / name / "model.safetensors") for name in ("two-stream", "same-layer"))
-    assert followed.keys() == own.keys()
-    assert all(torch.equal(followed[name], tensor) for name, tensor in own.items())
