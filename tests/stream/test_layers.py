@@ -71,13 +71,23 @@ def assert_experts_equal(layer: Layer, index: int, x: torch.Tensor, experts: Any
     assert routing.chosen.shape == routing.gates.shape == (x.shape[0] * x.shape[1], 2)
     seen = torch.zeros_like(routing.chosen)
     for one in routing.arrivals():
-        gate, up = (routing.inputs[one.tokens] @ experts.gate_up_proj[one.expert].T).chunk(2, dim=1)
-        torch.testing.assert_close(one.neurons, functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
+        expected = stock_neurons(experts, one.expert, routing.inputs[one.tokens])
+        torch.testing.assert_close(one.neurons, expected, rtol=1e-4, atol=1e-4)
         places = routing.chosen[one.tokens] == one.expert
         assert torch.equal(routing.gates[one.tokens][places], one.gates)
         seen[one.tokens] += places.long()
     assert torch.equal(seen, torch.ones_like(seen)), "every token arrives at each of its experts once"
     torch.testing.assert_close(routing.summed(), routing.mixed, rtol=1e-4, atol=1e-4)
+
+
+def stock_neurons(experts: Any, expert: int, inputs: torch.Tensor) -> torch.Tensor:
+    """Return the neurons `(tokens, width)` of one expert, by the weights of the stock class."""
+    weight = experts.gate_up_proj[expert]
+    if hasattr(experts, "gate_up_proj_bias"):  # gpt-oss: biases, and gate and up by turns
+        neurons: torch.Tensor = experts._apply_gate(inputs @ weight + experts.gate_up_proj_bias[expert])
+        return neurons
+    gate, up = (inputs @ weight.T).chunk(2, dim=1)
+    return functional.silu(gate) * up
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
