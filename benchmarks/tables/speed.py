@@ -6,7 +6,8 @@ from harness import Row, key_of, latest, read_rows
 
 from tables.cells import markdown, origin, rounded, settings
 
-FILE = ("model", "form", "asked", "budget", "settings", "seed", "calibration_hash")
+NAME = ("model", "form", "asked", "budget", "settings", "seed")  # a newer file of the same name replaces the older one
+FILE = (*NAME, "calibration_hash")
 ARTEFACT = (*FILE, "expanded", "laid_out")
 CASE = ("place", "device", "dtype", "mode", "batch", "length")
 
@@ -37,7 +38,9 @@ def _newest() -> list[Row]:
     """Return the newest row of every file and case, by form and size, each with the score of its file."""
     every = read_rows("speed")
     scores = {key_of(row, *FILE): {"score": row["score"]} for row in every if "score" in row}
-    rows = [row | scores.get(key_of(row, *FILE), {}) for row in latest(every, *ARTEFACT, *CASE)]
+    newest = {key_of(row, *NAME): key_of(row, *FILE) for row in every}
+    shown = [row for row in latest(every, *ARTEFACT, *CASE) if key_of(row, *FILE) == newest[key_of(row, *NAME)]]
+    rows = [row | scores.get(key_of(row, *FILE), {}) for row in shown]
     return sorted(rows, key=lambda row: (row["form"], row["budget"], row["asked"], str(row["settings"]), row["seed"]))
 
 
@@ -66,7 +69,7 @@ def _file(row: Row) -> list[str]:
         ", ".join([f"{row['form']}, −{row['asked']:.0%}{budget}", *more]),
         rounded(row["score"]) if "score" in row else "–",
         f"{row['stored_parameters'] / row['dense_parameters']:.2f}",
-        f"{row['file_bytes'] / 1e6:.0f}",
+        f"{row['file_bytes'] / 1e6:.0f}{' in float32' if row['file_bytes'] > 3 * row['stored_parameters'] else ''}",
     ]
 
 

@@ -22,9 +22,9 @@ def speed_row(**changes: Any) -> dict[str, Any]:
         "calibration": "text.jsonl",
         "calibration_tokens": 1024,
         "calibration_hash": "1",
-        "stored_parameters": 80,
-        "dense_parameters": 100,
-        "file_bytes": 3_000_000,
+        "stored_parameters": 1_600_000,
+        "dense_parameters": 2_000_000,
+        "file_bytes": 3_200_000,
         "place": "cpu",
         "dtype": "float32",
         "mode": "eager",
@@ -44,7 +44,7 @@ ROWS = [
     speed_row(batch=16, prefill_ratio=0.7, decode_ratio=0.6),
     speed_row(length=2048, prefill_ratio=0.5),
     speed_row(mode="compiled", prefill_ratio=0.4),
-    speed_row(form="stock", score=1.5, stored_parameters=81),
+    speed_row(form="stock", score=1.5, stored_parameters=1_620_000),
     speed_row(laid_out=True, decode_ratio=0.7),
     speed_row(budget="latency", settings={"curvature": "fisher"}, expanded=0.9),
 ]
@@ -82,3 +82,10 @@ def test_a_newer_row_without_a_score_has_that_of_its_file(show_rows: ShowRows) -
     lines = lines_of(importlib.import_module("tables.speed").speed_table())
     assert lines["per-layer, −20%"] == ["1.25", "0.80", "3", "0.60 · 0.90"]
     assert lines["per-layer, −20%, `lay_out_()`"][0] == "1.25"
+
+
+def test_a_newer_file_of_the_same_name_replaces_the_older_one(show_rows: ShowRows) -> None:
+    older, newer = speed_row(length=2048), speed_row(calibration_hash="2", file_bytes=6_400_000, score=1.2)
+    show_rows([], speed=[older, newer])
+    lines = lines_of(importlib.import_module("tables.speed").every_speed_table())
+    assert lines["per-layer, −20%"] == ["1.20", "0.80", "6 in float32", "0.80 · 0.90"]
