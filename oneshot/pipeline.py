@@ -59,11 +59,10 @@ def compress_sizes(config: Config, sparsities: Sequence[float], *, show_progress
     # the largest target decides whether a model needs further tensors
     largest = max(configs, key=lambda one: one.target.sparsity or 0)
     with open_run(largest, [output_folder(one.output) for one in configs], show_progress=show_progress) as run:
-        for one in configs:
-            Job(one, run)
+        jobs = [Job(one, run) for one in configs]
         reports = []
-        for one in configs:  # what all share counts for the first
-            reports.append(_compress(Job(one, run), watch))
+        for job in jobs:  # what all share counts for the first
+            reports.append(_compress(job, watch))
             watch = Stopwatch()
             reset_peak()
         return reports
