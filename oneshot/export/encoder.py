@@ -12,10 +12,10 @@ from oneshot.compression.fold_post_norm import fold_output, fold_table, fold_tie
 from oneshot.config import SaveDtype
 from oneshot.export.companions import finish_weights
 from oneshot.export.outside import Part, unchanged_outside
+from oneshot.export.own_code import OwnCode
 from oneshot.export.renamed_layers import RenamedLayers
 from oneshot.families import BERT, ENCODER_MODEL_TYPE, Description, LayerShape, ModelShape, StackShape, stated_class
 from oneshot.planning import Grid, Plan
-from oneshot.report.card import python_usage
 from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_encoder.py"
@@ -39,13 +39,10 @@ KEPT_KEYS = (
 )
 
 
-class EncoderForm(RenamedLayers):
+class EncoderForm(OwnCode, RenamedLayers):
     """A checkpoint of an encoder whose layers have their own widths and heads, and its states their own subspaces."""
 
     name = "per-layer"
-    title = "A checkpoint whose layers have their own sizes"
-    opened_by = "transformers"
-    is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
@@ -54,10 +51,6 @@ class EncoderForm(RenamedLayers):
             f"It loads with `{auto_class[0]}.from_pretrained(..., trust_remote_code=True)`, which runs the modelling "
             "file in this folder."
         )
-
-    def usage(self, task: str) -> str:
-        """Return code that opens the result."""
-        return python_usage(task, runs_code=True)
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that our own class can have."""

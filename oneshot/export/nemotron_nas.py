@@ -17,9 +17,9 @@ from oneshot.export.llama_layers import (
     refuse_different_heads,
 )
 from oneshot.export.outside import Part, folded_outside
+from oneshot.export.own_code import OwnCode
 from oneshot.families import NAS_MODEL_TYPE, LayerShape, ModelShape, StackShape, scaled_epsilon
 from oneshot.planning import Grid, Plan
-from oneshot.report.card import python_usage
 from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_nemotron_nas.py"
@@ -27,7 +27,7 @@ NAME = "nemotron-nas"
 WIDTH_STEP = 256  # engines that read `ffn_mult` round widths up to multiples of it
 
 
-class NemotronNasForm(LlamaLayers):
+class NemotronNasForm(OwnCode, LlamaLayers):
     """A checkpoint with `block_configs`: FFN widths by layer, one number of query heads, a whole embedding.
 
     If all widths are multiples of 256, `ffn_mult` states them, which all engines read. Else `intermediate_size` states
@@ -36,8 +36,6 @@ class NemotronNasForm(LlamaLayers):
 
     name = NAME
     title = "A checkpoint in the layout of Nemotron-NAS, whose layers have their own FFN widths"
-    opened_by = "transformers"
-    is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return which engines open the result."""
@@ -51,10 +49,6 @@ class NemotronNasForm(LlamaLayers):
         if obstacle is None:
             return f"{opened} SGLang, TensorRT-LLM and MLX also have this architecture and can read these sizes."
         return f"{opened} SGLang, TensorRT-LLM and MLX cannot: {obstacle}."
-
-    def usage(self, task: str) -> str:
-        """Return code that opens the result."""
-        return python_usage(task, runs_code=True)
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that block configs can state."""

@@ -12,9 +12,9 @@ from oneshot.errors import PlanError
 from oneshot.export.companions import finish_weights
 from oneshot.export.llama_layers import ADAPTERS, KEPT_KEYS, NAMES, LlamaLayers, sliding_window
 from oneshot.export.outside import Part, folded_outside
+from oneshot.export.own_code import OwnCode
 from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
 from oneshot.planning import Grid, Plan
-from oneshot.report.card import python_usage
 from oneshot.tensors import Tensors
 
 # this form has no encoder–decoders and no norms of these kinds
@@ -23,13 +23,10 @@ LAYER_NORM_EPSILON = 1e-5  # PyTorch's default; configs do not state it
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot.py"
 
 
-class PerLayerForm(LlamaLayers):
+class PerLayerForm(OwnCode, LlamaLayers):
     """A checkpoint of our own class under Llama's names: every layer has its own sizes, and LayerNorms are RMSNorms."""
 
     name = "per-layer"
-    title = "A checkpoint whose layers have their own sizes"
-    opened_by = "transformers"
-    is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
@@ -38,10 +35,6 @@ class PerLayerForm(LlamaLayers):
             "modelling file in this folder. `vllm serve FOLDER` opens it with the plugin `oneshot-vllm` of oneshot's "
             f"repository, which runs no code of this folder. {ADAPTERS}"
         )
-
-    def usage(self, task: str) -> str:
-        """Return code that opens the result."""
-        return python_usage(task, runs_code=True)
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that our own class can have."""

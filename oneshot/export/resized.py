@@ -13,24 +13,21 @@ from oneshot.config import SaveDtype
 from oneshot.errors import PlanError
 from oneshot.export.companions import finish_weights
 from oneshot.export.outside import Part
+from oneshot.export.own_code import OwnCode
 from oneshot.export.per_layer import MODELLING_FILE as LLAMA_FILE
 from oneshot.export.stock import StockForm, with_kept_layers
 from oneshot.families import RESIZED_MODEL_TYPE, Description, LayerShape, StackShape, TableShape
 from oneshot.planning import Grid, Plan
-from oneshot.report.card import python_usage
 from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_resized.py"
 EMBEDDING = "model.embed_tokens.weight"  # whose ranges have names below this one's module
 
 
-class ResizedForm(StockForm):
+class ResizedForm(OwnCode, StockForm):
     """A checkpoint of the family's own class with other linears in every layer; all else is the stock class's."""
 
     name = "per-layer"
-    title = "A checkpoint whose layers have their own sizes"
-    opened_by = "transformers"
-    is_safetensors = True
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
@@ -38,10 +35,6 @@ class ResizedForm(StockForm):
             "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
             "modelling files in this folder."
         )
-
-    def usage(self, task: str) -> str:
-        """Return code that opens the result."""
-        return python_usage(task, runs_code=True)
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's class can have when its linears are replaced."""
