@@ -45,19 +45,18 @@ class LayerCurves:
 
 def weighted_norm(evidence: Evidence) -> float:
     """Return `‖R‖_F`, the norm of the weighted columns."""
-    assert evidence.gram is not None
-    energies = evidence.gram.diagonal().double() * evidence.consumer.double().square().sum(0)
+    energies = evidence.known_gram().diagonal().double() * evidence.output_energies()
     return float(energies.cpu().sum().sqrt())
 
 
 def head_tail(evidence: Evidence, columns: torch.Tensor) -> float:
     """Return `‖R22‖_F` of the unpivoted QR of all heads' weighted columns, the kept `columns` first (STAT 3.2)."""
-    assert evidence.gram is not None
-    goes = torch.ones(len(evidence.gram), dtype=torch.uint8, device=columns.device)
+    gram = evidence.known_gram()
+    goes = torch.ones(len(gram), dtype=torch.uint8, device=columns.device)
     goes.index_fill_(0, columns, 0)
     order = goes.argsort(stable=True)
     norms = evidence.consumer.double().norm(dim=0)
-    return float(trailing_norms(ordered_factor(evidence.gram, order), norms[order])[len(columns)])
+    return float(trailing_norms(ordered_factor(gram, order), norms[order])[len(columns)])
 
 
 def squared_error(factors: Factors) -> float:

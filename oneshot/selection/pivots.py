@@ -46,8 +46,7 @@ class Pivots:
 
     def blocks(self, evidence: Evidence, blocks: Blocks) -> torch.Tensor:
         """Return the pivots of long columns that fill the quota of every class."""
-        gram = block_gram(evidence.weighted_gram(), blocks.count)
-        return pivots_with_quota(gram, blocks.class_of(gram.device), quota=blocks.quota).sort().values
+        return _block_pivots(evidence.weighted_gram(), blocks).sort().values
 
     def shared(self, evidence: Evidence) -> torch.Tensor:
         """Return the weighted Gram: columns of several layers, one below the other, have the sum of theirs."""
@@ -55,8 +54,7 @@ class Pivots:
 
     def blocks_of_shared(self, total: torch.Tensor, count: int, kept: int) -> torch.Tensor:
         """Return the pivots of the long columns of all layers."""
-        one_class = torch.zeros(count, dtype=torch.int64, device=total.device)
-        return pivots_with_quota(block_gram(total, count), one_class, quota=kept).sort().values
+        return _block_pivots(total, Blocks(count, 1, kept)).sort().values
 
     def cost(self, extent: Extent) -> Cost:
         """Return the cost of pivoted Cholesky of the Gram, or of pivots from a sketch or from groups."""
@@ -77,8 +75,12 @@ class Pivots:
 
 def group_order(evidence: Evidence, num_groups: int) -> torch.Tensor:
     """Return all KV groups, the first to keep first, int64 `(groups,)`: the first k are what `id` keeps of them."""
-    one_class = torch.zeros(num_groups, dtype=torch.int64, device=evidence.consumer.device)
-    return pivots_with_quota(block_gram(evidence.weighted_gram(), num_groups), one_class, quota=num_groups)
+    return _block_pivots(evidence.weighted_gram(), Blocks(num_groups, 1, num_groups))
+
+
+def _block_pivots(gram: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Return the pivots of long columns that fill the quota of every class, the first first; `gram`: weighted."""
+    return pivots_with_quota(block_gram(gram, blocks.count), blocks.class_of(gram.device), quota=blocks.quota)
 
 
 def block_gram(gram: torch.Tensor, count: int) -> torch.Tensor:
