@@ -5,7 +5,7 @@ from typing import Any
 
 from oneshot.errors import CheckpointError
 from oneshot.families.description import Description
-from oneshot.families.glm4_moe import EXPERTS, FURTHER_LAYERS, SIZES, dense_first, mixture, routed
+from oneshot.families.glm4_moe import EXPERTS, FURTHER_LAYERS, SIZES, dense_first, mixture, routed, without_further
 from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention
@@ -18,7 +18,7 @@ def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Return the stock config of the resized model; its attention stays."""
     assert shape.experts is not None
     sizes = {"moe_intermediate_size": shape.intermediate_size, "n_routed_experts": shape.experts.count}
-    return config | sizes | ({FURTHER_LAYERS: 0} if FURTHER_LAYERS in config else {})
+    return without_further(config | sizes)
 
 
 def variant(family: Description, config: dict[str, Any]) -> Description:

@@ -34,8 +34,12 @@ FURTHER_LAYERS = "num_nextn_predict_layers"
 
 def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Return the stock config of the resized model, without layers for tokens after the next one."""
-    changed = resize(SIZES.intermediate_size, SIZES.num_experts)(config, shape)
-    return changed | ({FURTHER_LAYERS: 0} if FURTHER_LAYERS in config else {})
+    return without_further(resize(SIZES.intermediate_size, SIZES.num_experts)(config, shape))
+
+
+def without_further(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without layers for tokens after the next one."""
+    return config | ({FURTHER_LAYERS: 0} if FURTHER_LAYERS in config else {})
 
 
 def routed(family: Description, config: dict[str, Any]) -> Description:
