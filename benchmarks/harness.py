@@ -146,7 +146,7 @@ def own_settings(report: Row) -> Row:
     if "curvature" in report["seconds"]:
         method["curvature"] = "fisher"
     elif config["form"] == "stock":
-        del method["curvature"]
+        method.pop("curvature", None)  # reports that are older than output curvature lack it
     return {name: value for name, value in method.items() if recipe[name] != value}
 
 

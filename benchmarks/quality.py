@@ -10,7 +10,7 @@ import argparse
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -167,15 +167,15 @@ def main() -> None:
             dense_result |= losses(text_scores([dense], windows)[0]) | judge_tasks(dense, arguments, include_path)
             append_row("quality", shared | dense_result)
 
-        def write_rows(reports: Sequence[Report], settings_of: Callable[[Report], dict[str, Any]]) -> None:
+        def write_rows(reports: Sequence[Report], stated: dict[str, Any]) -> None:
             for report, measured in zip(reports, judge(reports, windows, dense), strict=True):
                 measured |= score(measured["perplexity"], dense_result["perplexity"])
                 measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
-                row = result_row(report, settings_of(report)) | measured
+                row = result_row(report, stated | own_settings(report.to_dict())) | measured
                 append_row("quality", shared | row | retention(measured, dense_result))
 
         if arguments.results:
-            write_rows(given_results(arguments.results), lambda report: own_settings(report.to_dict()))
+            write_rows(given_results(arguments.results), {})
             return
         for recipe, form, seed in itertools.product(arguments.recipes, arguments.forms, arguments.seeds):
             config = Config.of(
@@ -192,8 +192,7 @@ def main() -> None:
             )
             by_sizes = arguments.tcsp is not None
             reports = [compress(config)] if by_sizes else compress_sizes(config, arguments.sparsity)
-            stated_settings = settings if arguments.tcsp is None else settings | {"tcsp": arguments.tcsp}
-            write_rows(reports, lambda _, stated_settings=stated_settings: stated_settings)
+            write_rows(reports, settings if arguments.tcsp is None else settings | {"tcsp": arguments.tcsp})
 
 
 if __name__ == "__main__":
