@@ -10,7 +10,7 @@ and no installed oneshot. `--tiny --device cpu` runs the same code without a GPU
 
 # How to measure on a machine that is lent for minutes, to which a copy of the working tree travels:
 #
-#   make gpu-bundle DATA_DIR=folder     here, at the commit that is measured: .gpu/1 and .gpu/2, 52 and 50 MiB
+#   make gpu-bundle DATA_DIR=folder     here, at the commit that is measured: .gpu/1 and .gpu/2, 56 and 50 MiB
 #
 # Call 1, with the ignored folder .gpu/1; about 220 seconds. The machine keeps .gpu/1 for call 2.
 #   python3 benchmarks/gpu.py --output $OUT --seconds 280 --sections "pivots" "7B stock" "7B per-layer" "1.1B stock"
@@ -22,7 +22,12 @@ and no installed oneshot. `--tiny --device cpu` runs the same code without a GPU
 # With time left, each section within the seconds of SECTIONS:
 #   python3 benchmarks/gpu.py --output $OUT --sections "8B stock" "compiled forms" "tests" "7B per-layer+self"
 #
-# Then append the rows of $OUT/gpu.jsonl to benchmarks/results/gpu.jsonl, and run gpu_estimate.py and render.py.
+# With the coder's file in the bundle (gpu_bundle.py --coder) a call of `true` carries each of .gpu/1 to .gpu/8, and the
+# call with .gpu/9 runs
+#   python3 benchmarks/gpu.py --output $OUT --sections "quality, coder"
+#
+# "healing" needs "quality" or one of its seeds in the same call. At the end append the rows of $OUT/gpu.jsonl to
+# benchmarks/results/gpu.jsonl, and run gpu_estimate.py and render.py.
 
 import argparse
 import json
@@ -48,7 +53,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu.jsonl"
 
 @dataclass(frozen=True)
 class Section:
-    """What is measured, the seconds that it may take, and arguments: a compression's model and form, or a seed."""
+    """A measurement, the seconds that it may take, and its arguments: a model and a form, a seed, or a text."""
 
     measure: Callable[..., None]
     seconds: float
@@ -71,7 +76,7 @@ SECTIONS = {
     "quality, coder": Section(coder, 220, ("general.jsonl+self",)),
     "quality, coder, own text": Section(coder, 180, ("self",)),
     "agree": Section(agree, 70),
-    "forms": Section(forms, 60),
+    "forms": Section(forms, 105),
     "70B stock": Section(compressed, 70, ("70B", "stock")),
     "8B stock": Section(compressed, 100, ("8B", "stock")),
     "tests": Section(tests, 100),

@@ -47,23 +47,15 @@ def coder(job: Job, texts: str) -> None:
 def _quality(job: Job, model: Path, calibration: str, real: bool, *, with_code: bool = False, **more: int) -> None:
     import torch
     from harness import own_settings
-    from judging import CODE, KINDS, judge, judging_windows, losses, score, text_records, text_scores
+    from judging import judge, losses, score, text_records, text_scores
 
     from oneshot import Config
-    from oneshot.evaluation import load_windows
     from oneshot.pipeline import compress_sizes
-    from oneshot.text import load_tokenizer
 
     folder, device = _quality_folder(job), torch.device(job.device)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    tokenizer = load_tokenizer(model)
-    if real:
-        kinds = (*KINDS, CODE) if with_code else tuple(KINDS)
-        windows = judging_windows(data_folder(job.bundle), folder, tokenizer, WINDOWS, kinds=kinds)
-    else:
-        text = calibration.removesuffix("+self")
-        windows = {"own": load_windows(text, tokenizer, sequence_length=64, max_windows=2)}
+    windows = _windows(job, model, calibration.removesuffix("+self"), real, with_code=with_code)
     started = time.perf_counter()
     dense = losses(text_scores([model], windows, device=device)[0])
     shared = {"model": model.name, "texts": text_records(windows)}
@@ -106,22 +98,30 @@ def healing(job: Job) -> None:
     """Train the last results of `quality` further, by distillation and by adapters, and judge them before and after."""
     import torch
     from heal import Training, heal
-    from judging import judging_windows
+
+    model, calibration, real = _model_and_text(job)
+    windows = _windows(job, model, calibration, real)
+    if real:
+        training = Training(ways=("distil", "lora"), steps=300, batch=8, length=512)
+    else:
+        training = Training(ways=("distil",), steps=2, batch=2, length=16)
+    results = sorted(path.parent for path in _quality_folder(job).glob("compressed/*/oneshot_report.json"))[-2:]
+    for row in heal(model, results, Path(calibration), windows, training, torch.device(job.device)):
+        job.emit("heal", **row)
+
+
+def _windows(job: Job, model: Path, text: str, real: bool, *, with_code: bool = False) -> dict[str, Any]:
+    """Return the windows that a model is judged on: of the bundle's texts, or of its `text` if it is not real."""
+    from judging import CODE, KINDS, judging_windows
 
     from oneshot.evaluation import load_windows
     from oneshot.text import load_tokenizer
 
-    model, calibration, real = _model_and_text(job)
-    tokenizer, folder = load_tokenizer(model), _quality_folder(job)
-    if real:
-        windows = judging_windows(data_folder(job.bundle), folder, tokenizer, WINDOWS)
-        training = Training(ways=("distil", "lora"), steps=300, batch=8, length=512)
-    else:
-        windows = {"own": load_windows(calibration, tokenizer, sequence_length=64, max_windows=2)}
-        training = Training(ways=("distil",), steps=2, batch=2, length=16)
-    results = sorted(path.parent for path in folder.glob("compressed/*/oneshot_report.json"))[-2:]
-    for row in heal(model, results, Path(calibration), windows, training, torch.device(job.device)):
-        job.emit("heal", **row)
+    tokenizer = load_tokenizer(model)
+    if not real:
+        return {"own": load_windows(text, tokenizer, sequence_length=64, max_windows=2)}
+    kinds = (*KINDS, CODE) if with_code else tuple(KINDS)
+    return judging_windows(data_folder(job.bundle), _quality_folder(job), tokenizer, WINDOWS, kinds=kinds)
 
 
 def _quality_folder(job: Job) -> Path:

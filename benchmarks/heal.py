@@ -49,12 +49,13 @@ class Distillation(Trainer):
 
 @dataclass(frozen=True)
 class Training:
-    """How a result is trained.
+    """The training of a result.
 
     Attributes:
-        ways: of `RATES`, one after the other from the result as it was written. steps: of Adam. batch: sequences a
-        step. length: tokens of a sequence. rate: of Adam at its highest (None: the way's of `RATES`). seed: of the
-        order of documents, and of adapters.
+        ways: names in `RATES`; each begins with the result as it was written.
+        steps, batch, length: steps of Adam, sequences in a step, and tokens in a sequence.
+        rate: the highest learning rate; None for that of `RATES`.
+        seed: it decides the order of the documents, and the adapters.
     """
 
     ways: tuple[str, ...] = ("distil",)
@@ -76,7 +77,7 @@ def heal(
     """Train copies of results in memory in every way; yield a row of each: its score on `windows` before and after.
 
     Args:
-        text: what they are trained on, JSON lines with "text", or a plain text.
+        text: JSON lines with "text", or a plain text, to train on.
     """
     teacher = load_model(dense, device=device, dtype=torch.float32)
     sequences = training_sequences(text, load_tokenizer(dense), training)

@@ -233,8 +233,9 @@ def _quality_lines() -> list[Row]:
 
 
 def models_table() -> str:
-    """What every kind of text loses, by model and size, of results that a card made and judged."""
+    """Return the loss on every kind of text, by model and size, of results that a card made and judged."""
     rows = _quality_lines()
+    denses = {str(row["texts"]): row["perplexity"] for row in rows_of("quality") if row.get("recipe") == "dense"}
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["perplexity"]))
     lines = [
         [
@@ -242,7 +243,7 @@ def models_table() -> str:
             row["calibration"],
             f"−{row['asked']:.0%}",
             f"**{score_cell(row, 3)}**",
-            *(_ratio(row, kind) for kind in kinds),
+            *(_ratio(row, denses[str(row["texts"])], kind) for kind in kinds),
         ]
         for row in rows
         if row["settings"]
@@ -254,6 +255,5 @@ def models_table() -> str:
     return markdown(head, lines, f"{caption}, bfloat16, 16 windows; {made_by(rows)}.")
 
 
-def _ratio(row: Row, kind: str) -> str:
-    denses = [each for each in rows_of("quality") if each.get("recipe") == "dense" and each["texts"] == row["texts"]]
-    return f"{row['perplexity'][kind] / denses[-1]['perplexity'][kind]:.3f}" if kind in row["perplexity"] else "–"
+def _ratio(row: Row, dense: dict[str, float], kind: str) -> str:
+    return f"{row['perplexity'][kind] / dense[kind]:.3f}" if kind in row["perplexity"] else "–"
