@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, calibration_tokens
+from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing
 from families.cases import CASES, variants
+from last_states import assert_passes, keep_last_states
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -58,18 +59,7 @@ def test_a_result_computes_what_the_stream_passed(
     name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes and ranks differ from layer to layer, and are those of the plan; the cache changes nothing."""
-    from oneshot.compression import LayerCompressor
-
-    last: list[torch.Tensor] = []
-
-    def keep(self: Any, layer: int, tensors: Any) -> Any:
-        done = passed(self, layer, tensors)
-        self._states.settle()
-        last[:] = [torch.cat([x for x, _ in self._states.read()])]
-        return done
-
-    passed = LayerCompressor.compress_layer
-    monkeypatch.setattr(LayerCompressor, "compress_layer", keep)
+    last = keep_last_states(monkeypatch)
     keeps_heads = "heads" in CASES[name.partition("-")[0]].refused
     sizes: dict[str, Any] = {"heads": "none", "sparsity": 0.15} if keeps_heads else {"heads": "id", "sparsity": 0.2}
     config = make_config(make_checkpoint(**RESIZED[name]), form="per-layer", embedding="none", **sizes)
@@ -78,13 +68,7 @@ def test_a_result_computes_what_the_stream_passed(
     orders = [buffer.numel() for name, buffer in result.named_buffers() if name.endswith(".columns")]
     counted = sum(parameter.numel() for parameter in result.parameters()) + sum(orders)
     assert counted == report.stored_parameters["compressed"]
-    hidden: list[torch.Tensor] = []
-    layers = result.get_submodule(result.config.layers_name)
-    layers[-1].register_forward_hook(
-        lambda _, __, output: hidden.append(output[0] if isinstance(output, tuple) else output)
-    )
-    result(calibration_tokens(config))
-    torch.testing.assert_close(hidden[0], last[0], rtol=1e-4, atol=1e-4)
+    assert_passes(result, result.config.layers_name, config, last[0])
     assert_cache_changes_nothing(result, 6, input_ids=torch.arange(3, 8).unsqueeze(0))
 
 

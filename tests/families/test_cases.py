@@ -10,10 +10,10 @@ from factories import (
     MakeCheckpoint,
     MakeConfig,
     assert_cache_changes_nothing,
-    calibration_tokens,
     stored_numbers,
 )
 from families.cases import OTHER_CLASSES, variants
+from last_states import assert_passes, keep_last_states
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -58,30 +58,13 @@ def test_a_result_computes_what_the_stream_passed(
     name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stock class has the hidden states of the stream, whose last batch the compressor leaves behind."""
-    from oneshot.compression import LayerCompressor
-
-    last: list[torch.Tensor] = []
-
-    def keep(self: Any, layer: int, tensors: Any) -> Any:
-        done = passed(self, layer, tensors)
-        self._states.settle()
-        last[:] = [torch.cat([x for x, _ in self._states.read()])]
-        return done
-
-    passed = LayerCompressor.compress_layer
-    monkeypatch.setattr(LayerCompressor, "compress_layer", keep)
+    last = keep_last_states(monkeypatch)
     config = make_config(make_checkpoint(**WHOLE_RUNS[name]), sparsity=0.1)
     report = compress(config)
     result = load(Path(config.output))
     assert stored_numbers(result) == report.stored_parameters["compressed"]
-    hidden: list[torch.Tensor] = []
     model = open_model(config.output, Path(config.output))
-    layers = result.get_submodule(model.family.stack.layers)
-    layers[-1].register_forward_hook(
-        lambda _, __, output: hidden.append(output[0] if isinstance(output, tuple) else output)
-    )
-    result(calibration_tokens(config))
-    torch.testing.assert_close(hidden[0], last[0], rtol=1e-4, atol=1e-4)
+    assert_passes(result, model.family.stack.layers, config, last[0])
     if "lm_head.weight" not in result.state_dict():
         return
     assert_cache_changes_nothing(result, 6, input_ids=torch.arange(3, 8).unsqueeze(0))
