@@ -13,6 +13,8 @@ from oneshot.cli.options import (
     add_output_form,
     add_settings,
     add_text,
+    begin_work,
+    launched_rank,
     parse_config,
     run_command,
 )
@@ -128,14 +130,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
     arguments = build_parser(prog).parse_args(argv)
 
     def run() -> None:
-        from oneshot.machine import launched_rank  # torch: not for --help
-        from oneshot.pipeline import compress, compress_sizes, predict
-        from oneshot.report.terminal import print_footprint
-
         sparsities = [_parse_fraction(text) for text in arguments.sparsity or []]
         if arguments.tcsp is not None:
             _apply_tcsp(arguments)
         config = parse_config(arguments, sparsity=sparsities[0] if sparsities else None)
+        begin_work(arguments)
+        from oneshot.pipeline import compress, compress_sizes, predict
+        from oneshot.report.terminal import print_footprint
+
         if arguments.dry_run:
             targets = [replace(config.target, sparsity=sparsity) for sparsity in sparsities] or [config.target]
             for target in targets:

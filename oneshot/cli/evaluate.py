@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from oneshot.cli.options import run_command
+from oneshot.cli.options import begin_work, run_command
 from oneshot.cli.parser import OneOf, Parser
 from oneshot.config import Dtype, Kind
 from oneshot.errors import CalibrationError, ConfigError, OutputError
@@ -63,8 +63,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
     arguments = build_parser(prog).parse_args(argv)
 
     def run() -> None:
-        from oneshot.evaluation import evaluate, print_evaluations, write_json  # torch: not for --help
-
         if arguments.sequence_length < 2:
             raise CalibrationError(f"--sequence-length {arguments.sequence_length} is too small; give at least 2.")
         if arguments.max_windows is not None and arguments.max_windows < 1:
@@ -73,6 +71,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
             raise ConfigError(f"--batch-size {arguments.batch_size} is too small; give at least 1.")
         if arguments.output and not Path(arguments.output).absolute().parent.is_dir():
             raise OutputError(f"{arguments.output} cannot be written: its folder does not exist; create it first.")
+        begin_work(arguments)
+        from oneshot.evaluation import evaluate, print_evaluations, write_json
+
         evaluations = evaluate(
             [arguments.checkpoint],
             arguments.text,

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -158,14 +159,18 @@ def parse_config(arguments: argparse.Namespace, **more: Any) -> Config:
     return Config.of(**options)
 
 
-def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
-    """Run and return the exit code: 0 done, 1 an error that the user can mend (said on stderr), 130 interrupted."""
-    from oneshot.machine import launched_rank  # torch: not for --help
+def launched_rank() -> int:
+    """Return this process's rank among those that a launcher started; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
 
+
+def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
+    """Run and return the exit code: 0 done, 1 an error that the user can mend (said on stderr), 130 interrupted.
+
+    No large library is loaded here: `run` calls `begin_work` after it has found the options to be right.
+    """
     rank = launched_rank()  # of several processes only the first warns
     logging.basicConfig(level=logging.ERROR if rank else logging.WARNING, format="%(levelname)s: %(message)s")
-    if not arguments.debug:
-        silence_libraries()
     try:
         run()
     except OneshotError as error:
@@ -177,6 +182,15 @@ def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def begin_work(arguments: argparse.Namespace) -> None:
+    """Turn off the bars and messages of large libraries, unless `--debug` is given.
+
+    This loads them and takes seconds, so options are read before.
+    """
+    if not arguments.debug:
+        silence_libraries()
 
 
 def silence_libraries() -> None:

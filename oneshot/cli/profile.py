@@ -4,7 +4,17 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oneshot.cli.options import add_checkpoint, add_form, add_machine, add_settings, add_text, parse_config, run_command
+from oneshot.cli.options import (
+    add_checkpoint,
+    add_form,
+    add_machine,
+    add_settings,
+    add_text,
+    begin_work,
+    launched_rank,
+    parse_config,
+    run_command,
+)
 from oneshot.cli.parser import Parser
 from oneshot.config import own_name
 
@@ -32,11 +42,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot profile") -> in
     arguments = build_parser(prog).parse_args(argv)
 
     def run() -> None:
-        from oneshot.machine import launched_rank  # torch: not for --help
+        config = parse_config(arguments, sparsity=0.0)
+        begin_work(arguments)
         from oneshot.pipeline import profile
         from oneshot.report.terminal import print_profile
 
-        config = parse_config(arguments, sparsity=0.0)
         if arguments.output is None:
             config = replace(config, output=f"{own_name(config.checkpoint)}-profile")
         measured = profile(config, show_progress=not arguments.quiet)

@@ -9,7 +9,7 @@ from oneshot.machine.device import (
     vendor_solvers,
 )
 from oneshot.machine.machine import Machine, Store
-from oneshot.machine.workers import ALONE, Workers, join_workers, launched_rank
+from oneshot.machine.workers import ALONE, Workers, join_workers
 
 __all__ = [
     "ALONE",
@@ -18,7 +18,6 @@ __all__ = [
     "Workers",
     "exact_products",
     "join_workers",
-    "launched_rank",
     "limited_memory",
     "repeatable_attention",
     "resolve_device",

@@ -87,11 +87,6 @@ class Workers:
 ALONE = Workers()
 
 
-def launched_rank() -> int:
-    """Return this process's rank among those that a launcher started; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def join_workers(*, on_cpu: bool) -> Workers:
     """Return the processes that the launcher started, read from its environment; only this one without a launcher.
 

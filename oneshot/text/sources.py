@@ -31,6 +31,7 @@ HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
 TOKENS_ENDING = ".safetensors"  # read by `token_files`
 PAIR_COLUMN = "text_pair"
 SHUFFLE_BUFFER = 10_000
+PATIENCE = 10.0  # seconds for the first answer of the hub
 
 Pair = tuple[Any, Any]  # a text and its second one, not checked yet
 
@@ -191,8 +192,12 @@ def _column_reader(
 
 
 def _hub_rows(path: str, config: str | None, split: str, seed: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a hub data set; at least one."""
+    """Yield the rows of a hub data set; at least one.
+
+    The hub is asked for the name first: datasets repeats requests for half a minute if there is no network.
+    """
     from datasets import load_dataset
+    from huggingface_hub import HfApi
 
     def guarded(read: Callable[[], Any]) -> Any:
         try:
@@ -207,6 +212,7 @@ def _hub_rows(path: str, config: str | None, split: str, seed: int | None) -> It
         rows = load_dataset(path, config, split=split, streaming=True)
         return iter(rows if seed is None else rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER))
 
+    guarded(lambda: HfApi().dataset_info(path, timeout=PATIENCE))
     rows = guarded(open_rows)
     row = guarded(lambda: next(rows, None))
     if row is None:

@@ -276,6 +276,22 @@ def test_a_data_set_without_network(source: str, make_checkpoint: MakeCheckpoint
     fails(make_checkpoint(), "network", "builtin", calibration=source)
 
 
+def test_a_data_set_is_not_opened_if_the_hub_does_not_answer(
+    make_checkpoint: MakeCheckpoint, fails: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise datasets would repeat its requests for half a minute."""
+    asked = []
+
+    def no_answer(_: Any, name: str, *, timeout: float) -> None:
+        asked.append(name)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", no_answer)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("the data set is opened"))
+    fails(make_checkpoint(), "allenai/c4", "Name or service not known", "network", calibration="c4")
+    assert asked == ["allenai/c4"]
+
+
 # The options
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,33 @@ def test_the_package_and_its_config_are_light() -> None:
 def test_help_is_light(arguments: list[str]) -> None:
     called = f"from oneshot.cli.main import main\ntry:\n    assert main({arguments}) == 0\n"
     assert loaded(f"{called}except SystemExit as end:\n    assert end.code == 0") == set()
+
+
+WRONG = [
+    ["compress", "x", "--sparsity=much"],
+    ["compress", "x", "--sparsity=2"],
+    ["compress", "x", "--sparsity=0.2", "--form=stok"],
+    ["compress", "x", "--sparsity=0.2", "--set=pivoting=best"],
+    ["compress", "x", "--sparsity=0.2", "--set=dampnig=1"],
+    ["compress", "x", "--sparsity=0.2", "--max-memory=much"],
+    ["compress", "x", "--sparsity=0.2", "--config=/no/such/file"],
+    ["compress", "--sparsity=0.2"],
+    ["profile", "x", "--num-sequences=0"],
+    ["evaluate", "x", "--batch-size=0"],
+    ["evaluate", "x", "--output=/no/such/folder/out.json"],
+    ["completion", "fsh"],
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_a_wrong_option_is_told_before_large_libraries_are_loaded(arguments: list[str]) -> None:
+    called = f"from oneshot.cli.main import main\ntry:\n    assert main({arguments}) == 1\n"
+    assert loaded(f"{called}except SystemExit as end:\n    assert end.code == 2") == set()
+
+
+def test_writing_a_recipe_file_is_light(tmp_path: Path) -> None:
+    arguments = ["init", str(tmp_path / "recipe.yaml")]
+    assert loaded(f"from oneshot.cli.main import main\nassert main({arguments}) == 0") == set()
 
 
 def test_every_public_name_is_there() -> None:

@@ -483,6 +483,7 @@ def test_a_data_set_of_the_hub(save: Callable[[Any], Path], monkeypatch: pytest.
         return [{"sentence1": text, "sentence2": text[::-1], "label": 1, "idx": 0} for text in TEXTS]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
     folder = save(build_model("bert", model_class="BertForSequenceClassification"))
     source = "nyu-mll/glue:mrpc"
     (result,) = evaluate([str(folder)], [source], max_windows=4, **OPTIONS)
