@@ -45,6 +45,18 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"rope_parameters": MROPE, "head_dim": 8},
     ),
+    "qwen3_5": (
+        {"vision_config": VISION | {"depth": 2, "out_hidden_size": 32, "num_position_embeddings": 16}},
+        {
+            "model_type": "qwen3_5_text",
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
     "smolvlm": ({"vision_config": VISION | {"image_size": 16, "patch_size": 8}}, {"model_type": "llama"}),
 }
 

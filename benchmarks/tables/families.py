@@ -25,7 +25,7 @@ NAMES = {
 def families_table() -> str:
     """Return which forms and features every family has."""
     return markdown(
-        ["`model_type`", "stock", "per-layer", "nemotron-nas", "gguf", "does not have"],
+        ["`model_type`", "stock", "per-layer", "nemotron-nas", "gguf", "does not have", "carries"],
         [_line(name, family) for name, family in sorted(FAMILIES.items())],
         "All families have the stock form and fewer FFN neurons.",
     )
@@ -37,6 +37,15 @@ def _line(name: str, family: Description) -> list[str]:
     plain = (
         per_layer and family.like_llama and not stack.centres and stack.ffn.gate is not None and family.decoder is None
     )
+    plain = plain and not family.carried
     forms = (True, per_layer, plain and stack.attention.q_norm is None, plain and name in ARCHITECTURES)
     lacks = [NAMES[feature] for feature in refused if feature in NAMES]
-    return [f"`{name}`", *("yes" if form else "–" for form in forms), ", ".join(lacks) or "–"]
+    return [f"`{name}`", *("yes" if form else "–" for form in forms), ", ".join(lacks) or "–", _carried(family)]
+
+
+def _carried(family: Description) -> str:
+    """Return the mixers that stay as they are."""
+    mixers = [mixer.title for mixer in family.carried]
+    if family.stack.attentions and family.stack.attention.latent:
+        mixers.append("latent attention")
+    return ", ".join(mixers) or "–"

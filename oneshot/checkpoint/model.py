@@ -72,8 +72,8 @@ class Model:
             stack = self.family.stack_of(layer)
             tensors = self.checkpoint.read_prefix(stack.layer_prefix(layer))
             tensors = from_files({name: one for name, one in tensors.items() if "rotary_emb" not in name}, stack)
-            if stack.attention.relative_bias is not None:
-                tensors[stack.attention.relative_bias] = self.read_relative_bias(stack)
+            if stack.relative_bias is not None:
+                tensors[stack.relative_bias] = self.read_relative_bias(stack)
             if self.shape.mlp_bias:  # zeros if the checkpoint stores no biases, see `with_ffn_biases`
                 ffn = self.family.stack.ffn
                 for linear in (*ffn.readers, ffn.down):
@@ -129,7 +129,7 @@ class Model:
 
     def read_relative_bias(self, stack: Stack) -> torch.Tensor:
         """Return the table of relative positions `(buckets, heads)` of a stack, which its first layer stores."""
-        return self.checkpoint.read_one(f"{stack.layer_prefix(stack.first_layer)}{stack.attention.relative_bias}")
+        return self.checkpoint.read_one(f"{stack.layer_prefix(stack.first_layer)}{stack.relative_bias}")
 
     def read_final_norm(self, stack: Stack | None = None) -> Tensors:
         """Return the final norm's own tensors; of the last stack if none is given."""
@@ -176,6 +176,7 @@ def identify(checkpoint: Checkpoint) -> Model:
         checkpoint = without_equal_head(checkpoint, family, is_tied=_ties_tables(checkpoint))
     shape = read_shape(family, text_of(family, complete), checkpoint.shapes)
     family = family.numbered(shape)
+    _check_carried(checkpoint, family, shape)
     check_layers(family, shape, checkpoint.shapes)
     _check_outside(checkpoint, family, shape, expected)
     _check_count(checkpoint, family, shape)
@@ -185,8 +186,13 @@ def identify(checkpoint: Checkpoint) -> Model:
 def _as_the_class_names(checkpoint: Checkpoint, family: Description) -> Checkpoint:
     """Return a decoder's checkpoint without what its class does not read, under the names of its class.
 
-    Layers that predict tokens after the next one (`further_layers`) are stored behind the model's own.
+    Layers that predict tokens after the next one (`further_layers`) are stored behind the model's own. Of an encoder,
+    or a model of images and text, only what begins with `unused_prefixes` is left out.
     """
+    if any(name.startswith(family.unused_prefixes) for name in checkpoint.shapes):
+        checkpoint = checkpoint.renamed(
+            {name: name for name in checkpoint.shapes if not name.startswith(family.unused_prefixes)}
+        )
     further = _further_layers(checkpoint.config, family)
     if family.classes or not (family.unused or family.bare_prefix or family.renamed or further):
         return checkpoint
@@ -271,6 +277,26 @@ def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShap
                 f"{name} has shape {stored} where config.json of a {family.model_type} model asks for "
                 f"{expected.shapes.get(name)}; give a complete, unmodified checkpoint."
             )
+
+
+def _check_carried(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
+    """Check the tensors of carried mixers against the stock class, which alone knows them.
+
+    Raises `CheckpointError` for the first tensor that does not fit.
+    """
+    firsts = [sizes.layers[0] for sizes in shape.carried]
+    if not firsts:
+        return
+    layers = sample_model(checkpoint.config, family, torch.float32, firsts).get_submodule(family.stack.layers)
+    for sizes, number, layer in zip(shape.carried, firsts, layers, strict=True):
+        stored, prefix = dict(sizes.tensors), f"{family.stack_of(number).token_mixer.module}."
+        own = {name: tuple(one.shape) for name, one in layer.state_dict().items() if name.startswith(prefix)}
+        for name in sorted(stored.keys() | own.keys()):
+            if stored.get(name) != own.get(name):
+                raise CheckpointError(
+                    f"{family.layer_prefix(number)}{name} has shape {stored.get(name)} where config.json of a "
+                    f"{family.model_type} model asks for {own.get(name)}; give a complete, unmodified checkpoint."
+                )
 
 
 def _check_count(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:

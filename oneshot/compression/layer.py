@@ -258,7 +258,7 @@ class LayerCompressor:
         left_out = [task.sublayer for task in self._tasks(layer) if task.is_left_out]
         working = work.working
         folded = self._folder.fold(layer, working, work.maps, work.ranks, left_out)
-        like = tensors[f"{self._model.family.stack_of(layer).attention.out}.weight"]
+        like = tensors[f"{self._model.family.stack_of(layer).token_mixer.out}.weight"]
         folded = {
             name: tensor.to(tensors.get(name, like).dtype) if tensor.is_floating_point() else tensor
             for name, tensor in folded.items()

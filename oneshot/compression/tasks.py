@@ -1,4 +1,4 @@
-"""The tasks of a layer, one class for each type of mixer: attention, a feed-forward network, experts.
+"""The tasks of a layer, one class for each type of mixer: attention or a carried mixer, one FFN or experts.
 
 `ways` has the way through each of them.
 """
@@ -12,7 +12,7 @@ from oneshot.compression.fold import head_columns, row_energy
 from oneshot.compression.inner_heads import InnerMaps, keep_heads
 from oneshot.compression.ranks import Ranks
 from oneshot.compression.sublayer import SublayerTask, takes_sketch
-from oneshot.families import Attention, Experts, FeedForward, Mixer
+from oneshot.families import Attention, Carried, Experts, FeedForward, Mixer
 from oneshot.recipes import SelectorName
 from oneshot.selection import Evidence, select_heads, select_neurons
 from oneshot.tensors import Tensors
@@ -189,8 +189,29 @@ class ExpertsTask(SublayerTask):
         return experts is not None and kept is not None and kept < experts.count
 
 
+class CarriedTask(SublayerTask):
+    """A carried mixer stays as it is."""
+
+    @property
+    def dense_units(self) -> int:
+        return 1
+
+    @property
+    def kept_units(self) -> int:
+        return 1
+
+    @property
+    def selector(self) -> SelectorName:
+        return "none"
+
+    @property
+    def is_solved(self) -> bool:
+        return False
+
+
 TASKS: dict[type[Mixer], type[SublayerTask]] = {
     Attention: AttentionTask,
+    Carried: CarriedTask,
     FeedForward: FeedForwardTask,
     Experts: ExpertsTask,
 }

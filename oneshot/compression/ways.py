@@ -1,5 +1,7 @@
 """The ways through a sublayer, by its task: steps before its writer is measured, and one writer or one for each expert.
 
+A carried mixer has none: both streams pass it.
+
 To add a mixer: its names in `families/`, its task in `tasks`, and its entry of `WAYS`.
 """
 
@@ -16,7 +18,7 @@ from oneshot.compression.measuring import measure
 from oneshot.compression.solving import solve
 from oneshot.compression.steps import FewerExperts, LowRanks, SmallerScores, Step
 from oneshot.compression.sublayer import SublayerTask
-from oneshot.compression.tasks import AttentionTask, ExpertsTask, FeedForwardTask, OneWriterTask
+from oneshot.compression.tasks import AttentionTask, CarriedTask, ExpertsTask, FeedForwardTask, OneWriterTask
 from oneshot.stream import DensePass, Layer, States
 from oneshot.tensors import Tensors
 
@@ -56,4 +58,6 @@ def way_of(task: SublayerTask) -> Way:
 
 def steps_of(task: SublayerTask) -> list[Step[Any]]:
     """Return the steps that a task needs before its writer is measured, in their order."""
+    if isinstance(task, CarriedTask):
+        return []
     return [step for kind in way_of(task).steps if (step := kind(task)).is_needed]

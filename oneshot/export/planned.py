@@ -25,7 +25,8 @@ def planned_parts(
     """Return the tensors of the layers and of the parts outside them, on torch's meta device: dtypes and shapes.
 
     Names and shapes of a layer are those of the result's model class. Dtypes are the input's; tensors that the input
-    lacks take that of attention's output. What is outside the layers is read and folded without values.
+    lacks take that of the output of attention, or of the mixer in its place. What is outside the layers is read and
+    folded without values.
 
     Args:
         subspaces: subspaces of a smaller hidden size; None at full size.
@@ -48,7 +49,7 @@ def planned_parts(
 def _typed(form: Form, empty: Model, layer: int, number: int, stored: Tensors) -> Tensors:
     """Return the tensors of a layer, `number` in the result, in the dtypes of the input."""
     dense = empty.read_layer(layer)
-    like = dense[f"{empty.family.stack_of(layer).attention.out}.weight"]
+    like = dense[f"{empty.family.stack_of(layer).token_mixer.out}.weight"]
     typed = {
         name: tensor.to(dense.get(name, like).dtype) if tensor.is_floating_point() else tensor
         for name, tensor in form.original(empty, number, stored).items()

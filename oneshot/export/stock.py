@@ -69,7 +69,7 @@ class StockForm:
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
         """Return a layer's tensors under their stored names; only a stack's first layer stores its positions."""
         stack, prefix = model.family.stack_of(number), self.layer_prefix(model, number)
-        left_out = None if number == stack.first_layer else stack.attention.relative_bias
+        left_out = None if number == stack.first_layer else stack.relative_bias
         stored = {name: tensor for name, tensor in tensors.items() if name != left_out}
         return as_in_input(model, {prefix + name: tensor for name, tensor in to_files(stored, stack).items()})
 
@@ -80,8 +80,8 @@ class StockForm:
         tensors = from_files(
             {names.get(name, name.removeprefix(prefix)): value for name, value in stored.items()}, stack
         )
-        if stack.attention.relative_bias is not None:
-            tensors.setdefault(stack.attention.relative_bias, model.read_relative_bias(stack))
+        if stack.relative_bias is not None:
+            tensors.setdefault(stack.relative_bias, model.read_relative_bias(stack))
         return tensors
 
     def outside(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from oneshot.families.carried import OF_HYBRIDS, Carried
 from oneshot.families.features import Feature
 from oneshot.families.fused import stored_shapes
 from oneshot.families.resizing import NO_FFN_BIASES, NO_HIDDEN_SIZE, ONLY_STOCK
@@ -40,6 +41,11 @@ NORMS_INSIDE: Mapping[Feature, str] = {
 OF_HEADS: Mapping[Feature, str] = {
     "heads": "Heads of {} share the latent of their keys and values, so none can be removed; use --set heads=none.",
     "queries and keys": "--set query_key_size= is not possible in {}, whose keys come from a latent; leave it out.",
+}
+# features that attention which stays as it is cannot have
+CARRIED: Mapping[Feature, str] = {
+    "heads": "The attention of {} stays as it is, so no head can be removed; use --set heads=none.",
+    "queries and keys": "The attention of {} stays as it is, so --set query_key_size= is not possible; leave it out.",
 }
 # features that take sublayers one after the other
 PARALLEL: Mapping[Feature, str] = {
@@ -106,7 +112,11 @@ class Description:
             config states of a model whose layers are dense where the flags say so.
         further_layers: what a config calls the number of stored layers that predict tokens after the next one. They are
             behind the model's own, and results do not have them.
+        mixers: what `layer_types` of a config may name: mixers that stay as they are, in the place of attention, and
+            None for the mixer of the stack. carried_layers: these mixers by the numbers of their layers.
+        stated_width: `(config) -> width` of the FFN, if that is not the number that the config states.
         unused: ends of names of layers' tensors that old checkpoints have and transformers does not read.
+        unused_prefixes: beginnings of names of tensors that transformers does not read.
         unsupported: features that the family cannot have, each with a sentence that names the reason and the remedy.
     """
 
@@ -129,12 +139,16 @@ class Description:
     windowed: bool = False
     own_head: Mapping[str, Any] = field(default_factory=lambda: {"tie_word_embeddings": False})
     unused: tuple[str, ...] = ()
+    unused_prefixes: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     bare_prefix: str | None = None
     text_module: str | None = None
     further_layers: str | None = None
     dense_layers: tuple[int, ...] = ()
     with_dense: Callable[[Sequence[bool]], dict[str, Any]] = lambda flags: {}
+    mixers: Mapping[str, Carried | None] = field(default_factory=dict)
+    carried_layers: Mapping[int, Carried] = field(default_factory=dict)
+    stated_width: Callable[[dict[str, Any]], int | None] = lambda config: None
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -149,13 +163,19 @@ class Description:
     @property
     def shares_heads(self) -> bool:
         """Return whether all layers of a stack keep the same heads, because they share a table with their columns."""
-        return self.stack.attention.relative_bias is not None
+        return self.stack.relative_bias is not None
+
+    @property
+    def carried(self) -> tuple[Carried, ...]:
+        """Return the mixers that its layers may have and that stay as they are."""
+        mixers = (*self.mixers.values(), self.stack.token_mixer)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, Carried))
 
     def stack_of(self, layer: int) -> Stack:
         """Return the stack of a layer, as that layer is."""
-        if layer in self.dense_layers:
-            return self.stack.dense
-        return self.last_stack if layer >= self.last_stack.first_layer else self.stack
+        stack = self.last_stack if layer >= self.last_stack.first_layer else self.stack
+        stack = stack.dense if layer in self.dense_layers else stack
+        return stack.carrying(self.carried_layers[layer]) if layer in self.carried_layers else stack
 
     def layer_prefix(self, layer: int) -> str:
         """Return the prefix of a layer's tensors."""
@@ -189,14 +209,12 @@ class Description:
         stack = self.stack
         if not self.like_llama and feature in UNLIKE_LLAMA:
             return UNLIKE_LLAMA[feature].format(self.model_type)
-        if feature == "heads" and stack.attention.sinks is not None:
-            return f"Heads of {self.model_type} have sinks and stay; use --set heads=none."
         if not self.like_llama and feature == "per-layer form" and not stack.causal:
             return ONLY_STOCK.format(self.model_type)
-        if feature == "heads" and stack.attention.norms_all_heads:
-            return f"Heads of {self.model_type} are normed together, so none can be removed; use --set heads=none."
-        if feature in OF_HEADS and stack.attention.latent:
-            return OF_HEADS[feature].format(self.model_type)
+        if (reason := self._reason_against_heads(feature)) is not None:
+            return reason
+        if self.carried and feature in OF_HYBRIDS:
+            return OF_HYBRIDS[feature]
         if stack.parallel and feature in PARALLEL:
             return PARALLEL[feature].format(self.model_type)
         if stack.norms_inside and feature in NORMS_INSIDE:
@@ -207,12 +225,25 @@ class Description:
             return OF_DENSE_LAYERS[feature].format(self.model_type)
         if feature == "up_proj" and stack.ffn.gate is None:
             return f"--up-steps needs FFNs with a gate, which {self.model_type} does not have; leave it out."
-        if feature == "queries and keys" and stack.attention.q_norm is not None:
-            return f"--set query_key_size= is not possible in {self.model_type}, which norms both; leave it out."
         if feature == "self text" and self.head is None:
             return f"--calibration self needs a model that writes text, which {self.model_type} does not; give a file."
         if feature == "embedding ranks" and stack.centres:
             return "--set embedding=low-rank needs an output head that is the embedding; leave it out."
+        return None
+
+    def _reason_against_heads(self, feature: Feature) -> str | None:
+        """Return a sentence why the family cannot have a feature of attention; None if it can."""
+        mixer = self.stack.token_mixer
+        if isinstance(mixer, Carried):
+            return CARRIED[feature].format(self.model_type) if feature in CARRIED else None
+        if feature in OF_HEADS and mixer.latent:
+            return OF_HEADS[feature].format(self.model_type)
+        if feature == "queries and keys" and mixer.q_norm is not None:
+            return f"--set query_key_size= is not possible in {self.model_type}, which norms both; leave it out."
+        if feature == "heads" and mixer.sinks is not None:
+            return f"Heads of {self.model_type} have sinks and stay; use --set heads=none."
+        if feature == "heads" and mixer.norms_all_heads:
+            return f"Heads of {self.model_type} are normed together, so none can be removed; use --set heads=none."
         return None
 
     def expected_tensors(self, shape: ModelShape, layer: int = 0) -> dict[str, tuple[int, ...]]:
@@ -236,14 +267,16 @@ class Description:
         expected |= {f"{name}.bias": weights[name][:1] for name, has_bias in biased.items() if has_bias}
         for sublayer in stack.sublayers:
             expected |= {part: (hidden,) for norm in sublayer.norms for part in norm.parts}
+        if isinstance(stack.token_mixer, Carried):
+            return expected | shape.carried_tensors(layer)
         if shape.query_key_norms:
             widths = (queries, keys) if shape.norms_all_heads else (shape.head_dim, shape.head_dim)
             norms = stack.attention.q_norm, stack.attention.k_norm
             expected |= {f"{norm}.weight": (width,) for norm, width in zip(norms, widths, strict=True)}
         if stack.attention.sinks is not None:
             expected[stack.attention.sinks] = (shape.num_attention_heads,)
-        if stack.attention.relative_bias is not None and layer == stack.first_layer:
-            expected[stack.attention.relative_bias] = (shape.num_buckets, shape.num_attention_heads)
+        if stack.relative_bias is not None and layer == stack.first_layer:
+            expected[stack.relative_bias] = (shape.num_buckets, shape.num_attention_heads)
         return expected
 
     def stored_tensors(self, shape: ModelShape, layer: int = 0) -> dict[str, tuple[int, ...]]:

@@ -23,6 +23,7 @@ from oneshot.families.gpt_oss import GPT_OSS
 from oneshot.families.granite import GRANITE
 from oneshot.families.helium import HELIUM
 from oneshot.families.hunyuan import HUNYUAN
+from oneshot.families.lfm2 import LFM2
 from oneshot.families.llama import LLAMA
 from oneshot.families.ministral import CWM, MINISTRAL
 from oneshot.families.ministral3 import MINISTRAL3
@@ -35,6 +36,8 @@ from oneshot.families.phi import PHI
 from oneshot.families.phi3 import PHI3
 from oneshot.families.qwen2 import QWEN2
 from oneshot.families.qwen3 import QWEN3
+from oneshot.families.qwen3_5 import QWEN3_5
+from oneshot.families.qwen3_next import QWEN3_NEXT
 from oneshot.families.refusals import refuse_compressed, refuse_recurrent, unknown
 from oneshot.families.roberta import CAMEMBERT, ELECTRA, ROBERTA, XLM_ROBERTA
 from oneshot.families.seed_oss import SEED_OSS
@@ -71,6 +74,9 @@ DESCRIPTIONS = (
     MINISTRAL,
     MINISTRAL3,
     NEMOTRON,
+    LFM2,
+    QWEN3_5,
+    QWEN3_NEXT,
     OLMO2,
     OLMO3,
     SEED_OSS,

@@ -5,20 +5,20 @@ from collections.abc import Collection
 
 from oneshot.errors import CheckpointError
 
+# model types whose layers have no FFN and no attention
+WITHOUT_FFN = ("falcon_mamba", "mamba", "mamba2")
 # beginnings of model types whose layers, or some of them, have a recurrent state in the place of attention
 RECURRENT = (
     "bamba",
     "falcon_h1",
-    "falcon_mamba",
     "granitemoehybrid",
     "jamba",
     "kimi_linear",
-    "lfm2",
-    "mamba",
+    "lfm2_moe",
+    "lfm2_vl",
     "nemotron_h",
     "olmo_hybrid",
-    "qwen3_5",
-    "qwen3_next",
+    "qwen3_5_moe",
     "recurrent_gemma",
     "rwkv",
     "xlstm",
@@ -47,11 +47,16 @@ def refuse_compressed(model_type: str) -> None:
 
 
 def refuse_recurrent(model_type: str) -> None:
-    """Raise `CheckpointError` for a model type with recurrent states."""
+    """Raise `CheckpointError` for a model type with recurrent states that is not described."""
+    if model_type in WITHOUT_FFN:
+        raise CheckpointError(
+            f"Model type {model_type[:100]!r} has layers of a recurrent state alone, without an FFN or attention, so "
+            "there is nothing in them to remove; give a model with FFNs, such as one of docs/supported-models.md."
+        )
     if model_type.startswith(RECURRENT):
         raise CheckpointError(
             f"Model type {model_type[:100]!r} has layers with a recurrent state (state-space, linear attention, or "
-            "convolution), which are not supported; give a model whose layers all have attention, such as one of "
+            "convolution) in a family that is not described; give one that is, such as one of "
             "docs/supported-models.md."
         )
 

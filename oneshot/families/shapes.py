@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from oneshot.families.carried import CarriedSizes
 from oneshot.families.expert_sizes import ExpertSizes
 from oneshot.families.latent import LatentSizes
 from oneshot.families.layer_shape import LayerShape, TableShape
@@ -110,7 +111,8 @@ class ModelShape:
     stream. `final_norm`, `num_token_types`, `table_width`, `further_parameters`, `causal`: as in `StackShape`.
     `num_decoder_layers`: the last layers, which have cross-attention; 0 without an encoder. `num_buckets`: of relative
     positions, in the first layer of each stack. `experts`: of every layer that has any; `intermediate_size` is that of
-    one. `latent`, `sinks`: as in `LayerShape`; with a latent, `head_dim` is the size of values.
+    one. `latent`, `sinks`: as in `LayerShape`; with a latent, `head_dim` is the size of values. `carried`: mixers that
+    stay as they are, in the place of attention.
     """
 
     num_hidden_layers: int
@@ -146,6 +148,16 @@ class ModelShape:
     experts: ExpertSizes | None = None
     latent: LatentSizes | None = None
     sinks: bool = False
+    carried: tuple[CarriedSizes, ...] = ()
+
+    def carried_in(self, number: int) -> CarriedSizes | None:
+        """Return the carried mixer of a layer; None for attention."""
+        return next((sizes for sizes in self.carried if number in sizes.layers), None)
+
+    def carried_tensors(self, number: int) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of the carried mixer of a layer, without the layer's prefix; none for attention."""
+        sizes = self.carried_in(number)
+        return {} if sizes is None else dict(sizes.tensors)
 
     @property
     def query_key_size(self) -> int:
@@ -182,21 +194,23 @@ class ModelShape:
         experts, width = self.experts, self.intermediate_size
         if experts is not None and number in experts.dense_layers:
             width, experts = experts.dense_width, None
+        carried = self.carried_in(number)
+        attends = carried is None or carried.attends
         first_of_decoder = self.num_hidden_layers - self.num_decoder_layers
         return LayerShape(
             hidden_size=self.hidden_size,
             middle_size=self.hidden_size,
             output_size=self.hidden_size,
             intermediate_size=width,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
+            num_attention_heads=self.num_attention_heads * attends,
+            num_key_value_heads=self.num_key_value_heads * attends,
             query_key_size=self.query_key_size,
             value_size=self.head_dim,
             attention_bias=self.attention_bias,
             output_bias=self.output_bias,
             mlp_bias=self.mlp_bias,
             norm_bias=self.norm_bias,
-            query_key_norms=self.query_key_norms,
+            query_key_norms=self.query_key_norms and carried is None,
             norms_all_heads=self.norms_all_heads,
             norms_per_sublayer=self.norms_per_sublayer,
             shared_norm=self.shared_norm,
@@ -206,6 +220,7 @@ class ModelShape:
             experts=experts,
             latent=self.latent,
             sinks=self.sinks,
+            carried=0 if carried is None else carried.parameters,
         )
 
     def layer_parameters(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from oneshot.errors import CheckpointError
+from oneshot.families.carried import Carried, CarriedSizes
 from oneshot.families.description import Description, stated_class
 from oneshot.families.expert_sizes import ExpertSizes
 from oneshot.families.latent import LatentSizes
@@ -25,8 +26,10 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
     _check_norm_epsilon(family, config)
     if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
         _size(family, config, "sliding_window")
-    first, attention = stack.layer_prefix(0), stack.attention
     num_layers = _num_layers(family, config, stored, keys.num_hidden_layers)
+    attending = next((layer for layer in range(num_layers) if layer not in family.carried_layers), 0)
+    prefix, attention = stack.layer_prefix(attending), next(iter(stack.attentions), None)
+    reads, writes = ("", "") if attention is None else (stack.stored_linear(attention.k), attention.out)
     num_decoder_layers = num_buckets = 0
     if keys.num_decoder_layers is not None:
         num_decoder_layers = _num_layers(family, config, stored, keys.num_decoder_layers, num_layers)
@@ -36,16 +39,16 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
     return ModelShape(
         num_hidden_layers=num_layers + num_decoder_layers,
         hidden_size=hidden_size,
-        intermediate_size=_size(family, config, keys.intermediate_size, _default_width(family, hidden_size)),
+        intermediate_size=_width(family, config, hidden_size),
         num_attention_heads=num_heads,
         num_key_value_heads=num_groups,
         head_dim=head_dim,
-        attention_bias=f"{first}{stack.stored_linear(attention.k)}.bias" in stored,
-        output_bias=f"{first}{attention.out}.bias" in stored,
-        mlp_bias=f"{first}{stack.feed_forward.down}.bias" in stored,
+        attention_bias=f"{prefix}{reads}.bias" in stored,
+        output_bias=f"{prefix}{writes}.bias" in stored,
+        mlp_bias=f"{prefix}{stack.feed_forward.down}.bias" in stored,
         vocab_size=_size(family, config, keys.vocab_size),
-        query_key_norms=attention.q_norm is not None,
-        norms_all_heads=attention.norms_all_heads,
+        query_key_norms=attention is not None and attention.q_norm is not None,
+        norms_all_heads=attention is not None and attention.norms_all_heads,
         layer_norms=stack.centres,
         norm_bias=len(stack.sublayers[0].norms[0].parts) > 1,
         norms_per_sublayer=len(stack.sublayers[0].norms),
@@ -65,9 +68,26 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         num_decoder_layers=num_decoder_layers,
         num_buckets=num_buckets,
         experts=_experts(family, config),
-        latent=_latent(family, config) if attention.latent else None,
-        sinks=attention.sinks is not None,
+        latent=_latent(family, config) if attention is not None and attention.latent else None,
+        sinks=attention is not None and attention.sinks is not None,
+        carried=_carried(family, num_layers, stored),
     )
+
+
+def _carried(family: Description, num_layers: int, stored: Mapping[str, tuple[int, ...]]) -> tuple[CarriedSizes, ...]:
+    """Return the carried mixers with the tensors that the first layer of each stores."""
+    layers: dict[Carried, list[int]] = {}
+    for number in range(num_layers):
+        mixer = family.stack_of(number).token_mixer
+        if isinstance(mixer, Carried):
+            layers.setdefault(mixer, []).append(number)
+    sizes = []
+    for mixer, numbers in layers.items():
+        prefix = family.layer_prefix(numbers[0])
+        of_layer = {name.removeprefix(prefix): size for name, size in stored.items() if name.startswith(prefix)}
+        tensors = {name: size for name, size in of_layer.items() if name.startswith(f"{mixer.module}.")}
+        sizes.append(CarriedSizes(tuple(numbers), tuple(sorted(tensors.items())), mixer.attends))
+    return tuple(sizes)
 
 
 def _latent(family: Description, config: dict[str, Any]) -> LatentSizes:
@@ -119,7 +139,7 @@ def _head_sizes(family: Description, config: dict[str, Any], hidden_size: int) -
     num_groups = num_heads
     if keys.num_key_value_heads is not None:
         num_groups = _size(family, config, keys.num_key_value_heads, num_heads)
-    if family.stack.attention.one_group:
+    if family.stack.attentions and family.stack.attention.one_group:
         num_groups = 1
     if (keys.head_dim is None or config.get(keys.head_dim) is None) and hidden_size % num_heads:
         raise CheckpointError(
@@ -193,6 +213,12 @@ def _size(family: Description, config: dict[str, Any], key: str, default: int | 
             f"give a complete {family.model_type} checkpoint."
         )
     return value
+
+
+def _width(family: Description, config: dict[str, Any], hidden_size: int) -> int:
+    """Return the width of an FFN, or of one expert."""
+    stated = _size(family, config, family.sizes.intermediate_size, _default_width(family, hidden_size))
+    return family.stated_width(config) or stated
 
 
 def _default_width(family: Description, hidden_size: int) -> int | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from oneshot.families.carried import Carried
 from oneshot.families.experts import Experts
 from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer, SublayerKind
 
@@ -91,6 +92,22 @@ class Stack:
         return mixer
 
     @property
+    def token_mixer(self) -> Attention | Carried:
+        """Return what a layer has before its FFN, where tokens read each other."""
+        return next(each.mixer for each in self.sublayers if isinstance(each.mixer, Attention | Carried))
+
+    @property
+    def relative_bias(self) -> str | None:
+        """Return the table of relative positions that the layers share; None without one."""
+        return None if isinstance(self.token_mixer, Carried) else self.token_mixer.relative_bias
+
+    def carrying(self, mixer: Carried) -> "Stack":
+        """Return the stack as a layer is that has a carried mixer in the place of attention."""
+        old = self.token_mixer
+        sublayers = (replace(each, mixer=mixer) if each.mixer is old else each for each in self.sublayers)
+        return replace(self, sublayers=tuple(sublayers))
+
+    @property
     def attentions(self) -> tuple[Attention, ...]:
         """Return the attention of every sublayer that has one."""
         return tuple(sublayer.mixer for sublayer in self.sublayers if isinstance(sublayer.mixer, Attention))
@@ -99,7 +116,7 @@ class Stack:
     def feed_forward(self) -> FeedForward | Experts:
         """Return what follows attention: one feed-forward network, or several of which a router chooses."""
         mixer = self.sublayers[self.index_of("ffn")].mixer
-        assert not isinstance(mixer, Attention)
+        assert isinstance(mixer, FeedForward | Experts)
         return mixer
 
     @property

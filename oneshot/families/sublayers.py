@@ -1,16 +1,17 @@
 """Sublayers of a layer by their tensor names: attention, a feed-forward network or experts, and its norm."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 
+from oneshot.families.carried import Carried
 from oneshot.families.experts import Experts
 from oneshot.families.layer_shape import RankedKind
 from oneshot.families.shapes import ModelShape
 
-SublayerKind = Literal["heads", "cross-heads", "ffn"]
+SublayerKind = Literal["heads", "cross-heads", "carried", "ffn"]
 
 
 @dataclass(frozen=True)
@@ -128,12 +129,15 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A feed-forward network, with or without a gate. `activation`: the submodule that is applied to gate or up."""
+    """A feed-forward network, with or without a gate.
+
+    `activation`: what is applied to gate or up: a submodule by its name, or a function if the class has none.
+    """
 
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     gate: str | None = "mlp.gate_proj"
-    activation: str = "mlp.act_fn"
+    activation: str | Callable[[torch.Tensor], torch.Tensor] = "mlp.act_fn"
 
     # what only attention has
     memory_readers: ClassVar[tuple[str, ...]] = ()
@@ -188,7 +192,7 @@ class FeedForward:
         return replace(shape, intermediate_size=tensors[f"{self.down}.weight"].shape[1])
 
 
-Mixer = Attention | FeedForward | Experts
+Mixer = Attention | Carried | FeedForward | Experts
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ BUCKET_BYTES = 48  # of one distance: integers of 64 bits and their temporaries
 # Gaps that texts of unequal lengths leave in the heap, measured on MiniLM: shares of a batch's activations and of all
 # hidden states that are stored.
 GAPS_OF_ACTIVATIONS, GAPS_OF_TEXT = 0.25, 0.5
+CARRIED_COPIES = 8  # of the outputs of a carried mixer's linears, in float32: parts, their products, states by chunks
 SCORES = 6  # of attention with sinks: masked, beside the sinks, below their largest, their softmax in steps
 
 BATCH = ("--batch-size", "--sequence-length")
@@ -100,6 +101,8 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
         positions += SCORES * itemsize * tokens * work.text.sequence_length * shape.num_attention_heads
     norm = 3 * FLOAT * hidden
     attention = max(norm, itemsize * (4 * heads + 3 * keys + 2 * hidden))
+    widest = max((sizes.width for sizes in shape.carried), default=0)
+    attention = max(attention, CARRIED_COPIES * FLOAT * widest)
     neurons = itemsize * (3 + shape.gated) * width + itemsize * hidden  # also of the last batch
     as_float = FLOAT * (itemsize != FLOAT) + itemsize * shape.mlp_bias
     update = width * (2 * itemsize + as_float) + hidden * (

@@ -28,7 +28,7 @@ NUM_TOKENS = 8
 WINDOW = 4  # tokens that a sliding window sees here, so that the sequence is longer than it
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # relative to what a part adds
 ROUNDINGS = 2  # of the states, which may be much larger than what a part adds
-PART_NAMES = {"heads": "attention", "cross-heads": "cross-attention", "ffn": "FFN"}
+PART_NAMES = {"heads": "attention", "cross-heads": "cross-attention", "carried": "carried mixer", "ffn": "FFN"}
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,12 @@ def _steps(model: Model, machine: Machine, kind: int, stock: Any, layers: Mappin
     stacks = [family.stack_of(max(stack.first_layer, kind)) for stack in family.stacks]
     norms = [stack.final_norm.name for stack in stacks if stack.final_norm is not None]
     watch = _Watch(stock, [*norms, *(name for stack in stacks for name in _entrances(stack))])
-    inputs = {"input_ids": token_ids.to(machine.device)}
-    output = stock(**inputs, **({} if family.decoder is None else {"decoder_input_ids": inputs["input_ids"]}))
+    inputs: dict[str, Any] = {"input_ids": token_ids.to(machine.device)}
+    if family.decoder is not None:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    if family.stack.causal:
+        inputs["use_cache"] = False  # a cache of carried mixers alone does not count its tokens
+    output = stock(**inputs)
     seen, memory = watch.states, None
     for stack in stacks:
         number, entrances = max(stack.first_layer, kind), _entrances(stack)

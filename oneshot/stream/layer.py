@@ -1,5 +1,6 @@
 """One layer with its weights, callable by its sublayers."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oneshot.families import Attention, Experts, FeedForward, Stack, split
+from oneshot.families import Attention, Carried, Experts, FeedForward, Stack, split
 from oneshot.stream.routing import Routing, route, written_by
 
 
@@ -63,6 +64,8 @@ class Layer:
         mixer, base = self._stack.sublayers[index].mixer, self.base(index, x)
         if isinstance(mixer, Experts):
             return base + self.added(index, written_by(self._part(mixer.module), self.normed(index, x)))
+        if isinstance(mixer, Carried):
+            return base + self.added(index, self._carried(mixer, self.normed(index, x)))
         if isinstance(mixer, Attention) and mixer.contains_writer:
             attention, arguments = self._part(mixer.module), self._arguments_of(mixer)
             output, *_ = attention(hidden_states=self.normed(index, x), **arguments)
@@ -151,7 +154,7 @@ class Layer:
         mixer = self._ffn(index)
         assert mixer.gate is not None
         normed = self.normed(index, x).flatten(0, -2)
-        return normed, self._part(mixer.activation)(self._part(mixer.gate)(normed))
+        return normed, self._activation(mixer)(self._part(mixer.gate)(normed))
 
     def neuron_factors(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the factors of an FFN's neurons, `(tokens, n)`: the gate's activations, and what it multiplies."""
@@ -180,6 +183,15 @@ class Layer:
         assert isinstance(mixer, FeedForward)
         return mixer
 
+    def _carried(self, mixer: Carried, normed: torch.Tensor) -> torch.Tensor:
+        """Return what a carried mixer writes, from the arguments of the layer that it names."""
+        module = self._part(mixer.module)
+        named = inspect.signature(module.forward).parameters
+        arguments = {name: value for name, value in self._arguments.items() if name in named}
+        output = module(hidden_states=normed, **arguments)
+        written: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return written
+
     def _arguments_of(self, mixer: Attention) -> dict[str, Any]:
         return self._arguments | ({"key_value_states": self._memory_states()} if mixer.memory else {})
 
@@ -188,10 +200,16 @@ class Layer:
         return self._memory.states
 
     def _neurons(self, mixer: FeedForward, normed: torch.Tensor) -> torch.Tensor:
-        activation = self._part(mixer.activation)
+        activation = self._activation(mixer)
         if mixer.gate is None:
             return activation(self._part(mixer.up)(normed))
         return activation(self._part(mixer.gate)(normed)).mul_(self._part(mixer.up)(normed))
+
+    def _activation(self, mixer: FeedForward) -> Callable[[torch.Tensor], torch.Tensor]:
+        function: Callable[[torch.Tensor], torch.Tensor] = (
+            self._part(mixer.activation) if isinstance(mixer.activation, str) else mixer.activation
+        )
+        return function
 
     def _part(self, name: str) -> Any:
         return self._module.get_submodule(name)

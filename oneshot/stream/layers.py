@@ -39,7 +39,7 @@ class LayerBuilder:
             memory: what its cross-attention reads.
         """
         stack, kind = self._model.family.stack_of(number), self._model.kinds[number]
-        template = self._template(self._held(stack, stack.attention, tensors))
+        template = self._template(self._held(stack, next(iter(stack.attentions), None), tensors))
         module = copy.deepcopy(template.layers[stack.layers][kind])
         for attention in stack.attentions[1:]:  # meanwhile it may have other heads than the first
             other = self._template(self._held(stack, attention, tensors)).layers[stack.layers][kind]
@@ -48,12 +48,15 @@ class LayerBuilder:
         module = self._with_weights(module, fuse(tensors, stack), exact)
         return Layer(with_parts(module, stack), stack, template.arguments[kind], memory)
 
-    def _held(self, stack: Stack, attention: Attention, tensors: Tensors) -> ModelShape:
+    def _held(self, stack: Stack, attention: Attention | None, tensors: Tensors) -> ModelShape:
         """Return the shape of a model whose layers are as wide as these tensors."""
         dense, head_dim = self._model.shape, self._model.shape.head_dim
         stays = dense.experts is not None and stack.experts is None  # the one FFN of a layer in a mixture
+        held = dense if stays else stack.feed_forward.held(tensors, dense)
+        if attention is None:
+            return held
         return replace(
-            dense if stays else stack.feed_forward.held(tensors, dense),
+            held,
             num_attention_heads=tensors[f"{attention.out}.weight"].shape[1] // head_dim,
             num_key_value_heads=(
                 dense.num_key_value_heads if attention.latent else tensors[f"{attention.k}.weight"].shape[0] // head_dim

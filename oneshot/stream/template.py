@@ -20,7 +20,7 @@ class Template:
     Attributes:
         layers: by the prefix of a stack: one layer of each kind, by the first layer of that kind (`Model.kinds`).
         final_norms: by the prefix of their stack. embedding_norm: None without one.
-        arguments: what the stock model passes to the attention of the layers of a kind.
+        arguments: what the stock model passes to the attention of the layers of a kind, or to what they have for it.
     """
 
     def __init__(self, config: dict[str, Any], model: Model, machine: Machine, sequence_length: int) -> None:
@@ -37,22 +37,27 @@ class Template:
             if each.final_norm is not None:
                 norm = whole.get_submodule(each.final_norm.name).requires_grad_(False)
                 self.final_norms[each.layers] = norm
-        if stack.attention.relative_bias is not None:
+        if stack.relative_bias is not None:
             # each layer computes its positions from the table, and scores are causal where the module says so
             self.arguments: dict[int, dict[str, Any]] = {kind: {} for kind in kinds}
         elif stack.rotary:
             example = torch.zeros(1, sequence_length, model.shape.hidden_size, dtype=machine.dtype)
-            attention = whole.get_submodule(f"{stack.layers}.0.{stack.attention.module}")
+            names = [
+                f"{stack.layers}.{index}.{family.stack_of(kind).token_mixer.module}" for index, kind in enumerate(kinds)
+            ]
+            mixers = [whole.get_submodule(name) for name in names]
             recorded = _stock_arguments(whole, stack, example.to(machine.device))
-            self.arguments = dict(zip(kinds, [_required(attention) | one for one in recorded], strict=True))
+            self.arguments = {
+                kind: _required(mixer) | one for kind, mixer, one in zip(kinds, mixers, recorded, strict=True)
+            }
         else:
             # scaled dot product attention is causal by itself where the module says so
             self.arguments = {kind: {"attention_mask": None} for kind in kinds}
 
 
-def _required(attention: nn.Module) -> dict[str, Any]:
-    """Return None for every argument that attention needs to be given beside the states."""
-    _, *further = inspect.signature(attention.forward).parameters.values()
+def _required(mixer: nn.Module) -> dict[str, Any]:
+    """Return None for every argument that attention, or another mixer, needs to be given beside the states."""
+    _, *further = inspect.signature(mixer.forward).parameters.values()
     named = (one for one in further if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty)
     return {one.name: None for one in named}
 

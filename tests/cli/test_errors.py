@@ -126,8 +126,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
     ("changes", "names"),
     [
         ({"model_type": "qwen9"}, ("qwen9", "qwen2", "qwen3", "supported-models")),
-        ({"model_type": "mamba"}, ("mamba", "recurrent state", "supported-models")),
-        ({"model_type": "qwen3_next", "num_experts": 8}, ("qwen3_next", "recurrent state", "supported-models")),
+        ({"model_type": "mamba2"}, ("mamba2", "without an FFN", "supported-models")),
+        ({"model_type": "jamba", "num_experts": 8}, ("jamba", "recurrent state", "supported-models")),
+        ({"model_type": "lfm2", "layer_types": ["conv", "rwkv"]}, ("layer_types 'rwkv'", "conv, full_attention")),
         ({"model_type": "removed"}, ("(none)",)),
         ({"model_type": "phimoe"}, ("phimoe", "mixture of experts", "qwen3_moe, qwen2_moe, mixtral")),
         ({"model_type": "mixtral"}, ("num_experts", "mixtral")),

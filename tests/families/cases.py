@@ -78,6 +78,15 @@ LATENT = {
     "topk_group": 1,
     "n_shared_experts": 2,
 }
+LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+HYBRIDS: frozenset[Feature] = STOCK_ONLY | {"profile", "latency"}
 PARALLEL: frozenset[Feature] = LAYER_NORMS | {"up_proj"}
 CASES: dict[str, Case] = {
     "llama": Case(
@@ -124,6 +133,37 @@ CASES: dict[str, Case] = {
     ),
     "helium": Case({"family": "helium", "head_dim": 8}, refused=OWN_CLASS | {"heads"}),
     "hunyuan_v1_dense": Case({"family": "hunyuan_v1_dense", "head_dim": 8}, refused=OWN_CLASS | {"queries and keys"}),
+    "lfm2": Case(
+        {"family": "lfm2", "layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+        {
+            "first-attends": {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True},
+            "whole-width": {"block_auto_adjust_ff_dim": False, "tied": True, "conv_L_cache": 4},
+        },
+        HYBRIDS | {"queries and keys"},
+    ),
+    "qwen3_5_text": Case(
+        {"family": "qwen3_5_text", **LINEAR_ATTENTION}, refused=HYBRIDS | {"heads", "queries and keys"}
+    ),
+    "qwen3_next": Case(
+        {
+            "family": "qwen3_next",
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+            **LINEAR_ATTENTION,
+            **EXPERTS,
+        },
+        {
+            "mixed": {
+                "layers": 3,
+                "mlp_only_layers": [1],
+                "width": 40,
+                "layer_types": None,
+                "full_attention_interval": 3,
+            }
+        },
+        MIXTURES | {"heads", "queries and keys"},
+    ),
     "ministral": Case(
         {"family": "ministral", "sliding_window": 7, "head_dim": 8},
         {"mixed": {"layer_types": ["sliding_attention", "full_attention"]}},
@@ -234,6 +274,7 @@ CASES: dict[str, Case] = {
 WRAPPER_REFUSALS: dict[str, frozenset[Feature]] = {
     "gemma3": frozenset({"up_proj", "queries and keys"}),
     "qwen3_vl": frozenset({"queries and keys"}),
+    "qwen3_5": frozenset({"heads", "queries and keys", "profile", "latency"}),
 }
 CASES |= {
     name: Case(

@@ -1,0 +1,102 @@
+"""Mixers that are carried: their weights stay as they are, and the stock module computes what they add.
+
+Short convolutions, linear attention, state-space models, and attention with a gate are such mixers. Their tensors are
+not described one by one: those of one layer are read from the checkpoint, and the stock class has the same.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+from oneshot.errors import CheckpointError
+from oneshot.families.features import Feature
+from oneshot.families.layer_shape import RankedKind
+
+# features that take every layer for one with attention
+OF_HYBRIDS: Mapping[Feature, str] = {
+    "profile": "A profile of a model with carried mixers is not supported; use --set allocation=uniform, depth=none.",
+    "latency": "--budget latency is not supported for models with carried mixers; choose another budget.",
+    "per-layer form": "The per-layer form does not hold layers with carried mixers; use --form stock.",
+}
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A mixer in the place of attention whose weights stay as they are.
+
+    Attributes:
+        title: what it is, for messages.
+        module: what is called. It reads the norm's output, and returns what the stream gets, by itself or first in a
+            tuple. Of the arguments of its layer it is given those that its `forward` names.
+        writer: the linear in the module that writes to the residual stream.
+        attends: whether it keeps keys and values of earlier tokens, of the sizes that the config states.
+    """
+
+    title: str
+    module: str
+    writer: str = "out_proj"
+    attends: bool = False
+
+    # what only attention that is compressed has
+    readers: ClassVar[tuple[str, ...]] = ()
+    column_readers: ClassVar[tuple[str, ...]] = ()
+    memory_readers: ClassVar[tuple[str, ...]] = ()
+    group_readers: ClassVar[tuple[str, ...]] = ()
+    head_tables: ClassVar[tuple[str, ...]] = ()
+    own_norms: ClassVar[tuple[str, ...]] = ()
+    modules: ClassVar[tuple[str, ...]] = ()
+    ranked: ClassVar[Mapping[RankedKind, tuple[str, ...]]] = MappingProxyType({})
+    fixed_heads: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> Literal["carried"]:
+        return "carried"
+
+    @property
+    def out(self) -> str:
+        """Return the linear that writes to the residual stream."""
+        return f"{self.module}.{self.writer}"
+
+
+@dataclass(frozen=True)
+class CarriedSizes:
+    """State the tensors of one carried mixer, and the layers that have it.
+
+    `layers`: their numbers, ascending. `tensors`: names without the layer's prefix, and shapes. `attends`: as in
+    `Carried`.
+    """
+
+    layers: tuple[int, ...]
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    attends: bool
+
+    @property
+    def parameters(self) -> int:
+        """Return the stored parameters of one layer's mixer."""
+        return sum(math.prod(size) for _, size in self.tensors)
+
+    @property
+    def width(self) -> int:
+        """Return the numbers that a token has in the outputs of all its linears."""
+        return sum(size[0] for _, size in self.tensors if len(size) > 1)
+
+
+def carried_layers(config: Mapping[str, Any], mixers: Mapping[str, Carried | None]) -> dict[int, Carried]:
+    """Return the carried mixers by the layers for which `layer_types` of a config names them.
+
+    `mixers`: as in `Description`.
+
+    Raises `CheckpointError` for a layer of another type.
+    """
+    stated = config.get("layer_types")
+    types = stated if isinstance(stated, list) else []
+    for number, one in enumerate(types):
+        if one not in mixers:
+            raise CheckpointError(
+                f"config.json states layer_types {repr(one)[:100]} for layer {number}, which is not supported; give a "
+                f"model whose layers are of the types {', '.join(mixers)}."
+            )
+    found = ((number, mixers[one]) for number, one in enumerate(types))
+    return {number: mixer for number, mixer in found if mixer is not None}

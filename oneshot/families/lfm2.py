@@ -1,0 +1,55 @@
+"""LFM2: short convolutions in most layers, which are carried, and attention in the others."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch.nn import functional
+
+from oneshot.families.carried import Carried, carried_layers
+from oneshot.families.description import Description, Sizes
+from oneshot.families.resizing import set_widths
+from oneshot.families.shapes import ModelShape
+from oneshot.families.stack import Stack
+from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer
+
+ATTENTION = Attention(out="self_attn.out_proj", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm")
+FFN = FeedForward("feed_forward.w3", "feed_forward.w2", "feed_forward.w1", functional.silu)
+STACK = Stack(
+    (
+        Sublayer(ATTENTION, Norm("operator_norm"), "attention_shortcut"),
+        Sublayer(FFN, Norm("ffn_norm"), "ffn_shortcut"),
+    ),
+    final_norm=Norm("model.embedding_norm"),
+)
+SIZES = Sizes(norm_epsilon="norm_eps")
+
+
+def variant(family: Description, config: dict[str, Any]) -> Description:
+    """Return the family with the convolutions that a config states."""
+    return replace(family, carried_layers=carried_layers(config, family.mixers))
+
+
+def width(config: dict[str, Any]) -> int | None:
+    """Return the width that the class makes of the one in a complete config; None if it takes that one."""
+    stated, multiple = config.get("intermediate_size"), config.get("block_multiple_of")
+    factor = config.get("block_ffn_dim_multiplier")
+    if not config.get("block_auto_adjust_ff_dim") or not isinstance(stated, int) or not isinstance(multiple, int):
+        return None
+    adjusted = int(2 * stated / 3)
+    return adjusted if factor is None else -(-int(factor * adjusted) // multiple) * multiple
+
+
+def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Return the stock config of the resized model, which states its FFN's width as it is."""
+    return set_widths(config, shape) | {"block_auto_adjust_ff_dim": False}
+
+
+LFM2 = Description(
+    "lfm2",
+    STACK,
+    resized,
+    variant=variant,
+    sizes=SIZES,
+    stated_width=width,
+    mixers={"conv": Carried("short convolutions", "conv"), "full_attention": None},
+)

@@ -1,0 +1,51 @@
+"""Qwen3-Next: gated linear attention in most layers and gated attention in the others, both carried, before experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from oneshot.families.carried import Carried, carried_layers
+from oneshot.families.description import Description
+from oneshot.families.experts import Experts
+from oneshot.families.mixtures import QWEN2_MOE, named_layers, resize, with_stated_layers
+from oneshot.families.stack import Stack
+from oneshot.families.sublayers import FeedForward, Norm, Sublayer
+
+GATED_ATTENTION = Carried("gated attention", "self_attn", "o_proj", attends=True)
+MIXERS: dict[str, Carried | None] = {
+    "linear_attention": Carried("gated linear attention", "linear_attn"),
+    "full_attention": None,
+}
+FURTHER = ("mtp.",)  # layers that predict tokens after the next one, which the class does not read
+
+
+def stack(ffn: FeedForward | Experts) -> Stack:
+    """Return layers with gated attention, whose norms multiply by one plus their weights."""
+    return Stack(
+        (
+            Sublayer(GATED_ATTENTION, Norm("input_layernorm", offset=1.0), "attention_shortcut"),
+            Sublayer(ffn, Norm("post_attention_layernorm", offset=1.0), "ffn_shortcut"),
+        ),
+        final_norm=Norm("model.norm", offset=1.0),
+    )
+
+
+def with_linear_attention(family: Description, config: dict[str, Any]) -> Description:
+    """Return the family with linear attention in the layers that a config states."""
+    return replace(family, carried_layers=carried_layers(config, family.mixers))
+
+
+def variant(family: Description, config: dict[str, Any]) -> Description:
+    """Return the family with the mixers, the gates and the dense layers that a config states."""
+    return with_linear_attention(with_stated_layers(family, config), config)
+
+
+QWEN3_NEXT = Description(
+    "qwen3_next",
+    stack(Experts(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
+    resize("moe_intermediate_size"),
+    variant=variant,
+    with_dense=named_layers,
+    sizes=QWEN2_MOE.sizes,
+    unused_prefixes=FURTHER,
+    mixers=MIXERS,
+)

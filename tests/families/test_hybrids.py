@@ -1,0 +1,106 @@
+"""Hybrids: what is no attention is carried through unchanged, and all else is compressed as in other families."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig
+from families.cases import CASES, variants
+from families.test_cases import load, tensors_of
+from last_states import assert_passes, keep_last_states
+from safetensors.torch import load_file, save_file
+from test_resume import contents, stop_before
+
+from oneshot.checkpoint import open_model
+from oneshot.errors import CheckpointError
+from oneshot.families import Carried
+from oneshot.pipeline import compress
+
+HYBRIDS = ("lfm2", "qwen3_5_text", "qwen3_next")
+CHANGED = {"lfm2": ("feed_forward", "self_attn"), "qwen3_5_text": ("mlp",), "qwen3_next": ("mlp.experts",)}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@torch.inference_mode()
+def test_carried_mixers_are_the_inputs_bit_for_bit(
+    name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads go where attention is plain; the states are those of the stream, and an interrupted run ends with them."""
+    last = keep_last_states(monkeypatch)
+    folder = make_checkpoint(**CASES[name].options)
+    config = make_config(folder, sparsity=0.15, heads="id" if name == "lfm2" else "none")
+    compress(config)
+    result = load(Path(config.output))
+    assert_passes(result, "model.layers", config, last[0])
+    dense, stored = tensors_of(folder), tensors_of(Path(config.output))
+    changed = {key for key in stored if key not in dense or not torch.equal(dense[key], stored[key])}
+    parts = {part for part in CHANGED[name] if any(f".{part}." in key for key in changed)}
+    assert parts == set(CHANGED[name])
+    assert all(any(f".{part}." in key for part in parts) for key in changed)
+
+    again = replace(config, output=f"{config.output}-again")
+    stop_before(1, partial(compress, again))
+    compress(replace(again, resume=True))
+    assert contents(Path(again.output)) == contents(Path(config.output))
+
+
+@pytest.mark.parametrize("name", [name for name in variants() if name.partition("-")[0] in HYBRIDS])
+@torch.inference_mode()
+def test_bytes_of_the_cache_are_those_of_layers_with_keys_and_values(
+    name: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(**variants()[name])
+    cache = load(folder)(torch.arange(3, 10).unsqueeze(0), use_cache=True).past_key_values
+    cached = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    numbers = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in cached)
+    assert open_model(str(folder), tmp_path).shape.stack().kv_bytes_per_token(1) == numbers > 0
+
+
+@pytest.mark.parametrize("change", ["another shape", "absent", "unknown"])
+def test_tensors_of_carried_mixers_are_checked_against_the_class(
+    change: str, own_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    folder = own_checkpoint(**CASES["lfm2"].options)
+    path, name = folder / "model.safetensors", "model.layers.2.conv.conv.weight"
+    tensors = load_file(path)
+    if change == "unknown":
+        name = "model.layers.0.conv.gate.weight"
+        tensors[name] = torch.ones(2)
+    else:
+        del tensors[name]
+    if change == "another shape":
+        tensors = {key: one[..., :2].contiguous() if ".conv.conv." in key else one for key, one in tensors.items()}
+        name = "model.layers.0.conv.conv.weight"
+        tensors["model.layers.2.conv.conv.weight"] = tensors[name].clone()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name} has shape .* give a complete, unmodified checkpoint"):
+        open_model(str(folder), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_unknown_types_of_layers_are_refused(name: str, own_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = own_checkpoint(**CASES[name].options)
+    stated: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    stated["layer_types"][0] = "chunked_attention"
+    (folder / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(CheckpointError, match="'chunked_attention' for layer 0, which is not supported; give a model"):
+        open_model(str(folder), tmp_path)
+
+
+def test_layers_for_later_tokens_are_left_out(
+    own_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Files on the hub have them; transformers does not read them."""
+    folder = own_checkpoint(**CASES["qwen3_5_text"].options)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"mtp.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, path, {"format": "pt"})
+    config = make_config(folder, sparsity=0)
+    compress(config)
+    assert tensors_of(Path(config.output)).keys() == tensors.keys()
+    family = open_model(str(folder), tmp_path).family
+    assert [isinstance(family.stack_of(layer).token_mixer, Carried) for layer in range(2)] == [True, True]
