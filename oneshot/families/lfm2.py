@@ -22,6 +22,7 @@ STACK = Stack(
     final_norm=Norm("model.embedding_norm"),
 )
 SIZES = Sizes(norm_epsilon="norm_eps")
+OTHER_NAME = "block_ff_dim"  # of the FFN's width, which files on the hub also state
 
 
 def variant(family: Description, config: dict[str, Any]) -> Description:
@@ -30,18 +31,21 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
 
 
 def width(config: dict[str, Any]) -> int | None:
-    """Return the width that the class makes of the one in a complete config; None if it takes that one."""
-    stated, multiple = config.get("intermediate_size"), config.get("block_multiple_of")
+    """Return the width that the class makes of the one in a complete config; None if the config states none."""
+    stated, multiple = config.get(OTHER_NAME, config.get("intermediate_size")), config.get("block_multiple_of")
     factor = config.get("block_ffn_dim_multiplier")
-    if not config.get("block_auto_adjust_ff_dim") or not isinstance(stated, int) or not isinstance(multiple, int):
-        return None
+    if not config.get("block_auto_adjust_ff_dim") or not isinstance(stated, int):
+        return stated
     adjusted = int(2 * stated / 3)
-    return adjusted if factor is None else -(-int(factor * adjusted) // multiple) * multiple
+    if not isinstance(factor, int | float) or not isinstance(multiple, int) or multiple < 1:
+        return adjusted
+    return -(-int(factor * adjusted) // multiple) * multiple
 
 
 def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Return the stock config of the resized model, which states its FFN's width as it is."""
-    return set_widths(config, shape) | {"block_auto_adjust_ff_dim": False}
+    widths = set_widths(config, shape) | {"block_auto_adjust_ff_dim": False}
+    return widths | ({OTHER_NAME: shape.intermediate_size} if OTHER_NAME in config else {})
 
 
 LFM2 = Description(

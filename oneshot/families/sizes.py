@@ -217,8 +217,9 @@ def _size(family: Description, config: dict[str, Any], key: str, default: int | 
 
 def _width(family: Description, config: dict[str, Any], hidden_size: int) -> int:
     """Return the width of an FFN, or of one expert."""
-    stated = _size(family, config, family.sizes.intermediate_size, _default_width(family, hidden_size))
-    return family.stated_width(config) or stated
+    key, width = family.sizes.intermediate_size, family.stated_width(config)
+    stated = config if width is None else config | {key: width}
+    return _size(family, stated, key, _default_width(family, hidden_size))
 
 
 def _default_width(family: Description, hidden_size: int) -> int | None:

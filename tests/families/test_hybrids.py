@@ -91,6 +91,15 @@ def test_unknown_types_of_layers_are_refused(name: str, own_checkpoint: MakeChec
         open_model(str(folder), tmp_path)
 
 
+def test_the_width_of_lfm2_under_the_name_of_the_hub(own_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = own_checkpoint(**CASES["lfm2"].options)
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stated | {"block_ff_dim": stated.pop("intermediate_size")}))
+    config = make_config(folder, sparsity=0.1)
+    compress(config)
+    assert load(Path(config.output)).config.intermediate_size < 48
+
+
 def test_layers_for_later_tokens_are_left_out(
     own_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
