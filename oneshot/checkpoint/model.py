@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from oneshot.checkpoint.nearest import nearest_family
 from oneshot.checkpoint.quantised import refuse_quantised
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import (
@@ -21,9 +22,11 @@ from oneshot.checkpoint.stock import (
 from oneshot.checkpoint.tables import without_equal_head
 from oneshot.errors import CheckpointError, PlanError, cause
 from oneshot.families import (
+    FAMILIES,
     Description,
     ModelShape,
     Stack,
+    UnknownFamilyError,
     as_stored,
     check_layers,
     find_family,
@@ -156,7 +159,7 @@ def identify(checkpoint: Checkpoint) -> Model:
     Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
     """
     refuse_quantised(checkpoint.config, checkpoint.folder)
-    checkpoint = _as_the_class_names(checkpoint, find_family(checkpoint.config))
+    checkpoint = _as_the_class_names(checkpoint, _known_family(checkpoint.config))
     config, names = checkpoint.config, checkpoint.tensor_names
     family = as_stored(find_family(config), config, names)
     if family.classes and not find_family(config).classes and predicts_tokens(config):
@@ -181,6 +184,14 @@ def identify(checkpoint: Checkpoint) -> Model:
     _check_outside(checkpoint, family, shape, expected)
     _check_count(checkpoint, family, shape)
     return Model(checkpoint, family, shape)
+
+
+def _known_family(config: dict[str, Any]) -> Description:
+    """Return the family of a config; an error for one that is not known names the nearest."""
+    try:
+        return find_family(config)
+    except UnknownFamilyError as error:
+        raise UnknownFamilyError(error.model_type, FAMILIES, nearest_family(config)) from error
 
 
 def _as_the_class_names(checkpoint: Checkpoint, family: Description) -> Checkpoint:

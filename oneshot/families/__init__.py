@@ -11,7 +11,13 @@ from oneshot.families.fused import from_files, fuse, split, to_files
 from oneshot.families.layer_shape import RANKED_KINDS, LayerShape, RankedKind, TableShape
 from oneshot.families.llama import LLAMA
 from oneshot.families.reading import FAMILIES, find_family
-from oneshot.families.refusals import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE, RESIZED_MODEL_TYPE
+from oneshot.families.refusals import (
+    COMPRESSED_MODEL_TYPE,
+    ENCODER_MODEL_TYPE,
+    NAS_MODEL_TYPE,
+    RESIZED_MODEL_TYPE,
+    UnknownFamilyError,
+)
 from oneshot.families.resizing import scaled_epsilon
 from oneshot.families.shapes import ModelShape, StackShape
 from oneshot.families.sizes import read_shape
@@ -45,6 +51,7 @@ __all__ = [
     "StackShape",
     "Sublayer",
     "TableShape",
+    "UnknownFamilyError",
     "as_stored",
     "check_layers",
     "find_family",

@@ -5,6 +5,25 @@ from collections.abc import Collection
 
 from oneshot.errors import CheckpointError
 
+
+class UnknownFamilyError(CheckpointError):
+    """A model type is not known; `nearest` is the family whose config is most like the model's.
+
+    Attributes:
+        model_type: as config.json states it.
+    """
+
+    def __init__(self, model_type: str, known: Collection[str], nearest: str | None = None) -> None:
+        similar = difflib.get_close_matches(model_type, known, n=3)
+        names = " and ".join(similar) if similar else f"{len(known)} families"
+        like = "" if nearest is None else f", and its config has most in common with that of {nearest}"
+        super().__init__(
+            f"Model type {model_type[:100]!r} is not supported ({names} are){like}; the page Supported models of the "
+            "documents (docs/supported-models.md) lists all families."
+        )
+        self.model_type = model_type
+
+
 # model types whose layers have no FFN and no attention
 WITHOUT_FFN = ("falcon_mamba", "mamba", "mamba2")
 # beginnings of model types whose layers, or some of them, have a recurrent state in the place of attention
@@ -59,13 +78,3 @@ def refuse_recurrent(model_type: str) -> None:
             "convolution) in a family that is not described; give one that is, such as one of "
             "docs/supported-models.md."
         )
-
-
-def unknown(model_type: str, known: Collection[str]) -> CheckpointError:
-    """Return the error for a family that is not `known`; it names those whose names are nearest."""
-    nearest = difflib.get_close_matches(model_type, known, n=3)
-    names = " and ".join(nearest) if nearest else f"{len(known)} families"
-    return CheckpointError(
-        f"Model type {model_type[:100]!r} is not supported ({names} are); the page Supported models of the documents "
-        "(docs/supported-models.md) lists all families."
-    )

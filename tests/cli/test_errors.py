@@ -125,7 +125,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"model_type": "qwen9"}, ("qwen9", "qwen2", "qwen3", "supported-models")),
+        ({"model_type": "qwen9"}, ("qwen9", "qwen2", "qwen3", "with that of llama", "supported-models")),
         ({"model_type": "mamba2"}, ("mamba2", "without an FFN", "supported-models")),
         ({"model_type": "jamba", "num_experts": 8}, ("jamba", "recurrent state", "supported-models")),
         ({"model_type": "lfm2", "layer_types": ["conv", "rwkv"]}, ("layer_types 'rwkv'", "conv, full_attention")),
