@@ -10,7 +10,7 @@ from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
 from quality_rows import quality_rows
 from tables.claims import claims_table
 from tables.drafts import drafts_table
-from tables.families import families_table
+from tables.families import exactness_table, families_table, opened_table
 from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, mixture_estimates_table, sums_table
 from tables.gpu_measured import (
     gpu_agree_table,
@@ -136,6 +136,7 @@ TABLES = {
     "gpu_quality": (gpu_quality_table, "gpu"),
     "heal": (heal_table, "gpu"),
     "drafts": (drafts_table, "drafts"),
+    "exactness": (exactness_table, "exactness"),
     "models": (models_table, "gpu"),
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
@@ -158,10 +159,13 @@ TABLES = {
 }
 
 
+WITHOUT_ROWS = {"families": families_table, "opened": opened_table}
+
+
 def table(name: str) -> str:
     """Return the named table, of the newest rows if it has numbers."""
-    if name == "families":
-        return families_table()
+    if name in WITHOUT_ROWS:
+        return WITHOUT_ROWS[name]()
     make, results = TABLES[name]
     return make() if read_rows(results) else "Not measured yet."
 

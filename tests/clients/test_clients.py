@@ -8,19 +8,13 @@ import pytest
 import torch
 from engines import BY_LAYER, NEW_TOKENS, SIZES, Answer, Expected, half_chunk_perplexity, run_oneshot
 from factories import MakeCheckpoint, MakeConfig, build_model, silence
+from opened import BY_LAYER_CASES, EQUAL_LAYERS
 
 from oneshot.families import RANKED_KINDS
 from oneshot.pipeline import compress
 
 CHUNKS = 8
 LITTLE_TEXT = ["--calibration", "builtin", "--num-sequences", "8", "--sequence-length", "256"]
-RANDOM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "biases": ({"attention_bias": True, "mlp_bias": True}, {}),
-    "untied, large heads": ({"head_dim": 64}, {}),
-    "tied, a layer left out": ({"tied": True}, {"depth": "sensitivity", "sparsity": 0.45}),
-    "qwen2": ({"family": "qwen2"}, {}),
-    "sublayers left out": ({}, {"depth": "sublayers", "round_to": 4, "sparsity": 0.3}),
-}
 IDLE: dict[str, list[int]] = {"attention": [1], "ffn": [0, 3]}  # what `depth=sublayers` leaves out
 
 
@@ -39,11 +33,11 @@ class Case:
         return Expected(self.write(form, **changes), self.source)
 
 
-@pytest.fixture(params=RANDOM)
+@pytest.fixture(params=BY_LAYER_CASES)
 def case(
     request: pytest.FixtureRequest, save_model: Callable[..., Path], make_config: MakeConfig, tmp_path: Path
 ) -> Case:
-    options, settings = RANDOM[request.param]
+    options, settings = BY_LAYER_CASES[request.param]
     leaves_out = settings.get("depth") == "sublayers"
     model = build_model(**SIZES, **options)
     if leaves_out:
@@ -106,7 +100,7 @@ def test_removed_heads_by_layer(
     expected.agrees_with_vllm(answers)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", EQUAL_LAYERS)
 def test_equal_layers_of_other_families_in_llama_cpp(
     family: str,
     make_checkpoint: MakeCheckpoint,

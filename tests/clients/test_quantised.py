@@ -10,6 +10,7 @@ import pytest
 from conftest import CLIENTS, ROOT, program
 from engines import Answer
 from factories import MakeCheckpoint, MakeConfig, topics
+from opened import QUANTISERS
 from servers import environment_of_others
 
 from oneshot.pipeline import compress
@@ -17,11 +18,7 @@ from oneshot.pipeline import compress
 QUANTISERS_PYTHON = CLIENTS / "llm-compressor" / "bin" / "python"
 SIZES: dict[str, Any] = {"hidden": 128, "width": 384, "heads": 4, "groups": 2, "layers": 4, "tied": True}
 LARGEST_RATIO = 1.1  # of perplexities: a random model's hardly move, and garbage's would
-CASES = [
-    *((form, method) for form in ("stock", "nemotron-nas") for method in ("gptq", "awq")),
-    *((form, method) for form in ("stock", "nemotron-nas", "per-layer") for method in ("torchao-int8", "torchao-int4")),
-    *((form, f"bitsandbytes-{kind}") for form in ("stock", "nemotron-nas", "per-layer") for kind in ("int8", "nf4")),
-]
+CASES = [(form, method) for methods, forms in QUANTISERS.values() for form in forms for method in methods]
 SMALLER = 0.75  # ÷ the bytes in bfloat16; the embedding stays whole
 Write = Callable[[str], Path]
 

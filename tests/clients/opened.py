@@ -1,0 +1,110 @@
+"""What other engines open in these tests: random models by their options, and how each is compressed.
+
+`docs/supported-models.md` has the list by engine and model type.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Sizes = dict[str, Any]
+LONG = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+QWEN3 = {"family": "qwen3_moe", "head_dim": 32, "num_experts": 8, "norm_topk_prob": True, **EXPERTS}
+GLM4 = {"family": "glm4_moe", "head_dim": 32, "n_routed_experts": 8, "first_k_dense_replace": 1, **EXPERTS}
+NEURONS = {"intermediate_size": 64}
+
+
+def ranked(layer: Sizes) -> bool:
+    """Return whether linears of a layer have low rank."""
+    return bool(layer["output_rank"] and layer["query_key_rank"])
+
+
+# every form with sizes by layer
+BY_LAYER_CASES: dict[str, tuple[Sizes, Sizes]] = {
+    "biases": ({"attention_bias": True, "mlp_bias": True}, {}),
+    "untied, large heads": ({"head_dim": 64}, {}),
+    "tied, a layer left out": ({"tied": True}, {"depth": "sensitivity", "sparsity": 0.45}),
+    "qwen2": ({"family": "qwen2"}, {}),
+    "sublayers left out": ({}, {"depth": "sublayers", "round_to": 4, "sparsity": 0.3}),
+}
+EQUAL_LAYERS = ("qwen2", "qwen3")  # families whose layers keep equal sizes in a GGUF file
+MIXTURES: dict[str, tuple[Sizes, Sizes]] = {
+    "qwen3_moe, neurons": (QWEN3, NEURONS),
+    "qwen3_moe, experts": (QWEN3, {"experts": "effects", "num_experts": 6, "ffn": "none"}),
+    "qwen3_moe, a dense layer": (QWEN3 | {"mlp_only_layers": [1]}, NEURONS),
+    "mixtral, neurons": ({"family": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}, NEURONS),
+    "gpt_oss, both": (
+        {"family": "gpt_oss", "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+        NEURONS | {"experts": "reap", "num_experts": 6},
+    ),
+    "glm4_moe, both": (GLM4, NEURONS | {"experts": "reap", "num_experts": 6}),
+}
+# also what is true of one of the result's layers
+PLUGIN_CASES: dict[str, tuple[Sizes, Sizes, Callable[[Sizes], bool]]] = {
+    "ranks, biases": ({"attention_bias": True, "mlp_bias": True}, {}, ranked),
+    "no ranks, rotary of llama3": (
+        {"rope_parameters": LONG},
+        {"ranks": "none"},
+        lambda layer: layer["intermediate_size"] < 192 and not ranked(layer),
+    ),
+    "ranks of the embedding": (
+        {"tied": True, "vocabulary": 1000},
+        {"embedding": "auto", "sparsity": 0.3},
+        ranked,
+    ),
+    "qwen2": ({"family": "qwen2", "tied": True}, {}, ranked),
+    "qwen3": ({"family": "qwen3", "head_dim": 32}, {}, ranked),
+    "phi3": ({"family": "phi3"}, {}, ranked),
+    "fewer heads": (
+        {"heads": 8, "groups": 4, "head_dim": 32},
+        {"heads": "id", "head_unit": "kv-group", "sparsity": 0.4},
+        lambda layer: layer["num_attention_heads"] < 8,
+    ),
+    "sublayers left out": (
+        {},
+        {"depth": "sublayers", "round_to": 4, "sparsity": 0.3},
+        lambda layer: layer["num_attention_heads"] == 0 and layer["intermediate_size"] > 0,
+    ),
+    "sizes inside heads": (
+        {},
+        {"query_key_size": 20, "value_size": 12},
+        lambda layer: layer["rotary_selected"] and layer["value_size"] == 12,
+    ),
+    "subspaces": (
+        {"tied": True},
+        {"recipe": "group-pca", "group_size": 1, "hidden_size": 96, "sparsity": None},
+        lambda layer: layer["attention_shortcut"] and layer["ffn_shortcut"],
+    ),
+    "opt": ({"family": "opt", "groups": 4, "tied": True}, {}, lambda layer: not layer["gated"] and layer["mlp_bias"]),
+}
+SERVED = "llama"  # SmolLM2
+# methods of a tool, and the forms of a Llama that it takes
+QUANTISERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "llm-compressor": (("gptq", "awq"), ("stock", "nemotron-nas")),
+    "torchao": (("torchao-int8", "torchao-int4"), ("stock", "nemotron-nas", "per-layer")),
+    "bitsandbytes": (("bitsandbytes-int8", "bitsandbytes-nf4"), ("stock", "nemotron-nas", "per-layer")),
+}
+
+
+def opened() -> list[tuple[str, str, list[str]]]:
+    """Return engines, the form that each opens, and the model types of the results that were compressed for it."""
+
+    def families(cases: Iterable[tuple[Any, ...]], *further: str) -> list[str]:
+        return sorted({options.get("family", "llama") for options, *_ in cases} | {*further})
+
+    by_layer = BY_LAYER_CASES.values()
+    return [
+        ("vLLM", "stock", families(MIXTURES.values(), SERVED)),
+        ("vLLM", "nemotron-nas", families(by_layer, SERVED)),
+        ("vLLM with the plugin", "per-layer", families(PLUGIN_CASES.values())),
+        ("vLLM's Transformers backend", "per-layer", families(by_layer, SERVED)),
+        ("llama.cpp", "gguf", families(by_layer, SERVED, *EQUAL_LAYERS)),
+        *((tool, ", ".join(forms), ["llama"]) for tool, (_, forms) in QUANTISERS.items()),
+    ]
