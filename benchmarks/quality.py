@@ -1,9 +1,10 @@
-"""Perplexity of SmolLM2-135M at several sizes, beside dense and beside baselines of the same code path.
+"""Perplexity of a real model at several sizes, beside dense and beside baselines of the same code path.
 
 Every model is calibrated on one text and judged on five kinds that are not the calibration's, with `--tasks` also on
 lm-eval tasks over local files. Some ask for likelihoods; of others the model writes the answer. What the sizes of a
 recipe share (the text, a profile) is done once. One row for every recipe, size, form and seed goes to
-`results/quality.jsonl`; `render.py` makes tables of them, `plot.py` the plot.
+`results/quality.jsonl`; `render.py` makes tables of them, `plot.py` the plot. The model is SmolLM2-135M, or with
+`--model` one of `real_models.py`, which is also judged on Python code and whose rows go to `results/models.jsonl`.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from harness import (
     smollm2_gguf,
 )
 from judging import (
+    CODE,
+    KINDS,
     TASKS,
     judge,
     judging_windows,
@@ -44,6 +47,8 @@ from judging import (
     text_records,
     text_scores,
 )
+from real_models import FOLDER as MODELS_FOLDER
+from real_models import MODELS, fetch
 
 from oneshot import Config, Report
 from oneshot.checkpoint import Checkpoint, locate_checkpoint
@@ -81,7 +86,7 @@ def judge_tasks(model: Path, arguments: argparse.Namespace, include_path: Path) 
 
 def dense_row(texts: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """The newest dense row on the same windows, with the same tasks."""
-    for row in reversed(read_rows("quality")):
+    for row in reversed(read_rows(rows_name(arguments))):
         if row["recipe"] != "dense" or row.get("texts") != texts:
             continue
         if not arguments.tasks or (
@@ -89,8 +94,13 @@ def dense_row(texts: dict[str, Any], arguments: argparse.Namespace) -> dict[str,
         ):
             return row
     raise SystemExit(
-        f"{RESULTS / 'quality.jsonl'} has no dense row on these windows and tasks; run without --no-dense."
+        f"{RESULTS / rows_name(arguments)}.jsonl has no dense row on these windows and tasks; run without --no-dense."
     )
+
+
+def rows_name(arguments: argparse.Namespace) -> str:
+    """Return the name of the file of rows: SmolLM2's, or that of all other models."""
+    return "quality" if arguments.model is None else "models"
 
 
 def stated(arguments: argparse.Namespace, recipe: str) -> dict[str, Any]:
@@ -144,6 +154,7 @@ def main() -> None:
     options.add_argument("--tasks", nargs="+", choices=sorted(path.stem for path in TASKS.glob("*.yaml")), default=[])
     options.add_argument("--results", type=Path, nargs="+", help="judge these results, and compress nothing")
     options.add_argument("--task-limit", type=int, help="at most this many documents of each task")
+    options.add_argument("--model", choices=sorted(MODELS), help="of real_models.py (default: SmolLM2-135M)")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     settings = parse_settings(arguments.set)
@@ -151,11 +162,13 @@ def main() -> None:
         arguments.recipes = ["tcsp"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        dense = locate_checkpoint(str(smollm2_gguf()), folder)
-        windows = judging_windows(arguments.data_dir, folder, load_tokenizer(dense), arguments.max_windows)
+        source = smollm2_gguf() if arguments.model is None else fetch(arguments.model, MODELS_FOLDER)
+        dense = locate_checkpoint(str(source), folder)
+        kinds = tuple(KINDS) if arguments.model is None else (*KINDS, CODE)
+        windows = judging_windows(arguments.data_dir, folder, load_tokenizer(dense), arguments.max_windows, kinds=kinds)
         include_path = local_tasks(arguments.data_dir, folder)
         shared = provenance(
-            model="SmolLM2-135M-Instruct",
+            model=arguments.model or "SmolLM2-135M-Instruct",
             sequence_length=1024,
             max_windows=arguments.max_windows,
             texts=text_records(windows),
@@ -165,14 +178,14 @@ def main() -> None:
         else:
             dense_result = {"recipe": "dense", "sparsity": 0.0, "stored_parameters": Checkpoint(dense).num_parameters}
             dense_result |= losses(text_scores([dense], windows)[0]) | judge_tasks(dense, arguments, include_path)
-            append_row("quality", shared | dense_result)
+            append_row(rows_name(arguments), shared | dense_result)
 
         def write_rows(reports: Sequence[Report], stated: dict[str, Any]) -> None:
             for report, measured in zip(reports, judge(reports, windows, dense), strict=True):
                 measured |= score(measured["perplexity"], dense_result["perplexity"])
                 measured |= judge_tasks(Path(report.config["output"]), arguments, include_path)
                 row = result_row(report, stated | own_settings(report.to_dict())) | measured
-                append_row("quality", shared | row | retention(measured, dense_result))
+                append_row(rows_name(arguments), shared | row | retention(measured, dense_result))
 
         if arguments.results:
             write_rows(given_results(arguments.results), {})

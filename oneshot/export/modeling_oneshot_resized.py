@@ -2,7 +2,8 @@
 
 This file is shipped with such checkpoints, beside `modeling_oneshot.py`. `AutoModelForCausalLM.from_pretrained(…,
 trust_remote_code=True)` runs both. All but the sizes is the stock class's: norms, positions, windows, factors, caps.
-`OneshotGemma3ForCausalLM` is made from transformers' `Gemma3ForCausalLM` when it is asked for by its name.
+`OneshotGemma3ForCausalLM` is made from transformers' `Gemma3ForCausalLM` when it is asked for by its name, and
+`OneshotGemma3TextModel`, the stack without its output head, from `Gemma3TextModel`.
 """
 
 from typing import Any
@@ -66,21 +67,24 @@ def resize_layer_(layer: nn.Module, sizes: dict[str, Any]) -> None:
 
 
 def _resized(stock: Any) -> type:
-    """Return the class of a family whose layers have the sizes of the config."""
+    """Return the class of a family whose layers have the sizes of the config; with its output head or without."""
 
     class Resized(stock):
         config_class = _config_of(stock.config_class)
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            for layer, sizes in zip(self.get_submodule(config.layers_name), config.resized, strict=True):
+            stack: Any = self.base_model
+            layers = config.layers_name.removeprefix(f"{self.base_model_prefix}.")
+            for layer, sizes in zip(stack.get_submodule(layers), config.resized, strict=True):
                 resize_layer_(layer, sizes)
             if config.embedding_ranges is not None:
                 old = self.get_input_embeddings()
                 scale = float(getattr(old, "scalar_embed_scale", 1.0))
                 width = old.embedding_dim
-                self.model.embed_tokens = OneshotScaledEmbedding(config.embedding_ranges, width, scale)
-                self.lm_head = OneshotTiedHead(self.model)
+                stack.embed_tokens = OneshotScaledEmbedding(config.embedding_ranges, width, scale)
+                if stack is not self:
+                    self.lm_head = OneshotTiedHead(stack)
 
     return _named(Resized, stock)
 

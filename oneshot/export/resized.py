@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oneshot.checkpoint import Journal, Model, stock_classes
+from oneshot.checkpoint import Journal, Model, stock_classes, without_head
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.ranks import READ_BY
 from oneshot.config import SaveDtype
@@ -33,7 +33,8 @@ class ResizedForm(OwnCode, StockForm):
         """Return how the result is opened."""
         return (
             "It loads with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`, which runs the "
-            "modelling files in this folder."
+            "modelling files in this folder. `vllm serve FOLDER --trust-remote-code` opens most families of this form "
+            "with the plugin `oneshot-vllm` of oneshot's repository."
         )
 
     def grid(self, model: Model) -> Grid:
@@ -69,6 +70,7 @@ class ResizedForm(OwnCode, StockForm):
             "architectures": [own],
             "auto_map": {
                 "AutoConfig": f"{file}.Oneshot{config_class.__name__}",
+                "AutoModel": f"{file}.Oneshot{without_head(config)}",
                 "AutoModelForCausalLM": f"{file}.{own}",
             },
             "tie_word_embeddings": stack.head != "own" and not stack.embedding,

@@ -10,7 +10,7 @@ from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing
 from families.cases import CASES, variants
 from last_states import assert_passes, keep_last_states
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from oneshot.checkpoint import open_model
 from oneshot.compression.embedding import expanded
@@ -82,6 +82,20 @@ def test_nothing_removed_is_the_input(name: str, make_checkpoint: MakeCheckpoint
     assert torch.equal(
         load(Path(config.output))(tokens).logits, AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
     )
+
+
+@pytest.mark.parametrize(("name", "embedding"), [("gemma3_text", "auto"), ("gpt_neox", "none")])
+@torch.inference_mode()
+def test_the_class_without_head_opens_it(
+    name: str, embedding: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """Engines build the stack by itself, as vLLM's Transformers backend does."""
+    config = make_config(make_checkpoint(**RESIZED[name]), form="per-layer", embedding=embedding, sparsity=0.15)
+    compress(config)
+    alone = AutoModel.from_pretrained(config.output, trust_remote_code=True, dtype=torch.float32).eval()
+    tokens = torch.arange(3, 40).unsqueeze(0)
+    expected = load(Path(config.output)).base_model(tokens).last_hidden_state
+    assert torch.equal(alone(tokens).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "granite", "olmo2", "cohere", "smollm3"])

@@ -3,8 +3,28 @@
 __all__ = ["register"]
 
 
+# families whose layers are not Llama's, by transformers' class; vLLM answered as transformers for each of them
+RESIZED = (
+    "Cohere2ForCausalLM",
+    "Exaone4ForCausalLM",
+    "GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Glm4ForCausalLM",
+    "GraniteForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "MistralForCausalLM",
+    "NemotronForCausalLM",
+    "Olmo2ForCausalLM",
+    "PhiForCausalLM",
+    "Qwen2ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "StableLmForCausalLM",
+)
+
+
 def register() -> None:
-    """Tell transformers the config and vLLM the architecture of the per-layer form; vLLM calls it in every process."""
+    """Tell transformers the config and vLLM the architectures of the per-layer form; vLLM calls it in every process."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
@@ -12,3 +32,5 @@ def register() -> None:
 
     AutoConfig.register(OneshotConfig.model_type, OneshotConfig, exist_ok=True)
     ModelRegistry.register_model("OneshotForCausalLM", "oneshot_vllm.model:OneshotForCausalLM")
+    for stock in RESIZED:
+        ModelRegistry.register_model(f"Oneshot{stock}", "oneshot_vllm.resized:OneshotResizedForCausalLM")

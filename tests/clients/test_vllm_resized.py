@@ -1,0 +1,63 @@
+"""Per-layer results of families whose layers are not Llama's, in vLLM's Transformers backend and by the plugin."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ask_vllm_together
+from engines import BY_LAYER, NEW_TOKENS, SIZES, Expected
+from families.cases import variants
+
+from oneshot import Config
+from oneshot.pipeline import compress
+
+NAMES = ("gemma2", "gemma3_text", "olmo2", "exaone4", "glm4", "granite", "smollm3", "hunyuan_v1_dense")
+NAMES += ("mistral-window", "qwen2-windows", "cohere2", "phi", "gpt_neox", "stablelm", "nemotron")
+RANGES = "gemma3_text, ranks of the embedding"
+WITHOUT_PLUGIN = "gemma3_text, no ranks"
+HEADS = "granite, fewer heads"
+# what is compressed: a family's variant, and further settings
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in NAMES},
+    RANGES: ("gemma3_text", {"embedding": "auto", "sparsity": 0.3}),
+    WITHOUT_PLUGIN: ("gemma3_text", {"ranks": "none"}),
+    HEADS: ("granite", {"heads": "id", "sparsity": 0.3}),
+}
+Answered = tuple[Expected, Any]
+
+
+@pytest.fixture(scope="module")
+def answered(
+    make_checkpoint: Callable[..., Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Answered]:
+    """All cases in one process of vLLM, whose start takes longer than all answers."""
+    folder, expected, requests = tmp_path_factory.mktemp("results"), {}, {}
+    text = {"calibration": str(text_file), "num_sequences": 16, "sequence_length": 32}
+    for name, (variant, settings) in RUNS.items():
+        options = variants()[variant]
+        large_enough = {"head_dim": 32} if "head_dim" in options else {}  # for vLLM on a CPU
+        source, output = make_checkpoint(**SIZES | options | large_enough), folder / name.replace(" ", "-")
+        compress(Config.of(str(source), str(output), form="per-layer", device="cpu", **text | BY_LAYER | settings))
+        expected[name] = Expected(output, source)
+        requests[name] = {
+            "folder": str(output),
+            "prompts": expected[name].prompts,
+            "max_tokens": NEW_TOKENS,
+            "implementation": "transformers" if name == WITHOUT_PLUGIN else "auto",
+        }
+    answers = ask_vllm_together([*requests.values()], folder)
+    return {name: (expected[name], answer) for name, answer in zip(requests, answers, strict=True)}
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != HEADS])
+def test_it_answers_as_transformers(name: str, answered: dict[str, Answered]) -> None:
+    expected, answers = answered[name]
+    assert not isinstance(answers, str), answers[-4000:]
+    expected.agrees_with_vllm(answers)
+
+
+def test_heads_of_their_own_are_refused(answered: dict[str, Answered]) -> None:
+    _, error = answered[HEADS]
+    assert "heads where the config has 4" in error
+    assert "compress with --set heads=none" in error
