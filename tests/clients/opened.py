@@ -84,6 +84,20 @@ PLUGIN_CASES: dict[str, tuple[Sizes, Sizes, Callable[[Sizes], bool]]] = {
     ),
     "opt": ({"family": "opt", "groups": 4, "tied": True}, {}, lambda layer: not layer["gated"] and layer["mlp_bias"]),
 }
+# variants of families whose layers are not Llama's, and how each is compressed
+NO_RANKS, FEWER_HEADS = "gemma3_text, no ranks", "granite, fewer heads"
+RESIZED_CASES: dict[str, tuple[str, Sizes]] = {
+    **{
+        name: (name, {})
+        for name in (
+            *("gemma2", "gemma3_text", "olmo2", "exaone4", "glm4", "granite", "smollm3", "hunyuan_v1_dense"),
+            *("mistral-window", "qwen2-windows", "cohere2", "phi", "gpt_neox", "stablelm", "nemotron"),
+        )
+    },
+    "gemma3_text, ranks of the embedding": ("gemma3_text", {"embedding": "auto", "sparsity": 0.3}),
+    NO_RANKS: ("gemma3_text", {"ranks": "none"}),  # opened without the plugin
+    FEWER_HEADS: ("granite", {"heads": "id", "sparsity": 0.3}),  # refused
+}
 SERVED = "llama"  # SmolLM2
 # methods of a tool, and the forms of a Llama that it takes
 QUANTISERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -100,10 +114,11 @@ def opened() -> list[tuple[str, str, list[str]]]:
         return sorted({options.get("family", "llama") for options, *_ in cases} | {*further})
 
     by_layer = BY_LAYER_CASES.values()
+    resized = {variant.partition("-")[0] for variant, _ in RESIZED_CASES.values()}
     return [
         ("vLLM", "stock", families(MIXTURES.values(), SERVED)),
         ("vLLM", "nemotron-nas", families(by_layer, SERVED)),
-        ("vLLM with the plugin", "per-layer", families(PLUGIN_CASES.values())),
+        ("vLLM with the plugin", "per-layer", families(PLUGIN_CASES.values(), *resized)),
         ("vLLM's Transformers backend", "per-layer", families(by_layer, SERVED)),
         ("llama.cpp", "gguf", families(by_layer, SERVED, *EQUAL_LAYERS)),
         *((tool, ", ".join(forms), ["llama"]) for tool, (_, forms) in QUANTISERS.items()),

@@ -8,22 +8,11 @@ import pytest
 from conftest import ask_vllm_together
 from engines import BY_LAYER, NEW_TOKENS, SIZES, Expected
 from families.cases import variants
+from opened import FEWER_HEADS, NO_RANKS, RESIZED_CASES
 
 from oneshot import Config
 from oneshot.pipeline import compress
 
-NAMES = ("gemma2", "gemma3_text", "olmo2", "exaone4", "glm4", "granite", "smollm3", "hunyuan_v1_dense")
-NAMES += ("mistral-window", "qwen2-windows", "cohere2", "phi", "gpt_neox", "stablelm", "nemotron")
-RANGES = "gemma3_text, ranks of the embedding"
-WITHOUT_PLUGIN = "gemma3_text, no ranks"
-HEADS = "granite, fewer heads"
-# what is compressed: a family's variant, and further settings
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in NAMES},
-    RANGES: ("gemma3_text", {"embedding": "auto", "sparsity": 0.3}),
-    WITHOUT_PLUGIN: ("gemma3_text", {"ranks": "none"}),
-    HEADS: ("granite", {"heads": "id", "sparsity": 0.3}),
-}
 Answered = tuple[Expected, Any]
 
 
@@ -34,7 +23,7 @@ def answered(
     """All cases in one process of vLLM, whose start takes longer than all answers."""
     folder, expected, requests = tmp_path_factory.mktemp("results"), {}, {}
     text = {"calibration": str(text_file), "num_sequences": 16, "sequence_length": 32}
-    for name, (variant, settings) in RUNS.items():
+    for name, (variant, settings) in RESIZED_CASES.items():
         options = variants()[variant]
         large_enough = {"head_dim": 32} if "head_dim" in options else {}  # for vLLM on a CPU
         source, output = make_checkpoint(**SIZES | options | large_enough), folder / name.replace(" ", "-")
@@ -44,13 +33,13 @@ def answered(
             "folder": str(output),
             "prompts": expected[name].prompts,
             "max_tokens": NEW_TOKENS,
-            "implementation": "transformers" if name == WITHOUT_PLUGIN else "auto",
+            "implementation": "transformers" if name == NO_RANKS else "auto",
         }
     answers = ask_vllm_together([*requests.values()], folder)
     return {name: (expected[name], answer) for name, answer in zip(requests, answers, strict=True)}
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != HEADS])
+@pytest.mark.parametrize("name", [name for name in RESIZED_CASES if name != FEWER_HEADS])
 def test_it_answers_as_transformers(name: str, answered: dict[str, Answered]) -> None:
     expected, answers = answered[name]
     assert not isinstance(answers, str), answers[-4000:]
@@ -58,6 +47,6 @@ def test_it_answers_as_transformers(name: str, answered: dict[str, Answered]) ->
 
 
 def test_heads_of_their_own_are_refused(answered: dict[str, Answered]) -> None:
-    _, error = answered[HEADS]
+    _, error = answered[FEWER_HEADS]
     assert "heads where the config has 4" in error
     assert "compress with --set heads=none" in error
