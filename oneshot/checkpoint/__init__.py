@@ -19,6 +19,7 @@ from oneshot.checkpoint.stock import (
     stock_classes,
     stock_config,
     tied_names,
+    with_floats,
     without_head,
 )
 from oneshot.checkpoint.work_folder import peek_saved, refuse_output, remove_leftovers
@@ -50,5 +51,6 @@ __all__ = [
     "stock_classes",
     "stock_config",
     "tied_names",
+    "with_floats",
     "without_head",
 ]

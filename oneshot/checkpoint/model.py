@@ -300,8 +300,8 @@ def _check_carried(checkpoint: Checkpoint, family: Description, shape: ModelShap
         return
     layers = sample_model(checkpoint.config, family, torch.float32, firsts).get_submodule(family.stack.layers)
     for sizes, number, layer in zip(shape.carried, firsts, layers, strict=True):
-        stored, prefix = dict(sizes.tensors), f"{family.stack_of(number).token_mixer.module}."
-        own = {name: tuple(one.shape) for name, one in layer.state_dict().items() if name.startswith(prefix)}
+        stored, of_ffn = dict(sizes.tensors), family.stack_of(number).ffn_prefixes
+        own = {name: tuple(one.shape) for name, one in layer.state_dict().items() if not name.startswith(of_ffn)}
         for name in sorted(stored.keys() | own.keys()):
             if stored.get(name) != own.get(name):
                 raise CheckpointError(

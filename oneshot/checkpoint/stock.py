@@ -18,6 +18,7 @@ OTHER_CLASSES = (
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
     "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
 )
+FLOAT_TAG, SPECIAL_FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 PER_LAYER = ("layer_types", "no_rope_layers")  # lists of a config with an entry for every layer
 
 
@@ -55,7 +56,15 @@ def stock_config(config: dict[str, Any]) -> Any:
 
     The dictionary and those inside it stay as they are; transformers changes what it is given.
     """
-    return stock_classes(config)[0].from_dict(copy.deepcopy(config))
+    return stock_classes(config)[0].from_dict(with_floats(copy.deepcopy(config)))
+
+
+def with_floats(value: Any) -> Any:
+    """Return a value of a config.json with the floats that JSON lacks, which transformers writes as objects."""
+    if isinstance(value, dict):
+        special = value.get(FLOAT_TAG) if len(value) == 1 else None
+        return float(special) if special in SPECIAL_FLOATS else {name: with_floats(one) for name, one in value.items()}
+    return [with_floats(one) for one in value] if isinstance(value, list) else value
 
 
 def complete_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +104,14 @@ def per_layer_lists(config: dict[str, Any]) -> dict[str, list[Any]]:
     complete = stock_config(config)
     if FAMILIES[config["model_type"]].text_module is not None:
         complete = complete.text_config
-    lists = {name: getattr(complete, name, None) for name in PER_LAYER}
+    lists = {name: getattr(complete, name, None) for name in PER_LAYER if not _is_derived(complete, name)}
     return {name: list(values) for name, values in lists.items() if values}
+
+
+def _is_derived(complete: Any, name: str) -> bool:
+    """Return whether a config makes a value of others, so that it cannot state another one."""
+    own = getattr(type(complete), complete.attribute_map.get(name, name), None)
+    return isinstance(own, property) and own.fset is None
 
 
 def layer_kinds(config: dict[str, Any], num_layers: int, dense_layers: Collection[int] = ()) -> tuple[int, ...]:
@@ -115,12 +130,15 @@ def make_buffers(model: Any, device: torch.device) -> None:
 
     `model`: of transformers, on the meta device; its parameters stay there.
     """
-    for module in model.modules():
-        absent = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
-        for name, buffer in absent.items():
-            setattr(module, name, torch.empty_like(buffer, device=device))
-        if absent:
-            model._init_weights(module)
+    absent = {name.rpartition(".")[0] for name, buffer in model.named_buffers() if buffer.is_meta}
+    for name in absent:
+        module = model.get_submodule(name)
+        for own, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(module, own, torch.empty_like(buffer, device=device))
+    for name, module in model.named_modules():
+        if any(other == name or not name or other.startswith(f"{name}.") for other in absent):
+            model._init_weights(module)  # some classes make the buffers of a module in one that holds it
 
 
 def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype, layers: Sequence[int] = (0,)) -> Any:

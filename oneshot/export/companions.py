@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Checkpoint, Journal, attention_of, identify, stock_classes, tied_names
+from oneshot.checkpoint import Checkpoint, Journal, attention_of, identify, stock_classes, tied_names, with_floats
 from oneshot.checkpoint.safe_files import companion_files, read_config
 from oneshot.errors import OutputError
 from oneshot.export.own_classes import OWN_CLASSES
@@ -59,7 +59,7 @@ def empty_model(config: dict[str, Any]) -> Any:
     """Return a model of the class of a config.json, without values, on torch's meta device."""
     config_class, model_class = model_classes(config)
     with torch.device("meta"):
-        return model_class(config_class.from_dict(config, attn_implementation=attention_of(model_class)))
+        return model_class(config_class.from_dict(with_floats(config), attn_implementation=attention_of(model_class)))
 
 
 def empty_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Mixers that are carried: their weights stay as they are, and the stock module computes what they add.
+"""Mixers that are carried: their weights stay as they are, and the stock layer computes what they add.
 
-Short convolutions, linear attention, state-space models, and attention with a gate are such mixers. Their tensors are
-not described one by one: those of one layer are read from the checkpoint, and the stock class has the same.
+Short convolutions, linear attention, state-space models, and attention with a gate are such mixers. All that a layer
+has before its FFN belongs to them. Their tensors are not described one by one: those of one layer are read from the
+checkpoint, and the stock class has the same.
 """
 
 import math
@@ -24,19 +25,16 @@ OF_HYBRIDS: Mapping[Feature, str] = {
 
 @dataclass(frozen=True)
 class Carried:
-    """A mixer in the place of attention whose weights stay as they are.
+    """A mixer in the place of attention whose weights stay as they are, with its norm.
 
     Attributes:
         title: what it is, for messages.
-        module: what is called. It reads the norm's output, and returns what the stream gets, by itself or first in a
-            tuple. Of the arguments of its layer it is given those that its `forward` names.
-        writer: the linear in the module that writes to the residual stream.
+        out: a linear that writes to the residual stream.
         attends: whether it keeps keys and values of earlier tokens, of the sizes that the config states.
     """
 
     title: str
-    module: str
-    writer: str = "out_proj"
+    out: str
     attends: bool = False
 
     # what only attention that is compressed has
@@ -53,11 +51,6 @@ class Carried:
     @property
     def kind(self) -> Literal["carried"]:
         return "carried"
-
-    @property
-    def out(self) -> str:
-        """Return the linear that writes to the residual stream."""
-        return f"{self.module}.{self.writer}"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class LayerShape:
     a stored table of relative positions, with a column for every head. `experts`: the FFN is a mixture, and its width
     that of one expert; None for one FFN. `latent`: what keys and values come from; None for linears of their own.
     `sinks`: attention has a number for every head. `carried`: parameters of a mixer in the place of attention that
-    stays as it is; its heads are those whose keys and values it keeps, if any.
+    stays as it is, with its norm; its heads are those whose keys and values it keeps, if any.
 
     A layer without heads has no attention, and one of FFN width zero no FFN: also no norm before it and no biases.
     """
@@ -105,7 +105,7 @@ class LayerShape:
 
     def parameters(self) -> int:
         """Return the stored parameters, norms included."""
-        attends, has_ffn = self.num_attention_heads > 0 or self.carried > 0, self.intermediate_size > 0
+        attends, has_ffn = self.num_attention_heads > 0 and not self.carried, self.intermediate_size > 0
         widths = self.hidden_size * (1 + self.cross_attention) * attends + self.middle_size * has_ffn
         widths = self.hidden_size if self.shared_norm else widths
         norms = widths * (self.norm_weights + self.norm_bias) * self.norms_per_sublayer

@@ -10,9 +10,9 @@ from oneshot.families.mixtures import QWEN2_MOE, named_layers, resize, with_stat
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import FeedForward, Norm, Sublayer
 
-GATED_ATTENTION = Carried("gated attention", "self_attn", "o_proj", attends=True)
+GATED_ATTENTION = Carried("gated attention", "self_attn.o_proj", attends=True)
 MIXERS: dict[str, Carried | None] = {
-    "linear_attention": Carried("gated linear attention", "linear_attn"),
+    "linear_attention": Carried("gated linear attention", "linear_attn.out_proj"),
     "full_attention": None,
 }
 FURTHER = ("mtp.",)  # layers that predict tokens after the next one, which the class does not read
@@ -22,7 +22,7 @@ def stack(ffn: FeedForward | Experts) -> Stack:
     """Return layers with gated attention, whose norms multiply by one plus their weights."""
     return Stack(
         (
-            Sublayer(GATED_ATTENTION, Norm("input_layernorm", offset=1.0), "attention_shortcut"),
+            Sublayer(GATED_ATTENTION, None, "attention_shortcut"),
             Sublayer(ffn, Norm("post_attention_layernorm", offset=1.0), "ffn_shortcut"),
         ),
         final_norm=Norm("model.norm", offset=1.0),

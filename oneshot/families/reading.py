@@ -12,6 +12,7 @@ from oneshot.families.distilbert import DISTILBERT
 from oneshot.families.ernie4_5 import ERNIE4_5
 from oneshot.families.exaone4 import EXAONE4
 from oneshot.families.falcon import FALCON
+from oneshot.families.falcon_h1 import FALCON_H1
 from oneshot.families.gemma import GEMMA
 from oneshot.families.gemma2 import GEMMA2
 from oneshot.families.gemma3 import GEMMA3
@@ -74,6 +75,7 @@ DESCRIPTIONS = (
     MINISTRAL,
     MINISTRAL3,
     NEMOTRON,
+    FALCON_H1,
     LFM2,
     QWEN3_5,
     QWEN3_NEXT,

@@ -29,7 +29,6 @@ WITHOUT_FFN = ("falcon_mamba", "mamba", "mamba2")
 # beginnings of model types whose layers, or some of them, have a recurrent state in the place of attention
 RECURRENT = (
     "bamba",
-    "falcon_h1",
     "granitemoehybrid",
     "jamba",
     "kimi_linear",

@@ -50,8 +50,8 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         query_key_norms=attention is not None and attention.q_norm is not None,
         norms_all_heads=attention is not None and attention.norms_all_heads,
         layer_norms=stack.centres,
-        norm_bias=len(stack.sublayers[0].norms[0].parts) > 1,
-        norms_per_sublayer=len(stack.sublayers[0].norms),
+        norm_bias=len(stack.sublayers[-1].norms[0].parts) > 1,
+        norms_per_sublayer=len(stack.sublayers[-1].norms),
         gated=stack.feed_forward.is_gated,
         shared_norm=stack.shares_norm,
         head_bias=family.head is not None and family.head.replace(".weight", ".bias") in stored,
@@ -75,7 +75,7 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
 
 
 def _carried(family: Description, num_layers: int, stored: Mapping[str, tuple[int, ...]]) -> tuple[CarriedSizes, ...]:
-    """Return the carried mixers with the tensors that the first layer of each stores."""
+    """Return the carried mixers with the tensors that the first layer of each stores, but for those of its FFN."""
     layers: dict[Carried, list[int]] = {}
     for number in range(num_layers):
         mixer = family.stack_of(number).token_mixer
@@ -83,9 +83,9 @@ def _carried(family: Description, num_layers: int, stored: Mapping[str, tuple[in
             layers.setdefault(mixer, []).append(number)
     sizes = []
     for mixer, numbers in layers.items():
-        prefix = family.layer_prefix(numbers[0])
+        prefix, own = family.layer_prefix(numbers[0]), family.stack_of(numbers[0]).ffn_prefixes
         of_layer = {name.removeprefix(prefix): size for name, size in stored.items() if name.startswith(prefix)}
-        tensors = {name: size for name, size in of_layer.items() if name.startswith(f"{mixer.module}.")}
+        tensors = {name: size for name, size in of_layer.items() if not name.startswith(own)}
         sizes.append(CarriedSizes(tuple(numbers), tuple(sorted(tensors.items())), mixer.attends))
     return tuple(sizes)
 

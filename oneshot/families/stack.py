@@ -92,6 +92,15 @@ class Stack:
         return mixer
 
     @property
+    def ffn_prefixes(self) -> tuple[str, ...]:
+        """Return what the stored names of a layer's FFN or experts, and of their norms, begin with."""
+        sublayer = self.sublayers[self.index_of("ffn")]
+        mixer = sublayer.mixer
+        modules = (mixer.module,) if isinstance(mixer, Experts) else (*sublayer.readers, sublayer.writer)
+        stored = (self.stored_linear(module) for module in modules)
+        return tuple(f"{name}." for name in (*stored, *(norm.name for norm in sublayer.norms)))
+
+    @property
     def token_mixer(self) -> Attention | Carried:
         """Return what a layer has before its FFN, where tokens read each other."""
         return next(each.mixer for each in self.sublayers if isinstance(each.mixer, Attention | Carried))
@@ -104,7 +113,7 @@ class Stack:
     def carrying(self, mixer: Carried) -> "Stack":
         """Return the stack as a layer is that has a carried mixer in the place of attention."""
         old = self.token_mixer
-        sublayers = (replace(each, mixer=mixer) if each.mixer is old else each for each in self.sublayers)
+        sublayers = (Sublayer(mixer, None, each.shortcut) if each.mixer is old else each for each in self.sublayers)
         return replace(self, sublayers=tuple(sublayers))
 
     @property
@@ -152,25 +161,25 @@ class Stack:
         return self.with_ffn(FeedForward())
 
     def with_ffn(self, ffn: FeedForward) -> "Stack":
-        """Return the stack with one FFN in place of the mixture of experts."""
-        old = self.experts
+        """Return the stack with this FFN in place of its own, or of the mixture of experts."""
+        old = self.feed_forward
         sublayers = (replace(each, mixer=ffn) if each.mixer is old else each for each in self.sublayers)
         return replace(self, sublayers=tuple(sublayers))
 
     @property
     def centres(self) -> bool:
         """Return whether the norms are LayerNorms."""
-        return self.sublayers[0].norms[0].centres
+        return self.sublayers[-1].norms[0].centres
 
     @property
     def norms_after(self) -> bool:
         """Return whether norms follow the sums with the residual stream, which they then rewrite."""
-        return self.sublayers[0].after is not None
+        return self.sublayers[-1].after is not None
 
     @property
     def norms_inside(self) -> bool:
         """Return whether norms follow the mixers, before the sums with the residual stream."""
-        return self.sublayers[0].inside is not None
+        return self.sublayers[-1].inside is not None
 
     def within(self, prefix: str) -> "Stack":
         """Return the same stack inside a module of a larger class, such as `bert.`."""

@@ -132,12 +132,14 @@ class FeedForward:
     """A feed-forward network, with or without a gate.
 
     `activation`: what is applied to gate or up: a submodule by its name, or a function if the class has none.
+    `gate_scale`: what the gate is multiplied with before it.
     """
 
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     gate: str | None = "mlp.gate_proj"
     activation: str | Callable[[torch.Tensor], torch.Tensor] = "mlp.act_fn"
+    gate_scale: float = 1.0
 
     # what only attention has
     memory_readers: ClassVar[tuple[str, ...]] = ()

@@ -1,6 +1,5 @@
 """One layer with its weights, callable by its sublayers."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from oneshot.families import Attention, Carried, Experts, FeedForward, Stack, split
+from oneshot.families import Attention, Carried, Experts, FeedForward, Stack, Sublayer, split
 from oneshot.stream.routing import Routing, route, written_by
+
+
+class _Reached(Exception):  # noqa: N818
+    """The stock layer has come to a module, which reads these states."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self.states = states
 
 
 @dataclass
@@ -65,7 +71,7 @@ class Layer:
         if isinstance(mixer, Experts):
             return base + self.added(index, written_by(self._part(mixer.module), self.normed(index, x)))
         if isinstance(mixer, Carried):
-            return base + self.added(index, self._carried(mixer, self.normed(index, x)))
+            return self._until(self._stack.sublayers[index + 1], x)
         if isinstance(mixer, Attention) and mixer.contains_writer:
             attention, arguments = self._part(mixer.module), self._arguments_of(mixer)
             output, *_ = attention(hidden_states=self.normed(index, x), **arguments)
@@ -152,9 +158,8 @@ class Layer:
     def gates(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what an FFN with a gate reads, `(tokens, D)`, and the gate's activations, `(tokens, n)`."""
         mixer = self._ffn(index)
-        assert mixer.gate is not None
         normed = self.normed(index, x).flatten(0, -2)
-        return normed, self._activation(mixer)(self._part(mixer.gate)(normed))
+        return normed, self._gated(mixer, normed)
 
     def neuron_factors(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the factors of an FFN's neurons, `(tokens, n)`: the gate's activations, and what it multiplies."""
@@ -183,14 +188,20 @@ class Layer:
         assert isinstance(mixer, FeedForward)
         return mixer
 
-    def _carried(self, mixer: Carried, normed: torch.Tensor) -> torch.Tensor:
-        """Return what a carried mixer writes, from the arguments of the layer that it names."""
-        module = self._part(mixer.module)
-        named = inspect.signature(module.forward).parameters
-        arguments = {name: value for name, value in self._arguments.items() if name in named}
-        output = module(hidden_states=normed, **arguments)
-        written: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return written
+    def _until(self, sublayer: Sublayer, x: torch.Tensor) -> torch.Tensor:
+        """Return the states that the norm before a sublayer reads when the stock layer runs."""
+
+        def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            raise _Reached(inputs[0])
+
+        handle = self._part(sublayer.norm.name).register_forward_pre_hook(stop)
+        try:
+            self._module(x, **self._arguments)
+        except _Reached as reached:
+            return reached.states
+        finally:
+            handle.remove()
+        raise AssertionError("the stock layer calls the norm")
 
     def _arguments_of(self, mixer: Attention) -> dict[str, Any]:
         return self._arguments | ({"key_value_states": self._memory_states()} if mixer.memory else {})
@@ -200,10 +211,15 @@ class Layer:
         return self._memory.states
 
     def _neurons(self, mixer: FeedForward, normed: torch.Tensor) -> torch.Tensor:
-        activation = self._activation(mixer)
         if mixer.gate is None:
-            return activation(self._part(mixer.up)(normed))
-        return activation(self._part(mixer.gate)(normed)).mul_(self._part(mixer.up)(normed))
+            return self._activation(mixer)(self._part(mixer.up)(normed))
+        return self._gated(mixer, normed).mul_(self._part(mixer.up)(normed))
+
+    def _gated(self, mixer: FeedForward, normed: torch.Tensor) -> torch.Tensor:
+        """Return the activations of the gate."""
+        assert mixer.gate is not None
+        gate = self._part(mixer.gate)(normed)
+        return self._activation(mixer)(gate if mixer.gate_scale == 1 else gate * mixer.gate_scale)
 
     def _activation(self, mixer: FeedForward) -> Callable[[torch.Tensor], torch.Tensor]:
         function: Callable[[torch.Tensor], torch.Tensor] = (

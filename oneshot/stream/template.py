@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from oneshot.checkpoint import Model, make_buffers, sample_model
-from oneshot.families import Stack
+from oneshot.families import Carried, Stack
 from oneshot.machine import Machine
 
 
@@ -20,7 +20,7 @@ class Template:
     Attributes:
         layers: by the prefix of a stack: one layer of each kind, by the first layer of that kind (`Model.kinds`).
         final_norms: by the prefix of their stack. embedding_norm: None without one.
-        arguments: what the stock model passes to the attention of the layers of a kind, or to what they have for it.
+        arguments: what the stock model passes to the layers of a kind; their attention gets the same.
     """
 
     def __init__(self, config: dict[str, Any], model: Model, machine: Machine, sequence_length: int) -> None:
@@ -42,22 +42,24 @@ class Template:
             self.arguments: dict[int, dict[str, Any]] = {kind: {} for kind in kinds}
         elif stack.rotary:
             example = torch.zeros(1, sequence_length, model.shape.hidden_size, dtype=machine.dtype)
-            names = [
-                f"{stack.layers}.{index}.{family.stack_of(kind).token_mixer.module}" for index, kind in enumerate(kinds)
+            mixers = [family.stack_of(kind).token_mixer for kind in kinds]
+            layers = whole.get_submodule(stack.layers)
+            needed = [
+                {} if isinstance(mixer, Carried) else _required(layer.get_submodule(mixer.module))
+                for mixer, layer in zip(mixers, layers, strict=True)
             ]
-            mixers = [whole.get_submodule(name) for name in names]
             recorded = _stock_arguments(whole, stack, example.to(machine.device))
-            self.arguments = {
-                kind: _required(mixer) | one for kind, mixer, one in zip(kinds, mixers, recorded, strict=True)
-            }
+            self.arguments = dict(
+                zip(kinds, [one | more for one, more in zip(needed, recorded, strict=True)], strict=True)
+            )
         else:
             # scaled dot product attention is causal by itself where the module says so
             self.arguments = {kind: {"attention_mask": None} for kind in kinds}
 
 
-def _required(mixer: nn.Module) -> dict[str, Any]:
-    """Return None for every argument that attention, or another mixer, needs to be given beside the states."""
-    _, *further = inspect.signature(mixer.forward).parameters.values()
+def _required(attention: nn.Module) -> dict[str, Any]:
+    """Return None for every argument that attention needs to be given beside the states."""
+    _, *further = inspect.signature(attention.forward).parameters.values()
     named = (one for one in further if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty)
     return {one.name: None for one in named}
 

@@ -86,6 +86,21 @@ LINEAR_ATTENTION = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+STATE_SPACES = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "mlp_multipliers": [0.7, 0.4],
+    "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+    "ssm_in_multiplier": 0.8,
+    "ssm_out_multiplier": 0.6,
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.7,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.3,
+}
 HYBRIDS: frozenset[Feature] = STOCK_ONLY | {"profile", "latency"}
 PARALLEL: frozenset[Feature] = LAYER_NORMS | {"up_proj"}
 CASES: dict[str, Case] = {
@@ -140,6 +155,11 @@ CASES: dict[str, Case] = {
             "whole-width": {"block_auto_adjust_ff_dim": False, "tied": True, "conv_L_cache": 4},
         },
         HYBRIDS | {"queries and keys"},
+    ),
+    "falcon_h1": Case(
+        {"family": "falcon_h1", **STATE_SPACES},
+        {"plain": {"mlp_multipliers": None, "mamba_rms_norm": True, "tied": True, "mamba_conv_bias": False}},
+        HYBRIDS | {"heads", "queries and keys"},
     ),
     "qwen3_5_text": Case(
         {"family": "qwen3_5_text", **LINEAR_ATTENTION}, refused=HYBRIDS | {"heads", "queries and keys"}

@@ -20,8 +20,13 @@ from oneshot.errors import CheckpointError
 from oneshot.families import Carried
 from oneshot.pipeline import compress
 
-HYBRIDS = ("lfm2", "qwen3_5_text", "qwen3_next")
-CHANGED = {"lfm2": ("feed_forward", "self_attn"), "qwen3_5_text": ("mlp",), "qwen3_next": ("mlp.experts",)}
+HYBRIDS = ("lfm2", "qwen3_5_text", "qwen3_next", "falcon_h1")
+CHANGED = {
+    "lfm2": ("feed_forward", "self_attn"),
+    "qwen3_5_text": ("mlp",),
+    "qwen3_next": ("mlp.experts",),
+    "falcon_h1": ("feed_forward",),
+}
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
