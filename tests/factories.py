@@ -183,6 +183,6 @@ def randomise(model: Any, seed: int) -> Any:
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
         for name, tensor in model.state_dict().items():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
     return model

@@ -9,6 +9,15 @@ VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "n
 CLIP = VISION | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8}
 SIGLIP = CLIP | {"model_type": "siglip_vision_model"}
 MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [1, 1, 2]}
+QWEN3_5_VISION = {"vision_config": VISION | {"depth": 2, "out_hidden_size": 32, "num_position_embeddings": 16}}
+QWEN3_5: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 # what is beside the language model's sizes: options of the wrapper, and of the language model
 WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
@@ -45,16 +54,16 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"rope_parameters": MROPE, "head_dim": 8},
     ),
-    "qwen3_5": (
-        {"vision_config": VISION | {"depth": 2, "out_hidden_size": 32, "num_position_embeddings": 16}},
+    "qwen3_5": (QWEN3_5_VISION, {"model_type": "qwen3_5_text", **QWEN3_5}),
+    "qwen3_5_moe": (
+        QWEN3_5_VISION,
         {
-            "model_type": "qwen3_5_text",
-            "layer_types": ["linear_attention", "full_attention"],
-            "head_dim": 8,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 4,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
+            "model_type": "qwen3_5_moe_text",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+            **QWEN3_5,
         },
     ),
     "smolvlm": ({"vision_config": VISION | {"image_size": 16, "patch_size": 8}}, {"model_type": "llama"}),

@@ -174,6 +174,9 @@ def identify(checkpoint: Checkpoint) -> Model:
         checkpoint = checkpoint.renamed(text_names(family, checkpoint.shapes))
     elif family.classes:
         checkpoint = _without_unused(checkpoint, family, expected)
+    if family.stack.experts is not None:
+        experts = family.stack.experts.as_in(checkpoint.tensor_names)
+        family = replace(family, stack=family.stack.with_experts(experts))
     _check_dtypes(checkpoint)
     if family.head in checkpoint.shapes:
         checkpoint = without_equal_head(checkpoint, family, is_tied=_ties_tables(checkpoint))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from oneshot.checkpoint import Checkpoint, Journal, attention_of, identify, stoc
 from oneshot.checkpoint.safe_files import companion_files, read_config
 from oneshot.errors import OutputError
 from oneshot.export.own_classes import OWN_CLASSES
-from oneshot.families import FAMILIES, as_stored
+from oneshot.families import FAMILIES, Experts, as_stored
 from oneshot.text import load_tokenizer, needs_conversion
 
 
@@ -62,15 +63,22 @@ def empty_model(config: dict[str, Any]) -> Any:
         return model_class(config_class.from_dict(with_floats(config), attn_implementation=attention_of(model_class)))
 
 
-def empty_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors that files of a config.json's class have, by their names there, on torch's meta device."""
-    return _stored(empty_model(json.loads(json.dumps(config))), config)
+def empty_tensors(config: dict[str, Any], experts: Experts | None = None) -> dict[str, torch.Tensor]:
+    """Return the tensors that files of a config.json's class have, by their names there, on torch's meta device.
+
+    `experts`: as the files have them; None for the family's own way.
+    """
+    return _stored(empty_model(json.loads(json.dumps(config))), config, experts)
 
 
-def _stored(model: Any, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _stored(model: Any, config: dict[str, Any], experts: Experts | None = None) -> dict[str, torch.Tensor]:
     """Return the state of a model as files have it."""
     state, family = dict(model.state_dict()), FAMILIES.get(config["model_type"])
-    return state if family is None else as_stored(family, config, state).layers_to_files(state)
+    if family is None:
+        return state
+    if experts is not None:
+        family = replace(family, stack=family.stack.with_experts(experts))
+    return as_stored(family, config, state).layers_to_files(state)
 
 
 def verify(folder: Path) -> Checkpoint:
@@ -87,7 +95,9 @@ def verify(folder: Path) -> Checkpoint:
     renamed = {} if family is None else family.renamed
     written = {renamed.get(name, name): shape for name, shape in checkpoint.shapes.items()}
     model = empty_model(checkpoint.config)
-    expected = {name: tuple(tensor.shape) for name, tensor in _stored(model, checkpoint.config).items()}
+    own = None if family is None else family.stack.experts
+    experts = None if own is None else own.as_in(written)
+    expected = {name: tuple(tensor.shape) for name, tensor in _stored(model, checkpoint.config, experts).items()}
     for name in sorted((expected.keys() | written.keys()) - tied_names(model)):
         if name.endswith("rotary_emb.inv_freq"):
             continue

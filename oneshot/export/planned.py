@@ -33,7 +33,7 @@ def planned_parts(
         embedding: tensors that replace the embedding, for a plan with ranks.
     """
     empty = model.without_values()
-    tensors = empty_tensors(form.config(model, plan))
+    tensors = empty_tensors(form.config(model, plan), model.family.stack.experts)
     numbers = {layer: number for number, layer in enumerate(plan.kept_layers)}
     parts = []
     for layer in range(model.shape.num_hidden_layers):

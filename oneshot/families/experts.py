@@ -1,6 +1,6 @@
 """Mixtures of experts by their tensor names, and how files hold what the stock class has as one parameter."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ClassVar, Literal
@@ -174,6 +174,11 @@ class Experts:
                 named[self._stored(number, gate)], named[self._stored(number, up)] = both.chunk(2)
             named |= {self._stored(number, down): one for number, one in enumerate(named.pop(self.down))}
         return self._renamed(named, self.stored_names)
+
+    def as_in(self, names: Iterable[str]) -> "Experts":
+        """Return the experts as files with these tensors store them: one by one, or as the stock class has them."""
+        is_one = self.stored_linears is not None and any(name.endswith(f".{self.down}") for name in names)
+        return replace(self, stored_linears=None) if is_one else self
 
     def _stored(self, number: int, linear: str) -> str:
         return f"{self.experts}.{number}.{linear}.weight"

@@ -22,9 +22,11 @@ from oneshot.families.gpt2 import GPT2, GPT_BIGCODE
 from oneshot.families.gpt_neox import GPT_NEOX
 from oneshot.families.gpt_oss import GPT_OSS
 from oneshot.families.granite import GRANITE
+from oneshot.families.granite_hybrid import GRANITE_HYBRID
 from oneshot.families.helium import HELIUM
 from oneshot.families.hunyuan import HUNYUAN
 from oneshot.families.lfm2 import LFM2
+from oneshot.families.lfm2_moe import LFM2_MOE
 from oneshot.families.llama import LLAMA
 from oneshot.families.ministral import CWM, MINISTRAL
 from oneshot.families.ministral3 import MINISTRAL3
@@ -37,7 +39,7 @@ from oneshot.families.phi import PHI
 from oneshot.families.phi3 import PHI3
 from oneshot.families.qwen2 import QWEN2
 from oneshot.families.qwen3 import QWEN3
-from oneshot.families.qwen3_5 import QWEN3_5
+from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from oneshot.families.qwen3_next import QWEN3_NEXT
 from oneshot.families.refusals import UnknownFamilyError, refuse_compressed, refuse_recurrent
 from oneshot.families.roberta import CAMEMBERT, ELECTRA, ROBERTA, XLM_ROBERTA
@@ -76,8 +78,11 @@ DESCRIPTIONS = (
     MINISTRAL3,
     NEMOTRON,
     FALCON_H1,
+    GRANITE_HYBRID,
     LFM2,
+    LFM2_MOE,
     QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_NEXT,
     OLMO2,
     OLMO3,
@@ -144,7 +149,12 @@ def _wrapped(wrapper: Description, config: dict[str, Any]) -> Description:
     stated = str(config.get("model_type", wrapper.model_type))
     text = FAMILIES.get(OTHER_NAMES.get(stated, stated), wrapper if stated == wrapper.model_type else None)
     if text is None or (
-        text is not wrapper and (text.classes or text.stack.experts or text.stack.layers != LLAMA.stack.layers)
+        text is not wrapper
+        and (
+            text.classes
+            or bool(text.stack.experts) != bool(wrapper.stack.experts)
+            or text.stack.layers != LLAMA.stack.layers
+        )
     ):
         raise CheckpointError(
             f"The language model of this {wrapper.model_type} is of the type {stated[:100]}, which is not supported "
@@ -158,5 +168,6 @@ def _wrapped(wrapper: Description, config: dict[str, Any]) -> Description:
 
 def _is_mixture(config: dict[str, Any], model_type: str) -> bool:
     """Return whether a config describes a mixture of experts."""
-    counts = ("num_local_experts", "num_experts", "n_routed_experts")
-    return "mixtral" in model_type or "moe" in model_type or any(config.get(name) for name in counts)
+    counts = [config.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
+    is_named = ("mixtral" in model_type or "moe" in model_type) and 0 not in counts
+    return is_named or any(counts)

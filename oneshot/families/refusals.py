@@ -29,14 +29,10 @@ WITHOUT_FFN = ("falcon_mamba", "mamba", "mamba2")
 # beginnings of model types whose layers, or some of them, have a recurrent state in the place of attention
 RECURRENT = (
     "bamba",
-    "granitemoehybrid",
     "jamba",
     "kimi_linear",
-    "lfm2_moe",
     "lfm2_vl",
-    "nemotron_h",
     "olmo_hybrid",
-    "qwen3_5_moe",
     "recurrent_gemma",
     "rwkv",
     "xlstm",
@@ -70,6 +66,12 @@ def refuse_recurrent(model_type: str) -> None:
         raise CheckpointError(
             f"Model type {model_type[:100]!r} has layers of a recurrent state alone, without an FFN or attention, so "
             "there is nothing in them to remove; give a model with FFNs, such as one of docs/supported-models.md."
+        )
+    if model_type.startswith("nemotron_h"):
+        raise CheckpointError(
+            f"Model type {model_type[:100]!r} has layers of one mixer each (an FFN, attention, or a state-space model), "
+            "and only layers with an FFN behind another mixer are supported; give a model of "
+            "docs/supported-models.md."
         )
     if model_type.startswith(RECURRENT):
         raise CheckpointError(

@@ -30,6 +30,7 @@ class Stack:
         causal: whether a token sees only earlier ones. If not, the text is not packed but read example by example.
         fused: linears of a layer that the checkpoint stores as one, by its name: the rows of the first, and so on.
             fused_heads: the rows are head by head, for so many heads; 0: linear by linear.
+        dense_ffn: of layers of a mixture that have one FFN instead of experts.
         transposed: stored linears whose weights are `(inputs, outputs)`.
         first_layer, first_position: the stack's first layer and position, counted through the whole model. A decoder
             follows its encoder.
@@ -52,6 +53,7 @@ class Stack:
     causal: bool = True
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused_heads: int = 0
+    dense_ffn: FeedForward = field(default_factory=FeedForward)
     transposed: tuple[str, ...] = ()
     first_layer: int = 0
     first_position: int = 0
@@ -158,7 +160,7 @@ class Stack:
     @property
     def dense(self) -> "Stack":
         """Return the stack as a layer of a mixture is that has one FFN instead of experts."""
-        return self.with_ffn(FeedForward())
+        return self.with_ffn(self.dense_ffn)
 
     def with_ffn(self, ffn: FeedForward) -> "Stack":
         """Return the stack with this FFN in place of its own, or of the mixture of experts."""

@@ -16,7 +16,7 @@ from oneshot.families.llama import LLAMA
 from oneshot.families.mistral import MISTRAL
 from oneshot.families.qwen2 import QWEN2
 from oneshot.families.qwen3 import QWEN3
-from oneshot.families.qwen3_5 import QWEN3_5
+from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 
 # what the text models of wrappers are called if that is not the name of their family
 OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -53,6 +53,7 @@ WRAPPERS = (
     _wrapper("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", QWEN2),
     _wrapper("qwen3_vl", "Qwen3VLForConditionalGeneration", QWEN3),
     _wrapper("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5),
+    _wrapper("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE),
     _wrapper("smolvlm", "SmolVLMForConditionalGeneration", LLAMA, "text_model"),
 )
 

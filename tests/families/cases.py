@@ -161,6 +161,47 @@ CASES: dict[str, Case] = {
         {"plain": {"mlp_multipliers": None, "mamba_rms_norm": True, "tied": True, "mamba_conv_bias": False}},
         HYBRIDS | {"heads", "queries and keys"},
     ),
+    "granitemoehybrid": Case(
+        {
+            "family": "granitemoehybrid",
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 64,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "layers": 3,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            **GRANITE_FACTORS,
+        },
+        {"rotary": {"position_embedding_type": "rope", "layer_types": ["full_attention"] * 3, "tied": True}},
+        HYBRIDS,
+    ),
+    "lfm2_moe": Case(
+        {
+            "family": "lfm2_moe",
+            "layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "num_dense_layers": 2,
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "num_experts_per_tok": 2,
+            "width": 40,
+        },
+        {"plain": {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5, "tied": True}},
+        MIXTURES | {"queries and keys"},
+    ),
+    "qwen3_5_moe_text": Case(
+        {
+            "family": "qwen3_5_moe_text",
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+            "num_experts_per_tok": 2,
+            **LINEAR_ATTENTION,
+        },
+        refused=MIXTURES | {"heads", "queries and keys"},
+    ),
     "qwen3_5_text": Case(
         {"family": "qwen3_5_text", **LINEAR_ATTENTION}, refused=HYBRIDS | {"heads", "queries and keys"}
     ),
@@ -295,6 +336,7 @@ WRAPPER_REFUSALS: dict[str, frozenset[Feature]] = {
     "gemma3": frozenset({"up_proj", "queries and keys"}),
     "qwen3_vl": frozenset({"queries and keys"}),
     "qwen3_5": frozenset({"heads", "queries and keys", "profile", "latency"}),
+    "qwen3_5_moe": MIXTURES | {"heads", "queries and keys"},
 }
 CASES |= {
     name: Case(
