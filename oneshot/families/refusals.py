@@ -69,9 +69,8 @@ def refuse_recurrent(model_type: str) -> None:
         )
     if model_type.startswith("nemotron_h"):
         raise CheckpointError(
-            f"Model type {model_type[:100]!r} has layers of one mixer each (an FFN, attention, or a state-space model), "
-            "and only layers with an FFN behind another mixer are supported; give a model of "
-            "docs/supported-models.md."
+            f"Model type {model_type[:100]!r} has layers of one mixer each (FFN, attention or state-space model); "
+            "only layers with an FFN behind another mixer are supported; give a model of docs/supported-models.md."
         )
     if model_type.startswith(RECURRENT):
         raise CheckpointError(
