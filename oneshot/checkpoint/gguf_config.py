@@ -19,6 +19,7 @@ HEAD_SIZES = ("attention.key_length", "attention.value_length")
 ROTARY_SIZE = "rope.dimension_count"
 # keys of the architecture that change nothing if they have this value, and those that change nothing at all
 NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+OWN_SIZES = "deci"  # the architecture of `--form gguf` if layers differ
 SILENT = ("vocab_size", ROTARY_SIZE, *HEAD_SIZES)
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
@@ -26,6 +27,11 @@ TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "paddi
 def architecture_of(file: GgufFile) -> Architecture:
     """Return the description of a file's architecture; raises `CheckpointError` for one that is not known."""
     name = file.metadata.get("general.architecture")
+    if name == OWN_SIZES:
+        raise CheckpointError(
+            f"The layers of this GGUF file have sizes of their own (architecture {name}), which llama.cpp alone opens; "
+            "evaluate it with llama-perplexity, or give the model it came from."
+        )
     if name not in ARCHITECTURES:
         raise CheckpointError(
             f"The GGUF architecture {name} is not supported ({', '.join(ARCHITECTURES)} are); give the model it "

@@ -45,7 +45,9 @@ def make_plan(
     budget = budget or parameter_budget(target, shape.stack())
     dense = budget.measure(shape.stack())
     if budget.target > dense:
-        raise PlanError(f"The target of {budget.show(budget.target)} is above the dense model's {budget.show(dense)}.")
+        raise PlanError(
+            f"The target of {budget.show(budget.target)} is above the dense model's {budget.show(dense)}; give less."
+        )
     # nothing was asked for, or nothing beyond the sizes that are stated
     sublayers_shrink = method.reduces_sublayers and budget.target != dense
     if method.slices and target.budget != "parameters":
