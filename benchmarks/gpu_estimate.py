@@ -173,7 +173,7 @@ def footprint_of(config: Config, work: Work, memory: int | None, host: int | Non
     Raises `MemoryLimitError` if it does not fit.
     """
     allowed = 2**50 if host is None else host
-    bounds = Bounds(HELD_BYTES, 0, allowed, True, 0, 0, round(DEVICE_SHARE * (memory or 0)), True)
+    bounds = Bounds(HELD_BYTES, 0, allowed, True, 0, 0, round(DEVICE_SHARE * (memory or 0)), True, scratch_free=2**50)
     return predict_footprint(work, bounds, config.machine, result_bytes=0, measure_time=False)
 
 
@@ -192,6 +192,7 @@ def estimate(name: str, model: Model, card: str, run: str) -> dict[str, Any]:
         "device_bytes": footprint.device_bytes,
         "device_stage": footprint.device_stage,
         "host_bytes": footprint.host_bytes,
+        "scratch_bytes": footprint.scratch_bytes,
         "store": footprint.store,
     }
     return row | {"fits": True, "phases": phases, "total": total, "documents": work.documents_together, **memory_of}

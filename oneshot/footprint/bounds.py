@@ -42,7 +42,8 @@ DEVICE_SHARE = 0.9  # of a device's free memory: its allocator leaves gaps
 class Bounds:
     """Bytes that a run starts from and bytes that it may reach, on the host and on the device.
 
-    `held`: of the process now. `peak`: the most it had. `forced`: whether the user set the limit.
+    `held`: of the process now. `peak`: the most it had. `forced`: whether the user set the limit. `scratch_free`: of
+    the disk with `--offload-dir`.
     """
 
     host_held: int
@@ -53,6 +54,7 @@ class Bounds:
     device_peak: int
     device_allowed: int
     device_forced: bool
+    scratch_free: int
 
 
 def current_bounds(options: MachineOptions, device: torch.device) -> Bounds:
@@ -74,6 +76,7 @@ def current_bounds(options: MachineOptions, device: torch.device) -> Bounds:
         device_peak=peak_device_bytes(),
         device_allowed=options.max_device_memory_bytes or device_held + device_free,
         device_forced=options.max_device_memory_bytes is not None,
+        scratch_free=shutil.disk_usage(offload_folder(options)).free,
     )
 
 
@@ -119,7 +122,7 @@ def predict_footprint(
         _refuse((device, bounds.device_allowed, bounds.device_forced), device_stage, "memory", "--max-device-memory")
     seconds = predicted_seconds(work, measure_rates(work.device, work.dtype), store) if measure_time else {}
     offloaded = max(sum(stage.stores(work)) for stage in listed) if store == "disk" else 0
-    refuse_full_disk(options, scratch_bytes(work) + offloaded)
+    refuse_full_disk(options, bounds, scratch_bytes(work) + offloaded)
     return Footprint(
         host_bytes=host,
         host_stage=host_stage.name,
@@ -143,14 +146,13 @@ def offload_folder(options: MachineOptions) -> Path:
     return folder
 
 
-def refuse_full_disk(options: MachineOptions, needed: int) -> None:
+def refuse_full_disk(options: MachineOptions, bounds: Bounds, needed: int) -> None:
     """Raise `MemoryLimitError` if the off-load folder has less room than needed."""
-    folder = offload_folder(options)
-    free = shutil.disk_usage(folder).free
+    free = bounds.scratch_free
     if free < needed:
         raise MemoryLimitError(
-            f"{folder} has {gibibytes(free)} free and the run puts {gibibytes(needed)} there; name a folder with more "
-            "room as --offload-dir, give more --max-memory, or lower --num-sequences."
+            f"{offload_folder(options)} has {gibibytes(free)} free and the run puts {gibibytes(needed)} there; name a "
+            "folder with more room as --offload-dir, give more --max-memory, or lower --num-sequences."
         )
 
 

@@ -29,7 +29,7 @@ def refuse_conversion(checkpoint: str, gguf: GgufCheckpoint, options: MachineOpt
             f"{gibibytes(bounds.host_allowed)} of --max-memory; give a folder of safetensors, or allow at least "
             f"--max-memory {math.ceil(needed * 1.01 / 2**20)}MiB."
         )
-    refuse_full_disk(options, gguf.num_bytes)
+    refuse_full_disk(options, bounds, gguf.num_bytes)
 
 
 def with_conversion(footprint: Footprint, gguf: GgufCheckpoint | None) -> Footprint:

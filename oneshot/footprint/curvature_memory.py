@@ -3,6 +3,7 @@
 from oneshot.footprint import terms
 from oneshot.footprint.terms import BATCH, FLOAT, Stage, Term
 from oneshot.footprint.work import Work
+from oneshot.profiling.curvature import sequences_together
 
 # Numbers of a token that the graph of a layer and its gradients hold, in units of the sizes of its activations.
 OF_NEURONS, OF_HEADS, OF_HIDDEN = 8, 12, 10
@@ -26,13 +27,15 @@ def curvature_stages(work: Work) -> list[Stage]:
 
 
 def _graph(work: Work) -> Term:
-    """Return what a batch needs in a layer with a graph."""
-    shape, tokens = work.shape, work.batch_tokens
+    """Return what the sequences that pass a layer with a graph together need."""
+    shape, length = work.shape, work.text.sequence_length
+    together = sequences_together(work.batch_tokens // length, length, shape.num_attention_heads, work.device)
+    tokens = together * length
     heads = shape.num_attention_heads * shape.head_dim
     numbers = OF_NEURONS * shape.intermediate_size + OF_HEADS * heads + OF_HIDDEN * shape.hidden_size
     needed = tokens * (
         work.dtype.itemsize * numbers + FLOAT * (FLOATS_OF_HIDDEN * shape.hidden_size + 3 * shape.query_key_width)
     )
     if work.on_cuda:  # scores are whole there, so that gradients add up in a fixed order
-        needed += 6 * FLOAT * tokens * work.text.sequence_length * shape.num_attention_heads
+        needed += 6 * FLOAT * tokens * length * shape.num_attention_heads
     return Term(needed, computed=True, knobs=BATCH)

@@ -1,8 +1,8 @@
 """Measure output curvature: one pass forward and one backward over a little text. No weight is trained.
 
 The states before every layer stay in activation stores. Then layer by layer, from the last: the layer runs again, now
-with a graph, and the gradient behind it becomes the gradient before it. So one layer and its graph for one batch are
-held at a time, and every layer is read twice.
+with a graph, and the gradient behind it becomes the gradient before it. So one layer and its graph for one batch, or on
+a device for a part of it, are held at a time, and every layer is read twice.
 """
 
 import tempfile
@@ -22,6 +22,7 @@ from oneshot.stream import ActivationStore, Layer, LayerBuilder, OutputHead
 from oneshot.text import Batch, Text, placed
 
 CURVATURE_TOKENS = 16_384
+SCORES_TOGETHER = 2**28  # numbers of attention's scores on a device, which has them whole
 LARGEST_GRADIENT = 10.0  # of a token, in units of the mean norm of its sequence
 
 
@@ -56,16 +57,26 @@ def measure_curvature(
         for number, layer in zip(numbers, _layers(model, machine, builder, numbers), strict=True):
             sums = _Sums(model, machine.device)
             for batch in own:
-                gradient = _read(gradients, batch)
-                x = _read(states[-1], batch)
-                before, output, queries, keys = _gradients(layer, model.family.stack, x, gradient)
-                sums.update_(output, queries, keys, gradient)
-                gradients.write(batch.rows, before)
+                behind, x = _read(gradients, batch), _read(states[-1], batch)
+                together = sequences_together(len(x), x.shape[1], model.shape.num_attention_heads, x.device)
+                before = []
+                for some, gradient in zip(x.split(together), behind.split(together), strict=True):
+                    own_before, output, queries, keys = _gradients(layer, model.family.stack, some, gradient)
+                    sums.update_(output, queries, keys, gradient)
+                    before.append(own_before)
+                gradients.write(batch.rows, torch.cat(before))
                 advance(batch.token_ids.numel())
             sums.save(curvature, number, machine, text.num_tokens)
             states.pop().close()
         gradients.close()
     return curvature
+
+
+def sequences_together(sequences: int, length: int, heads: int, device: torch.device) -> int:
+    """Return how many of a batch's sequences pass a layer with a graph together: fewer where scores take memory."""
+    if device.type != "cuda":
+        return sequences
+    return min(sequences, max(1, SCORES_TOGETHER // (heads * length**2)))
 
 
 def _forward(

@@ -160,7 +160,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def bounds(options: MachineOptions, _: torch.device) -> Bounds:
         limit = options.max_memory_bytes
-        return Bounds(GIB // 4, 0, limit or 2**40, limit is not None, 0, 0, 0, False)
+        return Bounds(GIB // 4, 0, limit or 2**40, limit is not None, 0, 0, 0, False, 2**40)
 
     monkeypatch.setattr("oneshot.run.resources.current_bounds", bounds)
 
@@ -401,7 +401,7 @@ SHAPE = ModelShape(
     vocab_size=32000,
     tied=True,
 )
-FREE = Bounds(0, 0, 64 * GIB, False, 0, 0, 64 * GIB, False)
+FREE = Bounds(0, 0, 64 * GIB, False, 0, 0, 64 * GIB, False, 64 * GIB)
 
 
 def on_cuda(scratch: Path, recipe: str = "oneshot", batch_size: int = 4) -> Work:

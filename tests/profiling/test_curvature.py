@@ -15,7 +15,7 @@ from oneshot.compression.curvature import SHRINKAGE
 from oneshot.errors import ProfileError
 from oneshot.pipeline import compress, profile
 from oneshot.profiling import load_profile
-from oneshot.profiling.curvature import LARGEST_GRADIENT, clipped
+from oneshot.profiling.curvature import LARGEST_GRADIENT, SCORES_TOGETHER, clipped, sequences_together
 from oneshot.run import open_run
 
 Rows = np.ndarray[Any, Any]
@@ -57,16 +57,23 @@ def whole_model_gradients(folder: str, token_ids: torch.Tensor, seed: int) -> li
 
 
 @pytest.mark.parametrize(
-    ("family", "model"),
+    ("family", "model", "together"),
     [
-        ("llama", {"attention_bias": True}),
-        ("qwen3", {"head_dim": 8, "tied": True}),
-        ("mistral", {"sliding_window": 8, "vocabulary": 9000}),  # more than a panel of the head
+        ("llama", {"attention_bias": True}, 2),
+        ("llama", {}, 1),  # of two in a batch, as on a device where scores take much memory
+        ("qwen3", {"head_dim": 8, "tied": True}, 2),
+        ("mistral", {"sliding_window": 8, "vocabulary": 9000}, 2),  # more than a panel of the head
     ],
 )
 def test_it_is_that_of_the_whole_stock_model(
-    family: str, model: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+    family: str,
+    model: dict[str, Any],
+    together: int,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("oneshot.profiling.curvature.sequences_together", lambda *_: together)
     folder = make_checkpoint(family=family, **model)
     config = make_config(folder, form="per-layer", num_sequences=5, sequence_length=24, batch_size=2, seed=3)
     with open_run(config) as run:
@@ -80,6 +87,16 @@ def test_it_is_that_of_the_whole_stock_model(
             matrix = (1 - SHRINKAGE) * matrix + SHRINKAGE * mean * np.eye(len(matrix))
             assert of_layer[name].dtype == torch.float32
             np.testing.assert_allclose(of_layer[name].numpy(), matrix, atol=1e-4 * mean, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("sequences", "length", "heads"), [(4, 1024, 9), (4, 2048, 32), (4, 2048, 64), (3, 65536, 64)])
+def test_scores_that_a_device_holds_together(sequences: int, length: int, heads: int) -> None:
+    """As many sequences as the limit allows, at least one; all on a CPU, which has no whole scores."""
+    together = sequences_together(sequences, length, heads, torch.device("cuda"))
+    assert 1 <= together <= sequences
+    assert together == 1 or together * heads * length**2 <= SCORES_TOGETHER
+    assert together == sequences or (together + 1) * heads * length**2 > SCORES_TOGETHER
+    assert sequences_together(sequences, length, heads, torch.device("cpu")) == sequences
 
 
 def test_prices_are_divergences(
