@@ -10,6 +10,7 @@ from tables.cells import markdown, score_cell, settings
 from tables.gpu import estimates
 
 GB = 1e9
+MODEL_TITLES = {"gemma-3-270m": "Gemma 3 270M"}  # of rows that name a file
 QUALITY_KEYS = ("model", "calibration", "settings", "asked")  # of a line
 
 
@@ -233,26 +234,30 @@ def _quality_lines() -> list[Row]:
 
 
 def models_table() -> str:
-    """Return the loss on every kind of text, by model and size, of results that a card made and judged."""
-    rows = _quality_lines()
-    denses = {str(row["texts"]): row["perplexity"] for row in rows_of("quality") if row.get("recipe") == "dense"}
+    """Return the loss on every kind of text, by model and size, of results that a card or a CPU made and judged."""
+    others = read_rows("models")
+    made = [row for row in others if row["recipe"] == "oneshot" and row["form"] == "per-layer"]
+    rows = [row for row in _quality_lines() if row["settings"]] + with_seeds(made, *QUALITY_KEYS)
+    judged = rows_of("quality") + others
+    denses = {str(row["texts"]): row["perplexity"] for row in judged if row.get("recipe") == "dense"}
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["perplexity"]))
     lines = [
         [
-            row["model"],
-            row["calibration"],
+            MODEL_TITLES.get(row["model"], row["model"]),
             f"−{row['asked']:.0%}",
             f"**{score_cell(row, 3)}**",
             *(_ratio(row, denses[str(row["texts"])], kind) for kind in kinds),
+            "CPU, 4" if "max_windows" in row else "H100, 16",
         ]
         for row in rows
-        if row["settings"]
     ]
-    head = ["model", "text", "stored parameters", "score", *({**KINDS, CODE: "Python code"}[kind] for kind in kinds)]
+    names = {**KINDS, CODE: "Python code"}
+    head = ["model", "stored parameters", "score", *(names[kind] for kind in kinds), "made on, windows"]
     caption = (
-        "Perplexity ÷ the dense model's; the score is the geometric mean of the first five; per-layer, 131,072 tokens"
+        "Perplexity ÷ the dense model's; the score is the geometric mean of the first five; per-layer, 131,072 tokens "
+        "of general.jsonl+self. In bfloat16 on an H100, in float32 on a CPU, each judged on so many windows of a text"
     )
-    return markdown(head, lines, f"{caption}, bfloat16, 16 windows; {made_by(rows)}.")
+    return markdown(head, lines, f"{caption}; {made_by(rows)}.")
 
 
 def _ratio(row: Row, dense: dict[str, float], kind: str) -> str:
