@@ -25,7 +25,7 @@ RENAMED_SIZES: dict[str, dict[str, str]] = {
     "gpt_bigcode": GPT2_SIZES,
     "gpt_neox": {"num_key_value_heads": ""},
 }
-ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta", "camembert", "electra")
+ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta", "camembert", "electra", "modernbert")
 MakeCheckpoint = Callable[..., Path]
 MakeConfig = Callable[..., Config]
 

@@ -54,7 +54,7 @@ class Model:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """Return for every layer of a stack the first layer of its kind, see `stock.layer_kinds`."""
-        return layer_kinds(self.checkpoint.config, self.shape.num_hidden_layers, self.family.dense_layers)
+        return layer_kinds(self.checkpoint.config, self.shape.num_hidden_layers, self.family)
 
     @property
     def start_token(self) -> int:

@@ -1,7 +1,7 @@
 """The stock classes of a checkpoint's family, and models of them with a few layers and without weights."""
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +114,14 @@ def _is_derived(complete: Any, name: str) -> bool:
     return isinstance(own, property) and own.fset is None
 
 
-def layer_kinds(config: dict[str, Any], num_layers: int, dense_layers: Collection[int] = ()) -> tuple[int, ...]:
+def layer_kinds(config: dict[str, Any], num_layers: int, family: Description) -> tuple[int, ...]:
     """Return for every layer the first one of its kind: those for which the config states the same.
 
-    Kinds differ in what their attention sees (a window, or all tokens), in their rotary positions, and in a mixture in
-    whether they have experts (not if they are among the `dense_layers`).
+    Kinds differ in what their attention sees (a window, or all tokens), in their rotary positions, in their carried
+    mixers, and in a mixture in whether they have experts (not if they are among its dense layers).
     """
-    lists = per_layer_lists(config).values()
-    kinds = [(layer in dense_layers, *(values[layer] for values in lists)) for layer in range(num_layers)]
+    lists, dense, carried = per_layer_lists(config).values(), family.dense_layers, family.carried_layers
+    kinds = [(layer in dense, carried.get(layer), *(values[layer] for values in lists)) for layer in range(num_layers)]
     return tuple(kinds.index(kind) for kind in kinds)
 
 
@@ -147,6 +147,11 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
     All layers would take memory and time, only to use a few.
     """
     _, model_class = stock_classes(config)
+    if family.first_differs and 0 not in layers:
+        whole = sample_model(config, family, dtype, (0, *layers))
+        for stack in family.stacks:
+            whole.set_submodule(stack.layers, whole.get_submodule(stack.layers)[1:])
+        return whole
     of_layers = {name: [values[layer] for layer in layers] for name, values in per_layer_lists(config).items()}
     of_layers |= family.with_dense([layer in family.dense_layers for layer in layers])
     decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: len(layers)}

@@ -114,6 +114,7 @@ class Description:
             behind the model's own, and results do not have them.
         mixers: what `layer_types` of a config may name: mixers that stay as they are, in the place of attention, and
             None for the mixer of the stack. carried_layers: these mixers by the numbers of their layers.
+        first_differs: whether the class makes its first layer otherwise than the others.
         stated_width: `(config) -> width` of the FFN, if that is not the number that the config states.
         unused: ends of names of layers' tensors that old checkpoints have and transformers does not read.
         unused_prefixes: beginnings of names of tensors that transformers does not read.
@@ -148,6 +149,7 @@ class Description:
     with_dense: Callable[[Sequence[bool]], dict[str, Any]] = lambda flags: {}
     mixers: Mapping[str, Carried | None] = field(default_factory=dict)
     carried_layers: Mapping[int, Carried] = field(default_factory=dict)
+    first_differs: bool = False
     stated_width: Callable[[dict[str, Any]], int | None] = lambda config: None
 
     @property

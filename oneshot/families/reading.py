@@ -32,6 +32,7 @@ from oneshot.families.ministral import CWM, MINISTRAL
 from oneshot.families.ministral3 import MINISTRAL3
 from oneshot.families.mistral import MISTRAL
 from oneshot.families.mixtures import GRANITE_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from oneshot.families.modernbert import MODERNBERT
 from oneshot.families.nemotron import NEMOTRON
 from oneshot.families.olmo2 import OLMO2, OLMO3
 from oneshot.families.opt import OPT
@@ -107,6 +108,7 @@ DESCRIPTIONS = (
     XLM_ROBERTA,
     CAMEMBERT,
     ELECTRA,
+    MODERNBERT,
     T5,
     MT5,
 )

@@ -100,7 +100,7 @@ class Calibration:
                 sources,
                 tokenizer,
                 num_tokens=options.num_tokens,
-                longest=min(options.sequence_length, shape.num_positions),
+                longest=min(options.sequence_length, shape.num_positions or options.sequence_length),
                 seed=seed,
                 with_types=shape.num_token_types > 1,
             )

@@ -196,7 +196,7 @@ class Layer:
 
         handle = self._part(sublayer.norm.name).register_forward_pre_hook(stop)
         try:
-            self._module(x, **self._arguments)
+            self._module(x, **_shortened(self._arguments, x.shape[1]))
         except _Reached as reached:
             return reached.states
         finally:
@@ -229,6 +229,15 @@ class Layer:
 
     def _part(self, name: str) -> Any:
         return self._module.get_submodule(name)
+
+
+def _shortened(arguments: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return the arguments of a layer for sequences that are shorter than those that the arguments were made for."""
+    positions, mask = arguments.get("position_embeddings"), arguments.get("attention_mask")
+    if positions is None or positions[0].shape[1] == length:
+        return arguments
+    shorter = {"position_embeddings": tuple(one[:, :length] for one in positions)}
+    return arguments | shorter | ({} if mask is None else {"attention_mask": mask[..., :length, :length]})
 
 
 def with_parts(module: nn.Module, stack: Stack) -> nn.Module:

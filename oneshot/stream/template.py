@@ -88,7 +88,7 @@ def _stock_arguments(whole: Any, stack: Stack, example: torch.Tensor) -> list[di
     """Return what the stock model calls each of its layers with, for states like the `example`.
 
     It makes masks (None if scaled dot product attention needs none) and rotary positions, which may depend on the
-    layer. The model is spoilt: its layers and its final norm are gone.
+    layer. The model is spoilt: its layers and its norms are gone.
     """
     base = whole.get_submodule(stack.layers.rpartition(".")[0])
     make_buffers(whole, example.device)
@@ -96,7 +96,8 @@ def _stock_arguments(whole: Any, stack: Stack, example: torch.Tensor) -> list[di
     recorders = [_Recorder(layer) for layer in layers]
     for number, recorder in enumerate(recorders):
         layers[number] = recorder
-    if stack.final_norm is not None:
-        whole.set_submodule(stack.final_norm.name, nn.Identity())
-    base(inputs_embeds=example, use_cache=False)
+    for norm in (stack.embedding_norm, stack.final_norm):
+        if norm is not None:
+            whole.set_submodule(norm.name, nn.Identity())
+    base(inputs_embeds=example, **({"use_cache": False} if stack.causal else {}))
     return [{"attention_mask": None} | recorder.arguments for recorder in recorders]

@@ -330,6 +330,11 @@ CASES: dict[str, Case] = {
     "electra": Case(
         {"family": "electra", "groups": 4, "model_class": "ElectraModel"}, refused=STOCK_ENCODERS, packed=False
     ),
+    "modernbert": Case(
+        {"family": "modernbert", "groups": 4, "model_class": "ModernBertModel", "layers": 4, "local_attention": 6},
+        refused=(STOCK_ENCODERS | {"profile", "latency", "queries and keys"}) - {"up_proj"},
+        packed=False,
+    ),
     "t5": Case({"gated": False, "tied": True}, refused=T5_REFUSALS, packed=False, build=build_t5),
 }
 WRAPPER_REFUSALS: dict[str, frozenset[Feature]] = {

@@ -181,6 +181,8 @@ ALL_CLASSES = [
     ("camembert", "CamembertForTokenClassification"),
     ("electra", "ElectraForPreTraining"),
     ("electra", "ElectraForMaskedLM"),
+    ("modernbert", "ModernBertForMaskedLM"),
+    ("modernbert", "ModernBertForSequenceClassification"),
 ]
 
 

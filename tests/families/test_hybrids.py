@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig, build_model, cpu_machine
 from families.cases import CASES, variants
 from families.test_cases import load, tensors_of
 from last_states import assert_passes, keep_last_states
@@ -19,6 +19,7 @@ from oneshot.checkpoint import open_model
 from oneshot.errors import CheckpointError
 from oneshot.families import Carried
 from oneshot.pipeline import compress
+from oneshot.stream import LayerBuilder
 
 # what a run changes of each family: heads go where they can, but for a mixture whose attention is too small a part
 CHANGED = {
@@ -126,6 +127,22 @@ def test_experts_in_one_tensor_are_read_and_written_so(
     assert down.shape[2] < 32
     with torch.inference_mode():
         assert_passes(load(Path(config.output)), "model.layers", config, last[0])
+
+
+@torch.inference_mode()
+def test_texts_of_any_length_pass_modernbert_as_in_the_class(tmp_path: Path) -> None:
+    """Positions and masks of the longest text are cut; the first layer has no norm before its attention."""
+    stock = build_model(**CASES["modernbert"].options)
+    stock.save_pretrained(tmp_path)
+    model = open_model(str(tmp_path), tmp_path)
+    builder = LayerBuilder(model, cpu_machine(tmp_path), 20)
+    layers = [builder.layer(number, model.read_layer(number)) for number in range(4)]
+    for length in (20, 9, 3):
+        token_ids = torch.arange(5, 5 + length).unsqueeze(0)
+        *states, _ = stock(token_ids, output_hidden_states=True).hidden_states
+        for layer, before, after in zip(layers, states, states[1:], strict=False):
+            torch.testing.assert_close(layer.run_all(before), after, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(layers[0].run_all(states[0]), layers[1].run_all(states[0]))
 
 
 def test_layers_for_later_tokens_are_left_out(
