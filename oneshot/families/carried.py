@@ -31,11 +31,14 @@ class Carried:
         title: what it is, for messages.
         out: a linear that writes to the residual stream.
         attends: whether it keeps keys and values of earlier tokens, of the sizes that the config states.
+        state: names of sizes in the config; their product is how many numbers of all earlier tokens together it keeps,
+            in float32. Empty without such a state.
     """
 
     title: str
     out: str
     attends: bool = False
+    state: tuple[str, ...] = ()
 
     # what only attention that is compressed has
     readers: ClassVar[tuple[str, ...]] = ()
@@ -58,12 +61,13 @@ class CarriedSizes:
     """State the tensors of one carried mixer, and the layers that have it.
 
     `layers`: their numbers, ascending. `tensors`: names without the layer's prefix, and shapes. `attends`: as in
-    `Carried`.
+    `Carried`. `state`: numbers in the state of one layer; 0 without one.
     """
 
     layers: tuple[int, ...]
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     attends: bool
+    state: int = 0
 
     @property
     def parameters(self) -> int:

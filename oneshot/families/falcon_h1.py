@@ -12,7 +12,12 @@ from oneshot.families.sublayers import FeedForward, Norm, Sublayer
 FFN = FeedForward(
     "feed_forward.up_proj", "feed_forward.down_proj", "feed_forward.gate_proj", activation="feed_forward.act_fn"
 )
-MIXERS = Carried("attention beside a state-space model", "mamba.out_proj", attends=True)
+MIXERS = Carried(
+    "attention beside a state-space model",
+    "mamba.out_proj",
+    attends=True,
+    state=("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+)
 
 
 def variant(family: Description, config: dict[str, Any]) -> Description:

@@ -14,7 +14,7 @@ from oneshot.families.shapes import ModelShape
 from oneshot.families.sublayers import FeedForward
 
 WIDTH = "shared_intermediate_size"
-STATE_SPACES = Carried("state-space models", "mamba.out_proj")
+STATE_SPACES = Carried("state-space models", "mamba.out_proj", state=("mamba_n_heads", "mamba_d_head", "mamba_d_state"))
 FFN = FeedForward(
     "shared_mlp.up_proj", "shared_mlp.output_linear", "shared_mlp.gate_proj", activation="shared_mlp.activation"
 )

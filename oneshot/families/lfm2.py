@@ -55,5 +55,8 @@ LFM2 = Description(
     variant=variant,
     sizes=SIZES,
     stated_width=width,
-    mixers={"conv": Carried("short convolutions", "conv.out_proj"), "full_attention": None},
+    mixers={
+        "conv": Carried("short convolutions", "conv.out_proj", state=("hidden_size", "conv_L_cache")),
+        "full_attention": None,
+    },
 )

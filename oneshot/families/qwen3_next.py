@@ -12,7 +12,11 @@ from oneshot.families.sublayers import FeedForward, Norm, Sublayer
 
 GATED_ATTENTION = Carried("gated attention", "self_attn.o_proj", attends=True)
 MIXERS: dict[str, Carried | None] = {
-    "linear_attention": Carried("gated linear attention", "linear_attn.out_proj"),
+    "linear_attention": Carried(
+        "gated linear attention",
+        "linear_attn.out_proj",
+        state=("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    ),
     "full_attention": None,
 }
 FURTHER = ("mtp.",)  # layers that predict tokens after the next one, which the class does not read

@@ -160,6 +160,11 @@ class ModelShape:
         return {} if sizes is None else dict(sizes.tensors)
 
     @property
+    def state_bytes(self) -> int:
+        """Return the bytes of the states that carried mixers keep of a text, in float32."""
+        return 4 * sum(len(sizes.layers) * sizes.state for sizes in self.carried)
+
+    @property
     def query_key_size(self) -> int:
         """Return the size of a head's queries and keys; `head_dim` is that of its values."""
         return self.head_dim if self.latent is None else self.latent.key_size

@@ -70,11 +70,13 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         experts=_experts(family, config),
         latent=_latent(family, config) if attention is not None and attention.latent else None,
         sinks=attention is not None and attention.sinks is not None,
-        carried=_carried(family, num_layers, stored),
+        carried=_carried(family, config, num_layers, stored),
     )
 
 
-def _carried(family: Description, num_layers: int, stored: Mapping[str, tuple[int, ...]]) -> tuple[CarriedSizes, ...]:
+def _carried(
+    family: Description, config: dict[str, Any], num_layers: int, stored: Mapping[str, tuple[int, ...]]
+) -> tuple[CarriedSizes, ...]:
     """Return the carried mixers with the tensors that the first layer of each stores, but for those of its FFN."""
     layers: dict[Carried, list[int]] = {}
     for number in range(num_layers):
@@ -86,7 +88,8 @@ def _carried(family: Description, num_layers: int, stored: Mapping[str, tuple[in
         prefix, own = family.layer_prefix(numbers[0]), family.stack_of(numbers[0]).ffn_prefixes
         of_layer = {name.removeprefix(prefix): size for name, size in stored.items() if name.startswith(prefix)}
         tensors = {name: size for name, size in of_layer.items() if not name.startswith(own)}
-        sizes.append(CarriedSizes(tuple(numbers), tuple(sorted(tensors.items())), mixer.attends))
+        state = math.prod(_size(family, config, name, 1) for name in mixer.state) if mixer.state else 0
+        sizes.append(CarriedSizes(tuple(numbers), tuple(sorted(tensors.items())), mixer.attends, state))
     return tuple(sizes)
 
 

@@ -122,9 +122,9 @@ def write_text(
 
 
 def document_bytes(shape: ModelShape, dtype: torch.dtype) -> float:
-    """Return the bytes that a document takes while it is written: its keys and values, and logits."""
+    """Return the bytes that a document takes while it is written: its keys and values, states, and logits."""
     cache = shape.stack().kv_bytes_per_token(dtype.itemsize) * (OPENING_TOKENS + DOCUMENT_TOKENS)
-    return CACHE_SHARE * cache + 4 * torch.float32.itemsize * shape.vocab_size
+    return CACHE_SHARE * (cache + shape.state_bytes) + 4 * torch.float32.itemsize * shape.vocab_size
 
 
 def documents_together(shape: ModelShape, dtype: torch.dtype, device_bytes: int) -> int:

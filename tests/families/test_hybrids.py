@@ -66,7 +66,14 @@ def test_bytes_of_the_cache_are_those_of_layers_with_keys_and_values(
     cache = load(folder)(torch.arange(3, 10).unsqueeze(0), use_cache=True).past_key_values
     cached = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     numbers = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in cached)
-    assert open_model(str(folder), tmp_path).shape.stack().kv_bytes_per_token(1) == numbers > 0
+    shape = open_model(str(folder), tmp_path).shape
+    assert shape.stack().kv_bytes_per_token(1) == numbers > 0
+    kept = 0
+    for layer in cache.layers:
+        by_name = (getattr(layer, part, {}).values() for part in ("recurrent_states", "conv_states"))
+        recurrent, convolved = ([one.numel() for one in each if one is not None] for each in by_name)
+        kept += sum(recurrent or convolved)
+    assert shape.state_bytes == kept * torch.float32.itemsize
 
 
 @pytest.mark.parametrize("change", ["another shape", "absent", "unknown"])

@@ -17,7 +17,7 @@ from oneshot.checkpoint import Model, open_model
 from oneshot.compression.correction import Factors
 from oneshot.compression.fold import fold_sublayer, head_columns
 from oneshot.errors import CalibrationError, DeviceError
-from oneshot.families import Experts, FeedForward, Stack, Sublayer
+from oneshot.families import Attention, Carried, Experts, FeedForward, Stack, Sublayer
 from oneshot.machine import Store, Workers, resolve_device
 from oneshot.machine.prefetch import prefetch
 from oneshot.stream import ActivationStore, Layer, LayerBuilder, OutputHead, States, Step
@@ -61,7 +61,9 @@ def record_inputs(model: Any, names: list[str]) -> dict[str, torch.Tensor]:
 
 
 def entrance(stack: Stack, sublayer: Sublayer) -> str:
-    """Return the first module of a sublayer, which reads the stream."""
+    """Return the first module of a sublayer, which reads the stream; the layer itself before a carried mixer."""
+    if isinstance(sublayer.mixer, Carried):
+        return ""
     return stack.stored_linear(sublayer.readers[0]) if sublayer.before is None else sublayer.before.name
 
 
@@ -103,7 +105,7 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
     assert stack.final_norm is not None
     layers = range(model.shape.num_hidden_layers)
     names = [
-        stack.layer_prefix(layer) + name
+        (stack.layer_prefix(layer) + name).rstrip(".")
         for layer in layers
         for sublayer in model.family.stack_of(layer).sublayers  # some layers of mixtures have one FFN
         for name in (entrance(stack, sublayer), sublayer.writer)
@@ -129,6 +131,7 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
             assert stack.parallel or (moved is total and base is x)
             if isinstance(sublayer.mixer, Experts):
                 assert_experts_equal(layer, index, x, stock.get_submodule(prefix + sublayer.mixer.experts))
+            if isinstance(sublayer.mixer, Experts | Carried):
                 x = after
                 continue
             inner = layer.inner(index, x)
@@ -141,6 +144,22 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
     assert torch.equal(head.weight, stock.get_output_embeddings().weight)
 
 
+def assert_queries_and_keys_equal(
+    ours: tuple[torch.Tensor, torch.Tensor], outputs: dict[str, torch.Tensor], attention: Attention, stack: Stack
+) -> None:
+    """Assert that queries and keys before their norms and rotation are those of the stock linears."""
+    queries, keys = ours
+    if attention.q in outputs:
+        expected = outputs[attention.q], outputs[attention.k]
+    else:
+        together = outputs[stack.stored_linear(attention.q)]
+        if stack.fused_heads:
+            together = together.unflatten(-1, (stack.fused_heads, 3, -1)).transpose(-3, -2).flatten(-3)
+        expected = together[..., : queries.shape[1]], together[..., queries.shape[1] :][..., : keys.shape[1]]
+    for rows, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(rows, theirs.flatten(0, -2), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
 def test_parts_of_sublayers_equal_the_stock_modules(
@@ -150,30 +169,26 @@ def test_parts_of_sublayers_equal_the_stock_modules(
     options = VARIANTS[variant]
     stock = build_model(**options)
     model, builder = open_builder(make_checkpoint(**options), tmp_path)
-    stack = model.family.stack
+    numbers = (one for one in range(model.shape.num_hidden_layers) if model.family.stack_of(one).attentions)
+    number = next(numbers, 0)  # the first one of them with attention of its own
+    stack = model.family.stack_of(number)
     outputs: dict[str, torch.Tensor] = {}
-    for name, module in stock.get_submodule(f"{stack.layers}.0").named_modules():
+    for name, module in stock.get_submodule(f"{stack.layers}.{number}").named_modules():
         module.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output}))
-    x = stock(TOKEN_IDS, output_hidden_states=True).hidden_states[0]
-    layer, attention, ffn = builder.layer(0, model.read_layer(0)), stack.attention, stack.feed_forward
-    queries, keys = layer.queries_keys(stack.index_of("heads"), x)
-    if attention.q in outputs:
-        expected = outputs[attention.q], outputs[attention.k]
-    else:
-        together = outputs[stack.stored_linear(attention.q)]
-        if stack.fused_heads:
-            together = together.unflatten(-1, (stack.fused_heads, 3, -1)).transpose(-3, -2).flatten(-3)
-        expected = together[..., : queries.shape[1]], together[..., queries.shape[1] :][..., : keys.shape[1]]
-    for rows, theirs in zip((queries, keys), expected, strict=True):
-        torch.testing.assert_close(rows, theirs.flatten(0, -2), rtol=1e-4, atol=1e-4)
+    x = stock(TOKEN_IDS, output_hidden_states=True).hidden_states[number]
+    layer, ffn = builder.layer(number, model.read_layer(number)), stack.feed_forward
+    for attention in stack.attentions:
+        assert_queries_and_keys_equal(layer.queries_keys(stack.index_of("heads"), x), outputs, attention, stack)
     if isinstance(ffn, FeedForward) and ffn.gate is not None:
         index = stack.index_of("ffn")
-        attended = layer.run(stack.index_of("heads"), x)
+        attended = layer.run(0, x)
         normed, gates = layer.gates(index, attended)
         norm = stack.sublayers[index].before
         read = attended if norm is None else outputs[norm.name]
         torch.testing.assert_close(normed, read.flatten(0, -2), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(gates, outputs[ffn.activation].flatten(0, -2), rtol=1e-4, atol=1e-4)
+        known = ffn.activation
+        theirs = outputs[known] if isinstance(known, str) else known(outputs[ffn.gate])
+        torch.testing.assert_close(gates, theirs.flatten(0, -2), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
