@@ -52,7 +52,8 @@ def check_values(record: Any) -> None:
             similar = did_you_mean(value, words)
             raise ConfigError(f"{display(name, value)} is not {expected}{', '.join(words)}{similar}")
         if not any(_is(value, kind) for kind in kinds):
-            raise ConfigError(f"{display(name, reprlib.repr(value))} is not {_described(kinds)}.")
+            stated = f"{display(name, reprlib.repr(value))} is of the type {type(value).__name__}"
+            raise ConfigError(f"{stated}; give {_described(kinds)}.")
 
 
 def _members(hint: Any) -> list[Any]:

@@ -73,7 +73,7 @@ def test_the_output_has_a_name_without_being_asked_for(checkpoint: str, options:
         ({"seed": "first"}, ("--seed", "'first'", "an integer")),
         ({"calibration": ["a", "b"]}, ("--calibration", "['a', 'b']", "a text")),
         ({"overwrite": "yes"}, ("overwrite", "'yes'", "true or false")),
-        ({"ffn": 3}, ("ffn=3", "is not id or obs")),
+        ({"ffn": 3}, ("ffn=3", "is of the type int; give id or obs")),
         ({"form": "pre-layer"}, ("--form pre-layer", "did you mean per-layer?")),
         ({"ffn": "wnda"}, ("ffn=wnda", "did you mean wanda?")),
         ({"dtype": "blfoat16"}, ("--dtype blfoat16", "did you mean bfloat16?")),

@@ -23,7 +23,16 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) 
     """
     _, model_class = model_classes(json.loads((folder / "config.json").read_text()))
     model: Any = load_whole(model_class, folder, dtype=dtype)
+    _save_with_code(model)
     return model.to(device).eval()
+
+
+def _save_with_code(model: Any) -> None:
+    """Let `save_pretrained` of a model with a modelling file also write that file, as if transformers had opened it."""
+    for auto_class, name in (getattr(model.config, "auto_map", None) or {}).items():
+        for own in (type(model.config), type(model)):
+            if own.__name__ == name.rpartition(".")[2]:
+                own.register_for_auto_class(auto_class)
 
 
 @torch.inference_mode()

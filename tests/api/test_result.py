@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from factories import MakeCheckpoint, build_model, topics
+from families.cases import CASES
 
 import oneshot
 from oneshot.api.hub import push
@@ -69,6 +71,37 @@ def test_evaluation_takes_texts_and_models_in_memory(
         assert list(left.perplexity.values()) == list(right.perplexity.values())
     with pytest.raises(oneshot.OneshotError, match="give evaluate the texts"):
         oneshot.evaluate(make_checkpoint(), IDS)
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "auto_class"),
+    [
+        ("llama", "per-layer", "AutoModelForCausalLM"),
+        ("llama", "nemotron-nas", "AutoModelForCausalLM"),
+        ("gemma2", "per-layer", "AutoModelForCausalLM"),  # in its family's class with other linears
+        ("bert", "per-layer", "AutoModel"),
+    ],
+)
+@torch.inference_mode()
+def test_a_loaded_result_saves_its_modelling_file(
+    family: str, form: str, auto_class: str, make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path
+) -> None:
+    made = oneshot.compress(
+        make_checkpoint(**CASES[family].options),
+        tmp_path / "out",
+        sparsity=0.1,
+        calibration=text_file,
+        form=form,
+        round_to=1,
+        progress=False,
+        **SMALL,
+    )
+    model = made.load()
+    model.save_pretrained(tmp_path / "saved")
+    again = getattr(transformers, auto_class).from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert type(again).__name__ == type(model).__name__
+    assert type(again) is not type(model), "the file of the folder is run"
+    assert torch.equal(again(IDS)[0], model(IDS)[0])
 
 
 def test_a_gguf_result_says_who_opens_it(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
