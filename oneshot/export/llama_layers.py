@@ -1,7 +1,5 @@
 """The base of forms whose layers have Llama's tensors: their names, their config, and their refusals."""
 
-from typing import Any
-
 from oneshot.checkpoint import Model, complete_config
 from oneshot.errors import PlanError
 from oneshot.export.outside import OutsideNames
@@ -33,14 +31,6 @@ class LlamaLayers(RenamedLayers):
         return LLAMA
 
 
-def sliding_window(config: dict[str, Any]) -> int | None:
-    """Return the tokens that attention sees; None for all.
-
-    `config`: complete, because a Mistral that states no window has one.
-    """
-    return config.get("sliding_window") if config.get("use_sliding_window", True) else None
-
-
 def reason_against_llama(model: Model, form: str) -> str | None:
     """Return a sentence why no Llama holds the model's layers; None if one does. Norms of queries count as held."""
     shape, config = model.shape, complete_config(model.checkpoint.config)
@@ -55,10 +45,10 @@ def reason_against_llama(model: Model, form: str) -> str | None:
         return (
             f"--form {form} holds Llama's layers, which {model.family.model_type} does not have; use --form per-layer."
         )
-    if sliding_window(config):
+    if model.family.windowed:
         return (
-            f"--form {form} has no sliding attention window, but the model has one of {sliding_window(config)} tokens; "
-            "use --form stock."
+            f"--form {form} has no sliding attention window, but the model has one of {config['sliding_window']} "
+            "tokens; use --form per-layer."
         )
     activation = config.get("hidden_act", "silu")
     if activation != "silu":

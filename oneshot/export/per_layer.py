@@ -8,9 +8,8 @@ from typing import Any
 from oneshot.checkpoint import Journal, Model, complete_config
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
-from oneshot.errors import PlanError
 from oneshot.export.companions import finish_weights
-from oneshot.export.llama_layers import ADAPTERS, KEPT_KEYS, NAMES, LlamaLayers, sliding_window
+from oneshot.export.llama_layers import ADAPTERS, KEPT_KEYS, NAMES, LlamaLayers
 from oneshot.export.outside import Part, folded_outside
 from oneshot.export.own_code import OwnCode
 from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
@@ -54,7 +53,7 @@ class PerLayerForm(OwnCode, LlamaLayers):
         )
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
-        """Return the config.json of the result. Raises `PlanError` for a model with a sliding attention window."""
+        """Return the config.json of the result."""
         return per_layer_config(model.checkpoint.config, model.shape, self.grid(model).stack(plan))
 
     def outside(
@@ -80,16 +79,8 @@ class PerLayerForm(OwnCode, LlamaLayers):
 
 
 def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:
-    """Return the config.json of a per-layer checkpoint from the dense model's config and the new sizes.
-
-    Raises `PlanError` for a model with a sliding attention window, which the per-layer form does not have.
-    """
+    """Return the config.json of a per-layer checkpoint from the dense model's config and the new sizes."""
     complete = complete_config(config)
-    if window := sliding_window(complete):
-        raise PlanError(
-            f"The model attends within a window of {window} tokens, which the per-layer form cannot "
-            "hold; use a recipe with --form stock."
-        )
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
     attending = next(layer for layer in stack.layers if layer.num_attention_heads)
     if shape.layer_norms:

@@ -10,7 +10,8 @@ from oneshot.families.sublayers import FeedForward
 
 
 def variant(family: Description, config: dict[str, Any]) -> Description:
-    """Return the family with the forms that hold the rotary positions of a config."""
+    """Return the family with the forms that hold the window and the rotary positions of a config."""
+    family = replace(family, windowed=bool(config.get("sliding_window")))
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     share = config.get("partial_rotary_factor") or rotary.get("partial_rotary_factor") or 1.0
     if rotary.get("rope_type", rotary.get("type", "default")) == "default" and share == 1.0:

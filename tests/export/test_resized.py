@@ -28,11 +28,12 @@ RESIZED = {
     for name, case in CASES.items()
     if case.packed and "per-layer form" not in case.refused and name not in LIKE_LLAMA
 }
-RESIZED |= {name: variants()[name] for name in ("mistral-window", "qwen2-windows")}
+RESIZED |= {name: variants()[name] for name in ("mistral-window", "phi3-window", "qwen2-windows")}
 # norms inside, caps, factors, parallel sublayers, fused and transposed linears, LayerNorms, layers without positions
 WHOLE_RUNS = ("gemma2", "gemma3_text", "olmo2", "exaone4", "glm4", "granite", "smollm3", "hunyuan_v1_dense")
 WHOLE_RUNS += (
     "mistral-window",
+    "phi3-window",
     "qwen2-windows",
     "cohere2",
     "phi",
