@@ -1,6 +1,7 @@
 """One target of a run: its plan, its stages, and what they take, all known before any work."""
 
 import json
+import logging
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,8 @@ from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Report
 from oneshot.run import SAVED_TEXT, Run
 from oneshot.schedule import make_schedule
+
+logger = logging.getLogger(__name__)
 
 
 class Job:
@@ -37,6 +40,12 @@ class Job:
             run.form.config(run.model, self.plan)  # which refuses sizes that it cannot state
         tokens, has_profile = config.text.num_tokens, config.profile is not None
         self.schedule = make_schedule(run.method, self.plan, run.grid, num_tokens=tokens, has_profile=has_profile)
+        if has_profile and not self.schedule.plans_by_profile:
+            logger.warning(
+                "The profile %s is not used, because this run plans nothing from one; --form per-layer does, or leave "
+                "--profile out.",
+                config.profile,
+            )
         if self.schedule.reads_text:
             run.check_text()
         self.footprint = run.footprint(config, self.schedule, self.plan, dry=dry)

@@ -117,10 +117,11 @@ class Run:
     def _settled(self, config: Config) -> Method:
         """Return the method with every `auto` settled; a profile that was made without curvature is planned from so."""
         method = self.grid.settle(config.method)
-        if config.profile is not None and config.method.curvature == AUTO and method.weighs_output:
-            origin = profile_origin(Path(config.profile).expanduser())
-            return replace(method, curvature="none") if origin.curvature == "none" else method
-        return method
+        if config.profile is None:
+            return method
+        origin = profile_origin(Path(config.profile).expanduser())
+        follows = config.method.curvature == AUTO and method.weighs_output and origin.curvature == "none"
+        return replace(method, curvature="none") if follows else method
 
     def _settle_tables(self) -> None:
         """Tie the tables if the user says so, or else say that two of them seem to be one."""

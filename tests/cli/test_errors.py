@@ -329,6 +329,7 @@ def test_sparsity_out_of_range(sparsity: str, make_checkpoint: MakeCheckpoint, f
         ({"round_to": 0}, ("--round-to",)),
         ({"round_to": 1000}, ("--round-to",)),
         ({"max_memory": "much"}, ("much",)),
+        ({"profile": "/no/such/profile"}, ("/no/such/profile is not a readable profile",)),
         ({"max_memory": "0"}, ("--max-memory 0",)),
         ({"settings": ["pivoting=qr", "sketch=none"]}, ("--set pivoting=qr", "--set sketch=")),
         ({"settings": ["sketch_size=-1"]}, ("--set sketch_size=-1", "at least 0")),

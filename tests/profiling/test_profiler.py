@@ -234,6 +234,14 @@ def test_planning_from_a_profile_equals_planning_within_the_run(
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
+def test_a_profile_that_nothing_is_planned_from_is_told(
+    profiled: tuple[Profile, Any], make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, of_profile = profiled
+    compress(make_config(Path(of_profile.checkpoint), sparsity=0.1, profile=of_profile.output))
+    assert f"The profile {of_profile.output} is not used" in caplog.text
+
+
 @pytest.mark.parametrize("heads", ["none", "id"])
 def test_a_run_profiles_heads_only_if_it_removes_some(
     heads: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
