@@ -1,7 +1,9 @@
 """The stock classes of a checkpoint's family, and models of them with a few layers and without weights."""
 
 import copy
+import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,13 @@ def stock_config(config: dict[str, Any]) -> Any:
 
     The dictionary and those inside it stay as they are; transformers changes what it is given.
     """
-    return stock_classes(config)[0].from_dict(with_floats(copy.deepcopy(config)))
+    return copy.deepcopy(_parsed(json.dumps(config)))
+
+
+@lru_cache(maxsize=64)  # a run asks for few configs many times, and a copy takes a tenth of the time
+def _parsed(config_json: str) -> Any:
+    config = json.loads(config_json)
+    return stock_classes(config)[0].from_dict(with_floats(config))
 
 
 def with_floats(value: Any) -> Any:
@@ -69,7 +77,7 @@ def with_floats(value: Any) -> Any:
 
 def complete_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json with the defaults of its class, and today's spellings."""
-    complete: dict[str, Any] = stock_config(config).to_dict()
+    complete: dict[str, Any] = _parsed(json.dumps(config)).to_dict()
     return complete
 
 
@@ -101,7 +109,7 @@ def tied_names(model: Any) -> set[str]:
 
 def per_layer_lists(config: dict[str, Any]) -> dict[str, list[Any]]:
     """Return what the config states for single layers, such as `layer_types`, also if only by a default."""
-    complete = stock_config(config)
+    complete = _parsed(json.dumps(config))
     if FAMILIES[config["model_type"]].text_module is not None:
         complete = complete.text_config
     lists = {name: getattr(complete, name, None) for name in PER_LAYER if not _is_derived(complete, name)}
@@ -146,7 +154,6 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
 
     All layers would take memory and time, only to use a few.
     """
-    _, model_class = stock_classes(config)
     if family.first_differs and 0 not in layers:
         whole = sample_model(config, family, dtype, (0, *layers))
         for stack in family.stacks:
@@ -156,8 +163,15 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
     of_layers |= family.with_dense([layer in family.dense_layers for layer in layers])
     decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: len(layers)}
     fewer = with_text(family, config, of_layers | {family.sizes.num_hidden_layers: len(layers)} | decoder)
+    return copy.deepcopy(_without_weights(json.dumps(fewer), dtype))
+
+
+@lru_cache(maxsize=64)
+def _without_weights(config_json: str, dtype: torch.dtype) -> Any:
+    config = json.loads(config_json)
+    _, model_class = stock_classes(config)
     with torch.device("meta"):
-        hf_config = stock_config(fewer)
+        hf_config = stock_config(config)
         return model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class))
 
 

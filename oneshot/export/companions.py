@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,13 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def empty_model(config: dict[str, Any]) -> Any:
-    """Return a model of the class of a config.json, without values, on torch's meta device."""
+    """Return a model of the class of a config.json, without values, on torch's meta device; callers only read it."""
+    return _empty_model(json.dumps(config))
+
+
+@lru_cache(maxsize=4)  # a run asks before it writes, and when it checks what was written
+def _empty_model(config_json: str) -> Any:
+    config = json.loads(config_json)
     config_class, model_class = model_classes(config)
     with torch.device("meta"):
         return model_class(config_class.from_dict(with_floats(config), attn_implementation=attention_of(model_class)))
@@ -68,7 +75,7 @@ def empty_tensors(config: dict[str, Any], experts: Experts | None = None) -> dic
 
     `experts`: as the files have them; None for the family's own way.
     """
-    return _stored(empty_model(json.loads(json.dumps(config))), config, experts)
+    return _stored(empty_model(config), config, experts)
 
 
 def _stored(model: Any, config: dict[str, Any], experts: Experts | None = None) -> dict[str, torch.Tensor]:
