@@ -29,8 +29,9 @@ import subprocess
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -202,7 +203,7 @@ def _on_device(value: Any) -> bool:
 
 def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do one operation on the host, and log what CUDA would have done."""
-    name = function.overloadpacket._qualified_op_name.split("::")[1]
+    name = _name(function)
     tensors = _tensors((*args, *kwargs.values()))
     device_tensors = [each for each in tensors if _on_device(each)]
     host_args, host_kwargs = _mapped(_host, args), _mapped(_host, kwargs)
@@ -235,7 +236,7 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             _log.by_magma[f"{site()} {name}"] += 1
         if _by_chance(name, args, kwargs):
             _log.by_chance[f"{site()} {name}"] += 1
-    if (device_tensors or _is_cuda(asked)) and not (VIEWS.fullmatch(name) or WAITS.fullmatch(name)):
+    if (device_tensors or _is_cuda(asked)) and not (_is_one_of(VIEWS, name) or _is_one_of(WAITS, name)):
         _log.kernels[site()] += 1
     if name == "addmm" and function._overloadname in ("dtype", "dtype_out"):
         result = _addmm_in_wider_dtype(*host_args, **host_kwargs)
@@ -246,18 +247,35 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _mapped(lambda each: _wrap(each, to_device, known), result)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+@cache
+def _name(function: Any) -> str:
+    name: str = function.overloadpacket._qualified_op_name.split("::")[1]
+    return name
+
+
+@cache
+def _is_one_of(names: re.Pattern[str], name: str) -> bool:
+    return names.fullmatch(name) is not None
+
+
+def _tensors(value: Sequence[Any]) -> list[torch.Tensor]:
     """Return the tensors in lists and tuples; torch's own functions for trees take most of the time of small runs."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [each for part in value for each in _tensors(part)] if isinstance(value, list | tuple) else []
+    found: list[torch.Tensor] = []
+    for part in value:
+        if isinstance(part, torch.Tensor):
+            found.append(part)
+        elif isinstance(part, list | tuple):
+            found += _tensors(part)
+    return found
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """Return lists, tuples and dictionaries with every value in them changed."""
     if isinstance(value, list | tuple):
         return type(value)([_mapped(change, part) for part in value])
-    return {key: _mapped(change, part) for key, part in value.items()} if isinstance(value, dict) else change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(change, part) for key, part in value.items()} if value else value
+    return change(value)
 
 
 def _host(value: Any) -> Any:
@@ -311,19 +329,19 @@ def _mixed(name: str) -> RuntimeError:
 def _by_chance(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether CUDA may give other bits for the same operands: sums by atomics, and scans of a single row."""
     base = name.removesuffix("_")
-    operands = [each for each in args if isinstance(each, torch.Tensor)]
     if base in ("index_put", "_index_put_impl"):
         return bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
     if base == "bincount":
         return len(args) > 1 and args[1] is not None
     if base in ("cumsum", "cumprod"):
         return args[0].is_floating_point() and args[0].numel() == args[0].shape[args[1]] > 1
+    operands = (each for each in args if isinstance(each, torch.Tensor))
     return base in BY_CHANCE or any(each.layout != torch.strided for each in operands)
 
 
 def _count_waits(name: str, args: Any) -> None:
     found = []
-    if WAITS.fullmatch(name):
+    if _is_one_of(WAITS, name):
         found.append(name)
     if name in INDEXED:
         indices = _tensors(args[1])

@@ -47,8 +47,7 @@ WAITING = (
     "gram, tournament",
     "ranks, biases",
     "ranks, large",
-    "ranks, curvature",
-    "ranks, curvature, large",
+    "ranks, no curvature",
 )
 
 
