@@ -38,6 +38,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "tied": True, "head_dim": 8},
 }
 
+# Every recipe meets three variants and every variant three recipes; and what is refused, or has only biases to add.
+PAIRS = [
+    (recipe, variant)
+    for row, recipe in enumerate(RECIPES)
+    for column, variant in enumerate(VARIANTS)
+    if (column - row) % len(VARIANTS) in (0, 3, 5)
+    or (recipe, variant) in {("flap", "llama-gqa"), ("flap", "llama-biases"), ("group-pca", "mistral-window")}
+]
+
 PROMPT = torch.arange(2, 26).view(1, -1)
 
 
@@ -72,8 +81,10 @@ def assert_same_tensors(folder: Path, other: Path) -> None:
         assert torch.equal(got[name], tensor), name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("variant", ["llama-biases", "llama-bfloat16-sharded", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("recipe", "variant"),
+    [pair for pair in PAIRS if pair[1] in ("llama-biases", "llama-bfloat16-sharded", "qwen2", "qwen3")],
+)
 def test_removing_nothing_gives_back_the_same_bits(
     recipe: str, variant: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
@@ -99,8 +110,7 @@ def test_every_selector_chooses_neurons_and_heads(
     assert max(sublayer.predicted_error or 0 for sublayer in kinds.values()) < 1
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("recipe", "variant"), PAIRS)
 def test_every_recipe_gives_a_model_of_the_size_asked_for(
     recipe: str, variant: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
@@ -542,9 +552,11 @@ def test_memory_holds_a_few_layers_not_the_model(make_config: MakeConfig, make_c
         return result
 
     LayerCompressor.compress_layer = watched  # type: ignore[method-assign]
+    gc.freeze()  # the objects of earlier tests and of libraries are a million
     try:
         compress(make_config(folder, num_sequences=2))
     finally:
+        gc.unfreeze()
         LayerCompressor.compress_layer = original  # type: ignore[method-assign]
     assert 0 < largest < model_bytes / 2
 
