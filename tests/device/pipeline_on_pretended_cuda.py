@@ -23,9 +23,8 @@ os.environ.pop("ONESHOT_KERNELS", None)
 
 import torch
 from factories import build_model, tiny_tokenizer, topics
-from pretend_cuda import Log, pretend
-
 from oneshot_kernels.pivoted_qr import torch_panel
+from pretend_cuda import Log, pretend
 from torch.utils._python_dispatch import _disable_current_modes
 
 import oneshot.footprint.bounds
