@@ -40,8 +40,8 @@ class ResizedForm(OwnCode, StockForm):
     def grid(self, model: Model) -> Grid:
         """Return the sizes that the family's class can have when its linears are replaced."""
         family = model.family
-        attention = family.stack.attention
-        splits_heads = all(family.stack.stored_linear(linear) == linear for linear in attention.readers)
+        readers = [linear for attention in family.stack.attentions for linear in attention.readers]
+        splits_heads = all(family.stack.stored_linear(linear) == linear for linear in readers)
         return Grid(
             family,
             model.shape,

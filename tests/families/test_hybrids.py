@@ -17,6 +17,7 @@ from test_resume import contents, stop_before
 
 from oneshot.checkpoint import open_model
 from oneshot.errors import CheckpointError
+from oneshot.export import FORMS, form_of
 from oneshot.families import Carried
 from oneshot.pipeline import compress
 from oneshot.stream import LayerBuilder
@@ -150,6 +151,32 @@ def test_texts_of_any_length_pass_modernbert_as_in_the_class(tmp_path: Path) -> 
         for layer, before, after in zip(layers, states, states[1:], strict=False):
             torch.testing.assert_close(layer.run_all(before), after, rtol=1e-5, atol=1e-5)
     assert not torch.equal(layers[0].run_all(states[0]), layers[1].run_all(states[0]))
+
+
+@pytest.mark.parametrize("name", [*CHANGED, "qwen3_5", "modernbert"])
+def test_other_forms_are_refused_by_one_sentence(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    case.build(**case.options).save_pretrained(tmp_path)
+    model = open_model(str(tmp_path), tmp_path)
+    for form in (each for each in FORMS if each != "stock"):
+        refusal = form_of(form, model.family).grid(model).refusal
+        assert refusal is not None
+        assert "; use " in refusal
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
+def test_predicted_errors_are_those_on_the_text(
+    name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """The target also has what earlier layers lost; Falcon-H1 multiplies what its FFN writes by a number."""
+    heads = {} if "heads" in CASES[name].refused else {"heads": "id"}
+    config = make_config(
+        make_checkpoint(**CASES[name].options), sparsity=0.15, correction="two-stream", residual_weight=1.0, **heads
+    )
+    found = [each for layer in compress(config).layers for each in layer.sublayers if each.measured_error is not None]
+    assert {each.kind for each in found} == ({"heads", "ffn"} if heads else {"ffn"})
+    for each in found:
+        assert each.measured_error == pytest.approx(each.predicted_error, rel=5e-3)
 
 
 def test_layers_for_later_tokens_are_left_out(
