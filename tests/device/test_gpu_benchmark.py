@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_bundle
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 KINDS = {
     *("machine", "ceiling", "rates", "tests", "predicted", "compress", "gram", "sketch", "pivots", "agree"),

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from pipeline_on_pretended_cuda import RUNS, table
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 # What the host may wait for in a layer, by stage. A wait of 20 microseconds in a loop over pivots would be seconds.
 WAITS_A_LAYER = {

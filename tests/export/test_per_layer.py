@@ -2,14 +2,13 @@
 
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from child_processes import start, wait
 from factories import MakeCheckpoint, MakeConfig, build_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -258,9 +257,9 @@ def test_the_evaluators_command_reads_it(
 ) -> None:
     report = compress(make_config(make_checkpoint(), recipe="magnitude", form="per-layer", allocation="uniform"))
     numbers = tmp_path / "numbers.json"
-    command = [sys.executable, "-m", "oneshot.evaluate", report.config["output"], f"--text={text_file}"]
+    command = [report.config["output"], f"--text={text_file}"]
     command += ["--decode-tokens=0", "--sequence-length=32", "--max-windows=1", f"--output={numbers}"]
-    subprocess.run(command, check=True, capture_output=True)
+    assert wait([start("evaluate", [command], tmp_path / "told")]) == [0], (tmp_path / "told").read_text()
     (written,) = json.loads(numbers.read_text())["evaluations"]
     assert written["stored_parameters"] == report.stored_parameters["compressed"]
 

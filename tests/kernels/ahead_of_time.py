@@ -94,7 +94,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                 what = f"{_name(rows)} → {_name(out)}, n = {columns}"
                 yield f"sketch {what}", lambda sketch=sketch, a=a: sketch_(sketch, a, row_offset=0, seed=1)
     for out in (torch.float32, torch.float64):
-        for columns in (512, 2047, 11_008, 28_672):  # the number of tiles is a constant of the kernel
+        for columns in (2047, 28_672):  # the number of tiles is a constant of the kernel: few, and the most
             panel = Panel(torch.zeros(1, 1, 1, dtype=out).expand(1, columns, columns), WIDTH, columns)
             yield f"pivots {_name(out)}, n = {columns}", lambda panel=panel: triton_panel.take_pivots_(panel)
     turned = torch.zeros(64, 40, dtype=torch.bfloat16).mT
