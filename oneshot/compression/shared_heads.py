@@ -16,7 +16,7 @@ from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned
 from oneshot.planning import Plan
 from oneshot.recipes import SelectorName
-from oneshot.selection import SELECTORS, Evidence
+from oneshot.selection import SELECTORS, Evidence, SharedSelector
 from oneshot.stream import States
 from oneshot.text import Text
 
@@ -27,7 +27,7 @@ def find_shared_heads(
     """Return the heads that stay in the self-attention of every stack, ascending int64, by the stack's prefix.
 
     Args:
-        selector: one whose choices add up over layers (`Grid.settle` refuses others).
+        selector: of a `SharedSelector` (`Grid.settle` refuses others).
     """
     shape, family = model.shape, model.family
     states, upload = States(model, machine, text), Uploader(machine.device)
@@ -73,7 +73,9 @@ class SharedChoice:
     """
 
     def __init__(self, selector: SelectorName, shape: ModelShape) -> None:
-        self._selector, self._num_heads = SELECTORS[selector], shape.num_attention_heads
+        chosen = SELECTORS[selector]
+        assert isinstance(chosen, SharedSelector)
+        self._selector, self._num_heads = chosen, shape.num_attention_heads
         self._sum: torch.Tensor | float = 0.0
 
     def add(self, evidence: Evidence) -> None:

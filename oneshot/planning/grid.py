@@ -6,7 +6,7 @@ from oneshot.errors import ConfigError, PlanError
 from oneshot.families import Description, Feature, LayerShape, ModelShape, StackShape
 from oneshot.planning.plan import Plan
 from oneshot.recipes import AUTO, Allocation, Method
-from oneshot.selection import find_selector, needs_of
+from oneshot.selection import SharedSelector, find_selector, needs_of
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Grid:
         if method.slices and (reason := self.family.reason_against("hidden size")) is not None:
             raise PlanError(reason)
         _, heads = find_selector(method.ffn), find_selector(method.heads)
-        if heads is not None and not heads.adds_up and self.family.shares_heads:
+        if heads is not None and self.family.shares_heads and not isinstance(heads, SharedSelector):
             raise PlanError(
                 f"--set heads={method.heads} chooses heads for a single layer, but here all layers of a stack share "
                 "theirs; use heads=id."

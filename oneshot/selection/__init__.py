@@ -9,7 +9,7 @@ from oneshot.selection.registry import (
     select_heads,
     select_neurons,
 )
-from oneshot.selection.selector import SELECTION_DAMPING, Cost, Extent, Need
+from oneshot.selection.selector import SELECTION_DAMPING, Cost, Extent, Need, SharedSelector
 
 __all__ = [
     "SELECTION_DAMPING",
@@ -19,6 +19,7 @@ __all__ = [
     "Extent",
     "Moments",
     "Need",
+    "SharedSelector",
     "find_selector",
     "needs_of",
     "reads_activations",

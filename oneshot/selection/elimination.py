@@ -12,11 +12,13 @@ FLOAT = 4  # bytes
 
 
 class Elimination:
-    """Remove columns, or whole blocks of them, one after the other (`linalg.elimination`)."""
+    """Remove columns, or whole blocks of them, one after the other (`linalg.elimination`).
+
+    Layers cannot share its choice: what goes in one layer changes what others cost there.
+    """
 
     needs: frozenset[Need] = frozenset({"gram"})
     takes_sketch = False
-    adds_up = False  # what goes in one layer changes what others cost there
 
     def neurons(self, evidence: Evidence, kept: int) -> torch.Tensor:
         """Return the columns that backward elimination leaves."""
@@ -36,14 +38,6 @@ class Elimination:
             class_of=blocks.class_of(evidence.consumer.device),
             damping=SELECTION_DAMPING,
         )
-
-    def shared(self, evidence: Evidence) -> torch.Tensor:
-        """Raise `NotImplementedError`, see `adds_up`."""
-        raise NotImplementedError("elimination chooses for a single layer")
-
-    def blocks_of_shared(self, total: torch.Tensor, count: int, kept: int) -> torch.Tensor:
-        """Raise `NotImplementedError`, see `adds_up`."""
-        raise NotImplementedError("elimination chooses for a single layer")
 
     def cost(self, extent: Extent) -> Cost:
         """Return the cost of the inverse Gram and of its updates."""

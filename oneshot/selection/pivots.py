@@ -21,7 +21,6 @@ class Pivots:
 
     needs: frozenset[Need] = frozenset({"gram"})
     takes_sketch = True
-    adds_up = True
 
     def neurons(self, evidence: Evidence, kept: int) -> torch.Tensor:
         """Return the first pivots of the weighted activations."""

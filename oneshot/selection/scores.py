@@ -25,7 +25,6 @@ class ByScore:
     factorises: bool = False
 
     takes_sketch = False
-    adds_up = True
 
     def neurons(self, evidence: Evidence, kept: int) -> torch.Tensor:
         """Return the columns with the largest scores."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -74,7 +74,6 @@ class Selector(Protocol):
     """A selector of FFN neurons and attention heads: pure functions of tensors.
 
     `needs`: the evidence without which it cannot choose. `takes_sketch`: whether a sketch may replace the Gram.
-    `adds_up`: whether what several layers lose is the sum of what each loses, so that they can share a choice.
     """
 
     @property
@@ -82,9 +81,6 @@ class Selector(Protocol):
 
     @property
     def takes_sketch(self) -> bool: ...
-
-    @property
-    def adds_up(self) -> bool: ...
 
     def neurons(self, evidence: Evidence, kept: int) -> torch.Tensor:
         """Return the columns to keep, ascending int64 `(kept,)`."""
@@ -95,11 +91,16 @@ class Selector(Protocol):
     def blocks(self, evidence: Evidence, blocks: Blocks) -> torch.Tensor:
         """Return the blocks of columns to keep, ascending int64 `(quota · classes,)`."""
 
+    def cost(self, extent: Extent) -> Cost:
+        """Return what a choice of neurons costs."""
+
+
+@runtime_checkable
+class SharedSelector(Selector, Protocol):
+    """A selector by which layers can share a choice: what several layers lose is the sum of what each loses."""
+
     def shared(self, evidence: Evidence) -> torch.Tensor:
-        """Return what `blocks_of_shared` chooses by, summed over layers. Called only if `adds_up`."""
+        """Return what `blocks_of_shared` chooses by, summed over layers."""
 
     def blocks_of_shared(self, total: torch.Tensor, count: int, kept: int) -> torch.Tensor:
         """Return the blocks of `count` to keep, ascending int64 `(kept,)`, by sums of `shared` over layers."""
-
-    def cost(self, extent: Extent) -> Cost:
-        """Return what a choice of neurons costs."""
