@@ -80,7 +80,7 @@ def _line(name: str, family: Description) -> list[str]:
 
 def _carried(family: Description) -> str:
     """Return the mixers that stay as they are."""
-    mixers = [mixer.title for mixer in family.carried]
+    mixers = list(dict.fromkeys(mixer.title for mixer in family.carried))  # some have two names in configs
     if family.stack.attentions and family.stack.attention.latent:
         mixers.append("latent attention")
     return ", ".join(mixers) or "–"
