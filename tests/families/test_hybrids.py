@@ -127,7 +127,7 @@ def test_the_width_of_lfm2_under_the_name_of_the_hub(own_checkpoint: MakeCheckpo
 def test_experts_in_one_tensor_are_read_and_written_so(
     own_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of Qwen3.5 on the hub have the parameters of the class; transformers writes experts one by one."""
+    """Files may have the parameters of the class; transformers writes experts one by one."""
     last = keep_last_states(monkeypatch)
     folder = own_checkpoint(**CASES["qwen3_5_moe_text"].options)
     path = folder / "model.safetensors"
