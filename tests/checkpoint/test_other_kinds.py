@@ -11,8 +11,9 @@ from factories import MakeCheckpoint, MakeConfig, build_model
 
 from oneshot.checkpoint import open_model
 from oneshot.errors import CheckpointError, PlanError
+from oneshot.export.forms import form_of
 from oneshot.export.llama_layers import reason_against_llama
-from oneshot.export.per_layer import per_layer_config
+from oneshot.export.resized import ResizedForm
 from oneshot.pipeline import compress
 
 
@@ -74,8 +75,7 @@ def test_what_a_config_leaves_out_is_the_default_of_its_class(
         assert reason_against_llama(left_out, form) == reason_against_llama(with_it, form)
     if key == "sliding_window":
         assert "one of 4096 tokens" in str(reason_against_llama(left_out, "gguf"))
-        with pytest.raises(PlanError, match="within a window of 4096 tokens"):
-            per_layer_config(left_out.checkpoint.config, left_out.shape, left_out.shape.stack())
+        assert isinstance(form_of("per-layer", left_out.family), ResizedForm)  # in the class that has windows
 
 
 def test_an_adapter_alone(tmp_path: Path) -> None:

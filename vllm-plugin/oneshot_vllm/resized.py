@@ -15,13 +15,13 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 
 
 def refuse_own_heads(config: Any) -> None:
-    """Raise `ValueError` if a layer has other heads than the config states, because the backend has those everywhere."""
+    """Raise `ValueError` if a layer has other heads than the config, whose heads the backend takes everywhere."""
     for number, layer in enumerate(config.sizes["layers"]):
         if layer["num_attention_heads"] != config.num_attention_heads:
             raise ValueError(
                 f"Layer {number} has {layer['num_attention_heads']} heads where the config has "
-                f"{config.num_attention_heads}, which vLLM's Transformers backend cannot hold for this family; compress "
-                "with --set heads=none."
+                f"{config.num_attention_heads}, which vLLM's Transformers backend cannot hold for this family; "
+                "compress with --set heads=none."
             )
 
 
