@@ -12,15 +12,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from oneshot.errors import CheckpointError
-from oneshot.families.features import Feature
 from oneshot.families.layer_shape import RankedKind
-
-# features that take every layer for one with attention
-OF_HYBRIDS: Mapping[Feature, str] = {
-    "profile": "A profile of a model with carried mixers is not supported; use --set allocation=uniform, depth=none.",
-    "latency": "--budget latency is not supported for models with carried mixers; choose another budget.",
-    "per-layer form": "The per-layer form does not hold layers with carried mixers; use --form stock.",
-}
 
 
 @dataclass(frozen=True)
