@@ -32,10 +32,8 @@ format: setup
 	$(BIN)/ruff format oneshot kernels benchmarks tests docs vllm-plugin
 	$(BIN)/ruff check --fix oneshot kernels benchmarks tests docs vllm-plugin
 
-# One worker more than cores, because tests also wait for processes that they start.
-WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 test: setup
-	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 # The lowest versions of pyproject.toml in an environment of their own, and the fast part of the suite that asks other libraries most: stock
 # classes of every family, our classes in transformers, texts and tokenizers, GGUF files, the Python interface.
