@@ -27,7 +27,7 @@ def find_shared_heads(
     """Return the heads that stay in the self-attention of every stack, ascending int64, by the stack's prefix.
 
     Args:
-        selector: of a `SharedSelector` (`Grid.settle` refuses others).
+        selector: the name of a `SharedSelector` (`Grid.settle` refuses others).
     """
     shape, family = model.shape, model.family
     states, upload = States(model, machine, text), Uploader(machine.device)

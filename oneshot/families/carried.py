@@ -8,15 +8,14 @@ checkpoint, and the stock class has the same.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from oneshot.errors import CheckpointError
-from oneshot.families.layer_shape import RankedKind
+from oneshot.families.mixer import WithoutLinears
 
 
 @dataclass(frozen=True)
-class Carried:
+class Carried(WithoutLinears):
     """A mixer in the place of attention whose weights stay as they are, with its norm.
 
     Attributes:
@@ -31,17 +30,6 @@ class Carried:
     out: str
     attends: bool = False
     state: tuple[str, ...] = ()
-
-    # what only attention that is compressed has
-    readers: ClassVar[tuple[str, ...]] = ()
-    column_readers: ClassVar[tuple[str, ...]] = ()
-    memory_readers: ClassVar[tuple[str, ...]] = ()
-    group_readers: ClassVar[tuple[str, ...]] = ()
-    head_tables: ClassVar[tuple[str, ...]] = ()
-    own_norms: ClassVar[tuple[str, ...]] = ()
-    modules: ClassVar[tuple[str, ...]] = ()
-    ranked: ClassVar[Mapping[RankedKind, tuple[str, ...]]] = MappingProxyType({})
-    fixed_heads: ClassVar[bool] = False
 
     @property
     def kind(self) -> Literal["carried"]:

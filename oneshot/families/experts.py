@@ -2,19 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
 from oneshot.errors import CheckpointError
-from oneshot.families.layer_shape import RankedKind
+from oneshot.families.mixer import WithoutLinears
 from oneshot.families.shapes import ModelShape
 from oneshot.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(WithoutLinears):
     """Feed-forward networks with gates, of which a router chooses a few for every token.
 
     The stock class has the gates and ups of all experts as `gate_up_proj (E, 2m, D)` and their downs as
@@ -50,17 +49,6 @@ class Experts:
     alternating: bool = False
     stored_linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     stored_names: Mapping[str, str] = field(default_factory=dict)
-
-    # what only attention or the FFN of a dense layer has
-    readers: ClassVar[tuple[str, ...]] = ()  # linears that read the norm's output by themselves
-    column_readers: ClassVar[tuple[str, ...]] = ()
-    memory_readers: ClassVar[tuple[str, ...]] = ()
-    group_readers: ClassVar[tuple[str, ...]] = ()
-    head_tables: ClassVar[tuple[str, ...]] = ()
-    own_norms: ClassVar[tuple[str, ...]] = ()
-    modules: ClassVar[tuple[str, ...]] = ()
-    ranked: ClassVar[Mapping[RankedKind, tuple[str, ...]]] = MappingProxyType({})
-    fixed_heads: ClassVar[bool] = False
 
     @property
     def kind(self) -> Literal["ffn"]:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
 from oneshot.families.carried import Carried
 from oneshot.families.experts import Experts
 from oneshot.families.layer_shape import RankedKind
+from oneshot.families.mixer import NotAttention
 from oneshot.families.shapes import ModelShape
 
 SublayerKind = Literal["heads", "cross-heads", "carried", "ffn"]
@@ -128,7 +129,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class FeedForward(NotAttention):
     """A feed-forward network, with or without a gate.
 
     `activation`: what is applied to gate or up: a submodule by its name, or a function if the class has none.
@@ -140,13 +141,6 @@ class FeedForward:
     gate: str | None = "mlp.gate_proj"
     activation: str | Callable[[torch.Tensor], torch.Tensor] = "mlp.act_fn"
     gate_scale: float = 1.0
-
-    # what only attention has
-    memory_readers: ClassVar[tuple[str, ...]] = ()
-    group_readers: ClassVar[tuple[str, ...]] = ()
-    head_tables: ClassVar[tuple[str, ...]] = ()
-    own_norms: ClassVar[tuple[str, ...]] = ()
-    fixed_heads: ClassVar[bool] = False
 
     @property
     def kind(self) -> SublayerKind:
