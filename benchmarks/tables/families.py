@@ -10,6 +10,7 @@ from oneshot.families import FAMILIES, Description, Feature
 from tables.cells import markdown
 from tables.gpu_measured import made_by
 
+sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "tests" / "clients"))
 from opened import opened
 

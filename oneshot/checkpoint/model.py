@@ -1,26 +1,31 @@
 """An opened checkpoint with a known family: the model that is compressed."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from oneshot.checkpoint.checks import (
+    Outside,
+    check_carried,
+    check_count,
+    check_dtypes,
+    check_outside,
+    expected_outside,
+)
 from oneshot.checkpoint.nearest import nearest_family
 from oneshot.checkpoint.quantised import refuse_quantised
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import (
     complete_config,
     layer_kinds,
-    sample_model,
     stock_classes,
     stock_config,
-    tied_names,
     without_head,
 )
 from oneshot.checkpoint.tables import without_equal_head
-from oneshot.errors import CheckpointError, PlanError, cause
+from oneshot.errors import PlanError
 from oneshot.families import (
     FAMILIES,
     Description,
@@ -31,7 +36,6 @@ from oneshot.families import (
     check_layers,
     find_family,
     from_files,
-    is_text,
     predicts_tokens,
     read_shape,
     text_names,
@@ -40,7 +44,6 @@ from oneshot.families import (
 from oneshot.tensors import Tensors
 
 MOST_FURTHER_LAYERS = 16
-WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def identify(checkpoint: Checkpoint) -> Model:
         config = checkpoint.config
     if family.text_module is None:
         read_shape(family, config, checkpoint.shapes)  # no class is made of senseless sizes
-    expected = _expected_outside(checkpoint, family)
+    expected = expected_outside(checkpoint, family)
     complete = config | complete_config(config)  # what is not stated has the class's defaults
     family = as_stored(find_family(complete), complete, names)
     if family.text_module is not None:
@@ -177,15 +180,15 @@ def identify(checkpoint: Checkpoint) -> Model:
     if family.stack.experts is not None:
         experts = family.stack.experts.as_in(checkpoint.tensor_names)
         family = replace(family, stack=family.stack.with_experts(experts))
-    _check_dtypes(checkpoint)
+    check_dtypes(checkpoint)
     if family.head in checkpoint.shapes:
         checkpoint = without_equal_head(checkpoint, family, is_tied=_ties_tables(checkpoint))
     shape = read_shape(family, text_of(family, complete), checkpoint.shapes)
     family = family.numbered(shape)
-    _check_carried(checkpoint, family, shape)
+    check_carried(checkpoint, family, shape)
     check_layers(family, shape, checkpoint.shapes)
-    _check_outside(checkpoint, family, shape, expected)
-    _check_count(checkpoint, family, shape)
+    check_outside(checkpoint, family, shape, expected)
+    check_count(checkpoint, family, shape)
     return Model(checkpoint, family, shape)
 
 
@@ -235,36 +238,7 @@ def _ties_tables(checkpoint: Checkpoint) -> bool:
     return bool(stated)
 
 
-@dataclass(frozen=True)
-class _Outside:
-    """Tensors outside the layers that the stock class has, with their shapes, and those that are others again."""
-
-    shapes: dict[str, tuple[int, ...]]
-    tied: set[str]
-
-    def shared(self, checkpoint: Checkpoint, family: Description) -> set[str]:
-        """Return the tied ones; transformers does not tie a head that has weights of its own."""
-        return {name for name in self.tied if name != family.head or name not in checkpoint.shapes}
-
-
-def _expected_outside(checkpoint: Checkpoint, family: Description) -> _Outside:
-    """Return the tensors outside the layers that the stock class of the config has.
-
-    Raises `CheckpointError` if transformers cannot make that class.
-    """
-    try:
-        model = sample_model(checkpoint.config, family, torch.float32)
-    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
-        raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'} does not describe a {family.model_type} model "
-            f"({cause(error)}); give a complete, unmodified checkpoint."
-        ) from error
-    outside = (name for name in model.state_dict() if not family.is_in_layers(name) and is_text(family, name))
-    shapes = {name: tuple(model.state_dict()[name].shape) for name in outside}
-    return _Outside(shapes, tied_names(model))
-
-
-def _without_unused(checkpoint: Checkpoint, family: Description, expected: _Outside) -> Checkpoint:
+def _without_unused(checkpoint: Checkpoint, family: Description, expected: Outside) -> Checkpoint:
     """Return the checkpoint without tensors that its class does not use, as transformers loads it.
 
     Checkpoints of BERT hold parts of other classes, buffers of integers, and norms under TensorFlow's names.
@@ -274,61 +248,3 @@ def _without_unused(checkpoint: Checkpoint, family: Description, expected: _Outs
     used = expected.shapes.keys() - expected.shared(checkpoint, family)
     in_layers = {name for name in modern if family.is_in_layers(name) and not name.endswith(family.unused)}
     return checkpoint.renamed({name: modern[name] for name in sorted(modern) if name in in_layers | used})
-
-
-def _check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape, expected: _Outside) -> None:
-    """Check the tensors outside the layers against the stock class.
-
-    Raises `CheckpointError` for the first tensor that does not fit.
-    """
-    tied = expected.shared(checkpoint, family) if family.classes or shape.tied else set()
-    stored_text = {name for name in checkpoint.shapes if is_text(family, name)}
-    names = expected.shapes.keys() | {name for name in stored_text if not family.is_in_layers(name)}
-    for name in sorted(names - tied):
-        stored = checkpoint.shapes.get(name)
-        if not name.endswith("rotary_emb.inv_freq") and stored != expected.shapes.get(name):
-            raise CheckpointError(
-                f"{name} has shape {stored} where config.json of a {family.model_type} model asks for "
-                f"{expected.shapes.get(name)}; give a complete, unmodified checkpoint."
-            )
-
-
-def _check_carried(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
-    """Check the tensors of carried mixers against the stock class, which alone knows them.
-
-    Raises `CheckpointError` for the first tensor that does not fit.
-    """
-    firsts = [sizes.layers[0] for sizes in shape.carried]
-    if not firsts:
-        return
-    layers = sample_model(checkpoint.config, family, torch.float32, firsts).get_submodule(family.stack.layers)
-    for sizes, number, layer in zip(shape.carried, firsts, layers, strict=True):
-        stored, of_ffn = dict(sizes.tensors), family.stack_of(number).ffn_prefixes
-        own = {name: tuple(one.shape) for name, one in layer.state_dict().items() if not name.startswith(of_ffn)}
-        for name in sorted(stored.keys() | own.keys()):
-            if stored.get(name) != own.get(name):
-                raise CheckpointError(
-                    f"{family.layer_prefix(number)}{name} has shape {stored.get(name)} where config.json of a "
-                    f"{family.model_type} model asks for {own.get(name)}; give a complete, unmodified checkpoint."
-                )
-
-
-def _check_count(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
-    """Check that plans count the parameters that are stored; else every target would be missed."""
-    stored = sum(math.prod(size) for name, size in checkpoint.shapes.items() if not name.endswith("inv_freq"))
-    counted = shape.stack().stored_parameters()
-    if stored != counted:
-        raise CheckpointError(
-            f"The checkpoint stores {stored:,} parameters where {counted:,} are counted for a {family.model_type}; "
-            "please report this with its config.json."
-        )
-
-
-def _check_dtypes(checkpoint: Checkpoint) -> None:
-    """Refuse quantised weights: weights are floating-point numbers of 16 bits or more."""
-    for name, dtype in checkpoint.dtypes.items():
-        if dtype not in WEIGHT_DTYPES:
-            raise CheckpointError(
-                f"{name} is stored as {dtype}, so the weights are quantised; give the unquantised checkpoint and "
-                "quantise the result."
-            )

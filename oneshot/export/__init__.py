@@ -3,6 +3,7 @@
 from oneshot.export.companions import model_classes, verify, write_companions
 from oneshot.export.forms import FORMS, Form, form_of, stated_shape
 from oneshot.export.layers import write_layers
+from oneshot.export.own_classes import coordinates
 from oneshot.export.planned import planned_parts
 from oneshot.export.saving import cast, expected_bytes, part_dtype, with_kept_dtype
 
@@ -10,6 +11,7 @@ __all__ = [
     "FORMS",
     "Form",
     "cast",
+    "coordinates",
     "expected_bytes",
     "form_of",
     "model_classes",

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from oneshot.families import COMPRESSED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE, RESIZED_MODEL_TYPE
 
 Classes = tuple[Any, Any]  # of the config and of the model
@@ -31,6 +33,13 @@ def _resized(config: dict[str, Any]) -> Classes:
 
     model_class = getattr(resized, config["architectures"][0])
     return model_class.config_class, model_class
+
+
+def coordinates(width: int, rank: int) -> nn.Module:
+    """Return what a linear of low rank reads through in the per-layer form, with no values yet."""
+    from oneshot.export.modeling_oneshot import OneshotCoordinates
+
+    return OneshotCoordinates(width, rank)
 
 
 OWN_CLASSES: dict[str, Callable[[dict[str, Any]], Classes]] = {

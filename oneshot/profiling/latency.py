@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 
 from oneshot.checkpoint import Model
@@ -19,9 +20,11 @@ ROUNDS = 7
 WIDTHS = 6
 RANKS = 4  # of each linear, beside the whole one
 
+Coordinates = Callable[[int, int], nn.Module]  # of a width and a rank: what a linear of low rank reads through
+
 
 def measured_seconds(
-    model: Model, machine: Machine, sequence_length: int, *, with_ranks: bool = False
+    model: Model, machine: Machine, sequence_length: int, *, coordinates: Coordinates | None = None
 ) -> Callable[[StackShape], float]:
     """Return a function from a model's sizes to the seconds that its layers take for one sequence.
 
@@ -53,7 +56,7 @@ def measured_seconds(
     seconds = _least(calls, machine.device)
     of_heads = dict(zip(heads, seconds, strict=False))
     of_width = seconds[len(heads) :]
-    ranked = _RankedSeconds(model, machine, tensors, sequence_length) if with_ranks else None
+    ranked = None if coordinates is None else _RankedSeconds(model, machine, tensors, sequence_length, coordinates)
 
     def of_layer(layer: LayerShape) -> float:
         whole = of_heads[layer.num_attention_heads, layer.num_key_value_heads]
@@ -70,12 +73,14 @@ class _RankedSeconds:
     numbers from `RANKS` ranks and two numbers of rows.
     """
 
-    def __init__(self, model: Model, machine: Machine, tensors: Tensors, sequence_length: int) -> None:
+    def __init__(
+        self, model: Model, machine: Machine, tensors: Tensors, sequence_length: int, coordinates: Coordinates
+    ) -> None:
         attention, ffn = model.family.stack.attention, model.family.stack.ffn
         out, up = tensors[f"{attention.out}.weight"], tensors[f"{ffn.up}.weight"]
         by_inputs = {weight.shape[1]: weight for weight in (out, up)}  # one number of inputs is measured once
         self._of_inputs = {
-            inputs: _fitted_ranks(uploaded(weight, machine.device).to(machine.dtype), sequence_length)
+            inputs: _fitted_ranks(uploaded(weight, machine.device).to(machine.dtype), sequence_length, coordinates)
             for inputs, weight in by_inputs.items()
         }
 
@@ -92,13 +97,13 @@ class _RankedSeconds:
         return sum(self._of_inputs[inputs](rank, rows) for rank, rows, inputs in linears if rank)
 
 
-def _fitted_ranks(weight: torch.Tensor, sequence_length: int) -> Callable[[int, int], float]:
+def _fitted_ranks(weight: torch.Tensor, sequence_length: int, coordinates: Coordinates) -> Callable[[int, int], float]:
     """Return a function from rank and rows to the seconds that a linear takes more than the whole one `(m, n)`."""
     rows, inputs = weight.shape
     x = weight.new_ones(1, sequence_length, inputs)
     ranks = sorted({max(1, round(inputs * part / RANKS)) for part in range(1, RANKS)})
     sizes = [(rank, m) for m in sorted({max(1, rows // 2), rows}) for rank in (*ranks, inputs)]
-    seconds = _least([_linear(x, weight[:m], rank) for rank, m in sizes], weight.device)
+    seconds = _least([_linear(x, weight[:m], rank, coordinates) for rank, m in sizes], weight.device)
     low = [(rank, m) for rank, m in sizes if rank < inputs]
     whole = [(rank, m) for rank, m in sizes if rank == inputs]
     taken = dict(zip(sizes, seconds, strict=True))
@@ -111,24 +116,15 @@ def _fitted_ranks(weight: torch.Tensor, sequence_length: int) -> Callable[[int, 
     return lambda rank, m: float(np.dot(terms(rank, m), of_low) - np.dot([1.0, inputs * m], of_whole))
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, rank: int) -> Callable[[], object]:
+def _linear(x: torch.Tensor, weight: torch.Tensor, rank: int, coordinates: Coordinates) -> Callable[[], object]:
     """Return a call of a linear `(m, n)`, or of one of low rank as the per-layer form computes it."""
     inputs = weight.shape[1]
     if rank == inputs:
         return lambda: functional.linear(x, weight)
-    columns, outputs = torch.randperm(inputs).to(x.device), weight[:, :rank].contiguous()
-    others = weight.new_ones(inputs - rank, rank)
-
-    def call() -> torch.Tensor:
-        states = x.flatten(0, -2)
-        if x.dtype == torch.float32:
-            chosen = states.index_select(1, columns)
-        else:
-            chosen = states.gather(1, columns.expand(states.shape))
-        first, second = chosen.tensor_split([rank], dim=1)
-        return functional.linear(torch.addmm(first, second, others), outputs)
-
-    return call
+    outputs, read = weight[:, :rank].contiguous(), coordinates(inputs, rank).requires_grad_(False)
+    read.load_state_dict({"columns": torch.randperm(inputs), "weight": torch.ones(inputs - rank, rank)})
+    read.to(x)
+    return lambda: functional.linear(read(x), outputs)
 
 
 def _cut(model: Model, tensors: Tensors, shape: ModelShape) -> Tensors:

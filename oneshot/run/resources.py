@@ -20,7 +20,7 @@ from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.compression import Curvature
 from oneshot.config import Config, Target
 from oneshot.errors import PlanError
-from oneshot.export import expected_bytes, form_of, part_dtype
+from oneshot.export import coordinates, expected_bytes, form_of, part_dtype
 from oneshot.families import StackShape
 from oneshot.footprint import (
     current_bounds,
@@ -214,8 +214,8 @@ class Run:
 
     @cached_property
     def _seconds(self) -> Callable[[StackShape], float]:
-        length, with_ranks = self._config.text.sequence_length, self.method.plans_ranks
-        return measured_seconds(self.model, self.machine, length, with_ranks=with_ranks)
+        length, read_by = self._config.text.sequence_length, coordinates if self.method.plans_ranks else None
+        return measured_seconds(self.model, self.machine, length, coordinates=read_by)
 
     def budget(self, target: Target) -> Budget:
         """Return what a target asks for, in its own unit."""

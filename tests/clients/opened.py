@@ -6,15 +6,9 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rotary import LLAMA3_ROTARY
+
 Sizes = dict[str, Any]
-LONG = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
 QWEN3 = {"family": "qwen3_moe", "head_dim": 32, "num_experts": 8, "norm_topk_prob": True, **EXPERTS}
 GLM4 = {"family": "glm4_moe", "head_dim": 32, "n_routed_experts": 8, "first_k_dense_replace": 1, **EXPERTS}
@@ -50,7 +44,7 @@ MIXTURES: dict[str, tuple[Sizes, Sizes]] = {
 PLUGIN_CASES: dict[str, tuple[Sizes, Sizes, Callable[[Sizes], bool]]] = {
     "ranks, biases": ({"attention_bias": True, "mlp_bias": True}, {}, ranked),
     "no ranks, rotary of llama3": (
-        {"rope_parameters": LONG},
+        {"rope_parameters": LLAMA3_ROTARY},
         {"ranks": "none"},
         lambda layer: layer["intermediate_size"] < 192 and not ranked(layer),
     ),

@@ -8,19 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from factories import build_model
+from rotary import LLAMA3_ROTARY
 from t5_models import build_t5
 from wrapper_models import WRAPPERS, build_wrapper
 
 from oneshot.families import Feature
 
-LLAMA3_ROTARY = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 WINDOWS_ABOVE = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}  # in all layers but one
 GEMMA3_KINDS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from oneshot import Config
 from oneshot.checkpoint import open_model
 from oneshot.errors import ConfigError, PlanError
+from oneshot.export import coordinates
 from oneshot.families import LLAMA, ModelShape, StackShape, find_family, read_shape
 from oneshot.parsing import parse_count, parse_size
 from oneshot.pipeline import compress
@@ -276,7 +277,7 @@ def test_seconds_of_ranks_follow_what_was_measured(
 ) -> None:
     """Invent a machine that takes 5 µs a call of low rank, and 1 ns a multiplication."""
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, rank: int) -> Callable[[], float]:
+    def linear(x: torch.Tensor, weight: torch.Tensor, rank: int, _: Any) -> Callable[[], float]:
         rows, inputs = weight.shape
         if rank == inputs:
             return lambda: 1e-9 * rows * inputs
@@ -288,7 +289,7 @@ def test_seconds_of_ranks_follow_what_was_measured(
         lambda calls, device: [done if isinstance(done := call(), float) else 1e-3 for call in calls],
     )
     model = open_model(str(make_checkpoint(head_dim=head_dim)), tmp_path)
-    seconds = measured_seconds(model, cpu_machine(tmp_path), sequence_length=16, with_ranks=True)
+    seconds = measured_seconds(model, cpu_machine(tmp_path), sequence_length=16, coordinates=coordinates)
     stack = model.shape.stack()
     values = 4 * head_dim
     for ranks, rows, inputs in (
@@ -307,7 +308,7 @@ def test_seconds_of_ranks_follow_what_was_measured(
 
 def test_ranks_are_timed_for_every_linear(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     model = open_model(str(make_checkpoint()), tmp_path)
-    seconds = measured_seconds(model, cpu_machine(tmp_path), sequence_length=16, with_ranks=True)
+    seconds = measured_seconds(model, cpu_machine(tmp_path), sequence_length=16, coordinates=coordinates)
     stack = model.shape.stack()
     ranked = replace(stack.layers[0], query_key_rank=8, output_rank=8, gate_rank=8, up_rank=8)
     assert math.isfinite(seconds(replace(stack, layers=(ranked,))))

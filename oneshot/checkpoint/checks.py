@@ -1,0 +1,100 @@
+"""Checks of a checkpoint's tensors against its config and the stock class, before any work."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from oneshot.checkpoint.reader import Checkpoint
+from oneshot.checkpoint.stock import sample_model, tied_names
+from oneshot.errors import CheckpointError, cause
+from oneshot.families import Description, ModelShape, is_text
+
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Tensors outside the layers that the stock class has, with their shapes, and those that are others again."""
+
+    shapes: dict[str, tuple[int, ...]]
+    tied: set[str]
+
+    def shared(self, checkpoint: Checkpoint, family: Description) -> set[str]:
+        """Return the tied ones; transformers does not tie a head that has weights of its own."""
+        return {name for name in self.tied if name != family.head or name not in checkpoint.shapes}
+
+
+def expected_outside(checkpoint: Checkpoint, family: Description) -> Outside:
+    """Return the tensors outside the layers that the stock class of the config has.
+
+    Raises `CheckpointError` if transformers cannot make that class.
+    """
+    try:
+        model = sample_model(checkpoint.config, family, torch.float32)
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'} does not describe a {family.model_type} model "
+            f"({cause(error)}); give a complete, unmodified checkpoint."
+        ) from error
+    outside = (name for name in model.state_dict() if not family.is_in_layers(name) and is_text(family, name))
+    shapes = {name: tuple(model.state_dict()[name].shape) for name in outside}
+    return Outside(shapes, tied_names(model))
+
+
+def check_outside(checkpoint: Checkpoint, family: Description, shape: ModelShape, expected: Outside) -> None:
+    """Check the tensors outside the layers against the stock class.
+
+    Raises `CheckpointError` for the first tensor that does not fit.
+    """
+    tied = expected.shared(checkpoint, family) if family.classes or shape.tied else set()
+    stored_text = {name for name in checkpoint.shapes if is_text(family, name)}
+    names = expected.shapes.keys() | {name for name in stored_text if not family.is_in_layers(name)}
+    for name in sorted(names - tied):
+        stored = checkpoint.shapes.get(name)
+        if not name.endswith("rotary_emb.inv_freq") and stored != expected.shapes.get(name):
+            raise CheckpointError(
+                f"{name} has shape {stored} where config.json of a {family.model_type} model asks for "
+                f"{expected.shapes.get(name)}; give a complete, unmodified checkpoint."
+            )
+
+
+def check_carried(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
+    """Check the tensors of carried mixers against the stock class, which alone knows them.
+
+    Raises `CheckpointError` for the first tensor that does not fit.
+    """
+    firsts = [sizes.layers[0] for sizes in shape.carried]
+    if not firsts:
+        return
+    layers = sample_model(checkpoint.config, family, torch.float32, firsts).get_submodule(family.stack.layers)
+    for sizes, number, layer in zip(shape.carried, firsts, layers, strict=True):
+        stored, of_ffn = dict(sizes.tensors), family.stack_of(number).ffn_prefixes
+        own = {name: tuple(one.shape) for name, one in layer.state_dict().items() if not name.startswith(of_ffn)}
+        for name in sorted(stored.keys() | own.keys()):
+            if stored.get(name) != own.get(name):
+                raise CheckpointError(
+                    f"{family.layer_prefix(number)}{name} has shape {stored.get(name)} where config.json of a "
+                    f"{family.model_type} model asks for {own.get(name)}; give a complete, unmodified checkpoint."
+                )
+
+
+def check_count(checkpoint: Checkpoint, family: Description, shape: ModelShape) -> None:
+    """Check that plans count the parameters that are stored; else every target would be missed."""
+    stored = sum(math.prod(size) for name, size in checkpoint.shapes.items() if not name.endswith("inv_freq"))
+    counted = shape.stack().stored_parameters()
+    if stored != counted:
+        raise CheckpointError(
+            f"The checkpoint stores {stored:,} parameters where {counted:,} are counted for a {family.model_type}; "
+            "please report this with its config.json."
+        )
+
+
+def check_dtypes(checkpoint: Checkpoint) -> None:
+    """Refuse quantised weights: weights are floating-point numbers of 16 bits or more."""
+    for name, dtype in checkpoint.dtypes.items():
+        if dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"{name} is stored as {dtype}, so the weights are quantised; give the unquantised checkpoint and "
+                "quantise the result."
+            )
