@@ -20,7 +20,7 @@ from oneshot.compression import curvature as curvature_module
 from oneshot.compression import measuring, steps, tasks
 from oneshot.compression.ranks import RankAccumulator
 from oneshot.compression.statistics import GramAccumulator
-from oneshot.pipeline import compress_sizes
+from oneshot.pipeline import compress
 from oneshot.profiling import curvature as measuring_curvature
 from oneshot.run import open_run, resources
 from oneshot.text import save_token_ids
@@ -50,10 +50,7 @@ IDEAS = (
     Idea("default"),
     Idea("no curvature", uses=()),
     *(Idea(f"{use} alone", uses=(use,)) for use in USES),
-    *(Idea(f"without {use}", uses=tuple(each for each in USES if each != use)) for use in USES),
-    Idea("4 times the tokens of curvature", tokens=65_536),
-    Idea("shrinkage 0.1", shrinkage=0.1),
-    Idea("4 times the tokens, shrinkage 0.1", tokens=65_536, shrinkage=0.1),
+    Idea("4 times the tokens of curvature, shrinkage 0.1", tokens=65_536, shrinkage=0.1),
     Idea("tokens by their gradients", weights=1.0),
     Idea("tokens by the roots of their gradients", weights=0.5),
 )
@@ -68,30 +65,23 @@ def calibration_tokens(config: Config, folder: Path) -> str:
 
 
 def compressed_by_idea(
-    config: Config,
-    sparsities: Sequence[float],
-    ideas: Sequence[Idea],
-    dense: Mapping[str, float],
-    windows: dict[str, torch.Tensor],
+    config: Config, ideas: Sequence[Idea], dense: Mapping[str, float], windows: dict[str, torch.Tensor]
 ) -> Iterator[tuple[Row, Path]]:
-    """Compress at every size by every idea; yield a row of each, and the folder of the result.
+    """Compress by every idea; yield a row of each, and the folder of the result.
 
     Args:
-        config: of the smallest size, whose text is a file of tokens. dense: the perplexities of the dense model.
+        config: what is asked; its text is a file of tokens. dense: the perplexities of the dense model.
     """
-    device = torch.device(config.machine.device)
     for idea in ideas:
         asked = config if idea.uses else replace(config, method=replace(config.method, curvature="none"))
         with ExitStack() as changes:
             _change(idea, changes)
-            reports = compress_sizes(asked, sparsities)
-        folders = [Path(report.config["output"]) for report in reports]
-        scores = text_scores(folders, windows, device=device)
-        for report, folder, of_one in zip(reports, folders, scores, strict=True):
-            measured = losses(of_one)
-            row = {"idea": idea.name, "asked": report.sparsity["asked"], "sparsity": report.sparsity["reached"]}
-            row |= {"seed": config.seed, "seconds": report.seconds, "form": report.config["form"]}
-            yield row | measured | score(measured["perplexity"], dense), folder
+            report = compress(asked)
+        folder = Path(asked.output)
+        measured = losses(text_scores([folder], windows, device=torch.device(config.machine.device))[0])
+        row = {"idea": idea.name, "asked": report.sparsity["asked"], "sparsity": report.sparsity["reached"]}
+        row |= {"seed": config.seed, "seconds": report.seconds, "form": config.form}
+        yield row | measured | score(measured["perplexity"], dense), folder
 
 
 def _change(idea: Idea, changes: ExitStack) -> None:

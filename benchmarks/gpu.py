@@ -42,10 +42,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from gpu_bundle import CODER, GEMMA, NAMES, packages_folder, real_model
+from gpu_bundle import CODER, GEMMA, packages_folder
 from gpu_common import ROOT, Job, scratch_folder
 from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
-from gpu_real import baselines, compiled_forms, curvature_uses, forms, healing, other_model, quality
+from gpu_real import (
+    baselines,
+    big_forms,
+    compiled_forms,
+    curvature_uses,
+    forms,
+    graph_forms,
+    healing,
+    make_models,
+    other_model,
+    quality,
+)
 from gpu_runs import agree, compressed, ranks
 
 TOTAL_SECONDS = 240
@@ -63,7 +74,8 @@ class Section:
 
     @property
     def model(self) -> str | None:
-        return self.arguments[0] if len(self.arguments) == 2 else None
+        """Return the name of the model of random weights, which is made once; None without one."""
+        return self.arguments[0] if self.measure in (compressed, big_forms) else None
 
 
 SECTIONS = {
@@ -87,11 +99,14 @@ SECTIONS = {
     "curvature": Section(curvature_uses, 300, ("0",)),
     "curvature, seed 1": Section(curvature_uses, 300, ("1",)),
     "curvature, seed 2": Section(curvature_uses, 300, ("2",)),
+    "curvature, 3 times the text": Section(curvature_uses, 300, ("0", "3")),
     "agree": Section(agree, 70),
     "forms": Section(forms, 105),
     "70B stock": Section(compressed, 70, ("70B", "stock")),
     "8B stock": Section(compressed, 100, ("8B", "stock")),
     "tests": Section(tests, 100),
+    "graphs": Section(graph_forms, 90),
+    "7B graphs": Section(big_forms, 90, ("7B", "graphs")),
     "compiled forms": Section(compiled_forms, 100),
     "7B per-layer+self": Section(compressed, 100, ("7B", "per-layer+self")),
     "ranks": Section(ranks, 60),
@@ -202,9 +217,8 @@ def main() -> int:
     names = chosen(options.sections, tiny=options.tiny, again=options.again)
     end, states = time.monotonic() + options.seconds, []
     try:
-        if options.at_once > 1 and not options.tiny:
-            for name in NAMES:  # which sections share
-                real_model(options.bundle, scratch, name)
+        if options.at_once > 1:
+            make_models(job)
         with ThreadPoolExecutor(options.at_once) as pool:
             run = partial(run_by_name, job=job, end=end, in_process=options.in_process)
             for position, (name, state) in enumerate(zip(names, pool.map(run, names), strict=True)):

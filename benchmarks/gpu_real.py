@@ -6,10 +6,11 @@ SmolLM2.
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_bundle import data_folder, real_model
+from gpu_bundle import NAMES, data_folder, real_model
 from gpu_common import Job
 from gpu_runs import SPARSITY, random_model
 
@@ -18,9 +19,17 @@ SPARSITIES = (0.1, 0.2, 0.3)
 WINDOWS = 16
 BATCHES = ((1, 1024), (16, 512))  # sequences and their tokens, of a prefill
 DECODED = 64
-IDEA_SPARSITIES = (0.2, 0.3)
-MORE_TEXT = 3  # times the usual
+ROUND_TO = 16  # of the sizes of a larger model
+ROOM = 1024  # tokens of a cache for all that is decoded
 SWEEP_SHARES = (0.25, 1.0)  # of the residual
+
+
+def make_models(job: Job) -> None:
+    """Make the models that sections share, before several of them begin at once."""
+    _model_and_text(job)
+    if not job.tiny:
+        for name in NAMES:
+            real_model(job.bundle, job.scratch, name)
 
 
 def quality(job: Job, seed: str = "0") -> None:
@@ -111,8 +120,12 @@ def _config(job: Job, model: Path, calibration: str, real: bool, output: Path, s
     return Config.of(str(model), str(output), calibration=calibration, **own | text | settings)
 
 
-def curvature_uses(job: Job, seed: str) -> None:
-    """Compress SmolLM2 by every idea about output curvature; sweep the default's result once more; try more text."""
+def curvature_uses(job: Job, seed: str, times: str = "1") -> None:
+    """Compress SmolLM2 by every idea about output curvature, and sweep the default's result once more.
+
+    Args:
+        times: the usual text; with more of it only the default is compressed.
+    """
     import torch
     from curvature_uses import IDEAS, calibration_tokens, compressed_by_idea
     from judging import losses, model_losses, score, text_scores
@@ -126,28 +139,23 @@ def curvature_uses(job: Job, seed: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     windows = _windows(job, model, calibration, real)
     dense = losses(text_scores([model], windows, device=device)[0])["perplexity"]
-    ideas, sparsities = (IDEAS, IDEA_SPARSITIES) if real else (IDEAS[:1] + IDEAS[-1:], IDEA_SPARSITIES[:1])
-    for times in (1, MORE_TEXT):
-        more = {"num_sequences": times * (128 if real else 8), "seed": int(seed)}
-        config = _config(job, model, f"{calibration}+self", real, folder / "ideas", more)
-        text = calibration_tokens(config, folder)
-        config = _config(job, model, text, real, folder / "ideas", more)
-        for row, result in compressed_by_idea(config, sparsities, ideas if times == 1 else IDEAS[:1], dense, windows):
-            job.emit("idea", **row, model=model.name, times_the_text=times)
-            if row["idea"] != IDEAS[0].name or times > 1:
-                continue
-            ids = load_token_ids(text, **_lengths(config), seed=int(seed)).token_ids.to(device)
-            for share in SWEEP_SHARES:
-                again, whole = (load_model(one, device=device, dtype=torch.float32) for one in (result, model))
-                distances = swept_(again, whole, ids, share)
-                measured = model_losses(again, windows)
-                measured |= {"idea": f"second sweep, {share:g} of the residual", "distances": distances}
-                measured |= score(measured["perplexity"], dense)
-                job.emit("idea", **row | measured, model=model.name, times_the_text=times)
-
-
-def _lengths(config: Any) -> dict[str, int]:
-    return {"num_sequences": config.text.num_sequences, "sequence_length": config.text.sequence_length}
+    lengths = {"num_sequences": int(times) * (128 if real else 8), "sequence_length": 1024 if real else 64}
+    more = lengths | {"seed": int(seed), "sparsity": SPARSITY}
+    text = calibration_tokens(_config(job, model, f"{calibration}+self", real, folder / "ideas", more), folder)
+    config = _config(job, model, text, real, folder / "ideas", more)
+    shared = {"model": model.name, "calibration_tokens": lengths["num_sequences"] * lengths["sequence_length"]}
+    ideas = IDEAS if real else IDEAS[:1] + IDEAS[-1:]
+    for row, result in compressed_by_idea(config, ideas if times == "1" else IDEAS[:1], dense, windows):
+        job.emit("idea", **row, **shared)
+        if row["idea"] != IDEAS[0].name:
+            continue
+        ids = load_token_ids(text, **lengths, seed=int(seed)).token_ids.to(device)
+        for share in SWEEP_SHARES:
+            again, whole = (load_model(one, device=device, dtype=torch.float32) for one in (result, model))
+            distances = swept_(again, whole, ids, share)
+            measured = model_losses(again, windows)
+            measured |= {"idea": f"second sweep, {share:g} of the residual", "distances": distances}
+            job.emit("idea", **row | measured | score(measured["perplexity"], dense), **shared)
 
 
 def healing(job: Job) -> None:
@@ -232,6 +240,148 @@ def compiled_forms(job: Job) -> None:
         first = job.seconds_once(lambda c=call: _prefill(c, ids))
         seconds = job.seconds_of(lambda c=call: _prefill(c, ids))
         job.emit("speed", **facts, prefill_seconds=seconds, first_seconds=first)
+
+
+def graph_forms(job: Job) -> None:
+    """Time every form as a server runs it, its kernels launched by one CUDA graph: a prefill and a decoded token."""
+    import torch
+
+    from oneshot.evaluation import load_model
+
+    dtype = torch.bfloat16 if job.cuda else torch.float32
+    folders = {"dense": _model_and_text(job)[0]} | {form: _in_form(job, form) for form in FORMS}
+    models = {
+        name: load_model(folder, device=torch.device(job.device), dtype=dtype) for name, folder in folders.items()
+    }
+    with torch.inference_mode():
+        for sequences, length in ((1, 16),) if job.tiny else BATCHES:
+            ids = torch.randint(0, 1000, (sequences, length), generator=torch.Generator().manual_seed(0)).to(job.device)
+            calls = {name: _graphed_calls(job, model, ids) for name, model in models.items()}
+            for name, (prefill, decode) in calls.items():
+                facts = {"form": name, "how": "CUDA graph", "sequences": sequences, "length": length}
+                job.emit("speed", **facts, prefill_seconds=job.seconds_of(prefill), decode_seconds=_each(job, decode))
+
+
+def big_forms(job: Job, name: str, _: str) -> None:
+    """Time the forms of a larger Llama as `graph_forms` does; its weights are random, which speed does not see.
+
+    The per-layer form has the sizes that SmolLM2's result has, relative to the dense ones at the same depth. The stock
+    form has as many parameters. *Expanded* means that linears whose rank saves little are whole again.
+    """
+    import json
+
+    import torch
+    from gpu_models import MODELS, VOCABULARY
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
+
+    hidden, width, layers, heads, groups, size, tied = MODELS["tiny" if job.tiny else name]
+    dense = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=size,
+        vocab_size=2048 if job.tiny else VOCABULARY,
+        tie_word_embeddings=tied,
+        max_position_embeddings=4096,
+    )
+    small = json.loads((_in_form(job, "per-layer") / "config.json").read_text())
+    sizes = [_scaled(small, round(each * (len(small["layers"]) - 1) / (layers - 1)), dense) for each in range(layers)]
+    own = dense.to_dict() | {"layers": sizes, "norm_width": hidden, "model_type": "oneshot"}
+    own.pop("architectures", None)
+
+    def made(form: str) -> Any:
+        with torch.device(job.device):
+            torch.set_default_dtype(torch.bfloat16 if job.cuda else torch.float32)
+            if form in ("dense", "stock"):
+                model: Any = LlamaForCausalLM(LlamaConfig(**dense.to_dict() | {"intermediate_size": widths[form]}))
+            else:
+                model = OneshotForCausalLM(OneshotConfig(**own))
+            torch.set_default_dtype(torch.float32)
+        if form == "per-layer, expanded":
+            model.expand_()
+        return model.eval()
+
+    widths = {"dense": width}
+    with torch.device("meta"):
+        whole, smaller = (
+            sum(each.numel() for each in model.parameters())
+            for model in (LlamaForCausalLM(dense), OneshotForCausalLM(OneshotConfig(**own)))
+        )
+    widths["stock"] = round((width - (whole - smaller) / (3 * hidden * layers)) / ROUND_TO) * ROUND_TO
+    for form in ("dense", "stock", "per-layer", "per-layer, expanded"):
+        model = made(form)
+        stored = sum(each.numel() for each in model.parameters())
+        with torch.inference_mode():
+            for sequences, length in ((1, 16),) if job.tiny else BATCHES:
+                ids = torch.randint(0, 1000, (sequences, length), generator=torch.Generator().manual_seed(0))
+                prefill, decode = _graphed_calls(job, model, ids.to(job.device))
+                facts = {"model": name, "form": form, "how": "CUDA graph", "sequences": sequences, "length": length}
+                seconds = {"prefill_seconds": job.seconds_of(prefill), "decode_seconds": _each(job, decode)}
+                job.emit("speed", **facts, parameters=stored, dense_parameters=whole, **seconds)
+                del prefill, decode
+        del model
+        if job.cuda:
+            torch.cuda.empty_cache()
+
+
+def _scaled(small: dict[str, Any], layer: int, dense: Any) -> dict[str, Any]:
+    """Return the sizes of a layer of a result as those of a larger model."""
+    sizes, width = dict(small["layers"][layer]), small["hidden_size"]
+    inner = sizes["intermediate_size"] / small["intermediate_size"]
+    for kind in ("query_key_rank", "output_rank", "gate_rank", "up_rank"):
+        sizes[kind] = round(sizes[kind] / width * dense.hidden_size / ROUND_TO) * ROUND_TO
+    return sizes | {
+        **dict.fromkeys(("hidden_size", "middle_size", "output_size"), dense.hidden_size),
+        **dict.fromkeys(("query_key_size", "value_size"), dense.head_dim),
+        "intermediate_size": round(inner * dense.intermediate_size / ROUND_TO) * ROUND_TO,
+        "num_attention_heads": dense.num_attention_heads,
+        "num_key_value_heads": dense.num_key_value_heads,
+    }
+
+
+def _graphed_calls(job: Job, model: Any, ids: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return a prefill and the decoding of one token behind it; each call of the second makes the cache longer."""
+    from transformers import StaticCache
+
+    cache, step = StaticCache(config=model.config, max_cache_len=ids.shape[1] + ROOM), ids[:, :1].clone()
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return (
+        _graphed(job, lambda: model(ids, use_cache=False, logits_to_keep=1)),
+        _graphed(job, lambda: model(step, past_key_values=cache, logits_to_keep=1)),
+    )
+
+
+def _graphed(job: Job, call: Callable[[], object]) -> Callable[[], object]:
+    """Return a call that launches the kernels of another; without a GPU the other itself."""
+    import torch
+
+    if not job.cuda:
+        return call
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):  # libraries make their workspaces before the capture
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _each(job: Job, call: Callable[[], object]) -> float:
+    """Return the seconds of one of many calls in a row."""
+    count = 4 if job.tiny else DECODED
+
+    def many() -> None:
+        for _ in range(count):
+            call()
+
+    return job.seconds_of(many) / count
 
 
 def _generate(model: Any, ids: Any, count: int) -> None:
