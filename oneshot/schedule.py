@@ -135,7 +135,9 @@ def _residual_counts(method: Method, grid: Grid, slices: bool, num_tokens: int) 
 
 
 def profile_schedule(grid: Grid, method: Method, kinds: Sequence[str] = PROBED_KINDS) -> Schedule:
-    """Return the stages of a run that only makes a profile."""
+    """Return the stages of a run that only makes a profile: of `kinds` without heads that no form can remove."""
+    if not grid.family.like_llama and grid.family.reason_against("heads") is not None:
+        kinds = [kind for kind in kinds if kind != "heads"]
     return Schedule(
         profiled_kinds=tuple(kinds),
         profiles_embedding=grid.shape.tied and not grid.shape.layer_norms,

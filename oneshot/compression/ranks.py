@@ -178,8 +178,10 @@ class RankAccumulator:
         assert isinstance(self._mixer, FeedForward)
         assert self._mixer.gate is not None
         down = tensors[f"{self._mixer.down}.weight"].to(gram)
-        down = down if branch_norm is None else branch_norm.seen(down)
-        columns = down.double().square().sum(0) if curvature is None else column_costs(down, curvature.ffn)
+        if curvature is None:
+            columns = (down if branch_norm is None else branch_norm.seen(down)).double().square().sum(0)
+        else:
+            columns = column_costs(down, curvature.ffn)
         gates, ups = self._energies * columns
         inputs = Inputs(gram)
         return {

@@ -27,7 +27,7 @@ def solve(
         branch_norm = BranchNorm.of(task.sublayer, tensors, task.machine.device)
         if branch_norm is not None:
             weight = branch_norm.seen(weight)
-        units, columns = _select(task, tensors, weight, statistics)
+        units, columns = _select(task, tensors, weight, statistics, branch_norm)
         factors = _correct(task, weight, columns, statistics)
         if branch_norm is not None:
             factors = replace(factors, weight=branch_norm.unseen(factors.weight))
@@ -40,14 +40,21 @@ def solve(
 
 
 def _select(
-    task: OneWriterTask, tensors: Tensors, weight: torch.Tensor, statistics: Statistics | None
+    task: OneWriterTask,
+    tensors: Tensors,
+    weight: torch.Tensor,
+    statistics: Statistics | None,
+    branch_norm: BranchNorm | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the units that stay, ascending, and their columns."""
+    """Return the units that stay, ascending, and their columns; `weight`: as the norm lets the stream see it."""
     units = torch.arange(task.dense_units, device=task.machine.device)
     if task.is_reduced and task.shared_heads is not None:
         units = task.shared_heads
     elif task.is_reduced:
         generator = torch.Generator().manual_seed(task.seed + task.layer)
+        curvature = task.neuron_curvature
+        if curvature is not None and branch_norm is not None:
+            curvature = branch_norm.curvature_of_seen(curvature)
         evidence = Evidence(
             consumer=weight[:, : task.num_columns],
             producer_energy=task.producer_energy(tensors).to(task.machine.device) if task.needs("producers") else None,
@@ -58,7 +65,7 @@ def _select(
             pivoting=task.method.pivoting,
             group_size=task.method.pivot_group_size,
             pivot_weights=task.method.pivot_weights,
-            curvature=task.neuron_curvature,
+            curvature=curvature,
         )
         units = task.choose(evidence)
     return units, task.columns_of(units)

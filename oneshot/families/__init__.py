@@ -7,7 +7,7 @@ from oneshot.families.classes import as_stored, predicts_tokens
 from oneshot.families.description import Description, Feature, Sizes, stated_class
 from oneshot.families.expert_sizes import ExpertSizes
 from oneshot.families.experts import Experts
-from oneshot.families.fused import from_files, fuse, split, to_files
+from oneshot.families.fused import from_files, fuse, part_of_output, split, to_files
 from oneshot.families.layer_shape import RANKED_KINDS, LayerShape, RankedKind, TableShape
 from oneshot.families.llama import LLAMA
 from oneshot.families.reading import FAMILIES, find_family
@@ -58,6 +58,7 @@ __all__ = [
     "from_files",
     "fuse",
     "is_text",
+    "part_of_output",
     "predicts_tokens",
     "read_shape",
     "scaled_epsilon",

@@ -1,6 +1,6 @@
 """Tensors that a checkpoint stores otherwise than we name them: fused linears, and experts by themselves."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -22,14 +22,29 @@ def split(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
         for part in PARTS:
             whole = split_up.pop(f"{fused}.{part}", None)
             if whole is not None:
-                each = (len(whole) - first) // (len(linears) - 1)
-                if stack.fused_heads:
-                    by_head = whole.unflatten(0, (stack.fused_heads, len(linears), -1))
-                    rows = tuple(one.flatten(0, 1) for one in by_head.unbind(1))
-                else:
-                    rows = whole.split([first, *[each] * (len(linears) - 1)])
+                rows = _rows_of_parts(whole, len(linears), first, stack.fused_heads)
                 split_up |= {f"{linear}.{part}": own for linear, own in zip(linears, rows, strict=True)}
     return split_up
+
+
+def part_of_output(output: torch.Tensor, linear: str, stack: Stack, first: int) -> torch.Tensor:
+    """Return what is a linear's own in the output `(…, n)` of the linear that it is stored in.
+
+    `first`: the outputs of the first part.
+    """
+    linears = stack.fused.get(stack.stored_linear(linear))
+    if linears is None:
+        return output
+    parts = _rows_of_parts(output.movedim(-1, 0), len(linears), first, stack.fused_heads)
+    return parts[linears.index(linear)].movedim(0, -1)
+
+
+def _rows_of_parts(whole: torch.Tensor, parts: int, first: int, heads: int) -> Sequence[torch.Tensor]:
+    """Return the rows of each part of a fused linear, of which the first has so many; `heads` as `fused_heads`."""
+    if heads:
+        return [rows.flatten(0, 1) for rows in whole.unflatten(0, (heads, parts, -1)).unbind(1)]
+    each = (len(whole) - first) // (parts - 1)
+    return whole.split([first, *[each] * (parts - 1)])
 
 
 def fuse(tensors: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:

@@ -8,6 +8,7 @@ from oneshot.profiling.curvature import sequences_together
 # Numbers of a token that the graph of a layer and its gradients hold, in units of the sizes of its activations.
 OF_NEURONS, OF_HEADS, OF_HIDDEN = 8, 12, 10
 FLOATS_OF_HIDDEN = 10  # norms and the gradients that are summed
+FLOATS_OF_NORMS_INSIDE = 10
 
 
 def curvature_stages(work: Work) -> list[Stage]:
@@ -32,10 +33,9 @@ def _graph(work: Work) -> Term:
     together = sequences_together(work.batch_tokens // length, length, shape.num_attention_heads, work.device)
     tokens = together * length
     heads = shape.num_attention_heads * shape.head_dim
+    floats = FLOATS_OF_HIDDEN + work.grid.family.stack.norms_inside * FLOATS_OF_NORMS_INSIDE
     numbers = OF_NEURONS * shape.intermediate_size + OF_HEADS * heads + OF_HIDDEN * shape.hidden_size
-    needed = tokens * (
-        work.dtype.itemsize * numbers + FLOAT * (FLOATS_OF_HIDDEN * shape.hidden_size + 3 * shape.query_key_width)
-    )
+    needed = tokens * (work.dtype.itemsize * numbers + FLOAT * (floats * shape.hidden_size + 3 * shape.query_key_width))
     if work.on_cuda:  # scores are whole there, so that gradients add up in a fixed order
         needed += 6 * FLOAT * tokens * length * shape.num_attention_heads
     return Term(needed, computed=True, knobs=BATCH)

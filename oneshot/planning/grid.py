@@ -70,13 +70,8 @@ class Grid:
 
     @property
     def has_curvature(self) -> bool:
-        """Return whether output curvature can be measured and used: as for ranks, in one stack of layers.
-
-        What a sublayer adds to the stream is what its writer computes, and queries and keys have linears of their own.
-        """
-        stack = self.family.stack
-        is_plain = not (stack.norms_after or stack.norms_inside or stack.fused)
-        return self.has_ranks and is_plain and self.family.decoder is None
+        """Return whether output curvature can be measured and used: as for ranks, in one stack of layers."""
+        return self.has_ranks and self.family.decoder is None
 
     def reason_against_heads(self) -> str | None:
         """Return a sentence why no head can be removed, with the remedy; None if heads can.

@@ -7,14 +7,16 @@ a device for a part of it, are held at a time, and every layer is read twice.
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from oneshot.checkpoint import Model
+from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import Curvature, shrunk
 from oneshot.compression.statistics import GramAccumulator
-from oneshot.families import Stack
+from oneshot.families import part_of_output
 from oneshot.machine import Machine, repeatable_attention
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned, uploaded
@@ -54,16 +56,16 @@ def measure_curvature(
         gradients = states.pop()  # what is behind the last layer gives way to its gradients
         _start(builder.output_head(), gradients, own, first, seed)
         numbers = range(model.shape.num_hidden_layers)[::-1]
-        for number, layer in zip(numbers, _layers(model, machine, builder, numbers), strict=True):
+        for number, (layer, norms) in zip(numbers, _layers(model, machine, builder, numbers), strict=True):
             sums = _Sums(model, machine.device)
             for batch in own:
                 behind, x = _read(gradients, batch), _read(states[-1], batch)
                 together = sequences_together(len(x), x.shape[1], model.shape.num_attention_heads, x.device)
                 before = []
                 for some, gradient in zip(x.split(together), behind.split(together), strict=True):
-                    own_before, output, queries, keys = _gradients(layer, model.family.stack, some, gradient)
-                    sums.update_(output, queries, keys, gradient)
-                    before.append(own_before)
+                    found = _gradients(layer, norms, model, some, gradient)
+                    sums.update_(found)
+                    before.append(found.before)
                 gradients.write(batch.rows, torch.cat(before))
                 advance(batch.token_ids.numel())
             sums.save(curvature, number, machine, text.num_tokens)
@@ -89,23 +91,28 @@ def _forward(
     for batch in batches:
         states[0].write(batch.rows, builder.embed(embedding, batch))
     del embedding
-    for number, layer in enumerate(_layers(model, machine, builder, range(num_layers))):
+    for number, (layer, _) in enumerate(_layers(model, machine, builder, range(num_layers))):
         for batch in batches:
             states[number + 1].write(batch.rows, layer.run_all(_read(states[number], batch)))
             advance(batch.token_ids.numel())
     return states
 
 
-def _layers(model: Model, machine: Machine, builder: LayerBuilder, numbers: Sequence[int]) -> Iterator[Layer]:
-    """Yield layers whose weights may be in a graph: tensors of inference mode may not."""
-    upload = Uploader(machine.device)
+def _layers(
+    model: Model, machine: Machine, builder: LayerBuilder, numbers: Sequence[int]
+) -> Iterator[tuple[Layer, list[BranchNorm | None]]]:
+    """Yield layers whose weights may be in a graph, as tensors of inference mode may not; and norms inside them."""
+    upload, sublayers = Uploader(machine.device), model.family.stack.sublayers
     read = prefetch(lambda index: pinned(model.read_layer(numbers[index]), machine.device), len(numbers))
     for number, tensors in zip(numbers, read, strict=True):
-        yield builder.layer(
-            number,
-            {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in upload(tensors).items()},
-        )
-        del tensors  # free before the next layer is waited for
+        tensors = {
+            name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in upload(tensors).items()
+        }
+        norms = [BranchNorm.of(sublayer, tensors, machine.device) for sublayer in sublayers]
+        layer = builder.layer(number, tensors)
+        del tensors
+        yield layer, norms
+        del layer  # free before the next one is waited for
 
 
 def _read(store: ActivationStore, batch: Batch) -> torch.Tensor:
@@ -127,19 +134,53 @@ def _start(head: OutputHead, last: ActivationStore, batches: Sequence[Batch], fi
         last.write(batch.rows, states)
 
 
-def _gradients(layer: Layer, stack: Stack, x: torch.Tensor, behind: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradients at the layer's input, at the stream behind attention, and at queries and keys.
+@dataclass(frozen=True)
+class _Gradients:
+    """Gradients in a layer, `(sequences, length, …)`.
 
-    All are `(sequences, length, …)`. `behind (sequences, length, D)`: the gradient behind the layer.
+    `before`: at its input. `output`, `ffn`: at what attention's output linear and the down projection compute, as
+    `LayerCurvature` counts it. `queries_keys`: at queries and keys together.
     """
-    attention, ffn = stack.index_of("heads"), stack.index_of("ffn")
-    linears = stack.attention.q, stack.attention.k
+
+    before: torch.Tensor
+    output: torch.Tensor
+    queries_keys: torch.Tensor
+    ffn: torch.Tensor
+
+
+def _gradients(
+    layer: Layer, norms: Sequence[BranchNorm | None], model: Model, x: torch.Tensor, behind: torch.Tensor
+) -> _Gradients:
+    """Return the gradients for `x (sequences, length, D)`; `behind`, the gradient behind the layer, is alike.
+
+    `norms`: those inside the sublayers.
+    """
+    stack, of_queries = model.family.stack, model.shape.num_attention_heads * model.shape.head_dim
+    attention, ffn, mixer = stack.index_of("heads"), stack.index_of("ffn"), stack.attention
+    writers = {attention: mixer.out, ffn: stack.sublayers[ffn].writer}
+    linears = list(dict.fromkeys([*writers.values(), *map(stack.stored_linear, (mixer.q, mixer.k))]))
     with torch.enable_grad(), repeatable_attention(x.device), layer.outputs_of(*linears) as outputs:
         x.requires_grad_()
-        attended = layer.run(attention, x)
-        moved = layer.run(ffn, attended)
-    at = [x, attended, *(outputs[linear] for linear in linears)]
-    return list(torch.autograd.grad(moved, at, behind))
+        moved = layer.run(ffn, layer.run(attention, x))
+    before, *others = torch.autograd.grad(moved, [x, *(outputs[linear] for linear in linears)], behind)
+    gradients = dict(zip(linears, others, strict=True))
+
+    def at_writer(index: int) -> torch.Tensor:
+        gradient, norm = gradients[writers[index]], norms[index]
+        if norm is not None:
+            written = outputs[writers[index]].detach().flatten(0, -2)
+            gradient = norm.gradients(gradient.flatten(0, -2), norm.scales(written, layer.added(index, written)))
+        return gradient.reshape(x.shape)
+
+    def at_reader(linear: str) -> torch.Tensor:
+        return part_of_output(gradients[stack.stored_linear(linear)], linear, stack, of_queries)
+
+    return _Gradients(
+        before=before,
+        output=at_writer(attention),
+        queries_keys=torch.cat([at_reader(mixer.q), at_reader(mixer.k)], -1),
+        ffn=at_writer(ffn),
+    )
 
 
 class _Sums:
@@ -152,11 +193,11 @@ class _Sums:
             for size in (shape.hidden_size, shape.query_key_width, shape.hidden_size)
         )
 
-    def update_(self, output: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, ffn: torch.Tensor) -> None:
-        """Add the gradients of a batch, `(sequences, length, …)`."""
-        self._output.update_(clipped(output))
-        self._queries_keys.update_(clipped(torch.cat((queries, keys), -1)))
-        self._ffn.update_(clipped(ffn))
+    def update_(self, gradients: _Gradients) -> None:
+        """Add the gradients of a batch."""
+        self._output.update_(clipped(gradients.output))
+        self._queries_keys.update_(clipped(gradients.queries_keys))
+        self._ffn.update_(clipped(gradients.ffn))
 
     def save(self, curvature: Curvature, layer: int, machine: Machine, num_tokens: int) -> None:
         """Write the means over the tokens of all workers, shrunk towards equal curvature of all directions."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from oneshot.compression.correction import Factors
-from oneshot.compression.curvature import mean_cost
 from oneshot.families import RANKED_KINDS, ModelShape
 from oneshot.linalg.interpolative import ordered_factor, trailing_norms
 from oneshot.selection import Evidence
@@ -63,11 +62,3 @@ def squared_error(factors: Factors) -> float:
     """Return the relative squared error that the statistics predict."""
     assert factors.predicted_error is not None
     return factors.predicted_error**2
-
-
-def mean_energy(rows: torch.Tensor, curvature: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the mean over tokens of the squared norms, a float64 scalar, for `(…, D)`.
-
-    With a curvature it is the mean of their costs in nats.
-    """
-    return rows.double().square().sum(-1).mean() if curvature is None else mean_cost(rows, curvature)

@@ -33,8 +33,9 @@ from oneshot.machine.transfer import Uploader
 from oneshot.planning import Profile, ProfileOrigin
 from oneshot.planning.plan import RemovedUnit
 from oneshot.profiling.embedding import EmbeddingProfile
-from oneshot.profiling.layer_curves import LayerCurves, head_tail, mean_energy, squared_error, weighted_norm
+from oneshot.profiling.layer_curves import LayerCurves, head_tail, squared_error, weighted_norm
 from oneshot.profiling.layer_statistics import LayerStatistics, LayerSums
+from oneshot.profiling.outputs import SublayerOutput
 from oneshot.profiling.probes import PROBE_SEQUENCES, PROBED_KINDS, Probe, Probes, probe_size
 from oneshot.selection import Evidence, select_heads
 from oneshot.selection.pivots import group_order
@@ -245,13 +246,13 @@ class LayerProfiler:
         """
         if not linears:
             return
-        mixer, whole = self._stack.sublayers[index].mixer, dense.sum(index, x)
+        mixer, whole = self._stack.sublayers[index].mixer, self._output(tensors, dense, index, x, metric)
         curves = {kind: linear.errors() for kind, linear in linears.items()}
         ranks = {kind: probe_size(errors, RANK_SHARE) for kind, errors in curves.items()}
         changes = []
         for kind, linear in linears.items():
             reduced = self.states.builder.layer(layer, with_ranks(tensors, mixer, {kind: linear.nearest(ranks[kind])}))
-            changes.append(mean_energy(reduced.sum(index, x) - whole, metric))
+            changes.append(whole.cost_of(reduced))
         for (kind, errors), energy in zip(curves.items(), torch.stack(changes).tolist(), strict=True):
             scaled = errors * (energy / float(errors[ranks[kind]].clamp_min(torch.finfo(errors.dtype).tiny)))
             self._curves[layer].rank_errors[RANKED_KINDS.index(kind), : len(errors)] = scaled
@@ -284,12 +285,15 @@ class LayerProfiler:
         shape, curves, index = self._shape, self._curves[layer], self._stack.index_of("ffn")
         sublayer = self._stack.sublayers[index]
         weight, branch_norm = self._seen_weight(tensors, sublayer)
+        of_seen = metric
+        if metric is not None and branch_norm is not None:
+            of_seen = branch_norm.curvature_of_seen(metric)
         down = weight[:, : shape.intermediate_size]
         gram = statistics.gram[: shape.intermediate_size, : shape.intermediate_size]
-        evidence = Evidence(down, None, gram, torch.Generator(), moments=statistics.moments, curvature=metric)
+        evidence = Evidence(down, None, gram, torch.Generator(), moments=statistics.moments, curvature=of_seen)
         order = weighted_pivots(*evidence.neurons(), rank=len(gram))
         factor = ordered_factor(gram, order)
-        seen = weight if metric is None else seen_by_output(weight, metric)
+        seen = weight if of_seen is None else seen_by_output(weight, of_seen)
         errors = curves.ffn_errors = nested_errors(factor, seen[:, order])
         curves.ffn_tails = trailing_norms(factor, evidence.column_weights()[order])
         del factor  # as large as the Gram in float64
@@ -301,12 +305,19 @@ class LayerProfiler:
         folded = fold_sublayer(tensors, sublayer, shape, unseen(factors, branch_norm))
         reduced = self.states.builder.layer(layer, folded)
         total = reduced.sum(index, attended)
-        energy = float(mean_energy(total - dense.sum(index, attended), metric)) if self._has_ranks else 0.0
+        whole = self._output(tensors, dense, index, attended, metric)
+        energy = float(whole.cost_of(reduced)) if self._has_ranks else 0.0
         error = squared_error(factors)
-        if metric is not None:
-            kept = seen_by_output(factors.weight, metric)
+        if of_seen is not None:
+            kept = seen_by_output(factors.weight, of_seen)
             error = predicted_error(seen, kept, factors.kept_columns, statistics) ** 2
         self._probes.add(Probe("ffn", layer, reduced.leave(index, total), error, energy))
+
+    def _output(
+        self, tensors: Tensors, dense: Layer, index: int, x: torch.Tensor, metric: torch.Tensor | None
+    ) -> SublayerOutput:
+        branch_norm = BranchNorm.of(self._stack.sublayers[index], tensors, self._machine.device)
+        return SublayerOutput(dense, index, x, metric, branch_norm)
 
     def _seen_weight(self, tensors: Tensors, sublayer: Sublayer) -> tuple[torch.Tensor, BranchNorm | None]:
         """Return a writer with its bias as the stream sees it, and the norm that may follow it."""

@@ -71,18 +71,26 @@ class OutputHead:
         Args:
             uniforms: float32 `(length,)` in [0, 1): where a token is taken from its cumulative probabilities.
         """
-        assert self.cap is None, "families with bounded logits have no output curvature"
         states = self.norm(x).float()
         normaliser = self._log_normaliser(states).unsqueeze(1)
         expected, below = torch.zeros_like(states), torch.zeros_like(uniforms)
         drawn = torch.zeros(uniforms.shape, dtype=torch.int64, device=uniforms.device)
         for panel in self._panels():
-            probabilities = self._logits(states, panel).sub_(normaliser).exp_()
-            expected += probabilities @ self.weight[panel].float()
+            logits = self._logits(states, panel)
+            slopes = None if self.cap is None else self._slopes(logits, self.cap)
+            probabilities = logits.sub_(normaliser).exp_()
             cumulative = probabilities.cumsum(-1).add_(below.unsqueeze(1))
+            weights = probabilities if slopes is None else probabilities.mul_(slopes)
+            expected += weights @ self.weight[panel].float()
             drawn += (cumulative <= uniforms.unsqueeze(1)).sum(-1)
             below = cumulative[:, -1]
-        behind = expected - self.weight[drawn.clamp_max(len(self.weight) - 1)].float()
+        drawn.clamp_max_(len(self.weight) - 1)
+        rows = self.weight[drawn].float()
+        if self.cap is not None:
+            logits = (states * rows).sum(-1, keepdim=True)
+            logits = logits if self.bias is None else logits + self.bias[drawn].float().unsqueeze(1)
+            rows = rows * self._slopes(self.cap * (logits / self.cap).tanh(), self.cap)
+        behind = expected - rows
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             states = self.norm(x).float()
@@ -107,6 +115,11 @@ class OutputHead:
         bias = None if self.bias is None else self.bias[panel].float()
         logits = functional.linear(states, self.weight[panel].float(), bias)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+    @staticmethod
+    def _slopes(logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """Return the derivatives of bounded logits by those before the bound."""
+        return 1 - (logits / cap).square()
 
     def _log_normaliser(self, states: torch.Tensor) -> torch.Tensor:
         panels = [self._logits(states, panel).logsumexp(-1) for panel in self._panels()]

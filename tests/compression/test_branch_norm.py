@@ -56,6 +56,22 @@ def test_a_row_without_gain_keeps_its_solution() -> None:
     torch.testing.assert_close(norm.unseen(norm.seen(weight)), weight)
 
 
+def test_a_curvature_of_the_output_is_one_of_what_the_stream_sees() -> None:
+    norm, weight, rows = branch_norm(torch.tensor([-1.0, 0.0, 0.5])), seeded(3, 4).double(), seeded(9, 3).double()
+    curvature, seen = rows.T @ rows, norm.seen(weight)
+    found = seen.T @ norm.curvature_of_seen(curvature.float()) @ seen
+    torch.testing.assert_close(found, weight.T @ curvature @ weight, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_by_scaled_outputs_of_tokens_are_those_of_autograd() -> None:
+    scales, written = torch.tensor([[4.0], [0.5], [0.0]]), seeded(3, 5).requires_grad_()
+    scaled = scales * written
+    [at_written, at_scaled] = torch.autograd.grad(scaled.square().sum(), [written, scaled])
+    found = branch_norm(torch.zeros(5)).gradients(at_written, scales)
+    torch.testing.assert_close(found, at_scaled)
+    assert not found[2].any()
+
+
 @pytest.mark.parametrize("heads", ["none", "id"])
 @torch.inference_mode()
 def test_the_writers_of_gemma_solve_weighted_least_squares(

@@ -106,6 +106,9 @@ def test_no_run_takes_more_than_predicted(
     for name, changes in FURTHER_MIXTURES.items():
         config = make_config(make_checkpoint(**MEASURED_MIXTURE | changes), output=str(tmp_path / name), **sizes)
         experts[name] = flat_options(config)
+    inside = make_checkpoint(**MEASURED_MODEL | {"family": "gemma3_text", "head_dim": 32})
+    curvature = {"form": "per-layer", "dtype": "bfloat16", "output": str(tmp_path / "inside")}
+    experts["norms inside, output curvature"] = flat_options(make_config(inside, **sizes | curvature))
     runs = (
         dict(zip(MEASURED_RUNS, decoders, strict=True)) | experts | encoder_runs(make_checkpoint, make_config, tmp_path)
     )

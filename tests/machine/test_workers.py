@@ -42,7 +42,11 @@ SHARED: dict[str, tuple[int, list[str], dict[str, Any]]] = {
         ["--sparsity=0.1", "--form=per-layer", "--round-to=1", "--set=embedding=low-rank"],
         {"tied": True, "vocabulary": 1600},
     ),
-    "output curvature": (2, ["--sparsity=0.15", "--form=per-layer", "--round-to=4", "--set=curvature=fisher"], {}),
+    "output curvature": (
+        2,
+        ["--sparsity=0.15", "--form=per-layer", "--round-to=4", "--set=curvature=fisher"],
+        CASES["gemma3_text"].options,
+    ),
     "a hidden size": (2, ["--sparsity=0.1", "--recipe=group-pca", "--set=correction=two-stream"], {}),
     "sketches": (3, ["--sparsity=0.15", "--recipe=stat"], {}),
     "sparse signs": (2, ["--sparsity=0.15", "--set=sketch=sparse-sign", "--set=sketch_size=100"], {}),

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens
+from families.cases import CASES, decoders
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from oneshot.checkpoint import open_model
 from oneshot.cli.profile import main
 from oneshot.compression.curvature import SHRINKAGE
+from oneshot.config import Config
 from oneshot.errors import ProfileError
+from oneshot.export import form_of
 from oneshot.pipeline import compress, profile
 from oneshot.profiling import load_profile
 from oneshot.profiling.curvature import LARGEST_GRADIENT, SCORES_TOGETHER, clipped, sequences_together
@@ -21,8 +25,13 @@ from oneshot.run import open_run
 Rows = np.ndarray[Any, Any]
 
 
-def whole_model_gradients(folder: str, token_ids: torch.Tensor, seed: int) -> list[dict[str, Rows]]:
-    """Return gradients `(sequences, length, n)` of every layer, by one backward pass through all of it in float64."""
+def whole_model_gradients(
+    folder: str, token_ids: torch.Tensor, seed: int, *, norms_inside: bool
+) -> list[dict[str, Rows]]:
+    """Return gradients `(sequences, length, n)` of every layer, by one backward pass through all of it in float64.
+
+    With norms inside, those of writers are by outputs in units of their root mean square.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval().requires_grad_(False)
     model.get_input_embeddings().requires_grad_()
     kept: list[dict[str, torch.Tensor]] = []
@@ -34,11 +43,13 @@ def whole_model_gradients(folder: str, token_ids: torch.Tensor, seed: int) -> li
             tensor.retain_grad()
             own[name] = tensor
 
-        norm = layer.post_attention_layernorm
-        norm.register_forward_pre_hook(lambda _, inputs, keep=keep: keep("output", inputs[0]))
-        layer.register_forward_hook(lambda _, inputs, output, keep=keep: keep("ffn", output))
-        for name in ("q", "k"):
-            linear = getattr(layer.self_attn, f"{name}_proj")
+        attention = layer.self_attn
+        linears = {"output": attention.o_proj, "ffn": layer.mlp.down_proj}
+        if hasattr(attention, "qkv_proj"):
+            linears |= {"qkv": attention.qkv_proj}
+        else:
+            linears |= {"q": attention.q_proj, "k": attention.k_proj}
+        for name, linear in linears.items():
             linear.register_forward_hook(lambda _, inputs, output, keep=keep, name=name: keep(name, output))
     logits = model(token_ids, use_cache=False).logits
     loss = torch.zeros((), dtype=torch.float64)
@@ -48,12 +59,44 @@ def whole_model_gradients(folder: str, token_ids: torch.Tensor, seed: int) -> li
         drawn = torch.searchsorted(cumulative, uniforms.unsqueeze(1), right=True).squeeze(1)
         loss = loss + functional.cross_entropy(own_logits, drawn, reduction="sum")
     loss.backward()
-    found = []
+    found, config = [], model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = head_dim * (config.num_attention_heads + config.num_key_value_heads)  # of queries and keys
     for own in kept:
         gradients = {name: tensor.grad.numpy() for name, tensor in own.items() if tensor.grad is not None}
-        queries_keys = np.concatenate((gradients.pop("q"), gradients.pop("k")), -1)
-        found.append(gradients | {"query_key": queries_keys})
+        for name in ("output", "ffn") if norms_inside else ():
+            written = own[name].detach().numpy()
+            gradients[name] *= np.sqrt((written**2).mean(-1, keepdims=True) + config.rms_norm_eps)
+        fused = gradients.pop("qkv", None)
+        queries_keys = np.concatenate((gradients.pop("q"), gradients.pop("k")), -1) if fused is None else fused
+        found.append(gradients | {"query_key": queries_keys[..., :width]})
     return found
+
+
+def measured_curvature(config: Config) -> list[dict[str, torch.Tensor]]:
+    with open_run(config) as run:
+        layers = range(run.model.shape.num_hidden_layers)
+        measured = [run.curvature.of_layer(layer, torch.device("cpu")) for layer in layers]
+        return [{"output": one.output, "query_key": one.query_key, "ffn": one.ffn} for one in measured]
+
+
+NORMS_INSIDE = ("exaone4", "gemma2", "gemma3_text", "olmo2", "olmo3")
+OTHERS = ("cwm", "ernie4_5", "gemma", "granite", "helium", "hunyuan_v1_dense", "llama", "ministral", "ministral3")
+OTHERS += ("mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
+
+
+def test_every_family_with_ranks_has_it(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """And is compared with the stock model below."""
+    found = []
+    for name in decoders():
+        if "per-layer form" in CASES[name].refused:
+            continue
+        model = open_model(str(make_checkpoint(**CASES[name].options)), tmp_path)
+        grid = form_of("per-layer", model.family).grid(model)
+        if grid.has_ranks:
+            assert grid.has_curvature, name
+            found.append(name)
+    assert sorted(found) == sorted((*NORMS_INSIDE, *OTHERS))
 
 
 @pytest.mark.parametrize(
@@ -63,6 +106,8 @@ def whole_model_gradients(folder: str, token_ids: torch.Tensor, seed: int) -> li
         ("llama", {}, 1),  # of two in a batch, as on a device where scores take much memory
         ("qwen3", {"head_dim": 8, "tied": True}, 2),
         ("mistral", {"sliding_window": 8, "vocabulary": 9000}, 2),  # more than a panel of the head
+        *((family, CASES[family].options, 2) for family in (*NORMS_INSIDE, *OTHERS)),
+        ("gemma2", CASES["gemma2"].options | {"final_logit_softcapping": 0.7}, 1),  # logits far beyond their bound
     ],
 )
 def test_it_is_that_of_the_whole_stock_model(
@@ -74,12 +119,10 @@ def test_it_is_that_of_the_whole_stock_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("oneshot.profiling.curvature.sequences_together", lambda *_: together)
-    folder = make_checkpoint(family=family, **model)
+    folder = make_checkpoint(**{"family": family} | model)
     config = make_config(folder, form="per-layer", num_sequences=5, sequence_length=24, batch_size=2, seed=3)
-    with open_run(config) as run:
-        measured = [run.curvature.of_layer(layer, torch.device("cpu")) for layer in range(2)]
-        found = [{"output": one.output, "query_key": one.query_key, "ffn": one.ffn} for one in measured]
-    expected = whole_model_gradients(config.checkpoint, calibration_tokens(config), config.seed)
+    found, tokens = measured_curvature(config), calibration_tokens(config)
+    expected = whole_model_gradients(config.checkpoint, tokens, config.seed, norms_inside=family in NORMS_INSIDE)
     for of_layer, gradients in zip(found, expected, strict=True):
         for name, rows in gradients.items():
             matrix = np.einsum("tm,tn->mn", *2 * [rows.reshape(-1, rows.shape[-1])]) / (5 * 24)
@@ -99,14 +142,15 @@ def test_scores_that_a_device_holds_together(sequences: int, length: int, heads:
     assert sequences_together(sequences, length, heads, torch.device("cpu")) == sequences
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo2", "granite", "phi3"])
 def test_prices_are_divergences(
-    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, text_file: Path
+    family: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, text_file: Path
 ) -> None:
     """The measured divergence of a reduced FFN is near what the curvature predicts, in every layer.
 
     The profile is made by the command, which needs the form that its results will have.
     """
-    folder = make_checkpoint(layers=3, tied=True)
+    folder = make_checkpoint(**CASES[family].options | {"layers": 3, "tied": True})
     command = [str(folder), "--output", str(tmp_path / "profile"), "--set", "curvature=fisher", "--quiet"]
     command += ["--calibration", str(text_file), "--num-sequences=16", "--sequence-length=32", "--dtype=float32"]
     assert main(command) == 1

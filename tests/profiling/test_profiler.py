@@ -13,6 +13,7 @@ import pytest
 import scipy.linalg
 import torch
 from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
+from families.cases import CASES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional
@@ -51,6 +52,15 @@ def test_nested_errors_are_those_of_least_squares(rows: int, size: int, outputs:
 def profiled(make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path) -> tuple[Profile, Any]:
     config = make_config(make_checkpoint(tied=True), output=str(tmp_path / "profile"))
     return profile(config), config
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+def test_a_profile_measures_no_heads_that_no_form_can_remove(
+    form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    found = profile(make_config(make_checkpoint(**CASES["olmo2"].options), form=form, output=str(tmp_path / "own")))
+    assert not found.head_sensitivity.any()
+    assert found.ffn_sensitivity.all()
 
 
 def test_a_profile_has_every_size_of_every_sublayer(profiled: tuple[Profile, Any]) -> None:
