@@ -84,7 +84,7 @@ def compare_rows(with_part: Sequence[Row], without: Sequence[Row]) -> Difference
         other = others.get(row["seed"])
         if other is None or "window_losses" not in row:
             continue
-        if row["texts"] != other["texts"]:
+        if row.get("texts") != other.get("texts"):
             raise ValueError(f"The rows of seed {row['seed']} were judged on different windows; measure both again.")
         pairs.append((_losses(row), _losses(other)))
     if not pairs:

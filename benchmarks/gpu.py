@@ -22,9 +22,9 @@ and no installed oneshot. `--tiny --device cpu` runs the same code without a GPU
 # With time left, each section within the seconds of SECTIONS:
 #   python3 benchmarks/gpu.py --output $OUT --sections "8B stock" "compiled forms" "tests" "7B per-layer+self"
 #
-# With the coder's file in the bundle (gpu_bundle.py --coder) a call of `true` carries each of .gpu/1 to .gpu/8, and the
-# call with .gpu/9 runs
-#   python3 benchmarks/gpu.py --output $OUT --sections "quality, coder"
+# With the files of other models in the bundle (gpu_bundle.py --coder --gemma) a call of `true` carries each of its
+# folders but the last, in about four seconds. The card is shared well where only quality counts:
+#   python3 benchmarks/gpu.py --output $OUT --seconds 500 --at-once 3 --sections "quality, coder, seed 1" …
 #
 # "healing" needs "quality" or one of its seeds in the same call. At the end append the rows of $OUT/gpu.jsonl to
 # benchmarks/results/gpu.jsonl, and run gpu_estimate.py and render.py.
@@ -153,7 +153,7 @@ def run_by_name(name: str, job: Job, end: float, *, in_process: bool) -> str:
         SECTIONS[name].measure(replace(job, section=name), *SECTIONS[name].arguments)
         state = "done"
     elif left > LEAST_SECONDS:
-        state = run_section(name, job, min(SECTIONS[name].seconds, left))
+        state = run_section(name, job, min(job.at_once * SECTIONS[name].seconds, left))
     else:
         state = "no time left"
     print(f"{name:26} {time.monotonic() - started:6.1f} s  {state}", flush=True)

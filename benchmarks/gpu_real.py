@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_bundle import NAMES, data_folder, real_model
+from gpu_bundle import GEMMA, NAMES, data_folder, real_model
 from gpu_common import Job
 from gpu_runs import SPARSITY, random_model
 
 FORMS = ("stock", "per-layer", "nemotron-nas")
 SPARSITIES = (0.1, 0.2, 0.3)
+LARGEST = {GEMMA: 0.2}  # of these sizes; most of its parameters are in its embedding
 WINDOWS = 16
 BATCHES = ((1, 1024), (16, 512))  # sequences and their tokens, of a prefill
 DECODED = 64
@@ -55,13 +56,16 @@ def other_model(job: Job, name: str, texts: str, seed: str = "0") -> None:
 
 
 def baselines(job: Job, name: str) -> None:
-    """Judge what another real model loses in the stock form, by ours and by FLAP's recipe, with general text."""
+    """Judge what another real model loses with general text in the stock form, and by FLAP's recipe.
+
+    FLAP adds biases to the FFN, which the configs of these models cannot state, so its results are in our form.
+    """
     model = real_model(job.bundle, job.scratch, name)
     if model is None:
         job.emit("quality", recipe="none", skipped=f"{name} has not arrived")
         return
-    for recipe in ("oneshot", "flap"):
-        _quality(job, model, _texts(job, "general.jsonl"), True, {"recipe": recipe, "form": "stock"}, with_code=True)
+    for recipe, form in (("oneshot", "stock"), ("flap", "per-layer")):
+        _quality(job, model, _texts(job, "general.jsonl"), True, {"recipe": recipe, "form": form}, with_code=True)
 
 
 def _texts(job: Job, texts: str) -> str:
@@ -88,7 +92,7 @@ def _quality(
     job.emit("quality", recipe="dense", **shared, **dense, judge_seconds=time.perf_counter() - started)
     config = _config(job, model, calibration, real, folder / "compressed", settings)
     started = time.perf_counter()
-    reports = compress_sizes(config, SPARSITIES)
+    reports = compress_sizes(config, [size for size in SPARSITIES if size <= LARGEST.get(model.name, 1)])
     wall = time.perf_counter() - started
     job.emit("quality seconds", seconds=[report.seconds for report in reports], wall_seconds_of_all=wall)
     started = time.perf_counter()
@@ -128,7 +132,7 @@ def curvature_uses(job: Job, seed: str, times: str = "1") -> None:
     """
     import torch
     from curvature_uses import IDEAS, calibration_tokens, compressed_by_idea
-    from judging import losses, model_losses, score, text_scores
+    from judging import losses, model_losses, score, text_records, text_scores
     from second_sweep import swept_
 
     from oneshot.evaluation import load_model
@@ -143,7 +147,8 @@ def curvature_uses(job: Job, seed: str, times: str = "1") -> None:
     more = lengths | {"seed": int(seed), "sparsity": SPARSITY}
     text = calibration_tokens(_config(job, model, f"{calibration}+self", real, folder / "ideas", more), folder)
     config = _config(job, model, text, real, folder / "ideas", more)
-    shared = {"model": model.name, "calibration_tokens": lengths["num_sequences"] * lengths["sequence_length"]}
+    shared = {"model": model.name, "texts": text_records(windows)}
+    shared["calibration_tokens"] = lengths["num_sequences"] * lengths["sequence_length"]
     ideas = IDEAS if real else IDEAS[:1] + IDEAS[-1:]
     for row, result in compressed_by_idea(config, ideas if times == "1" else IDEAS[:1], dense, windows):
         job.emit("idea", **row, **shared)
@@ -370,7 +375,11 @@ def _graphed(job: Job, call: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(_: Callable[[], object] = call) -> None:  # what the call reads must stay, as the graph does not own it
+        graph.replay()
+
+    return replay
 
 
 def _each(job: Job, call: Callable[[], object]) -> float:

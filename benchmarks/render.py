@@ -17,13 +17,12 @@ from tables.gpu_measured import (
     gpu_first_run_table,
     gpu_gram_table,
     gpu_pivots_table,
-    gpu_quality_table,
     gpu_rates_table,
     gpu_runs_table,
     gpu_sketch_table,
     gpu_speed_table,
-    models_table,
 )
+from tables.gpu_quality import gpu_quality_table, ideas_table, models_table
 from tables.grams import singular_grams_table
 from tables.heal import heal_table
 from tables.hidden_size import hidden_error_table, hidden_size_table
@@ -138,6 +137,7 @@ TABLES = {
     "drafts": (drafts_table, "drafts"),
     "exactness": (exactness_table, "exactness"),
     "models": (models_table, "gpu"),
+    "ideas": (ideas_table, "gpu"),
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),

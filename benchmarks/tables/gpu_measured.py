@@ -3,15 +3,11 @@
 from collections.abc import Sequence
 
 from harness import Row, latest, read_rows
-from judging import CODE, KINDS
-from quality_rows import with_seeds
 
-from tables.cells import markdown, score_cell, settings
+from tables.cells import markdown
 from tables.gpu import estimates
 
 GB = 1e9
-MODEL_TITLES = {"gemma-3-270m": "Gemma 3 270M"}  # of rows that name a file
-QUALITY_KEYS = ("model", "calibration", "settings", "asked")  # of a line
 
 
 def rows_of(*kinds: str) -> list[Row]:
@@ -181,84 +177,25 @@ def gpu_agree_table() -> str:
 
 
 def gpu_speed_table() -> str:
-    """Prefill and decoding of every form, eagerly and compiled; the dense model's time ÷ the form's."""
-    rows = latest(rows_of("speed"), "form", "how", "sequences", "length", "decode_seconds")
+    """Prefill and decoding of every form, eagerly, compiled and in a graph; the dense model's time ÷ the form's."""
+    rows = [{"model": "SmolLM2-135M"} | row for row in rows_of("speed")]
+    rows = latest(rows, "model", "form", "how", "sequences", "length", "decode_seconds")
     measures = [(row, name) for row in rows for name in ("prefill_seconds", "decode_seconds") if name in row]
     found: dict[tuple[str, ...], dict[str, float]] = {}
     for row, name in measures:
-        place = (row["how"], name.removesuffix("_seconds"), f"{row['sequences']} × {row['length']:,}")
+        size = f"{row['sequences']} × {row['length']:,}"
+        place = (row["model"], row["how"], name.removesuffix("_seconds"), size)
         found.setdefault(place, {})[row["form"]] = row[name]
     if not found:
         return NOT_YET
     forms = list(dict.fromkeys(row["form"] for row in rows if row["form"] != "dense"))
     lines = []
-    for place, seconds in found.items():
+    for place, seconds in sorted(found.items(), key=lambda item: item[0][0] != "SmolLM2-135M"):
         faster = [f"{seconds['dense'] / seconds[form]:.2f} ×" if form in seconds else "–" for form in forms]
         lines.append([*place, f"{seconds['dense'] * 1000:.2f} ms", *faster])
-    head = ["how", "what", "sequences × tokens", "dense", *forms]
-    return markdown(
-        head, lines, f"SmolLM2-135M at −20 %, bfloat16: times faster than the dense model; {made_by(rows)}."
-    )
-
-
-def gpu_quality_table() -> str:
-    """Score of real models that were compressed on the card; several seeds are joined."""
-    rows = _quality_lines()
-    if not rows:
-        return NOT_YET
-    lines = [
-        [
-            row["model"],
-            row["calibration"],
-            f"−{row['asked']:.0%}",
-            settings(row) or "–",
-            score_cell(row, 3),
-            f"{row['worst_ratio']:.3f} ({row['worst']})",
-            str(len(row.get("scores", [0]))),
-            *(f"{row['seconds'].get(stage, 0.0):.1f}" for stage in STAGES),
-            f"{row['peak_device_bytes'] / GB:.1f} GB",
-        ]
-        for row in rows
-    ]
-    head = ["model", "text", "size", "settings", "score", "worst kind", "seeds", *STAGES, "device peak"]
-    caption = "Per-layer; the first size of a run pays for what all share; seconds by stage of the first seed"
-    return markdown(head, lines, f"{caption}; {made_by(rows)}.")
-
-
-def _quality_lines() -> list[Row]:
-    made = [row for row in rows_of("quality") if row["section"].startswith("quality") and row["recipe"] == "oneshot"]
-    named = [
-        row | {"model": row["model"].removesuffix("-Instruct"), "settings": row.get("settings") or {}} for row in made
-    ]
-    return with_seeds(named, *QUALITY_KEYS)
-
-
-def models_table() -> str:
-    """Return the loss on every kind of text, by model and size, of results that a card or a CPU made and judged."""
-    others = read_rows("models")
-    made = [row for row in others if row["recipe"] == "oneshot" and row["form"] == "per-layer"]
-    rows = [row for row in _quality_lines() if row["settings"]] + with_seeds(made, *QUALITY_KEYS)
-    judged = rows_of("quality") + others
-    denses = {str(row["texts"]): row["perplexity"] for row in judged if row.get("recipe") == "dense"}
-    kinds = list(dict.fromkeys(kind for row in rows for kind in row["perplexity"]))
-    lines = [
-        [
-            MODEL_TITLES.get(row["model"], row["model"]),
-            f"−{row['asked']:.0%}",
-            f"**{score_cell(row, 3)}**",
-            *(_ratio(row, denses[str(row["texts"])], kind) for kind in kinds),
-            "CPU, 4" if "max_windows" in row else "H100, 16",
-        ]
-        for row in rows
-    ]
-    names = {**KINDS, CODE: "Python code"}
-    head = ["model", "stored parameters", "score", *(names[kind] for kind in kinds), "made on, windows"]
+    head = ["model", "how", "what", "sequences × tokens", "dense", *forms]
     caption = (
-        "Perplexity ÷ the dense model's; the score is the geometric mean of the first five; per-layer, 131,072 tokens "
-        "of general.jsonl+self. In bfloat16 on an H100, in float32 on a CPU, each judged on so many windows of a text"
+        "Times faster than the dense model, at −20 %, bfloat16. The 7B has random weights, and in the per-layer form "
+        "the sizes of SmolLM2's at the same depth; *expanded*: linears whose rank saves little are whole (`expand_()`)"
     )
     return markdown(head, lines, f"{caption}; {made_by(rows)}.")
-
-
-def _ratio(row: Row, dense: dict[str, float], kind: str) -> str:
-    return f"{row['perplexity'][kind] / dense[kind]:.3f}" if kind in row["perplexity"] else "–"
