@@ -6,7 +6,7 @@ tried, by replacing parts of it for one run, so none of them is a setting. `gpu.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import PropertyMock, patch
@@ -17,16 +17,14 @@ from judging import losses, score, text_scores
 
 from oneshot import Config
 from oneshot.compression import curvature as curvature_module
-from oneshot.compression import measuring, steps, tasks
+from oneshot.compression import steps, tasks
 from oneshot.compression.ranks import RankAccumulator
-from oneshot.compression.statistics import GramAccumulator
 from oneshot.pipeline import compress
 from oneshot.profiling import curvature as measuring_curvature
 from oneshot.run import open_run, resources
 from oneshot.text import save_token_ids
 
 USES = ("prices", "neurons", "ranks")
-LARGEST_WEIGHT = 10.0  # of a token, in units of the mean
 
 
 @dataclass(frozen=True)
@@ -36,14 +34,12 @@ class Idea:
     Attributes:
         uses: what the curvature decides: prices of sizes, which neurons stay, which directions a rank keeps.
         tokens: that measure it; None for the package's number. shrinkage: likewise.
-        weights: in least squares towards the stream a token counts by the squared norm of its gradient to this power.
     """
 
     name: str
     uses: tuple[str, ...] = USES
     tokens: int | None = None
     shrinkage: float | None = None
-    weights: float = 0.0
 
 
 IDEAS = (
@@ -51,8 +47,6 @@ IDEAS = (
     Idea("no curvature", uses=()),
     *(Idea(f"{use} alone", uses=(use,)) for use in USES),
     Idea("4 times the tokens of curvature, shrinkage 0.1", tokens=65_536, shrinkage=0.1),
-    Idea("tokens by their gradients", weights=1.0),
-    Idea("tokens by the roots of their gradients", weights=0.5),
 )
 
 
@@ -103,8 +97,6 @@ def _change(idea: Idea, changes: ExitStack) -> None:
             changes.enter_context(patch.object(module, "CURVATURE_TOKENS", idea.tokens))
     if idea.shrinkage is not None:
         changes.enter_context(patch.object(curvature_module, "SHRINKAGE", idea.shrinkage))
-    if idea.weights:
-        _weigh_tokens(idea.weights, changes)
 
 
 class _PlainRanks(RankAccumulator):
@@ -112,64 +104,3 @@ class _PlainRanks(RankAccumulator):
 
     def finish(self, workers: Any, curvature: Any = None) -> Any:
         return super().finish(workers)
-
-
-@dataclass
-class _Gradients:
-    """The squared norms of gradients, `(tokens,)`, of every layer's writers, in the text's order."""
-
-    of: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-
-    def weights(self, layer: int, kind: str, power: float) -> torch.Tensor:
-        """Return a weight for every token; their mean is about 1."""
-        squares = self.of[layer, kind] ** power
-        weights = (squares / squares.mean()).clamp_max(LARGEST_WEIGHT)
-        return weights / weights.mean()
-
-
-def _weigh_tokens(power: float, changes: ExitStack) -> None:
-    """Weigh tokens in the statistics of every writer by gradients, which are then measured on the whole text.
-
-    The curvature itself still comes from as many tokens as in the package.
-    """
-    gradients, own_tokens = _Gradients(), measuring_curvature.CURVATURE_TOKENS
-
-    class Sums(measuring_curvature._Sums):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            self._norms: dict[str, list[torch.Tensor]] = {"heads": [], "ffn": []}
-            self._seen = 0
-
-        def update_(self, output: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, ffn: torch.Tensor) -> None:
-            if self._seen < own_tokens:
-                super().update_(output, queries, keys, ffn)
-                self._seen += ffn.shape[0] * ffn.shape[1]
-            for kind, one in (("heads", output), ("ffn", ffn)):
-                self._norms[kind].append(one.float().square().sum(-1).flatten())
-
-        def save(self, curvature: Any, layer: int, machine: Any, num_tokens: int) -> None:
-            super().save(curvature, layer, machine, self._seen)
-            for kind, norms in self._norms.items():
-                gradients.of[layer, kind] = torch.cat(norms)
-
-    class Weighted(GramAccumulator):
-        weights: torch.Tensor
-        start = 0
-
-        def update_(self, activations: torch.Tensor, lost: torch.Tensor | None = None) -> None:
-            end = self.start + len(activations)
-            roots = self.weights[self.start : end].sqrt().unsqueeze(1)
-            self.start = end
-            super().update_(activations * roots, None if lost is None else lost * roots)
-
-    def accumulator(task: Any, weight: torch.Tensor, states: Any) -> GramAccumulator:
-        sums = Weighted(
-            weight.shape[1], output_size=weight.shape[0] if task.follows_dense else None, device=task.machine.device
-        )
-        sums.weights = gradients.weights(task.layer, task.sublayer.kind, power)
-        return sums
-
-    changes.enter_context(patch.object(measuring_curvature, "_Sums", Sums))
-    changes.enter_context(patch.object(measuring, "_accumulator", accumulator))
-    for module in (measuring_curvature, resources):
-        changes.enter_context(patch.object(module, "CURVATURE_TOKENS", 2**62))

@@ -26,6 +26,8 @@ KINDS = {
     *("speed", "quality", "quality seconds", "idea", "heal", "sanitizer", "factorisation"),
 }
 
+FORMS = {"dense", "stock", "per-layer", "nemotron-nas"}
+
 
 def run(tmp_path: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[dict]]:
     """Run the program on the CPU without PYTHONPATH, which it does not need; return its rows as well."""
@@ -43,7 +45,7 @@ def test_every_section_writes_rows(tmp_path: Path) -> None:
     again = {row["run"]: row["checksum"] for row in rows if row["kind"] == "agree"}
     assert again["float32"] == again["float32 again"] == again["float32, torch's kernels"] == again["cpu float32"]
     assert all(row["same_neurons"] == 1.0 for row in rows if row["kind"] == "agree" and "float32" in row["run"])
-    assert {row["form"] for row in rows if row["kind"] == "speed"} == {"dense", "stock", "per-layer", "nemotron-nas"}
+    assert {row["form"] for row in rows if row["kind"] == "speed"} == FORMS
     assert not (tmp_path / "scratch").exists()
 
 
