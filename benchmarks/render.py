@@ -137,6 +137,7 @@ TABLES = {
     "drafts": (drafts_table, "drafts"),
     "exactness": (exactness_table, "exactness"),
     "models": (models_table, "gpu"),
+    "models_per_layer": (partial(models_table, per_layer_only=True), "gpu"),
     "ideas": (ideas_table, "gpu"),
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),

@@ -49,13 +49,15 @@ def _quality_lines() -> list[Row]:
     return with_seeds(named, *QUALITY_KEYS)
 
 
-def models_table() -> str:
+def models_table(*, per_layer_only: bool = False) -> str:
     """Return the loss on every kind of text, by model, form and size, of results that a card or a CPU made."""
     others = read_rows("models")
     made = [row for row in others if row["recipe"] in RECIPES]
     # without curvature the per-layer form is older
     own = [row for row in _quality_lines() if row["settings"] or row["form"] == "stock"]
     rows = own + with_seeds(made, *QUALITY_KEYS)
+    if per_layer_only:
+        rows = [row for row in rows if row["recipe"] == "oneshot" and row["form"] == "per-layer"]
     judged = rows_of("quality") + others
     denses = {str(row["texts"]): row["perplexity"] for row in judged if row.get("recipe") == "dense"}
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["perplexity"]))
