@@ -38,13 +38,19 @@ from oneshot.machine.transfer import as_like
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors
 
-READ_BY: dict[RankedKind, str] = {
-    "query_key": "self_attn.qk_read",
-    "output": "self_attn.o_read",
-    "gate": "mlp.gate_read",
-    "up": "mlp.up_read",
+READERS: dict[RankedKind, str] = {
+    "query_key": "qk_read",
+    "output": "o_read",
+    "gate": "gate_read",
+    "up": "up_read",
 }
-"""Names of the tensors through which linears of low rank read, in the per-layer form."""
+"""Names of the modules through which linears of low rank read, in the per-layer form."""
+
+
+def read_by(mixer: Mixer, kind: RankedKind) -> str:
+    """Return the name of the module through which a mixer's linears of low rank read, which is beside them."""
+    linear, *_ = mixer.ranked[kind]
+    return f"{linear.rpartition('.')[0]}.{READERS[kind]}"
 
 
 @dataclass(frozen=True)
@@ -210,8 +216,8 @@ def fold_ranks(tensors: Tensors, mixer: Mixer, ranks: Mapping[RankedKind, Factor
         folded |= {
             name: as_like(part, like).contiguous() for name, part in zip(names, columns.split(sizes), strict=True)
         }
-        folded[f"{READ_BY[kind]}.weight"] = as_like(others, like).contiguous()
-        folded[f"{READ_BY[kind]}.columns"] = order
+        read = read_by(mixer, kind)
+        folded |= {f"{read}.weight": as_like(others, like).contiguous(), f"{read}.columns": order}
     return folded
 
 

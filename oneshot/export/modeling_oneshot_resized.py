@@ -44,7 +44,8 @@ def resize_layer_(layer: nn.Module, sizes: dict[str, Any]) -> None:
     """Give a layer the linears that `sizes` lists, with no values yet.
 
     `reads`: what linears of low rank read through, `name -> [width, rank]`. `linears`: `name -> [outputs, inputs]`, or
-    `[outputs, name of what it reads through]`. `attention`: the module whose KV heads have `heads_per_group` heads.
+    `[outputs, name of what it reads through]`. `attention`: the module whose KV heads have `heads_per_group` heads, or
+    None for a layer with another mixer in its place.
     """
     for name, (width, rank) in sizes["reads"].items():
         layer.set_submodule(name, OneshotCoordinates(width, rank))
@@ -61,7 +62,7 @@ def resize_layer_(layer: nn.Module, sizes: dict[str, Any]) -> None:
         else:  # GPT-2's, whose weight is (inputs, outputs)
             new = type(old)(outputs, source)
         layer.set_submodule(name, new)
-    attention: Any = layer.get_submodule(sizes["attention"])
+    attention: Any = None if sizes["attention"] is None else layer.get_submodule(sizes["attention"])
     if hasattr(attention, "num_key_value_groups"):
         attention.num_key_value_groups = sizes["heads_per_group"]
 
@@ -85,6 +86,15 @@ def _resized(stock: Any) -> type:
                 stack.embed_tokens = OneshotScaledEmbedding(config.embedding_ranges, width, scale)
                 if stack is not self:
                     self.lm_head = OneshotTiedHead(stack)
+
+        @torch.no_grad()
+        def initialize_weights(self) -> None:
+            """Make what no file holds, such as the factors that Falcon-H1 makes for its layers.
+
+            For classes that are not its own, transformers leaves that out where a module holds no tensors itself.
+            """
+            super().initialize_weights()
+            self._init_weights(self.base_model)
 
     return _named(Resized, stock)
 

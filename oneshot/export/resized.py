@@ -8,7 +8,7 @@ from typing import Any
 
 from oneshot.checkpoint import Journal, Model, stock_classes, without_head
 from oneshot.compression import StreamSubspaces
-from oneshot.compression.ranks import READ_BY
+from oneshot.compression.ranks import read_by
 from oneshot.config import SaveDtype
 from oneshot.errors import PlanError
 from oneshot.export.companions import finish_weights
@@ -76,7 +76,9 @@ class ResizedForm(OwnCode, StockForm):
             "tie_word_embeddings": stack.head != "own" and not stack.embedding,
             "layers_name": model.family.stack.layers,
             "embedding_ranges": [asdict(table) for table in stack.embedding] or None,
-            "resized": [_resized(model, layer) for layer in stack.layers],
+            "resized": [
+                _resized(model, number, layer) for number, layer in zip(plan.kept_layers, stack.layers, strict=True)
+            ],
             "sizes": asdict(stack),
         }
 
@@ -102,16 +104,19 @@ def _as_class(family: Description, part: Part) -> Tensors:
     return {family.renamed.get(name, name): tensor for name, tensor in part().items()}
 
 
-def _resized(model: Model, layer: LayerShape) -> dict[str, Any]:
-    """Return which linears of a layer are others than the stock class has, as the modelling file reads it."""
-    family, dense, stack = model.family, model.shape, model.family.stack
+def _resized(model: Model, number: int, layer: LayerShape) -> dict[str, Any]:
+    """Return which linears of a layer are others than the stock class has, as the modelling file reads it.
+
+    `number`: of the layer in the dense model. A carried mixer stays as it is.
+    """
+    family, dense, stack = model.family, model.shape, model.family.stack_of(number)
     shape = replace(
         dense,
         intermediate_size=layer.intermediate_size,
         num_attention_heads=layer.num_attention_heads,
         num_key_value_heads=layer.num_key_value_heads,
     )
-    before, after = family.stored_tensors(dense), family.stored_tensors(shape)
+    before, after = family.stored_tensors(dense, number), family.stored_tensors(shape, number)
     linears: dict[str, list[Any]] = {}
     for name, size in after.items():
         if len(size) == 2 and size != before[name]:
@@ -123,11 +128,13 @@ def _resized(model: Model, layer: LayerShape) -> dict[str, Any]:
             if rank := getattr(layer, f"{kind}_rank"):
                 for linear in names:
                     outputs, inputs = after[f"{linear}.weight"]
-                    reads[READ_BY[kind]] = [inputs, rank]
-                    linears[linear] = [outputs, READ_BY[kind]]
+                    read = read_by(sublayer.mixer, kind)
+                    reads[read] = [inputs, rank]
+                    linears[linear] = [outputs, read]
+    attention = next(iter(stack.attentions), None)
     return {
-        "attention": stack.attention.module,
-        "heads_per_group": layer.num_attention_heads // layer.num_key_value_heads,
+        "attention": None if attention is None else attention.module,
+        "heads_per_group": 0 if attention is None else layer.num_attention_heads // layer.num_key_value_heads,
         "linears": linears,
         "reads": reads,
     }

@@ -108,6 +108,11 @@ class Stack:
         return next(each.mixer for each in self.sublayers if isinstance(each.mixer, Attention | Carried))
 
     @property
+    def mixer_index(self) -> int:
+        """Return the index of the sublayer of `token_mixer`."""
+        return next(index for index, each in enumerate(self.sublayers) if each.mixer is self.token_mixer)
+
+    @property
     def relative_bias(self) -> str | None:
         """Return the table of relative positions that the layers share; None without one."""
         return None if isinstance(self.token_mixer, Carried) else self.token_mixer.relative_bias

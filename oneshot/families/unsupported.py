@@ -41,9 +41,7 @@ CARRIED: Mapping[Feature, str] = {
 }
 # features that take every layer for one with attention
 OF_HYBRIDS: Mapping[Feature, str] = {
-    "profile": "A profile of a model with carried mixers is not supported; use --set allocation=uniform, depth=none.",
     "latency": "--budget latency is not supported for models with carried mixers; choose another budget.",
-    "per-layer form": "The per-layer form does not hold layers with carried mixers; use --form stock.",
 }
 # features that take sublayers one after the other
 PARALLEL: Mapping[Feature, str] = {

@@ -98,10 +98,11 @@ def stat_damages(profile: Profile, grid: Grid, *, is_reversed: bool = False) -> 
     weights = (number + 1).sqrt() + 1 if absolute else number + 50
     if is_reversed:
         weights = 1 / weights
-    layer = grid.shape.layer()
-    attention_share = replace(layer, intermediate_size=0).linear_parameters() / layer.linear_parameters()
+    layers = [grid.shape.layer(layer) for layer in range(len(profile.ffn_tails))]
+    of_mixers = [replace(one, intermediate_size=0).linear_parameters() / one.linear_parameters() for one in layers]
+    attention_share = torch.tensor(of_mixers, dtype=torch.float64).unsqueeze(1)
 
-    def expected(tails: torch.Tensor, share: float) -> torch.Tensor:
+    def expected(tails: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         errors = tails if absolute else tails / tails[:, :1].clamp_min(TINY)
         return share * weights * errors
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from oneshot.errors import PlanError
-from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, TableShape
+from oneshot.families import RANKED_KINDS, LayerShape, ModelShape, RankedKind, TableShape
 from oneshot.linalg.allocation import least_damage
 from oneshot.planning.budget import Budget, default_round_to
 from oneshot.planning.damages import Damages, predicted_damage
@@ -40,14 +40,24 @@ def spread(
     Raises `PlanError` if the budget is out of reach, or leaves no attention.
     """
     ffn = _ffn_options(grid, damages, step, ranked_kinds, leaves_out=leaves_out)
-    attention = _attention_options(
-        grid, plan, damages, ranked_kinds, reduce_heads=reduce_heads, leaves_out=leaves_out, reduce_inner=reduce_inner
-    )
+    mixers = [_Options(grid, [{}], torch.zeros(len(plan.layers), 1), ())] * len(plan.layers)  # carried ones stay
+    attending = [layer for layer in plan.kept_layers if grid.family.stack_of(layer).attentions]
+    if attending:
+        attention = _attention_options(
+            grid,
+            plan,
+            damages,
+            ranked_kinds,
+            reduce_heads=reduce_heads,
+            leaves_out=leaves_out,
+            reduce_inner=reduce_inner,
+        )
+        mixers = [attention if layer in attending else mixer for layer, mixer in enumerate(mixers)]
     ranges = []
     if reduce_embedding and len(damages.embedding):
         ranges = table_options(damages.embedding, grid.shape.vocab_size)
     items = [
-        *_sublayer_items(grid, plan, budget, damages, ffn, attention, leaves_out=leaves_out),
+        *_sublayer_items(grid, plan, budget, damages, ffn, mixers, leaves_out=leaves_out),
         *_embedding_items(grid, plan, budget, damages, ranges),
     ]
     total = budget.measure(grid.stack(plan))
@@ -61,7 +71,7 @@ def spread(
     options = (int(item.options[index]) for item, index in zip(items, chosen, strict=True))
     layers = list(plan.layers)
     for layer in plan.kept_layers:
-        layers[layer] = replace(layers[layer], **ffn.sizes(next(options)), **attention.sizes(next(options)))
+        layers[layer] = replace(layers[layer], **ffn.sizes(next(options)), **mixers[layer].sizes(next(options)))
     if not any(layer.num_attention_heads for layer in layers):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
     embedding = tuple(ranks[option] for ranks, option in zip(ranges, options, strict=True))
@@ -118,18 +128,21 @@ def _sublayer_items(
     budget: Budget,
     damages: Damages,
     ffn: "_Options",
-    attention: "_Options",
+    mixers: Sequence["_Options"],
     *,
     leaves_out: bool,
 ) -> list[_Item]:
-    """Return what the FFN and the attention of every layer may be, layer by layer."""
+    """Return what the FFN and the mixer before it may be in every layer, layer by layer; `mixers`: by layer."""
     items: list[_Item] = []
+    prices: dict[LayerShape, tuple[np.ndarray, np.ndarray]] = {}  # equal layers have equal ones
     for layer in plan.kept_layers:
-        if not items or plan.hidden is not None:  # layers are equal unless the hidden size differs
-            ffn_costs, attention_costs = ffn.prices(plan, layer, budget), attention.prices(plan, layer, budget)
+        mixer, shape = mixers[layer], grid.layer(plan, layer)
+        if shape not in prices:
+            prices[shape] = ffn.prices(plan, layer, budget), mixer.prices(plan, layer, budget)
+        ffn_costs, mixer_costs = prices[shape]
         must_attend = leaves_out and grid.first_layer_attends and not items
         items.append(_item(ffn.damages(layer, damages.ranks), ffn_costs))
-        items.append(_item(attention.damages(layer, damages.ranks), attention_costs, first=int(must_attend)))
+        items.append(_item(mixer.damages(layer, damages.ranks), mixer_costs, first=int(must_attend)))
     return items
 
 

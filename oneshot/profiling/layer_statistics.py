@@ -29,7 +29,8 @@ class LayerStatistics:
     """Statistics of a dense layer, summed over all workers.
 
     Attributes:
-        heads: statistics of the inputs of attention's output linear; None if no probed kind needs them.
+        heads: statistics of the inputs of attention's output linear; None without attention, or if no probed kind needs
+            them.
         neurons: statistics of the inputs of the FFN's output linear, with moments.
         query_key_grams: Grams of queries and of keys by head; empty if they are not probed or cannot shrink.
         linears: those that may have low rank, by the index of their sublayer; empty if ranks are not profiled.
@@ -47,24 +48,34 @@ class LayerSums:
     """A step of the dense stream through a layer that sums the layer's statistics on the way."""
 
     def __init__(
-        self, model: Model, machine: Machine, tensors: Tensors, layer: Layer, *, probed: Sequence[str], with_ranks: bool
+        self,
+        model: Model,
+        machine: Machine,
+        number: int,
+        tensors: Tensors,
+        layer: Layer,
+        *,
+        probed: Sequence[str],
+        with_ranks: bool,
     ) -> None:
         self._shape, self._machine, self._tensors, self._layer = model.shape, machine, tensors, layer
-        shape, device, stack = model.shape, machine.device, model.family.stack
-        self._attention, self._ffn = (stack.index_of(kind) for kind in ("heads", "ffn"))
-        reads_heads = not {"heads", "inner"}.isdisjoint(probed)
-        self._heads = self._accumulator(stack.sublayers[self._attention].writer) if reads_heads else None
+        shape, device, stack = model.shape, machine.device, model.family.stack_of(number)
+        self._mixer, self._ffn = stack.mixer_index, stack.index_of("ffn")
+        self._attends = bool(stack.attentions)
+        reads_heads = self._attends and not {"heads", "inner"}.isdisjoint(probed)
+        self._heads = self._accumulator(stack.sublayers[self._mixer].writer) if reads_heads else None
         self._queries_keys: list[HeadGramAccumulator] = []
-        if "inner" in probed and model.family.reason_against("queries and keys") is None:
+        if self._attends and "inner" in probed and model.family.reason_against("queries and keys") is None:
             counts = shape.num_attention_heads, shape.num_key_value_heads
             self._queries_keys = [HeadGramAccumulator(count, shape.head_dim, device=device) for count in counts]
         self._ranks: dict[int, RankAccumulator] = {}
         if with_ranks:
             self._ranks = {
                 index: RankAccumulator(shape, stack.sublayers[index], index, tensors, device)
-                for index in (self._attention, self._ffn)
+                for index in (self._mixer, self._ffn)
+                if stack.sublayers[index].mixer.ranked
             }
-        self._waits = stack.waits(self._attention)
+        self._waits = stack.waits(self._mixer)
         self._branch_norms = [BranchNorm.of(each, tensors, device) for each in stack.sublayers]
         self._neurons = self._accumulator(stack.sublayers[self._ffn].writer)
         self._moments = MomentAccumulator(shape.intermediate_size, device=device)
@@ -72,27 +83,33 @@ class LayerSums:
 
     def __call__(self, x: torch.Tensor, _: bool) -> torch.Tensor:
         """Return a batch `(sequences, length, D)` behind the layer."""
-        shape, layer, attention, ffn = self._shape, self._layer, self._attention, self._ffn
-        heads = layer.inner(attention, x)
-        total = x + layer.added(attention, layer.write(attention, heads).view_as(x))
-        attended = layer.moved(attention, x, total)
+        layer, ffn = self._layer, self._ffn
+        total = self._with_attention(x) if self._attends else layer.sum(self._mixer, x)
+        attended = layer.moved(self._mixer, x, total)
         neurons, base = layer.inner(ffn, attended), total if self._waits else attended
         moved = layer.leave(ffn, base + layer.added(ffn, layer.write(ffn, neurons).view_as(x)))
+        if ffn in self._ranks:
+            self._ranks[ffn].update_(layer, attended)
+        rows = with_constant_column(neurons) if self._shape.mlp_bias else neurons
+        self._neurons.update_(self._weighed(ffn, rows, neurons))
+        self._moments.update_(self._weighed(ffn, neurons, neurons))
+        self._cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
+        self._rows += len(neurons)
+        return moved
+
+    def _with_attention(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a batch and what attention adds to it; attention's statistics are summed on the way."""
+        layer, attention = self._layer, self._mixer
+        heads = layer.inner(attention, x)
         if self._heads is not None:
-            rows = with_constant_column(heads) if shape.output_bias else heads
+            rows = with_constant_column(heads) if self._shape.output_bias else heads
             self._heads.update_(self._weighed(attention, rows, heads))
         if self._queries_keys:
             for grams, projected in zip(self._queries_keys, layer.queries_keys(attention, x), strict=True):
                 grams.update_(projected)
-        if self._ranks:
+        if attention in self._ranks:
             self._ranks[attention].update_(layer, x, heads)
-            self._ranks[ffn].update_(layer, attended)
-        rows = with_constant_column(neurons) if shape.mlp_bias else neurons
-        self._neurons.update_(self._weighed(ffn, rows, neurons))
-        self._moments.update_(self._weighed(ffn, neurons, neurons))
-        self._cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
-        self._rows += len(heads)
-        return moved
+        return x + layer.added(attention, layer.write(attention, heads).view_as(x))
 
     def _weighed(self, index: int, rows: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
         """Return rows weighed as a norm after the writer does, which reads `inner`; as they are without such a norm."""

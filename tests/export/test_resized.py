@@ -29,7 +29,8 @@ RESIZED = {
     if case.packed and "per-layer form" not in case.refused and name not in LIKE_LLAMA
 }
 RESIZED |= {name: variants()[name] for name in ("mistral-window", "phi3-window", "qwen2-windows")}
-# norms inside, caps, factors, parallel sublayers, fused and transposed linears, LayerNorms, layers without positions
+# norms inside, caps, factors, parallel sublayers, fused and transposed linears, LayerNorms, layers without positions,
+# carried mixers
 WHOLE_RUNS = ("gemma2", "gemma3_text", "olmo2", "exaone4", "glm4", "granite", "smollm3", "hunyuan_v1_dense")
 WHOLE_RUNS += (
     "mistral-window",
@@ -42,6 +43,10 @@ WHOLE_RUNS += (
     "gpt2",
     "stablelm",
     "nemotron",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "qwen3_5_text",
 )
 
 
@@ -73,7 +78,7 @@ def test_a_result_computes_what_the_stream_passed(
     assert_cache_changes_nothing(result, 6, input_ids=torch.arange(3, 8).unsqueeze(0))
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "falcon"])
+@pytest.mark.parametrize("name", ["gemma3_text", "falcon", "falcon_h1", "lfm2"])
 @torch.inference_mode()
 def test_nothing_removed_is_the_input(name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     folder = make_checkpoint(**RESIZED[name])
@@ -85,7 +90,7 @@ def test_nothing_removed_is_the_input(name: str, make_checkpoint: MakeCheckpoint
     )
 
 
-@pytest.mark.parametrize(("name", "embedding"), [("gemma3_text", "auto"), ("gpt_neox", "none")])
+@pytest.mark.parametrize(("name", "embedding"), [("gemma3_text", "auto"), ("gpt_neox", "none"), ("falcon_h1", "none")])
 @torch.inference_mode()
 def test_the_class_without_head_opens_it(
     name: str, embedding: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
@@ -99,13 +104,17 @@ def test_the_class_without_head_opens_it(
     assert torch.equal(alone(tokens).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "granite", "olmo2", "cohere", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", "granite", "olmo2", "cohere", "smollm3", "falcon_h1", "granitemoehybrid", "lfm2"]
+)
 def test_any_plan_has_the_counted_parameters(name: str, make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(**RESIZED[name] | {"tied": True})
     model = open_model(str(folder), folder)
     form, shape = ResizedForm(), model.shape
     heads = (2, 1) if form.grid(model).heads_differ else (4, 2)
-    layers = [LayerPlan(40, *heads, query_key_rank=8, output_rank=9, gate_rank=6, up_rank=5), LayerPlan(24, 4, 2)]
+    ranked = [kind for each in model.family.stack_of(0).sublayers for kind in each.mixer.ranked]
+    ranks = dict.fromkeys(ranked, 7) if form.grid(model).has_ranks else {}
+    layers = [LayerPlan(40, *heads, **{f"{kind}_rank": rank for kind, rank in ranks.items()}), LayerPlan(24, *heads)]
     whole = [LayerPlan(shape.intermediate_size, 4, 2)] * (shape.num_hidden_layers - 2)
     rows = [part.stop - part.start for part in vocabulary_ranges(shape.vocab_size)]
     tables = tuple(TableShape(size, shape.hidden_size - 8 * number) for number, size in enumerate(rows[:4]))

@@ -94,7 +94,7 @@ STATE_SPACES = {
     "embedding_multiplier": 3.0,
     "lm_head_multiplier": 0.3,
 }
-HYBRIDS: frozenset[Feature] = STOCK_ONLY | {"profile", "latency"}
+HYBRIDS: frozenset[Feature] = OWN_CLASS | {"latency"}
 PARALLEL: frozenset[Feature] = LAYER_NORMS | {"up_proj"}
 CASES: dict[str, Case] = {
     "llama": Case(
@@ -325,7 +325,7 @@ CASES: dict[str, Case] = {
     ),
     "modernbert": Case(
         {"family": "modernbert", "groups": 4, "model_class": "ModernBertModel", "layers": 4, "local_attention": 6},
-        refused=(STOCK_ENCODERS | {"profile", "latency", "queries and keys"}) - {"up_proj"},
+        refused=(STOCK_ENCODERS | {"latency", "queries and keys"}) - {"up_proj"},
         packed=False,
     ),
     "t5": Case({"gated": False, "tied": True}, refused=T5_REFUSALS, packed=False, build=build_t5),
@@ -333,7 +333,7 @@ CASES: dict[str, Case] = {
 WRAPPER_REFUSALS: dict[str, frozenset[Feature]] = {
     "gemma3": frozenset({"up_proj", "queries and keys"}),
     "qwen3_vl": frozenset({"queries and keys"}),
-    "qwen3_5": frozenset({"heads", "queries and keys", "profile", "latency"}),
+    "qwen3_5": frozenset({"heads", "queries and keys", "latency"}),
     "qwen3_5_moe": MIXTURES | {"heads", "queries and keys"},
 }
 CASES |= {

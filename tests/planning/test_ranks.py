@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from oneshot.compression.ranks import READ_BY, Inputs, Ranked
+from oneshot.compression.ranks import Inputs, Ranked
 from oneshot.errors import OneshotError
 from oneshot.evaluation import load_model
 from oneshot.export.per_layer import PerLayerForm, per_layer_shape
@@ -25,8 +25,8 @@ from oneshot.linalg.low_rank import ROOT_DAMPING
 from oneshot.pipeline import compress, predict, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan
 from oneshot.planning.widths import meet_budget
+from oneshot.profiling.layer_profile import RANK_SHARE
 from oneshot.profiling.probes import probe_size
-from oneshot.profiling.profiler import RANK_SHARE
 from oneshot.report.terminal import print_report
 
 CPU = torch.device("cpu")
@@ -294,7 +294,8 @@ def test_the_stored_numbers_are_those_of_the_plan(make_checkpoint: MakeCheckpoin
     for number, layer in enumerate(report.plan["layers"]):
         for kind, linear in zip(RANKED_KINDS, linears, strict=True):
             rank, prefix = layer[f"{kind}_rank"], f"model.layers.{number}."
-            assert (f"{prefix}{READ_BY[kind]}.weight" in stored) == (rank is not None)
+            read = {"query_key": "self_attn.qk", "output": "self_attn.o", "gate": "mlp.gate", "up": "mlp.up"}[kind]
+            assert (f"{prefix}{read}_read.weight" in stored) == (rank is not None)
             found += rank is not None
             assert stored[f"{prefix}{linear}.weight"].shape[1] == (rank or 32)
     assert found > 1

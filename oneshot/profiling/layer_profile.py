@@ -1,0 +1,235 @@
+"""What smaller sizes of one layer cost: the error curves of its sublayers, and the probes of reduced ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.compression.branch_norm import BranchNorm
+from oneshot.compression.correction import Factors, correct, predicted_error
+from oneshot.compression.curvature import seen_by_output
+from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
+from oneshot.compression.inner_heads import (
+    query_key_errors,
+    query_key_subspaces,
+    value_errors,
+    value_subspaces,
+    with_smaller_scores,
+)
+from oneshot.compression.ranks import Ranked, with_ranks
+from oneshot.compression.statistics import Statistics
+from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, Sublayer
+from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing_norms
+from oneshot.linalg.pivoted_qr import weighted_pivots
+from oneshot.machine import Machine
+from oneshot.planning.plan import RemovedUnit
+from oneshot.profiling.layer_curves import LayerCurves, head_tail, squared_error, weighted_norm
+from oneshot.profiling.outputs import SublayerOutput
+from oneshot.profiling.probes import Probe, Probes, probe_size
+from oneshot.selection import Evidence, select_heads
+from oneshot.selection.pivots import group_order
+from oneshot.selection.scores import flap
+from oneshot.stream import Layer, LayerBuilder
+from oneshot.tensors import Tensors
+
+RANK_SHARE = 1 / 2  # of a linear's full rank stays where its error is measured
+
+
+@dataclass(frozen=True)
+class Measures:
+    """State what a profile measures.
+
+    Attributes:
+        head_unit: the heads that are removed together. damping: ridge of the probes' corrections. probed: the kinds of
+            `PROBED_KINDS` whose sensitivity is measured. ranks: whether ranks of linears are profiled.
+    """
+
+    head_unit: RemovedUnit
+    damping: float
+    probed: Sequence[str]
+    ranks: bool
+
+    def head_units(self, shape: ModelShape) -> int:
+        """Return the removable units of a layer: KV groups or heads of a group."""
+        return shape.num_key_value_heads if self.head_unit == "kv-group" else shape.heads_per_group
+
+
+class LayerProfile:
+    """Measure one layer into `curves`, and add probes of it in which one sublayer is reduced.
+
+    Args:
+        layer: its number. tensors, dense: the layer as it is.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        machine: Machine,
+        builder: LayerBuilder,
+        probes: Probes,
+        measures: Measures,
+        layer: int,
+        tensors: Tensors,
+        dense: Layer,
+    ) -> None:
+        self._shape, self._stack, self._device = model.shape, model.family.stack_of(layer), machine.device
+        self._builder, self._probes, self._measures = builder, probes, measures
+        self._layer, self._tensors, self._dense = layer, tensors, dense
+        self.curves = LayerCurves.zeros(model.shape, measures.head_units(model.shape))
+
+    def heads(self, statistics: Statistics) -> None:
+        """Measure what fewer heads cost; `statistics`: of what the output linear of attention reads."""
+        shape, units = self._shape, self._measures.head_units(self._shape)
+        by_group = self._measures.head_unit == "kv-group"
+        sublayer = self._stack.sublayers[self._stack.mixer_index]
+        weight, branch_norm = self._seen_weight(sublayer)
+        width = shape.num_attention_heads * shape.head_dim
+        evidence = Evidence(weight[:, :width], None, statistics.gram[:width, :width], torch.Generator())
+        errors, tails = self.curves.head_errors, self.curves.head_tails
+
+        def select(kept_units: int) -> torch.Tensor:
+            heads = select_heads(
+                "id",
+                evidence,
+                num_groups=shape.num_key_value_heads,
+                heads_per_group=shape.heads_per_group,
+                kept_groups=kept_units if by_group else shape.num_key_value_heads,
+                kept_heads_per_group=shape.heads_per_group if by_group else kept_units,
+            )
+            return head_columns(heads, shape.head_dim)
+
+        def reduce(columns: torch.Tensor) -> Factors:
+            return self._correct(weight, columns, statistics, shape.output_bias)
+
+        errors[0], tails[0] = 1.0, weighted_norm(evidence)
+        choices = [select(kept_units) for kept_units in range(1, units)]
+        for kept_units, columns in enumerate(choices, start=1):
+            tails[kept_units] = head_tail(evidence, columns)
+        if by_group and units > 1:
+            errors[1:] = self._errors_of_groups(evidence, weight, statistics)[1:]
+        else:
+            for kept_units, columns in enumerate(choices, start=1):
+                errors[kept_units] = squared_error(reduce(columns))
+        if units == 1:
+            return
+        probed = probe_size(errors)
+        factors = reduce(choices[probed - 1])
+        folded = fold_sublayer(self._tensors, sublayer, shape, unseen(factors, branch_norm))
+        self._add("heads", folded, squared_error(factors))
+
+    def values(self, statistics: Statistics) -> None:
+        """Measure what fewer coordinates of values cost; `statistics` as in `heads`."""
+        shape, name = self._shape, f"{self._stack.attention.out}.weight"
+        width = shape.num_attention_heads * shape.head_dim
+        weight, gram = self._tensors[name].to(self._device), statistics.gram[:width, :width]
+        groups, full = shape.num_key_value_heads, shape.head_dim
+        errors = self.curves.value_errors
+        errors.copy_(value_errors(weight, gram, num_groups=groups, head_dim=full))
+        size = probe_size(errors)
+        _, restricted = value_subspaces(
+            weight, gram, num_groups=groups, head_dim=full, size=size, correct=True, damping=self._measures.damping
+        )
+        self._add("values", self._tensors | {name: restricted.to(weight)}, float(errors[size]))
+
+    def scores(self, query_grams: torch.Tensor, key_grams: torch.Tensor) -> None:
+        """Measure what fewer coordinates of queries and keys cost, from their Grams by head."""
+        rotary, attention = self._stack.rotary, self._stack.attention
+        errors = self.curves.query_key_errors
+        errors.copy_(query_key_errors(query_grams, key_grams, rotary=rotary))
+        size = probe_size(errors[:: 1 + rotary]) * (1 + rotary)  # rotary pairs stay whole
+        maps = query_key_subspaces(query_grams, key_grams, size=size, rotary=rotary)
+        reduced, _ = with_smaller_scores(self._tensors, attention, self._shape.heads_per_group, maps)
+        self._add("queries and keys", reduced, float(errors[size]))
+
+    def ranks(
+        self, index: int, linears: dict[RankedKind, Ranked], x: torch.Tensor, metric: torch.Tensor | None
+    ) -> None:
+        """Measure what one rank of each linear changes in the output of sublayer `index`, from the stream `x` before.
+
+        `metric`: the curvature of this output, or None.
+        """
+        if not linears:
+            return
+        mixer, whole = self._stack.sublayers[index].mixer, self._output(index, x, metric)
+        curves = {kind: linear.errors() for kind, linear in linears.items()}
+        ranks = {kind: probe_size(errors, RANK_SHARE) for kind, errors in curves.items()}
+        changes = []
+        for kind, linear in linears.items():
+            nearest = with_ranks(self._tensors, mixer, {kind: linear.nearest(ranks[kind])})
+            reduced = self._builder.layer(self._layer, nearest)
+            changes.append(whole.cost_of(reduced))
+        for (kind, errors), energy in zip(curves.items(), torch.stack(changes).tolist(), strict=True):
+            scaled = errors * (energy / float(errors[ranks[kind]].clamp_min(torch.finfo(errors.dtype).tiny)))
+            self.curves.rank_errors[RANKED_KINDS.index(kind), : len(errors)] = scaled
+
+    def ffn(self, statistics: Statistics, attended: torch.Tensor, metric: torch.Tensor | None) -> None:
+        """Measure what fewer neurons cost; `attended`: the stream before the FFN. `metric` as in `ranks`."""
+        shape, curves, index = self._shape, self.curves, self._stack.index_of("ffn")
+        sublayer = self._stack.sublayers[index]
+        weight, branch_norm = self._seen_weight(sublayer)
+        of_seen = metric
+        if metric is not None and branch_norm is not None:
+            of_seen = branch_norm.curvature_of_seen(metric)
+        down = weight[:, : shape.intermediate_size]
+        gram = statistics.gram[: shape.intermediate_size, : shape.intermediate_size]
+        evidence = Evidence(down, None, gram, torch.Generator(), moments=statistics.moments, curvature=of_seen)
+        order = weighted_pivots(*evidence.neurons(), rank=len(gram))
+        factor = ordered_factor(gram, order)
+        seen = weight if of_seen is None else seen_by_output(weight, of_seen)
+        errors = curves.ffn_errors = nested_errors(factor, seen[:, order])
+        curves.ffn_tails = trailing_norms(factor, evidence.column_weights()[order])
+        del factor  # as large as the Gram in float64
+        curves.ffn_fluctuation = flap(evidence).cpu()
+        if "ffn" not in self._measures.probed:
+            return
+        columns = order[: probe_size(errors)].sort().values
+        factors = self._correct(weight, columns, statistics, shape.mlp_bias)
+        folded = fold_sublayer(self._tensors, sublayer, shape, unseen(factors, branch_norm))
+        reduced = self._builder.layer(self._layer, folded)
+        total = reduced.sum(index, attended)
+        whole = self._output(index, attended, metric)
+        energy = float(whole.cost_of(reduced)) if self._measures.ranks else 0.0
+        error = squared_error(factors)
+        if of_seen is not None:
+            kept = seen_by_output(factors.weight, of_seen)
+            error = predicted_error(seen, kept, factors.kept_columns, statistics) ** 2
+        self._probes.add(Probe("ffn", self._layer, reduced.leave(index, total), error, energy))
+
+    def _add(self, kind: str, tensors: Tensors, error: float) -> None:
+        """Add the probe of the layer with these tensors."""
+        reduced = self._builder.layer(self._layer, tensors)
+        self._probes.add(Probe(kind, self._layer, reduced.run_all(self._probes.dense), error))
+
+    def _output(self, index: int, x: torch.Tensor, metric: torch.Tensor | None) -> SublayerOutput:
+        """Return what the dense sublayer gives for the stream `x` before it; `metric` as in `ranks`."""
+        branch_norm = BranchNorm.of(self._stack.sublayers[index], self._tensors, self._device)
+        return SublayerOutput(self._dense, index, x, metric, branch_norm)
+
+    def _errors_of_groups(self, evidence: Evidence, weight: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+        """Return the least-squares error of every number of kept KV groups, `(groups + 1,)`, from one factorisation.
+
+        Groups are chosen greedily, so fewer of them are the first ones of more. A bias is kept with any number.
+        """
+        groups = group_order(evidence, self._shape.num_key_value_heads)
+        columns = head_columns(groups, evidence.consumer.shape[1] // len(groups))
+        bias = torch.arange(evidence.consumer.shape[1], weight.shape[1], device=weight.device)
+        order = torch.cat((bias, columns))
+        errors = nested_errors(ordered_factor(statistics.gram, order), weight[:, order])
+        return errors[len(bias) :: len(columns) // len(groups)]
+
+    def _seen_weight(self, sublayer: Sublayer) -> tuple[torch.Tensor, BranchNorm | None]:
+        """Return a writer with its bias as the stream sees it, and the norm that may follow it."""
+        weight = augmented_weight(self._tensors, sublayer.writer).to(self._device)
+        branch_norm = BranchNorm.of(sublayer, self._tensors, self._device)
+        return weight if branch_norm is None else branch_norm.seen(weight), branch_norm
+
+    def _correct(self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics, has_bias: bool) -> Factors:
+        if has_bias:
+            columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
+        return correct(weight, columns, statistics, correction="same-layer", damping=self._measures.damping)
+
+
+def unseen(factors: Factors, branch_norm: BranchNorm | None) -> Factors:
+    """Return factors of the writer itself from those of what the stream sees of it."""
+    return factors if branch_norm is None else replace(factors, weight=branch_norm.unseen(factors.weight))

@@ -1,0 +1,86 @@
+"""Hybrids whose layers have sizes of their own: what a profile sees of them, and results without whole layers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, calibration_tokens
+from families.cases import CASES
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from oneshot.evaluation import load_model
+from oneshot.pipeline import compress, profile
+
+# writers of a family's mixers, by the module that holds each
+WRITERS = {
+    "falcon_h1": ("mamba.out_proj", "self_attn.o_proj"),
+    "lfm2": ("conv.out_proj", "self_attn.out_proj"),
+    "qwen3_5_text": ("linear_attn.out_proj", "self_attn.o_proj"),
+}
+DOWNS = {"falcon_h1": "feed_forward.down_proj", "lfm2": "feed_forward.w2", "qwen3_5_text": "mlp.down_proj"}
+LAYER_TYPES = ["conv", "full_attention", "conv", "full_attention"]
+
+
+def written_by(layer: Any, name: str) -> list[torch.nn.Linear]:
+    """Return the linears of a layer that write to the stream before its FFN."""
+    return [module for path, module in layer.named_modules() if path in WRITERS[name]]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@torch.inference_mode()
+def test_a_profile_sees_the_layers_of_the_stock_class(
+    name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """What neurons are, and what the output loses without an FFN or without the mixer before it."""
+    config = make_config(make_checkpoint(**CASES[name].options), output=str(tmp_path / "profile"))
+    found, model = profile(config), AutoModelForCausalLM.from_pretrained(config.checkpoint).eval()
+    tokens, num_probes = calibration_tokens(config), found.origin.probe_tokens // config.text.sequence_length
+    text, probes = tokens[:-num_probes], tokens[-num_probes:]
+
+    def predictions() -> torch.Tensor:
+        return model(probes, use_cache=False).logits.double().log_softmax(-1)
+
+    dense = predictions()
+    for number, layer in enumerate(model.model.layers):
+        seen: list[torch.Tensor] = []
+        down, mixers = layer.get_submodule(DOWNS[name]), written_by(layer, name)
+        handle = down.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        model(text, use_cache=False)
+        handle.remove()
+        expected = seen[0].double().flatten(0, 1).var(0, correction=0) * down.weight.double().square().sum(0)
+        assert torch.allclose(found.ffn_fluctuation[number], expected, rtol=1e-3)
+        for measured, linears in ((found.ffn_divergence, [down]), (found.head_divergence, mixers)):
+            whole = [linear.weight.clone() for linear in linears]
+            for linear in linears:
+                linear.weight.zero_()
+            lost = functional.kl_div(predictions(), dense, log_target=True, reduction="sum") / probes.numel()
+            assert float(measured[number]) == pytest.approx(float(lost), rel=1e-3)
+            for linear, weight in zip(linears, whole, strict=True):
+                linear.weight.copy_(weight)
+    carries = [not hasattr(layer, "self_attn") or name != "lfm2" for layer in model.model.layers]
+    assert [not row.any() for row in found.head_errors] == carries
+    assert [value == 0 for value in found.head_sensitivity.tolist()] == carries
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+@torch.inference_mode()
+def test_a_result_is_the_model_without_whole_layers(
+    form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """What a layer is depends on its number in the input, and not in the result."""
+    folder = make_checkpoint(**CASES["lfm2"].options | {"layers": 4, "layer_types": LAYER_TYPES})
+    config = make_config(folder, depth="sensitivity", ffn="none", sparsity=0.3, form=form)
+    plan = compress(config).plan
+    kept = [number for number, layer in enumerate(plan["layers"]) if layer["intermediate_size"]]
+    assert 0 < len(kept) < 4
+    result = load_model(Path(config.output), device=torch.device("cpu"), dtype=torch.float32)
+    assert result.config.layer_types == [LAYER_TYPES[number] for number in kept]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model.model.layers = torch.nn.ModuleList(model.model.layers[number] for number in kept)
+    tokens = torch.arange(3, 51).view(2, 24)
+    model.config.layer_types, model.config.num_hidden_layers = result.config.layer_types, len(kept)
+    expected = model(tokens, use_cache=False).logits
+    torch.testing.assert_close(result(tokens, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+    assert_cache_changes_nothing(result, 6, input_ids=tokens[:, :5])
