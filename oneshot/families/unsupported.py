@@ -43,6 +43,11 @@ CARRIED: Mapping[Feature, str] = {
 OF_HYBRIDS: Mapping[Feature, str] = {
     "latency": "--budget latency is not supported for models with carried mixers; choose another budget.",
 }
+# features that may take another layer for the first one
+FIRST_DIFFERS: Mapping[Feature, str] = {
+    "profile": "A profile of {} is not supported, whose first layer is of its own kind; use --set allocation=uniform, "
+    "depth=none.",
+}
 # features that take sublayers one after the other
 PARALLEL: Mapping[Feature, str] = {
     "up_proj": "--up-steps is not possible for {}, whose FFN is beside its attention; leave it out.",
@@ -60,6 +65,8 @@ def reason_against(family: "Description", feature: Feature) -> str | None:
         return reason
     if family.carried and feature in OF_HYBRIDS:
         return OF_HYBRIDS[feature]
+    if family.first_differs and feature in FIRST_DIFFERS:
+        return FIRST_DIFFERS[feature].format(family.model_type)
     if stack.parallel and feature in PARALLEL:
         return PARALLEL[feature].format(family.model_type)
     if stack.norms_inside and feature in NORMS_INSIDE:

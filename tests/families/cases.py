@@ -325,7 +325,7 @@ CASES: dict[str, Case] = {
     ),
     "modernbert": Case(
         {"family": "modernbert", "groups": 4, "model_class": "ModernBertModel", "layers": 4, "local_attention": 6},
-        refused=(STOCK_ENCODERS | {"latency", "queries and keys"}) - {"up_proj"},
+        refused=(STOCK_ENCODERS | {"profile", "latency", "queries and keys"}) - {"up_proj"},
         packed=False,
     ),
     "t5": Case({"gated": False, "tied": True}, refused=T5_REFUSALS, packed=False, build=build_t5),
