@@ -9,11 +9,20 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Checkpoint, Journal, attention_of, identify, stock_classes, tied_names, with_floats
+from oneshot.checkpoint import (
+    Checkpoint,
+    Journal,
+    attention_of,
+    complete_config,
+    identify,
+    stock_classes,
+    tied_names,
+    with_floats,
+)
 from oneshot.checkpoint.safe_files import companion_files, read_config
 from oneshot.errors import OutputError
 from oneshot.export.own_classes import OWN_CLASSES
-from oneshot.families import FAMILIES, Experts, as_stored
+from oneshot.families import FAMILIES, Description, Experts, as_stored, find_family
 from oneshot.text import load_tokenizer, needs_conversion
 
 
@@ -80,12 +89,17 @@ def empty_tensors(config: dict[str, Any], experts: Experts | None = None) -> dic
 
 def _stored(model: Any, config: dict[str, Any], experts: Experts | None = None) -> dict[str, torch.Tensor]:
     """Return the state of a model as files have it."""
-    state, family = dict(model.state_dict()), FAMILIES.get(config["model_type"])
+    state, family = dict(model.state_dict()), _family(config)
     if family is None:
         return state
     if experts is not None:
         family = replace(family, stack=family.stack.with_experts(experts))
     return as_stored(family, config, state).layers_to_files(state)
+
+
+def _family(config: dict[str, Any]) -> Description | None:
+    """Return the family of a config.json as it describes the layers; None for a model type of this package."""
+    return find_family(config | complete_config(config)) if config["model_type"] in FAMILIES else None
 
 
 def verify(folder: Path) -> Checkpoint:
@@ -96,7 +110,7 @@ def verify(folder: Path) -> Checkpoint:
     Raises `OutputError` with the first tensor that does not fit.
     """
     checkpoint = Checkpoint(folder)
-    family = FAMILIES.get(checkpoint.config["model_type"])
+    family = _family(checkpoint.config)
     if family is not None and family.text_module is not None:
         return identify(checkpoint).checkpoint  # the language model; all else is the input's
     renamed = {} if family is None else family.renamed

@@ -24,6 +24,8 @@ class Experts(WithoutLinears):
             expert. experts: the module that holds the two parameters.
         shared_expert: the module of an expert that every token passes, whose linears are `gate_proj`, `up_proj` and
             `down_proj`; None without one. shared_gate: a linear to one number that gates it; None without one.
+        beside: a module that reads what `module` reads, and whose output is added to its output: an FFN as wide as a
+            shared expert, whose gate and up are one linear. It stays as it is. None without one.
         renormalises: whether the gates of a token's experts are divided by their sum; else they are a softmax over all
             experts as it is.
         scores: what the router makes of its logits. scale: what all gates are multiplied with. chosen_by: a number for
@@ -41,6 +43,7 @@ class Experts(WithoutLinears):
     experts: str = "mlp.experts"
     shared_expert: str | None = None
     shared_gate: str | None = None
+    beside: str | None = None
     renormalises: bool = True
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scale: float = 1.0
@@ -73,6 +76,11 @@ class Experts(WithoutLinears):
     def down_bias(self) -> str:
         """Return the tensor of the biases of the downs of all experts, if they have any."""
         return f"{self.down}_bias"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the modules that hold all its tensors."""
+        return (self.module,) if self.beside is None else (self.module, self.beside)
 
     def by_expert(self) -> tuple[str, ...]:
         """Return the tensors that have a row, or a matrix, for every expert."""
@@ -109,6 +117,10 @@ class Experts(WithoutLinears):
             shared = sizes.shared(width)
             listed |= {f"{self.shared_expert}.{one}_proj.weight": (shared, hidden) for one in ("gate", "up")}
             listed[f"{self.shared_expert}.down_proj.weight"] = (hidden, shared)
+        if self.beside is not None:
+            shared = sizes.shared(width)
+            listed[f"{self.beside}.input_linear.weight"] = (2 * shared, hidden)
+            listed[f"{self.beside}.output_linear.weight"] = (hidden, shared)
         if self.shared_gate is not None:
             listed[f"{self.shared_gate}.weight"] = (1, hidden)
         return listed

@@ -1,6 +1,6 @@
-"""Granite 4 without experts: state-space models in most layers, which are carried, and attention in the others.
+"""Granite 4: state-space models in most layers, which are carried, and attention in the others.
 
-Its FFN is what stands beside the experts in models that have any.
+Behind them is one FFN, or experts beside it.
 """
 
 from dataclasses import replace
@@ -10,6 +10,7 @@ from oneshot.families.carried import Carried, carried_layers
 from oneshot.families.description import Description, Sizes
 from oneshot.families.granite import variant as granite_variant
 from oneshot.families.llama import STACK
+from oneshot.families.mixtures import GRANITE_MOE, resize
 from oneshot.families.shapes import ModelShape
 from oneshot.families.sublayers import FeedForward
 
@@ -21,12 +22,18 @@ FFN = FeedForward(
 
 
 def variant(family: Description, config: dict[str, Any]) -> Description:
-    """Return the family with the factors and the state-space models that a config states."""
-    return replace(granite_variant(family, config), carried_layers=carried_layers(config, family.mixers))
+    """Return the family with the factors, the state-space models and the experts that a config states."""
+    family = replace(granite_variant(family, config), carried_layers=carried_layers(config, family.mixers))
+    experts = GRANITE_MOE.stack.experts
+    if config.get("num_local_experts") == 0 or experts is None:
+        return family
+    stack = family.stack.with_experts(replace(experts, beside="shared_mlp"))
+    sizes = replace(GRANITE_MOE.sizes, shared_expert_width=WIDTH)
+    return replace(family, stack=replace(stack, fused={}), resize=resize("intermediate_size"), sizes=sizes)
 
 
 def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the stock config of the resized model."""
+    """Return the stock config of the resized model without experts."""
     heads = {"num_attention_heads": shape.num_attention_heads, "num_key_value_heads": shape.num_key_value_heads}
     return config | heads | {"head_dim": shape.head_dim, WIDTH: shape.intermediate_size}
 

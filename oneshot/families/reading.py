@@ -124,14 +124,9 @@ def find_family(config: dict[str, Any]) -> Description:
     if not isinstance(model_type, str):
         raise CheckpointError(f"config.json states model_type {repr(model_type)[:100]}, which is not a name; mend it.")
     refuse_recurrent(model_type)
-    known = FAMILIES.get(model_type)
-    if _is_mixture(config, model_type) and (known is None or known.stack.experts is None):
-        raise CheckpointError(
-            f"The model ({model_type[:100]}) is a mixture of experts of a family that is not supported; give a dense "
-            f"model, or one of {', '.join(name for name, one in FAMILIES.items() if one.stack.experts is not None)}."
-        )
-    refuse_compressed(model_type)
     if model_type not in FAMILIES:
+        _refuse_unknown_mixture(config, model_type, None)
+        refuse_compressed(model_type)
         raise UnknownFamilyError(model_type, FAMILIES)
     classes, stated = FAMILIES[model_type].classes, stated_class(config)
     if classes and stated is not None and stated not in classes:
@@ -140,9 +135,12 @@ def find_family(config: dict[str, Any]) -> Description:
         )
     family = FAMILIES[model_type]
     if family.text_module is not None:
+        _refuse_unknown_mixture(config, model_type, family)
         return _wrapped(family, config)
     family.check(config)
-    return family.variant(family, config)
+    family = family.variant(family, config)
+    _refuse_unknown_mixture(config, model_type, family)
+    return family
 
 
 def _wrapped(wrapper: Description, config: dict[str, Any]) -> Description:
@@ -166,6 +164,15 @@ def _wrapped(wrapper: Description, config: dict[str, Any]) -> Description:
         return wrapper
     text.check(config)
     return within_wrapper(text.variant(text, config), wrapper)
+
+
+def _refuse_unknown_mixture(config: dict[str, Any], model_type: str, family: Description | None) -> None:
+    """Raise `CheckpointError` for a mixture of experts whose family, None if it is unknown, has none."""
+    if _is_mixture(config, model_type) and (family is None or family.stack.experts is None):
+        raise CheckpointError(
+            f"The model ({model_type[:100]}) is a mixture of experts of a family that is not supported; give a dense "
+            f"model, or one of {', '.join(name for name, one in FAMILIES.items() if one.stack.experts is not None)}."
+        )
 
 
 def _is_mixture(config: dict[str, Any], model_type: str) -> bool:

@@ -98,7 +98,7 @@ class Stack:
         """Return what the stored names of a layer's FFN or experts, and of their norms, begin with."""
         sublayer = self.sublayers[self.index_of("ffn")]
         mixer = sublayer.mixer
-        modules = (mixer.module,) if isinstance(mixer, Experts) else (*sublayer.readers, sublayer.writer)
+        modules = mixer.parts if isinstance(mixer, Experts) else (*sublayer.readers, sublayer.writer)
         stored = (self.stored_linear(module) for module in modules)
         return tuple(f"{name}." for name in (*stored, *(norm.name for norm in sublayer.norms)))
 
@@ -149,10 +149,8 @@ class Stack:
         return mixer if isinstance(mixer, Experts) else None
 
     def with_experts(self, experts: Experts) -> "Stack":
-        """Return the stack with another mixture of experts."""
-        old = self.experts
-        sublayers = (replace(each, mixer=experts) if each.mixer is old else each for each in self.sublayers)
-        return replace(self, sublayers=tuple(sublayers))
+        """Return the stack with this mixture of experts in place of its own, or of the one FFN."""
+        return self._with_feed_forward(experts)
 
     @property
     def shared_expert(self) -> FeedForward | None:
@@ -169,8 +167,11 @@ class Stack:
 
     def with_ffn(self, ffn: FeedForward) -> "Stack":
         """Return the stack with this FFN in place of its own, or of the mixture of experts."""
+        return self._with_feed_forward(ffn)
+
+    def _with_feed_forward(self, mixer: FeedForward | Experts) -> "Stack":
         old = self.feed_forward
-        sublayers = (replace(each, mixer=ffn) if each.mixer is old else each for each in self.sublayers)
+        sublayers = (replace(each, mixer=mixer) if each.mixer is old else each for each in self.sublayers)
         return replace(self, sublayers=tuple(sublayers))
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,7 +69,9 @@ class Layer:
         """Return `base(x) + added(writer(inner(x)))`, `(sequences, length, D)`."""
         mixer, base = self._stack.sublayers[index].mixer, self.base(index, x)
         if isinstance(mixer, Experts):
-            return base + self.added(index, written_by(self._part(mixer.module), self.normed(index, x)))
+            normed = self.normed(index, x)
+            written = written_by(self._part(mixer.module), normed)
+            return base + self.added(index, self._with_beside(mixer, normed, written))
         if isinstance(mixer, Carried):
             return self._until(self._stack.sublayers[index + 1], x)
         if isinstance(mixer, Attention) and mixer.contains_writer:
@@ -83,7 +85,13 @@ class Layer:
         mixer = self._stack.sublayers[index].mixer
         assert isinstance(mixer, Experts)
         block, router, experts = (self._part(name) for name in (mixer.module, mixer.router, mixer.experts))
-        return route(block, router, experts, self.normed(index, x), alternating=mixer.alternating)
+        normed = self.normed(index, x)
+        routing = route(block, router, experts, normed, alternating=mixer.alternating)
+        return replace(routing, written=self._with_beside(mixer, normed.flatten(0, -2), routing.written))
+
+    def _with_beside(self, mixer: Experts, normed: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+        """Return what a mixture writes for `normed (…, D)` with what a module beside it writes, if there is one."""
+        return written if mixer.beside is None else written + self._part(mixer.beside)(normed)
 
     def shared_neurons(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what the down projection of a mixture's shared expert reads for inputs of the mixture, as rows."""

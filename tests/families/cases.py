@@ -167,7 +167,10 @@ CASES: dict[str, Case] = {
             "mamba_chunk_size": 16,
             **GRANITE_FACTORS,
         },
-        {"rotary": {"position_embedding_type": "rope", "layer_types": ["full_attention"] * 3, "tied": True}},
+        {
+            "rotary": {"position_embedding_type": "rope", "layer_types": ["full_attention"] * 3, "tied": True},
+            "experts": {"num_local_experts": 4, "shared_intermediate_size": 40, **EXPERTS},
+        },
         HYBRIDS,
     ),
     "lfm2_moe": Case(
