@@ -70,7 +70,7 @@ class Grid:
 
     @property
     def has_curvature(self) -> bool:
-        """Return whether output curvature can be measured and used: as for ranks, in one stack whose layers all have attention."""
+        """Return whether output curvature can be measured and used: as for ranks, in one stack of equal mixers."""
         return self.has_ranks and self.family.decoder is None and not self.family.carried
 
     def reason_against_heads(self) -> str | None:
