@@ -80,8 +80,35 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960,
-    }
+    },
+    "DeepSeek-V3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 163840,
+    },
 }
+MIXTURE_CARDS = {"Qwen3-30B-A3B": ("H100", "RTX 4090", "CPU"), "DeepSeek-V3": ("H100", "H200")}
 TIED = {"1.1B"}  # embedding and output head
 MEASURED = "H100"
 
@@ -123,7 +150,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-# of a mixture: 32 tokens for each neuron of an expert of mean load
+# 32 tokens for each neuron of an expert of mean load of Qwen3-30B-A3B
 MIXTURE_RUNS: dict[str, dict[str, Any]] = {
     "neurons": {"num_sequences": 192},
     "96 of 128 experts": {
@@ -177,6 +204,11 @@ def footprint_of(config: Config, work: Work, memory: int | None, host: int | Non
     return predict_footprint(work, bounds, config.machine, result_bytes=0, measure_time=False)
 
 
+def in_groups(work: Work, footprint: Footprint) -> Work:
+    """Return the work with as many experts together as the memory of the footprint holds."""
+    return replace(work, machine=replace(work.machine, experts_together=footprint.experts_together))
+
+
 def estimate(name: str, model: Model, card: str, run: str) -> dict[str, Any]:
     """Return the row of a model, a card or a CPU, and a run."""
     memory, rates = (None, CPU_RATES) if card == CPU else (CARDS[card].memory, CARDS[card].rates)
@@ -186,15 +218,17 @@ def estimate(name: str, model: Model, card: str, run: str) -> dict[str, Any]:
         footprint = footprint_of(config, work, memory, None)
     except MemoryLimitError as error:
         return row | {"fits": False, "reason": str(error)}
-    phases = predicted_phases(work, rates, footprint.store)
+    phases = predicted_phases(in_groups(work, footprint), rates, footprint.store)
     total = sum(sum(seconds.values()) for seconds in phases.values())
-    memory_of = {
+    memory_of: Row = {
         "device_bytes": footprint.device_bytes,
         "device_stage": footprint.device_stage,
         "host_bytes": footprint.host_bytes,
         "scratch_bytes": footprint.scratch_bytes,
         "store": footprint.store,
     }
+    if name in MIXTURES:
+        memory_of["expert_groups"] = footprint.expert_groups
     return row | {"fits": True, "phases": phases, "total": total, "documents": work.documents_together, **memory_of}
 
 
@@ -226,7 +260,7 @@ def print_plan(name: str, card_gib: float, host_gib: float) -> int:
         print(
             f"{run}: fits; device {found.device_bytes / GIB:.1f} GiB ({found.device_stage}), host "
             f"{found.host_bytes / GIB:.1f} GiB ({found.host_stage}), activations on {found.store}, scratch "
-            f"{found.scratch_bytes / GIB:.1f} GiB"
+            f"{found.scratch_bytes / GIB:.1f} GiB, {found.expert_groups} groups of experts"
         )
     return 0
 
@@ -245,7 +279,8 @@ def main() -> int:
     rows = [estimate(name, model, card, run) for name, model in models.items() for card in cards[name] for run in RUNS]
     for name in MIXTURES:
         model = identify(Described(name))
-        rows += [estimate(name, model, card, run) for card in ("H100", "RTX 4090", CPU) for run in MIXTURE_RUNS]
+        runs = [run for run in MIXTURE_RUNS if run == "neurons" or name == "Qwen3-30B-A3B"]
+        rows += [estimate(name, model, card, run) for card in MIXTURE_CARDS[name] for run in runs]
     rows += [first_run(models[row["model"]], row) for row in read_rows("gpu") if row["section"] == FIRST_RUN]
     (RESULTS / "gpu_estimate.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0

@@ -99,7 +99,7 @@ def profile(config: Config, *, show_progress: Shown = False) -> Profile:
     with open_run(config, show_progress=show_progress) as run:
         schedule = profile_schedule(run.grid, run.method)
         run.check_text()
-        run.store_activations(run.footprint(config, schedule, None).store)
+        run.use_memory(run.footprint(config, schedule, None))
         run.check_family()
         measured = run.make_profile(schedule)
         for sentence in gram_sentences(run.machine.workers.gather(run.warnings.take_notes()), []):
@@ -112,7 +112,7 @@ def profile(config: Config, *, show_progress: Shown = False) -> Profile:
 def _compress(job: Job, watch: Stopwatch) -> Report:
     """Compress one target of a run. `watch` has the seconds since the target began."""
     run = job.run
-    run.store_activations(job.footprint.store)
+    run.use_memory(job.footprint)
     run.check_family()
     finished = job.finished_report()
     if finished is not None:

@@ -60,11 +60,10 @@ def mixture_estimates_table() -> str:
     lines = []
     for row in estimates(of_mixtures=True):
         device = f"{row['device_bytes'] / GIB:.1f} GiB" if row["device_bytes"] else "–"
-        start, *phases, total = _seconds(row)
-        lines.append(
-            [row["model"], row["card"], row["run"], device, f"{row['host_bytes'] / GIB:.1f} GiB", start, *phases, total]
-        )
-    head = ["model", "machine", "run", "device", "host", "start", "forward", "sums", "pivots", "solve", "rest", "total"]
+        host = f"{row['host_bytes'] / GIB:.1f} GiB"
+        lines.append([row["model"], row["card"], row["run"], device, host, f"{row['expert_groups']}", *_seconds(row)])
+    head = ["model", "machine", "run", "device", "host", "groups of experts"]
+    head += ["start", "forward", "sums", "pivots", "solve", "rest", "total"]
     rates = read_rows("gpu_estimate")
     cpu = next(row["rates"]["stream"] for row in rates if row["card"] == "CPU")
     return markdown(

@@ -1,4 +1,4 @@
-"""Statistics of all experts of a mixture, summed in one pass over the text.
+"""Statistics of the experts of a mixture, or of a group of them, summed in one pass over the text.
 
 An expert reads `h (m)` of the tokens that the router sends to it, and the layer adds `g W h`, weighted by its gate `g`.
 So its rows are `a = g h`, and its Gram is `Σ g² h hᵀ`. The Gram of all experts together, `(E m)²` numbers, is not
@@ -17,14 +17,17 @@ from oneshot.stream import Routing
 
 @dataclass(frozen=True)
 class ExpertStatistics:
-    """Sums over the calibration text for every expert, as in `Statistics`.
+    """Sums over the calibration text for every expert of a group of `n`, as in `Statistics`.
 
     Attributes:
-        grams: `(E, m, m)` float32. residuals: `(E, m, D)` float32, or None. residual_energies: `(E,)` float64.
+        group: numbers of the experts.
+        grams: `(n, m, m)` float32. residuals: `(n, m, D)` float32, or None. residual_energies: `(n,)` float64.
         shared: statistics of the shared expert if it shrinks with the others; else None.
-        num_rows, num_targets: int64 `(E,)` on the host: tokens that each expert saw, and those that had a target.
+        num_rows, num_targets: int64 `(E,)` on the host: tokens that each of all experts saw, and those that had a
+            target.
     """
 
+    group: range
     grams: torch.Tensor
     residuals: torch.Tensor | None
     residual_energies: torch.Tensor
@@ -33,10 +36,10 @@ class ExpertStatistics:
     shared: Statistics | None = None
 
     def of(self, expert: int) -> Statistics:
-        """Return the statistics of one expert; without a residual if none of its tokens had a target."""
-        rows, targets = int(self.num_rows[expert]), int(self.num_targets[expert])
-        residual = None if self.residuals is None or not targets else self.residuals[expert]
-        return Statistics(self.grams[expert], residual, self.residual_energies[expert], rows, targets)
+        """Return the statistics of one expert, by its number; without a residual if no token of it had a target."""
+        rows, targets, place = int(self.num_rows[expert]), int(self.num_targets[expert]), self.group.index(expert)
+        residual = None if self.residuals is None or not targets else self.residuals[place]
+        return Statistics(self.grams[place], residual, self.residual_energies[place], rows, targets)
 
 
 def squared_gates(gates: torch.Tensor, *, with_shared: bool) -> torch.Tensor:
@@ -48,18 +51,22 @@ def squared_gates(gates: torch.Tensor, *, with_shared: bool) -> torch.Tensor:
 
 
 class ExpertAccumulator:
-    """Sum Grams `(E, m, m)` and residuals `(E, m, D)` of the experts of a layer, as `GramAccumulator`.
+    """Sum Grams `(n, m, m)` and residuals `(n, m, D)` of `n` experts of a layer, as `GramAccumulator`.
 
     Args:
-        count: experts `E`. size: neurons `m` of each. output_size: `D` if rows may have a target, None otherwise.
+        count: all experts `E`. group: the numbers of these. size: neurons `m` of each. output_size: `D` if rows may
+            have a target, None otherwise.
     """
 
-    def __init__(self, count: int, size: int, *, output_size: int | None, device: torch.device) -> None:
-        self._grams = torch.zeros(count, size, size, dtype=torch.float64, device=device)
+    def __init__(
+        self, count: int, size: int, *, output_size: int | None, device: torch.device, group: range | None = None
+    ) -> None:
+        self._group = range(count) if group is None else group
+        self._grams = torch.zeros(len(self._group), size, size, dtype=torch.float64, device=device)
         self._residuals = None
         if output_size is not None:
-            self._residuals = torch.zeros(count, size, output_size, dtype=torch.float64, device=device)
-        self._energies = torch.zeros(count, dtype=torch.float64, device=device)
+            self._residuals = torch.zeros(len(self._group), size, output_size, dtype=torch.float64, device=device)
+        self._energies = torch.zeros(len(self._group), dtype=torch.float64, device=device)
         self._counts = torch.zeros(2, count, dtype=torch.float64, device=device)
 
     def update_(self, routing: Routing, lost: torch.Tensor | None = None, *, with_shared: bool = False) -> None:
@@ -70,22 +77,21 @@ class ExpertAccumulator:
                 a token (`squared_gates`). with_shared: the shared expert also takes its share.
         """
         squares = squared_gates(routing.gates, with_shared=with_shared)
-        for one in routing.arrivals():
+        self._counts[: 1 if lost is None else 2] += routing.counts
+        for one in routing.arrivals(self._group):
             share = None
             if lost is not None:
                 weights = one.gates.float().square() / squares[one.tokens]
                 share = lost[one.tokens] * weights.to(lost.dtype).unsqueeze(1)
-            self._add_(one.expert, one.neurons * one.gates.unsqueeze(1), share)
+            self._add_(self._group.index(one.expert), one.neurons * one.gates.unsqueeze(1), share)
 
-    def _add_(self, expert: int, rows: torch.Tensor, lost: torch.Tensor | None) -> None:
+    def _add_(self, place: int, rows: torch.Tensor, lost: torch.Tensor | None) -> None:
         """Add rows of an expert: `a (r, m)`, and `lost (r, D)`, what `a Wᵀ` lacks of their target, if they have one."""
-        add_gram_(self._grams[expert], rows)
-        self._counts[0, expert] += len(rows)
+        add_gram_(self._grams[place], rows)
         if lost is not None:
             assert self._residuals is not None
-            add_product_(self._residuals[expert], rows, lost)
-            self._energies[expert] += lost.float().square().sum()
-            self._counts[1, expert] += len(rows)
+            add_product_(self._residuals[place], rows, lost)
+            self._energies[place] += lost.float().square().sum()
 
     def finish(self, workers: Workers = ALONE) -> ExpertStatistics:
         """Return the sums over the rows of all workers as a record; residuals are scaled to all rows of their expert.
@@ -98,10 +104,11 @@ class ExpertAccumulator:
             own.copy_(finished_gram(total))
         del self._grams
         refuse_overflow(grams)
-        scales, residuals = self._counts[0] / self._counts[1].clamp_min(1), None
+        of_group = self._counts[:, self._group.start : self._group.stop]
+        scales, residuals = of_group[0] / of_group[1].clamp_min(1), None
         if self._residuals is not None:
             workers.sum_(self._residuals)
             residuals = as_float32(self._residuals).mul_(scales.float().view(-1, 1, 1))
             del self._residuals
         rows, targets = self._counts.long().cpu()
-        return ExpertStatistics(grams, residuals, scales * self._energies, rows, targets)
+        return ExpertStatistics(self._group, grams, residuals, scales * self._energies, rows, targets)

@@ -1,4 +1,4 @@
-"""Neurons inside the experts of a mixture: measured in one pass, chosen and corrected expert by expert, and folded.
+"""Neurons inside the experts of a mixture: measured, chosen and corrected expert by expert, and folded.
 
 Every expert is a writer of its own: its neurons are columns that its down projection reads, and its rows are weighted
 by its gates. All experts of a model keep equally many neurons, because a stock config states one width. The router
@@ -6,19 +6,21 @@ stays as it is, and so does a shared expert whose width is its own (`shared_expe
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from oneshot.compression.correction import Factors, correct, predicted_energies, relative
-from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics, squared_gates
-from oneshot.compression.measuring import target_of
-from oneshot.compression.shared_expert import fold_shared, shared_accumulator, shrinks_shared, solve_shared
+from oneshot.compression.expert_measuring import measure_group
+from oneshot.compression.expert_statistics import ExpertStatistics
+from oneshot.compression.shared_expert import fold_shared, shrinks_shared, solve_shared
 from oneshot.compression.statistics import TOKENS_PER_COLUMN
 from oneshot.compression.tasks import ExpertsTask
+from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import as_like
 from oneshot.selection import SELECTORS, Evidence
-from oneshot.stream import DensePass, Layer, Routing, States
+from oneshot.stream import DensePass, Layer, States
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -32,78 +34,72 @@ class ExpertFactors:
 
     Attributes:
         kept: int64 `(E, m')`, ascending for each expert. weight: `(E, D, m')` in the dtype of the dense one.
-        predicted_error: of the routed experts, as if the errors of different ones were orthogonal; None without
-            statistics.
+        energies: float64 `(E, 2)`, of every expert's error and output; None without statistics.
         shared: factors of the shared expert if it shrinks with the others; else None.
     """
 
     kept: torch.Tensor
     weight: torch.Tensor
-    predicted_error: float | None = None
+    energies: torch.Tensor | None = None
     condition_number: float | None = None
     max_interpolation: float | None = None
     eigenvalue_fallback: bool = False
     damping: float | None = None
     shared: Factors | None = None
 
+    @property
+    def predicted_error(self) -> float | None:
+        """Return the error of the routed experts, as if the errors of different ones were orthogonal."""
+        return None if self.energies is None else relative(*self.energies.sum(0))
+
+
+@dataclass(frozen=True)
+class MeasuredExperts:
+    """State what is known of the experts before the last group of them is solved.
+
+    Attributes:
+        statistics: of the last group. solved: factors of the groups before it, whose statistics are gone.
+        generator: of random choices, which go on from group to group.
+    """
+
+    statistics: ExpertStatistics
+    solved: tuple[ExpertFactors, ...]
+    generator: torch.Generator
+
 
 def measure_experts(
     task: ExpertsTask, tensors: Tensors, states: States, current: Layer, reference: Layer, dense: DensePass
-) -> tuple[ExpertStatistics, torch.Tensor | None]:
+) -> tuple[MeasuredExperts, torch.Tensor | None]:
     """Sum the statistics of every expert; also return what the sublayer should add to the judged batch.
+
+    If memory does not hold the statistics of all experts, every group of them (`ExpertsTask.groups`) has a pass of its
+    own and is solved after it. The result has the same bytes.
 
     Arguments and None as in `measuring.measure`.
     """
-    count, hidden, size = tensors[task.mixer.down].shape
-    output_size = hidden if task.follows_dense or (task.loses_experts and task.method.solves) else None
-    accumulator = ExpertAccumulator(count, size, output_size=output_size, device=task.machine.device)
-    shared = shared_accumulator(task, output_size)
-    target, loses, share = None, task.loses_experts and task.method.solves, 1.0
-    if loses and task.follows_dense:
-        arriving = round(states.num_tokens / task.shape.tokens_per_arrival)
-        share = task.residual_weight(size, arriving) / states.dense_share
-    for x, dense_state in states.read():
-        routing, lost = current.route(task.index, x), None
-        if loses:
-            lost = _lost(task, x, reference, current, routing)
-        if task.follows_dense and dense_state is not None:
-            target = target_of(task, x, dense)
-            beyond = current.before_sum(target.flatten(0, -2) - current.added(task.index, routing.written))
-            lost = beyond if lost is None else lost + share * (beyond - lost)
-        accumulator.update_(routing, lost, with_shared=shared is not None)
-        if shared is not None:
-            own = None if lost is None else lost / squared_gates(routing.gates, with_shared=True).to(lost).unsqueeze(1)
-            shared.update_(current.shared_neurons(routing.inputs), own)
-    if not task.follows_dense:
-        judged, _ = states.read_judged()
-        target = reference.sum(task.index, judged) - judged
-    workers = task.machine.workers
-    statistics = accumulator.finish(workers)
-    return statistics if shared is None else replace(statistics, shared=shared.finish(workers)), target
-
-
-def _lost(task: ExpertsTask, x: torch.Tensor, reference: Layer, current: Layer, routing: Routing) -> torch.Tensor:
-    """Return what the mixture wrote with all its experts beyond what it writes without those that went."""
-    whole = reference.sum(task.index, x) - x
-    return current.before_sum(whole.flatten(0, -2) - current.added(task.index, routing.written))
+    generator, solved = _generator(task), list[ExpertFactors]()
+    *before, last = task.groups
+    for group in before:
+        statistics, _ = measure_group(task, group, tensors, states, current, reference, dense)
+        solved.append(_solve_group(task, tensors, statistics, generator))
+        del statistics
+        release_heap()
+    statistics, target = measure_group(task, last, tensors, states, current, reference, dense)
+    return MeasuredExperts(statistics, tuple(solved), generator), target
 
 
 def solve_experts(
-    task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics | None
+    task: ExpertsTask, tensors: Tensors, measured: MeasuredExperts | None
 ) -> tuple[torch.Tensor, ExpertFactors, None]:
     """Return the kept neurons `(E, m')` and the factors; one worker solves, for all.
 
-    `statistics` are None for a choice by weights alone.
+    `measured` is None for a choice by weights alone.
     """
-
-    def solution() -> ExpertFactors:
-        dampings = _dampings(task, statistics, len(tensors[task.mixer.down]))
-        kept = _select(task, tensors, statistics, dampings)
-        return _corrected(task, tensors[task.mixer.down], kept, statistics, dampings)
-
+    statistics = None if measured is None else measured.statistics
     if statistics is not None and task.method.correction != "none":
         _warn_of_rare(task, statistics)
-    factors = task.shared(solution)
+    before, generator = ((), _generator(task)) if measured is None else (measured.solved, measured.generator)
+    factors = _joined((*before, _solve_group(task, tensors, statistics, generator)))
     if shrinks_shared(task):
         of_shared = None if statistics is None else statistics.shared
         factors = replace(factors, shared=solve_shared(task, tensors, of_shared))
@@ -126,6 +122,48 @@ def fold_experts(task: ExpertsTask, tensors: Tensors, factors: ExpertFactors) ->
     return folded if factors.shared is None else fold_shared(task, folded, factors.shared)
 
 
+def _generator(task: ExpertsTask) -> torch.Generator:
+    return torch.Generator().manual_seed(task.seed + task.layer)
+
+
+def _solve_group(
+    task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics | None, generator: torch.Generator
+) -> ExpertFactors:
+    """Return the factors of the experts that the statistics are of, or of all without any."""
+    down = tensors[task.mixer.down]
+    group = range(len(down)) if statistics is None else statistics.group
+
+    def solution() -> ExpertFactors:
+        dampings = _dampings(task, statistics, len(down))
+        kept = _select(task, tensors, group, statistics, dampings, generator)
+        return _corrected(task, down, group, kept, statistics, dampings)
+
+    return task.shared(solution)
+
+
+def _joined(groups: Sequence[ExpertFactors]) -> ExpertFactors:
+    """Return the factors of all experts from those of groups, in their order."""
+    if len(groups) == 1:
+        return groups[0]
+    return ExpertFactors(
+        torch.cat([one.kept for one in groups]),
+        torch.cat([one.weight for one in groups]),
+        torch.cat([one.energies for one in groups if one.energies is not None]),
+        *_worst(groups),
+    )
+
+
+def _worst(found: Sequence[Factors | ExpertFactors]) -> tuple[float | None, float | None, bool, float | None]:
+    """Return the largest condition number and interpolation, whether any fell back, and the largest damping."""
+    solved = [one for one in found if one.condition_number is not None]
+    return (
+        max((one.condition_number or 0 for one in solved), default=None),
+        max((one.max_interpolation or 0 for one in solved), default=None),
+        any(one.eigenvalue_fallback for one in solved),
+        max((one.damping or 0 for one in solved), default=None),
+    )
+
+
 def _dampings(task: ExpertsTask, statistics: ExpertStatistics | None, count: int) -> list[float]:
     """Return the ridge of every expert: it grows as fewer than `TOKENS_PER_COLUMN` tokens come to a neuron."""
     asked = task.method.expert_damping
@@ -136,31 +174,35 @@ def _dampings(task: ExpertsTask, statistics: ExpertStatistics | None, count: int
 
 
 def _select(
-    task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics | None, dampings: list[float]
+    task: ExpertsTask,
+    tensors: Tensors,
+    group: range,
+    statistics: ExpertStatistics | None,
+    dampings: list[float],
+    generator: torch.Generator,
 ) -> torch.Tensor:
-    """Return the neurons that stay, int64 `(E, m')`, ascending.
+    """Return the neurons that stay of the experts of a group, int64 `(n, m')`, ascending.
 
     The Gram of a rare expert shrinks towards a multiple of the identity, so that an expert without tokens keeps the
     neurons with the largest outputs per unit of activation.
     """
     mixer, device = task.mixer, task.machine.device
     if not task.is_reduced:
-        return torch.arange(task.dense_units, device=device).repeat(len(dampings), 1)
+        return torch.arange(task.dense_units, device=device).repeat(len(group), 1)
     down, gate_up = tensors[mixer.down].to(device), tensors[mixer.gate_up].to(device)
-    generator = torch.Generator().manual_seed(task.seed + task.layer)
     evidence = [
         Evidence(
             consumer=down[expert],
             producer_energy=_row_energy(gate_up[expert]) if task.needs("producers") else None,
             gram=None
             if statistics is None
-            else _shrunk(statistics.grams[expert], damping - task.method.expert_damping),
+            else _shrunk(statistics.of(expert).gram, dampings[expert] - task.method.expert_damping),
             generator=generator,
             pivoting=task.method.pivoting,
             group_size=task.method.pivot_group_size,
             pivot_weights=task.method.pivot_weights,
         )
-        for expert, damping in enumerate(dampings)
+        for expert in group
     ]
     return SELECTORS[task.selector].neurons_of_experts(evidence, task.kept_units)
 
@@ -180,14 +222,15 @@ def _shrunk(gram: torch.Tensor, by: float) -> torch.Tensor:
 def _corrected(
     task: ExpertsTask,
     down: torch.Tensor,
+    group: range,
     kept: torch.Tensor,
     statistics: ExpertStatistics | None,
     dampings: list[float],
 ) -> ExpertFactors:
-    """Return the downs over the kept neurons, each corrected by the tokens of its expert."""
+    """Return the downs over the kept neurons of a group's experts, each corrected by the tokens of its expert."""
     size, weight = task.dense_units, down.new_empty(len(kept), down.shape[1], task.kept_units)
     found, energies = [], []
-    for expert, columns in enumerate(kept):
+    for place, (expert, columns) in enumerate(zip(group, kept, strict=True)):
         own = None if statistics is None else statistics.of(expert)
         correction = task.method.correction
         if correction == "same-layer" and task.loses_experts:
@@ -205,20 +248,11 @@ def _corrected(
             damping=dampings[expert],
             residual_weight=1.0 if task.loses_experts or own is None else task.residual_weight(size, own.num_targets),
         )
-        weight[expert] = as_like(factors.weight, weight)
+        weight[place] = as_like(factors.weight, weight)
         if own is not None:
             energies.append(torch.stack(predicted_energies(dense.double(), factors.weight, columns, own)))
         found.append(factors)
-    solved = [one for one in found if one.condition_number is not None]
-    return ExpertFactors(
-        kept,
-        weight,
-        relative(*torch.stack(energies).sum(0)) if energies else None,
-        max((one.condition_number or 0 for one in solved), default=None),
-        max((one.max_interpolation or 0 for one in solved), default=None),
-        any(one.eigenvalue_fallback for one in solved),
-        max((one.damping or 0 for one in solved), default=None),
-    )
+    return ExpertFactors(kept, weight, torch.stack(energies) if energies else None, *_worst(found))
 
 
 def _warn_of_rare(task: ExpertsTask, statistics: ExpertStatistics) -> None:

@@ -161,6 +161,8 @@ class LayerCompressor:
             for step in steps[task.index]:
                 step.apply_(work, states, current)
                 current = self._current(layer, work.working, states)
+            if task.passes > 1:
+                states.settle()  # the first of them
             states.defer_dense(dense_pass)  # to the pass that measures, which reads what it keeps
             if not task.is_solved:
                 states.defer(_Pass(task, current))
@@ -232,7 +234,7 @@ class LayerCompressor:
         """Return how many passes over the text the layer takes."""
         before: float = sum(step.passes(states) for of_task in steps.values() for step in of_task)
         tasks = [task for task in tasks if not task.is_left_out]
-        return 1 + before + sum(task.is_solved + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
+        return 1 + before + sum(task.passes + (up_passes(task, states) if task.corrects_up else 0) for task in tasks)
 
     def _confined(self, layer: int, tensors: Tensors) -> Tensors:
         """Return the layer with outputs inside the subspaces that read them."""

@@ -131,6 +131,11 @@ class SublayerTask(ABC):
         return self.is_reduced or self.smaller_values is not None or self.corrects_slices or remains
 
     @property
+    def passes(self) -> int:
+        """Return how many passes over the text the writer is measured in."""
+        return int(self.is_solved)
+
+    @property
     def follows_dense(self) -> bool:
         """Return whether the target comes from the dense stream."""
         return self.has_dense and self.method.follows_dense

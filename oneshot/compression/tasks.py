@@ -188,6 +188,20 @@ class ExpertsTask(SublayerTask):
         experts, kept = self.shape.experts, self.kept.num_experts
         return experts is not None and kept is not None and kept < experts.count
 
+    @property
+    def groups(self) -> list[range]:
+        """Return the numbers of the experts whose statistics are held at the same time, group by group."""
+        experts, kept = self.shape.experts, self.kept.num_experts
+        assert experts is not None
+        count = experts.count if kept is None else kept
+        together = self.machine.experts_together or count
+        return [range(first, min(first + together, count)) for first in range(0, count, together)]
+
+    @property
+    def passes(self) -> int:
+        """Return one pass for each group, and one that brings the states to the experts if several read them there."""
+        return (len(self.groups) + (len(self.groups) > 1)) * self.is_solved
+
 
 class CarriedTask(SublayerTask):
     """A carried mixer stays as it is."""

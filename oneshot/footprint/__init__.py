@@ -5,9 +5,10 @@
 
 from oneshot.footprint.bounds import current_bounds, load_libraries, offload_folder, predict_footprint
 from oneshot.footprint.conversion import refuse_conversion, with_conversion
-from oneshot.footprint.work import describe_work
+from oneshot.footprint.work import Work, describe_work
 
 __all__ = [
+    "Work",
     "current_bounds",
     "describe_work",
     "load_libraries",

@@ -4,7 +4,8 @@ import logging
 import math
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from oneshot.checkpoint import Model
 from oneshot.config import MachineOptions
 from oneshot.errors import ConfigError, MemoryLimitError
 from oneshot.footprint.disk import scaffold_bytes
+from oneshot.footprint.expert_memory import group_sizes, num_groups
+from oneshot.footprint.layer_memory import layer_stages
 from oneshot.footprint.memory import (
     CUDA_SLACK_BYTES,
     DEVICE_SLACK_BYTES,
@@ -21,6 +24,7 @@ from oneshot.footprint.memory import (
     SLACK_BYTES,
     scratch_bytes,
     stages,
+    stages_outside_layers,
 )
 from oneshot.footprint.rates import measure_rates
 from oneshot.footprint.seconds import predicted_seconds
@@ -103,32 +107,38 @@ def predict_footprint(
 ) -> Footprint:
     """Return what a run will take; activations are stored on the device if all fits, else on the host, else on disk.
 
+    The experts of a mixture's layers are taken in as few groups as fit, with a pass over the text for each.
     `beside_bytes`: of weights that lie beside the result until it is complete.
 
     Raises `MemoryLimitError` if a bound that the user set cannot hold even with activations on disk, or the disk of
     `--offload-dir` is too small. Warns if the free memory does not suffice.
     """
-    listed = stages(work)
     stored = work.shape.stack().stored_parameters()
     compressed = stored if work.plan is None else work.grid.stack(work.plan).stored_parameters()
     stores: tuple[Store, ...] = ("device", "host", "disk") if work.device.type == "cuda" else ("host", "disk")
-    for store in stores:
-        host, host_stage = _peak(work, listed, store, bounds, computed=False)
-        device, device_stage = _peak(work, listed, store, bounds, computed=True)
-        if host <= bounds.host_allowed and device <= bounds.device_allowed:
+    tried = list[_Way]()
+    for way in _ways(work, stores, bounds):
+        if way.host <= bounds.host_allowed and way.device <= bounds.device_allowed:
             break
-    else:
-        _refuse((host, bounds.host_allowed, bounds.host_forced), host_stage, "host memory", "--max-memory")
-        _refuse((device, bounds.device_allowed, bounds.device_forced), device_stage, "memory", "--max-device-memory")
+        tried.append(way)
+    else:  # the last needs the least
+        way = next(one for one in tried if (one.host, one.device) == (way.host, way.device))
+        _refuse((way.host, bounds.host_allowed, bounds.host_forced), way.host_stage, "host memory", "--max-memory")
+        _refuse(
+            (way.device, bounds.device_allowed, bounds.device_forced), way.device_stage, "memory", "--max-device-memory"
+        )
+    work, store = way.work, way.store
     seconds = predicted_seconds(work, measure_rates(work.device, work.dtype), store) if measure_time else {}
-    offloaded = max(sum(stage.stores(work)) for stage in listed) if store == "disk" else 0
+    offloaded = max(sum(stage.stores(work)) for stage in stages(work)) if store == "disk" else 0
     refuse_full_disk(options, bounds, scratch_bytes(work) + offloaded)
     return Footprint(
-        host_bytes=host,
-        host_stage=host_stage.name,
-        device_bytes=device,
-        device_stage=device_stage.name if device else "",
+        host_bytes=way.host,
+        host_stage=way.host_stage.name,
+        device_bytes=way.device,
+        device_stage=way.device_stage.name if way.device else "",
         store=store,
+        experts_together=work.machine.experts_together,
+        expert_groups=num_groups(work),
         result_bytes=result_bytes,
         disk_bytes=result_bytes + beside_bytes + scaffold_bytes(work),
         scratch_bytes=scratch_bytes(work) + offloaded,
@@ -154,6 +164,34 @@ def refuse_full_disk(options: MachineOptions, bounds: Bounds, needed: int) -> No
             f"{offload_folder(options)} has {gibibytes(free)} free and the run puts {gibibytes(needed)} there; name a "
             "folder with more room as --offload-dir, give more --max-memory, or lower --num-sequences."
         )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """State the peaks of a run, and their stages, by where activations are and how experts are grouped (`work`)."""
+
+    work: Work
+    store: Store
+    host: int
+    host_stage: Stage
+    device: int
+    device_stage: Stage
+
+
+def _ways(work: Work, stores: tuple[Store, ...], bounds: Bounds) -> Iterator[_Way]:
+    """Yield the ways of a run, the fastest first, and at last the one that needs the least.
+
+    More groups of experts need less memory and more passes over the text. A pass takes a device less time than
+    activations on disk, and a CPU more.
+    """
+    outside, on_cuda = stages_outside_layers(work), work.device.type == "cuda"
+    for alike in (stores[:-1], stores[-1:]) if on_cuda else (stores,):
+        for together in group_sizes(work):
+            grouped = replace(work, machine=replace(work.machine, experts_together=together))
+            listed = outside + layer_stages(grouped)
+            for store in alike:
+                peaks = [_peak(grouped, listed, store, bounds, computed=computed) for computed in (False, True)]
+                yield _Way(grouped, store, *peaks[0], *peaks[1])
 
 
 def _peak(work: Work, listed: list[Stage], store: Store, bounds: Bounds, *, computed: bool) -> tuple[int, Stage]:

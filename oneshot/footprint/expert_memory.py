@@ -1,5 +1,7 @@
 """Bytes that the experts of a mixture hold, beside what every layer holds."""
 
+import math
+
 from oneshot.compression.expert_removal import TOKENS_TOGETHER
 from oneshot.footprint import terms
 from oneshot.footprint.terms import DOUBLE, FLOAT, Term
@@ -8,9 +10,33 @@ from oneshot.footprint.work import Work
 LOST = 3  # residuals of a batch: of the layer, towards the dense stream, and their sum
 
 
+def measures(work: Work) -> bool:
+    """Return whether experts that stay are measured: to choose their neurons, or to correct them."""
+    method, loses = work.method, work.schedule.removes_experts
+    return work.schedule.streams > 0 and (method.reduces_ffn or (loses and method.solves))
+
+
+def group_sizes(work: Work) -> list[int | None]:
+    """Return how many experts' statistics may be held together, the most first; None: all, or there are none.
+
+    They are not more than `work.machine.experts_together`.
+    """
+    if work.shape.experts is None or work.plan is None or not measures(work):
+        return [None]
+    count, most = _count(work), work.machine.experts_together
+    sizes = sorted({math.ceil(count / groups) for groups in range(1, count + 1)}, reverse=True)
+    return [None if size == count else size for size in sizes if most is None or size <= most]
+
+
+def num_groups(work: Work) -> int:
+    """Return how many groups of experts are measured one after the other."""
+    together = work.machine.experts_together
+    return 1 if together is None else math.ceil(_count(work) / together)
+
+
 def sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
-    """Return what the statistics of all experts are summed in, and the larger of what they are finished into."""
-    _, grams, residuals = _numbers(work, size, residual=residual)
+    """Return what a group's statistics are summed in, and the larger of what they are finished into."""
+    grams, residuals = _numbers(work, size, residual=residual)
     while_grams = DOUBLE * (grams + residuals) + FLOAT * grams
     while_residuals = FLOAT * grams + (DOUBLE + FLOAT) * residuals
     panel = (FLOAT + DOUBLE) * size * max(size, residual * work.shape.hidden_size)
@@ -29,25 +55,34 @@ def effects(work: Work) -> Term:
 
 
 def gram(work: Work, size: int, *, residual: bool) -> Term:
-    """Return the finished statistics of all experts."""
-    _, grams, residuals = _numbers(work, size, residual=residual)
+    """Return the finished statistics of a group of experts."""
+    grams, residuals = _numbers(work, size, residual=residual)
     of_shared = terms.gram(work, _shared(work, size), residual=residual).bytes
     return Term(FLOAT * (grams + residuals) + of_shared, computed=True)
 
 
+def downs(work: Work, kept: int) -> Term:
+    """Return the new downs of the experts."""
+    return Term(work.stored_itemsize * _count(work) * kept * work.shape.hidden_size, computed=True)
+
+
+def solved(work: Work, kept: int) -> Term:
+    """Return the new downs of the groups of experts that are solved, which are joined in the end."""
+    return Term((num_groups(work) > 1) * downs(work, kept).bytes, computed=True)
+
+
 def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     """Return the larger of what neurons are chosen in and what one expert is corrected in, and all new downs."""
-    count, grams, _ = _numbers(work, size, residual=residual)
+    grams, _ = _numbers(work, size, residual=residual)
     by_text = work.schedule.streams > 0
     choice = (FLOAT + DOUBLE) * grams * by_text + terms.choice(work, size, kept, work.method.ffn).bytes
-    downs = work.stored_itemsize * count * kept * work.shape.hidden_size
     shared, kept_shared = _shared(work, size), _shared(work, kept)
-    solved = (
+    corrected = (
         terms.correction(work, size, kept, residual=residual).bytes,
         terms.choice(work, shared, kept_shared, work.method.ffn).bytes,
         terms.correction(work, shared, kept_shared, residual=residual).bytes,
     )
-    return Term(max(choice, *solved) + downs, computed=True)
+    return Term(max(choice, *corrected) + downs(work, kept).bytes, computed=True)
 
 
 def _shared(work: Work, width: int) -> int:
@@ -56,8 +91,15 @@ def _shared(work: Work, width: int) -> int:
     return work.shape.experts.shared_count * width
 
 
-def _numbers(work: Work, size: int, *, residual: bool) -> tuple[int, int, int]:
-    """Return the experts, and the numbers in all their Grams and residuals."""
-    assert work.shape.experts is not None
-    count = work.shape.experts.count
-    return count, count * size * size, count * size * work.shape.hidden_size * residual
+def _numbers(work: Work, size: int, *, residual: bool) -> tuple[int, int]:
+    """Return the numbers in the Grams and in the residuals of the experts of a group."""
+    together = work.machine.experts_together or _count(work)
+    return together * size * size, together * size * work.shape.hidden_size * residual
+
+
+def _count(work: Work) -> int:
+    """Return the experts that stay."""
+    experts = work.shape.experts
+    assert experts is not None
+    assert work.plan is not None
+    return max(experts.count if layer.num_experts is None else layer.num_experts for layer in work.plan.layers)

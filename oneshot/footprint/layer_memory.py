@@ -8,7 +8,9 @@ from oneshot.footprint.work import Work
 
 
 def layer_stages(work: Work) -> list[Stage]:
-    """Return the stages of a layer, each at the kept FFN width that takes the most."""
+    """Return the stages of a layer, each at the kept FFN width that takes the most; none for a profile alone."""
+    if work.plan is None:
+        return []
     by_width = [_stages_at(work, width) for width in work.kept_widths]
     return [
         max(same, key=lambda stage: sum(term.bytes for term in stage.terms)) for same in zip(*by_width, strict=True)
@@ -54,6 +56,7 @@ def _layer(work: Work, kept: int) -> _Layer:
     attention_share = 1 - of_ffns / shape.layer_parameters()
     share = 1 - (1 - kept / width) * (1 - attention_share)
     heads, size = shape.num_attention_heads * shape.head_dim + shape.output_bias, width + shape.mlp_bias
+    corrected = 1 if shape.experts is None else shape.experts.shared_count  # routed experts have their stored dtype
     base = (*terms.layer(work), terms.bases(work))
     if slices:
         base = (*base, Term(2 * FLOAT * hidden * (heads + size), computed=True))
@@ -69,7 +72,7 @@ def _layer(work: Work, kept: int) -> _Layer:
         copies=(terms.layer_copy(work), terms.layer_copy(work, 1.0 if reshapes or slices else 0.0)),
         folded=(
             Term(share * work.layer_bytes, computed=True),
-            Term(DOUBLE * hidden * kept * shape.ffns_per_layer, computed=True),
+            Term(DOUBLE * hidden * kept * corrected, computed=True),
         ),
         batch=terms.activations(work, width),
         target=Term(2 * work.batch_tokens * hidden * work.dtype.itemsize, computed=True, knobs=BATCH),
@@ -155,14 +158,18 @@ def _experts(layer: _Layer) -> list[Stage]:
     if work.schedule.removes_experts:
         residual = residual or work.method.solves  # what is lost of the layer itself
         effects = [Stage("the effects of experts", (*held, layer.batch, expert_memory.effects(work)))]
+    if not expert_memory.measures(work):
+        return effects
     lost = Term(expert_memory.LOST * work.batch_tokens * work.shape.hidden_size * FLOAT, computed=True, knobs=BATCH)
-    summed = (*expert_memory.sums(work, size, residual=residual), layer.batch, lost)
+    before = expert_memory.solved(work, layer.kept)
+    summed = (*expert_memory.sums(work, size, residual=residual), layer.batch, lost, before)
     gram = expert_memory.gram(work, size, residual=residual)
-    solved = expert_memory.solve(work, size, layer.kept, residual=residual)
+    solved = (gram, expert_memory.solve(work, size, layer.kept, residual=residual), before, layer.target)
+    is_grouped = expert_memory.num_groups(work) > 1  # then the layer waits for the next group
     return [
         *effects,
         Stage("the statistics of the experts", (*held, *summed)),
-        Stage("the factorisation of the experts", (*layer.base, gram, solved, layer.target)),
+        Stage("the factorisation of the experts", (*(held if is_grouped else layer.base), *solved)),
     ]
 
 

@@ -35,6 +35,11 @@ RECORD_FACTOR = 5
 
 def stages(work: Work) -> list[Stage]:
     """Return the stages of a run, without the activation stores."""
+    return stages_outside_layers(work) + layer_stages(work)
+
+
+def stages_outside_layers(work: Work) -> list[Stage]:
+    """Return the stages before the layers are compressed; it reads how large the texts are."""
     listed = [Stage("the libraries", ())]
     if work.source_tokens:
         for source in work.source_tokens:
@@ -62,7 +67,6 @@ def stages(work: Work) -> list[Stage]:
     if work.schedule.finds_subspaces:
         listed += _hidden_size(work)
     listed.append(_outside(work))
-    listed += layer_stages(work)
     return listed
 
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
+from oneshot.footprint.expert_memory import num_groups
 from oneshot.footprint.rates import Rates
 from oneshot.footprint.terms import choice_cost
 from oneshot.footprint.work import Work
@@ -124,20 +125,23 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
     shape, size, tokens = work.shape, work.shape.intermediate_size, work.num_tokens
     hidden, schedule, method = shape.hidden_size, work.schedule, work.method
     ffns, passed = shape.ffns_per_layer, shape.ffns_per_layer / shape.tokens_per_arrival  # all, and those of a token
+    groups = num_groups(work)
     seconds: defaultdict[str, float] = defaultdict(float)
     if schedule.streams:
         share, product = schedule.dense_share, 2 * passed * size * hidden  # of a token's neurons with its target
         moves = 1 + (kept / size) + share + method.reduces_heads / 2
         moves += (2 + method.solves) * schedule.removes_experts  # effects of one expert more, and the dense output
-        seconds["forward"] += tokens * (moves * forward + share * product) / rates.stream
+        # other groups of experts also need the mixture as it is, that of the dense stream, and all of its experts
+        again = (groups - 1) * (1 + share + method.solves * schedule.removes_experts)
+        seconds["forward"] += tokens * (moves * forward + (share + 3 * again) * product) / rates.stream
         seconds["sums"] += (passed * _gram(size, tokens) + tokens * share * product) / rates.sums
         numbers = ffns * (size**2 / 2 + share * size * hidden)
         seconds["sums"] += math.ceil(tokens / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
     if method.reduces_ffn:
         cost = choice_cost(work, size, kept, method.ffn)
         chosen = cost.sketch_pivots * (rates.pivot_seconds or 0.0) + cost.operations / rates.double
-        of_grams = rates.pivots(size, cost.gram_pivots, ffns) if cost.gram_pivots else 0.0
-        seconds["pivots"] += of_grams + ffns * chosen
+        of_grams = rates.pivots(size, cost.gram_pivots, math.ceil(ffns / groups)) if cost.gram_pivots else 0.0
+        seconds["pivots"] += groups * of_grams + ffns * chosen
     if method.solves:
         right = size - kept + hidden * schedule.two_streams
         solved = kept**3 / 3 + 2 * kept**2 * right + 2 * hidden * kept * (size - kept)
@@ -162,6 +166,7 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         copied = (1 + kept / size) * work.layer_bytes
         if store != "device":  # every pass reads the streams and writes what moved
             copied += 2 * (2 + method.reduces_heads + schedule.corrects_up) * sum(work.store_bytes)
+            copied += (groups if groups > 1 else 0) * sum(work.store_bytes)
         seconds["transfer"] += copied / rates.link
     return seconds
 

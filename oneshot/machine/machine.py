@@ -21,6 +21,7 @@ class Machine:
         workers: the processes that share the run.
         store: where hidden states are kept between layers.
         batch_size: sequences in one forward pass.
+        experts_together: experts of a layer whose statistics are held at the same time; None: all of them.
     """
 
     device: torch.device
@@ -29,3 +30,4 @@ class Machine:
     workers: Workers = ALONE
     store: Store = "host"
     batch_size: int = 4
+    experts_together: int | None = None

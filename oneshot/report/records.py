@@ -60,6 +60,8 @@ class Footprint:
         device_bytes: peak that torch takes on a CUDA device, 0 without one.
         device_stage: as above.
         store: where activations are kept: `device`, `host` or `disk`.
+        experts_together: experts of a layer whose statistics are held at the same time; None if they are all.
+        expert_groups: groups of so many experts, each with a pass over the text.
         result_bytes: bytes of the result's weights.
         disk_bytes: the peak at the place of the result, with what the journal keeps until the end.
         scratch_bytes: bytes of files in the off-load folder, activations included.
@@ -79,12 +81,16 @@ class Footprint:
     seconds: dict[str, float]
     exact: bool = True
     disk_bytes: int = 0
+    experts_together: int | None = None
+    expert_groups: int = 1
 
     def __str__(self) -> str:
         dense, compressed = self.stored_parameters["dense"], self.stored_parameters["compressed"]
         memory = f"{self.host_bytes / 2**30:.2f} GiB of the host ({self.host_stage})"
         if self.device_bytes:
             memory += f", {self.device_bytes / 2**30:.2f} GiB of the device ({self.device_stage})"
+        if self.experts_together is not None:
+            memory += f", with {grouped_experts(self)}"
         lines = {
             "parameters": f"{dense:,} → {compressed:,} (−{1 - compressed / dense:.1%})",
             "memory": f"at most {memory}",
@@ -92,6 +98,12 @@ class Footprint:
             "time": f"about {self.seconds['total']:.0f} s; it may be wrong by a factor of two",
         }
         return "\n".join(["Prediction of oneshot", *(f"  {name + ':':12}{text}" for name, text in lines.items())])
+
+
+def grouped_experts(footprint: Footprint) -> str:
+    """Return how the experts of a layer are taken if memory does not hold the statistics of all."""
+    together, groups = footprint.experts_together, footprint.expert_groups
+    return f"the experts of a layer in {groups} groups of at most {together}, each with a pass over the text"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from oneshot.errors import printable
 from oneshot.families import RANKED_KINDS
 from oneshot.planning import Profile
 from oneshot.report.layer_table import layer_table
-from oneshot.report.records import Footprint, Report, SublayerReport
+from oneshot.report.records import Footprint, Report, SublayerReport, grouped_experts
 
 WIDTH = 80
 UNITS = ("heads", "ffn")
@@ -63,6 +63,8 @@ def print_report(report: Report) -> None:
         f"{report.seconds['total']:.1f} s, peak memory {gibibytes(report.peak_bytes)}"
         + (f" (predicted {report.footprint.host_bytes / 2**30:.2f})" if report.footprint else "")
     )
+    if report.footprint is not None and report.footprint.experts_together is not None:
+        console.print(f"memory held {grouped_experts(report.footprint)}")
 
 
 def _low_ranks(layers: list[dict[str, Any]]) -> dict[str, int]:
@@ -79,6 +81,9 @@ def print_footprint(footprint: Footprint) -> None:
     if footprint.device_bytes:
         table.add_row("peak device memory", gibibytes(footprint.device_bytes), footprint.device_stage)
     table.add_row("activations", footprint.store, "device, host or disk")
+    if footprint.experts_together is not None:
+        groups = f"in {footprint.expert_groups} groups, a pass over the text for each"
+        table.add_row("experts together", str(footprint.experts_together), groups)
     table.add_row("result on disk", gibibytes(footprint.result_bytes), "")
     table.add_row("peak on disk", gibibytes(footprint.disk_bytes), "at --output, with what --resume needs")
     table.add_row("scratch files", gibibytes(footprint.scratch_bytes), "in --offload-dir, removed at the end")

@@ -23,6 +23,7 @@ from oneshot.errors import PlanError
 from oneshot.export import coordinates, expected_bytes, form_of, part_dtype
 from oneshot.families import StackShape
 from oneshot.footprint import (
+    Work,
     current_bounds,
     describe_work,
     load_libraries,
@@ -31,7 +32,6 @@ from oneshot.footprint import (
 )
 from oneshot.machine import (
     Machine,
-    Store,
     join_workers,
     resolve_device,
     resolve_dtype,
@@ -149,9 +149,10 @@ class Run:
             check_family(self.model, self.machine)
             self._is_checked = True
 
-    def store_activations(self, store: Store) -> None:
-        """Keep activations where the footprint of the run says."""
-        self.machine = replace(self.machine, store=store)
+    def use_memory(self, footprint: Footprint) -> None:
+        """Keep activations where the footprint of the run says, and as many experts together."""
+        together = footprint.experts_together
+        self.machine = replace(self.machine, store=footprint.store, experts_together=together)
 
     @cached_property
     def text(self) -> Text:
@@ -261,9 +262,20 @@ class Run:
         result_bytes, beside_bytes = (0, 0) if plan is None else self.result_bytes(config, plan)
         work = describe_work(config, self.model, self.method, self.grid, schedule, plan, self.machine)
         bounds = current_bounds(config.machine, self.machine.device)
-        return predict_footprint(
-            work, bounds, config.machine, result_bytes=result_bytes, beside_bytes=beside_bytes, measure_time=dry
-        )
+
+        def predicted(work: Work) -> Footprint:
+            return predict_footprint(
+                work, bounds, config.machine, result_bytes=result_bytes, beside_bytes=beside_bytes, measure_time=dry
+            )
+
+        footprint = predicted(work)
+        if self.model.shape.experts is None:
+            return footprint
+        together = [each for each in self.machine.workers.gather((footprint.experts_together,)) if each is not None]
+        if together and footprint.experts_together != min(together):  # processes sum statistics of the same experts
+            work = replace(work, machine=replace(work.machine, experts_together=min(together)))
+            footprint = predicted(work)
+        return footprint
 
     def result_bytes(self, config: Config, plan: Plan) -> tuple[int, int]:
         """Return the bytes of the result's weights, and of those beside it that a form with a file of its own needs."""

@@ -50,13 +50,17 @@ class Routing:
         """Return the number of experts that tokens can go to."""
         return len(self.experts.down_proj)
 
-    def arrivals(self) -> Iterator[Arrivals]:
-        """Yield the tokens of every expert that gets any, in the order of the experts."""
+    @property
+    def counts(self) -> torch.Tensor:
+        """Return the tokens of every expert, int64 `(E,)`."""
+        return self.chosen.flatten().bincount(minlength=self.num_experts)
+
+    def arrivals(self, group: range | None = None) -> Iterator[Arrivals]:
+        """Yield the tokens of every expert that gets any, in the order of the experts; `group`: of these alone."""
         flat, per_token = self.chosen.flatten(), self.chosen.shape[1]
         order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=self.num_experts).tolist()
-        for expert, places in enumerate(order.split(counts)):
-            if len(places):
+        for expert, places in enumerate(order.split(self.counts.tolist())):
+            if len(places) and (group is None or expert in group):
                 tokens = places // per_token
                 yield Arrivals(expert, tokens, self.gates.flatten()[places], self.neurons(expert, self.inputs[tokens]))
 

@@ -134,20 +134,27 @@ class States:
         if self._dense is not None:
             self._dense.steps.append(step)
 
-    def read(self, every: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def read(self, every: int = 1, *, again: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Yield batches `(sequences, length, D)` of the compressed and the dense stream, after the deferred steps.
 
-        The second is None for batches that the dense stream does not have. `every`: yield only the first of so many
-        batches of the whole text; nothing may be deferred then.
+        The second is None for batches that the dense stream does not have.
+
+        Args:
+            every: yield only the first of so many batches of the whole text; nothing may be deferred then.
+            again: the next pass reads the same: the steps stay deferred, and the stored states stay where they are.
         """
         if every > 1:
             self._assert_settled()
         compressed, dense = self._compressed, self._dense
-        steps, dense_steps = compressed.take_steps(), [] if dense is None else dense.take_steps()
+        steps, dense_steps = (
+            [] if stream is None else list(stream.steps) if again else stream.take_steps()
+            for stream in (compressed, dense)
+        )
         for number in self._every(every):
             is_judged = number == self._judged
-            x = compressed.moved(number, steps, is_judged)
-            yield x, dense.moved(number, dense_steps, is_judged) if dense and number in dense.batches else None
+            x = compressed.moved(number, steps, is_judged, store=not again)
+            in_dense = dense is not None and number in dense.batches
+            yield x, dense.moved(number, dense_steps, is_judged, store=not again) if dense and in_dense else None
             self.advance(self._progress * x.shape[0] * x.shape[1] / self.passes)
 
     def settle(self) -> None:
@@ -209,8 +216,8 @@ class _Stream:
         steps, self.steps = self.steps, []
         return steps
 
-    def moved(self, number: int, steps: list[Step], is_judged: bool) -> torch.Tensor:
-        """Return a batch's states after the steps, and store them."""
+    def moved(self, number: int, steps: list[Step], is_judged: bool, *, store: bool = True) -> torch.Tensor:
+        """Return a batch's states after the steps, and store them unless told otherwise."""
         batch = self.batches[number]
         if self.memory is not None:
             assert batch.source is not None
@@ -218,7 +225,7 @@ class _Stream:
         x = _read(self._store, batch)
         for step in steps:
             x = step(x, is_judged)
-        if steps:
+        if steps and store:
             self._store.write(batch.rows, x)
         return x
 

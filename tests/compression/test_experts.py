@@ -16,7 +16,7 @@ from oneshot.checkpoint import Model, open_model
 from oneshot.compression.expert_removal import _check_gates
 from oneshot.compression.expert_scores import ExpertSelector, route
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
-from oneshot.compression.experts import fold_experts, solve_experts
+from oneshot.compression.experts import ExpertFactors, MeasuredExperts, fold_experts, solve_experts
 from oneshot.compression.tasks import ExpertsTask
 from oneshot.errors import CheckpointError, OneshotError
 from oneshot.families import Experts
@@ -93,6 +93,13 @@ def test_statistics_equal_sums_over_tokens(model: Model, tmp_path: Path) -> None
     torch.testing.assert_close(both.residuals.double(), residuals * scales.view(-1, 1, 1), rtol=1e-4, atol=1e-4)
 
 
+def solved(
+    task: ExpertsTask, tensors: dict[str, torch.Tensor], statistics: ExpertStatistics
+) -> tuple[torch.Tensor, ExpertFactors]:
+    kept, factors, _ = solve_experts(task, tensors, MeasuredExperts(statistics, (), torch.Generator()))
+    return kept, factors
+
+
 def task_of(model: Model, tmp_path: Path, **changes: Any) -> ExpertsTask:
     method = replace(find_recipe("oneshot"), **changes)
     plan = dense_plan(model.shape, method).with_sizes(intermediate_size=KEPT)
@@ -106,7 +113,7 @@ def test_downs_are_least_squares_over_the_tokens_of_their_expert(correction: str
     task = task_of(model, tmp_path, correction=correction)
     routing, lost = routed(model, tmp_path, 60)
     tensors, statistics = model.read_layer(0), summed((routing, lost))
-    kept, factors, _ = solve_experts(task, tensors, statistics)
+    kept, factors = solved(task, tensors, statistics)
     errors = energies = 0.0
     for one in routing.arrivals():
         columns, weight = kept[one.expert], tensors[MIXER.down][one.expert].double()
@@ -130,7 +137,7 @@ def test_downs_are_least_squares_over_the_tokens_of_their_expert(correction: str
 @torch.inference_mode()
 def test_kept_neurons_keep_their_rows(model: Model, tmp_path: Path) -> None:
     task, tensors = task_of(model, tmp_path), model.read_layer(0)
-    kept, factors, _ = solve_experts(task, tensors, summed(routed(model, tmp_path, 8)))
+    kept, factors = solved(task, tensors, summed(routed(model, tmp_path, 8)))
     folded = fold_experts(task, tensors, factors)
     for expert, columns in enumerate(kept):
         assert columns.tolist() == sorted(set(columns.tolist()))
@@ -149,7 +156,7 @@ def test_an_expert_without_tokens_keeps_its_strongest_neurons(
     elsewhere = replace(routing, chosen=torch.tensor([[0, 1]]).expand(len(routing.inputs), 2))
     statistics = summed((elsewhere, lost))
     assert statistics.num_rows.tolist() == [len(lost), len(lost), 0, 0]
-    kept, factors, _ = solve_experts(task, tensors, statistics)
+    kept, factors = solved(task, tensors, statistics)
     for expert in (2, 3):
         strongest = tensors[MIXER.down][expert].norm(dim=0).topk(KEPT).indices.sort().values
         assert torch.equal(kept[expert], strongest)

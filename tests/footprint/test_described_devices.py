@@ -9,12 +9,24 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_estimate import CARDS, FIRST_RUN, GIB, Described, described_work, estimate, first_run, footprint_of
+from gpu_estimate import (
+    CARDS,
+    FIRST_RUN,
+    GIB,
+    MIXTURE_RUNS,
+    Described,
+    described_work,
+    estimate,
+    first_run,
+    footprint_of,
+    in_groups,
+)
 from harness import read_rows
 
 from oneshot.checkpoint import Model, identify
 from oneshot.errors import MemoryLimitError
 from oneshot.footprint.rates import CAPTURE_SECONDS, Rates
+from oneshot.footprint.seconds import predicted_phases
 
 
 @cache
@@ -41,6 +53,21 @@ def test_what_does_not_fit_says_what_helps() -> None:
         plan("70B", 24, 64, form="per-layer", curvature="none")
     with pytest.raises(MemoryLimitError, match="--set curvature=none"):
         plan("70B", 24, 64, form="per-layer", sequence_length=1024)
+
+
+def test_experts_in_groups_fit_a_smaller_card_than_all_together() -> None:
+    name, rates = "Qwen3-30B-A3B", CARDS["RTX 4090"].rates
+    seconds = []
+    for card, groups, store in ((24, 1, "device"), (9, 3, "device"), (8, 1, "disk"), (5, 5, "disk")):
+        config, work = described_work(described(name), card * GIB, MIXTURE_RUNS["neurons"])
+        found = footprint_of(config, work, card * GIB, 16 * GIB)
+        assert (found.expert_groups, found.store) == (groups, store)
+        assert found.device_bytes <= 0.9 * card * GIB
+        phases = predicted_phases(in_groups(work, found), rates, found.store)["layers"]
+        seconds.append(phases["forward"])
+    assert seconds[0] == seconds[2] < seconds[1] < seconds[3]
+    with pytest.raises(MemoryLimitError, match=r"--max-device-memory 4[0-9]{3}MiB"):  # one expert at a time, on disk
+        footprint_of(*described_work(described(name), 4 * GIB, MIXTURE_RUNS["neurons"]), 4 * GIB, 16 * GIB)
 
 
 @pytest.mark.parametrize(("run", "most"), [("stock", 60), ("per-layer, self", 125)])
