@@ -93,6 +93,8 @@ def _reason_against_heads(family: "Description", feature: Feature) -> str | None
         return OF_HEADS[feature].format(family.model_type)
     if feature == "queries and keys" and mixer.q_norm is not None:
         return f"--set query_key_size= is not possible in {family.model_type}, which norms both; leave it out."
+    if feature == "queries and keys" and mixer.one_group and not family.stack.rotary:
+        return f"--set query_key_size= is not possible in {family.model_type}, whose heads share keys; leave it out."
     if feature == "heads" and mixer.sinks is not None:
         return f"Heads of {family.model_type} have sinks and stay; use --set heads=none."
     if feature == "heads" and mixer.norms_all_heads:

@@ -304,7 +304,9 @@ CASES: dict[str, Case] = {
     "gpt_neox": Case({"family": "gpt_neox"}, {"after": {"use_parallel_residual": False}}, PARALLEL | {"heads"}),
     "falcon": Case({"family": "falcon", "tied": True}, {"biases": {"bias": True}}, PARALLEL | {"heads"}),
     "gpt2": Case({"family": "gpt2", "tied": True}, {"untied": {"tied": False}}, LAYER_NORMS | {"up_proj", "heads"}),
-    "gpt_bigcode": Case({"family": "gpt_bigcode", "tied": True}, refused=LAYER_NORMS | {"up_proj", "heads"}),
+    "gpt_bigcode": Case(
+        {"family": "gpt_bigcode", "tied": True}, refused=LAYER_NORMS | {"up_proj", "heads", "queries and keys"}
+    ),
     "opt": Case(
         {"family": "opt", "groups": 4},
         {"tied": {"tied": True}, "long": {"layers": 3}},

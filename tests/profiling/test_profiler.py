@@ -54,11 +54,11 @@ def profiled(make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path:
     return profile(config), config
 
 
-@pytest.mark.parametrize("form", ["stock", "per-layer"])
+@pytest.mark.parametrize(("family", "form"), [("olmo2", "stock"), ("olmo2", "per-layer"), ("gpt_bigcode", "stock")])
 def test_a_profile_measures_no_heads_that_no_form_can_remove(
-    form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+    family: str, form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    found = profile(make_config(make_checkpoint(**CASES["olmo2"].options), form=form, output=str(tmp_path / "own")))
+    found = profile(make_config(make_checkpoint(**CASES[family].options), form=form, output=str(tmp_path / "own")))
     assert not found.head_sensitivity.any()
     assert found.ffn_sensitivity.all()
 
