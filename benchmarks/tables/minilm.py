@@ -6,7 +6,7 @@ from harness import Row, latest, read_rows
 
 from tables.cells import by_variant, markdown, origin, spread, token_span
 
-MEASURES = ("agreement", "cosine", "retrieval")
+MEASURES = ("agreement", "neighbours", "cosine", "retrieval")
 
 
 def minilm_table(group: str) -> str:
@@ -16,12 +16,19 @@ def minilm_table(group: str) -> str:
     if not chosen:
         return "Not measured yet."
     dense = next(row for row in rows if row["variant"] == "dense")
+    measures = [one for one in MEASURES if any(one in row["measures"] for row in chosen)]
     lines = []
     for name, same in by_variant(chosen).items():
         removed = fmean(row["sparsity"] for row in same)
-        numbers = [spread([row["measures"][measure] for row in same]) for measure in MEASURES]
+        numbers = [_spread(same, measure) for measure in measures]
         lines.append([name.split("/")[1].replace("-", " "), f"{removed:.1%}", *numbers])
-    return markdown(("variant", "stored parameters removed", *MEASURES), lines, caption(chosen, dense))
+    return markdown(("variant", "stored parameters removed", *measures), lines, caption(chosen, dense))
+
+
+def _spread(rows: list[Row], measure: str) -> str:
+    """Return the mean and the deviation of a measure; rows that are older than `neighbours` lack it."""
+    known = [row["measures"][measure] for row in rows if measure in row["measures"]]
+    return spread(known) if known else "–"
 
 
 def caption(rows: list[Row], dense: Row) -> str:

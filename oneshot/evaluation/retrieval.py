@@ -50,10 +50,11 @@ class Retrieval:
         return torch.cat([embed(model, inputs, batch_size) for inputs in (self.questions, self.passages)])
 
     def numbers(self, embeddings: torch.Tensor, dense: torch.Tensor | None) -> dict[str, float]:
-        """Return retrieval and, beside a baseline, agreement and mean cosine.
+        """Return retrieval and, beside a baseline, agreement, neighbours and mean cosine.
 
         `retrieval` is the share of questions whose own passage has the largest cosine, `agreement` the share with the
-        same passage as for the baseline, `cosine` that of an embedding to the baseline's, over questions and passages.
+        same passage as for the baseline, and `neighbours` the share with the same nearest other question. `cosine` is
+        that of an embedding to the baseline's, over questions and passages.
         """
         found = self._found(embeddings)
         numbers = {"retrieval": float((found == self.own).double().mean())}
@@ -64,6 +65,8 @@ class Retrieval:
                     f"{embeddings.shape[1]}, so they have no cosine; give models with embeddings of one size."
                 )
             numbers["agreement"] = float((found == self._found(dense)).double().mean())
+            if self.count > 1:
+                numbers["neighbours"] = float((self._nearest(embeddings) == self._nearest(dense)).double().mean())
             numbers["cosine"] = float((embeddings * dense).sum(-1).mean())
         return numbers
 
@@ -71,6 +74,11 @@ class Retrieval:
         """Return the passage with the largest cosine to each question, int64 `(questions,)`."""
         questions, passages = embeddings[: self.count], embeddings[self.count :]
         return (questions @ passages.T).argmax(-1)
+
+    def _nearest(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return the other question with the largest cosine to each question, int64 `(questions,)`."""
+        questions = embeddings[: self.count]
+        return (questions @ questions.T).fill_diagonal_(-torch.inf).argmax(-1)
 
 
 def embed(model: Any, inputs: Inputs, batch_size: int) -> torch.Tensor:

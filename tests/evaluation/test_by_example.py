@@ -206,6 +206,8 @@ def test_retrieval(family: str, name: str, batch_size: int, save: Callable[[Any]
     right = [[texts[place] == text for place, text in zip(places, texts, strict=True)] for places in found]
     assert [got["retrieval"], dense["retrieval"]] == pytest.approx([np.mean(hits) for hits in right])
     assert got["agreement"] == pytest.approx(np.mean([texts[a] == texts[b] for a, b in zip(*found, strict=True)]))
+    nearest = [[np.delete(q @ one, place).argmax() for place, one in enumerate(q)] for q in questions]
+    assert got["neighbours"] == pytest.approx(np.mean(np.equal(*nearest)))
     distinct = [texts.index(text) for text in dict.fromkeys(texts)]
     cosines = np.concatenate([(questions[0] * questions[1]).sum(-1), (passages[0] * passages[1]).sum(-1)[distinct]])
     assert got["cosine"] == pytest.approx(cosines.mean(), abs=ROUNDING)
