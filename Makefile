@@ -32,6 +32,7 @@ format: setup
 	$(BIN)/ruff format oneshot kernels benchmarks tests docs vllm-plugin
 	$(BIN)/ruff check --fix oneshot kernels benchmarks tests docs vllm-plugin
 
+test: export PYTHONDONTWRITEBYTECODE := # processes that tests start share what is compiled
 test: setup
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
