@@ -123,7 +123,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, rank: int, coordinates: Coord
         return lambda: functional.linear(x, weight)
     outputs, read = weight[:, :rank].contiguous(), coordinates(inputs, rank).requires_grad_(False)
     read.load_state_dict({"columns": torch.randperm(inputs), "weight": torch.ones(inputs - rank, rank)})
-    read.to(x)
+    read.to(x.device).to(x.dtype)
     return lambda: functional.linear(read(x), outputs)
 
 
