@@ -8,6 +8,7 @@ Where a norm follows the writer (`compression.branch_norm`), the output of each 
 square, as in the statistics: changes are `s δ`, and gradients `g / s`, with the dense model's `s`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +28,9 @@ class Curvature:
 
     folder: Path
 
-    def save(self, layer: int, *, output: torch.Tensor, query_key: torch.Tensor, ffn: torch.Tensor) -> None:
+    def save(self, layer: int, matrices: Mapping[str, torch.Tensor]) -> None:
         """Write the matrices of a layer, as `LayerCurvature` has them."""
-        save_file(to_host({"output": output, "query_key": query_key, "ffn": ffn}), self._path(layer))
+        save_file(to_host(dict(matrices)), self._path(layer))
 
     def of_layer(self, layer: int, device: torch.device) -> "LayerCurvature":
         """Return the curvature of a layer for computations on a device."""
@@ -41,7 +42,10 @@ class Curvature:
 
 @dataclass(frozen=True)
 class LayerCurvature:
-    """The curvature of one layer: float32 matrices that are read when they are asked for."""
+    """The curvature of one layer: float32 matrices that are read when they are asked for.
+
+    A layer with a carried mixer in the place of attention has only that of its FFN.
+    """
 
     path: Path
     device: torch.device

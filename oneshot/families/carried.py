@@ -24,12 +24,15 @@ class Carried(WithoutLinears):
         attends: whether it keeps keys and values of earlier tokens, of the sizes that the config states.
         state: names of sizes in the config; their product is how many numbers of all earlier tokens together it keeps,
             in float32. Empty without such a state.
+        scan: products of sizes in the config: the numbers of a token in each kind of tensor of a scan by chunks that
+            has more of them than the linears have outputs. Empty without such a scan.
     """
 
     title: str
     out: str
     attends: bool = False
     state: tuple[str, ...] = ()
+    scan: tuple[tuple[str, ...], ...] = ()
 
     @property
     def kind(self) -> Literal["carried"]:
@@ -41,13 +44,15 @@ class CarriedSizes:
     """State the tensors of one carried mixer, and the layers that have it.
 
     `layers`: their numbers, ascending. `tensors`: names without the layer's prefix, and shapes. `attends`: as in
-    `Carried`. `state`: numbers in the state of one layer; 0 without one.
+    `Carried`. `state`: numbers in the state of one layer; 0 without one. `scan`: numbers of a token in one tensor of
+    each kind of its scan.
     """
 
     layers: tuple[int, ...]
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     attends: bool
     state: int = 0
+    scan: int = 0
 
     @property
     def parameters(self) -> int:
@@ -56,8 +61,8 @@ class CarriedSizes:
 
     @property
     def width(self) -> int:
-        """Return the numbers that a token has in the outputs of all its linears."""
-        return sum(size[0] for _, size in self.tensors if len(size) > 1)
+        """Return the numbers that a token has in the outputs of all its linears, and in its scan."""
+        return sum(size[0] for _, size in self.tensors if len(size) > 1) + self.scan
 
 
 def carried_layers(config: Mapping[str, Any], mixers: Mapping[str, Carried | None]) -> dict[int, Carried]:

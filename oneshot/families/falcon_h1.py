@@ -12,11 +12,14 @@ from oneshot.families.sublayers import FeedForward, Norm, Sublayer
 FFN = FeedForward(
     "feed_forward.up_proj", "feed_forward.down_proj", "feed_forward.gate_proj", activation="feed_forward.act_fn"
 )
+# of every head: inputs and outputs of the state, and scores of the tokens of a chunk
+SCAN = (("mamba_n_heads", "mamba_d_state"), ("mamba_n_heads", "mamba_chunk_size"))
 MIXERS = Carried(
     "attention beside a state-space model",
     "mamba.out_proj",
     attends=True,
     state=("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+    scan=SCAN,
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from oneshot.families.carried import Carried, carried_layers
 from oneshot.families.description import Description, Sizes
+from oneshot.families.falcon_h1 import SCAN
 from oneshot.families.granite import variant as granite_variant
 from oneshot.families.llama import STACK
 from oneshot.families.mixtures import GRANITE_MOE, resize
@@ -15,7 +16,9 @@ from oneshot.families.shapes import ModelShape
 from oneshot.families.sublayers import FeedForward
 
 WIDTH = "shared_intermediate_size"
-STATE_SPACES = Carried("state-space models", "mamba.out_proj", state=("mamba_n_heads", "mamba_d_head", "mamba_d_state"))
+STATE_SPACES = Carried(
+    "state-space models", "mamba.out_proj", state=("mamba_n_heads", "mamba_d_head", "mamba_d_state"), scan=SCAN
+)
 FFN = FeedForward(
     "shared_mlp.up_proj", "shared_mlp.output_linear", "shared_mlp.gate_proj", activation="shared_mlp.activation"
 )

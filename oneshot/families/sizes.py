@@ -89,7 +89,8 @@ def _carried(
         of_layer = {name.removeprefix(prefix): size for name, size in stored.items() if name.startswith(prefix)}
         tensors = {name: size for name, size in of_layer.items() if not name.startswith(own)}
         state = math.prod(_size(family, config, name, 1) for name in mixer.state) if mixer.state else 0
-        sizes.append(CarriedSizes(tuple(numbers), tuple(sorted(tensors.items())), mixer.attends, state))
+        scan = sum(math.prod(_size(family, config, name, 1) for name in names) for names in mixer.scan)
+        sizes.append(CarriedSizes(tuple(numbers), tuple(sorted(tensors.items())), mixer.attends, state, scan))
     return tuple(sizes)
 
 

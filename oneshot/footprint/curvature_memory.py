@@ -9,6 +9,7 @@ from oneshot.profiling.curvature import sequences_together
 OF_NEURONS, OF_HEADS, OF_HIDDEN = 8, 12, 10
 FLOATS_OF_HIDDEN = 10  # norms and the gradients that are summed
 FLOATS_OF_NORMS_INSIDE = 10
+OF_CARRIED = 12  # floats, in units of the outputs of a carried mixer's linears and of its scan
 
 
 def curvature_stages(work: Work) -> list[Stage]:
@@ -34,8 +35,10 @@ def _graph(work: Work) -> Term:
     tokens = together * length
     heads = shape.num_attention_heads * shape.head_dim
     floats = FLOATS_OF_HIDDEN + work.grid.family.stack.norms_inside * FLOATS_OF_NORMS_INSIDE
+    floats = floats * shape.hidden_size + 3 * shape.query_key_width
+    floats += OF_CARRIED * max((one.width for one in shape.carried), default=0)
     numbers = OF_NEURONS * shape.intermediate_size + OF_HEADS * heads + OF_HIDDEN * shape.hidden_size
-    needed = tokens * (work.dtype.itemsize * numbers + FLOAT * (floats * shape.hidden_size + 3 * shape.query_key_width))
+    needed = tokens * (work.dtype.itemsize * numbers + FLOAT * floats)
     if work.on_cuda:  # scores are whole there, so that gradients add up in a fixed order
         needed += 6 * FLOAT * tokens * length * shape.num_attention_heads
     return Term(needed, computed=True, knobs=BATCH)

@@ -6,8 +6,7 @@ a device for a part of it, are held at a time, and every layer is read twice.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import Curvature, shrunk
 from oneshot.compression.statistics import GramAccumulator
-from oneshot.families import part_of_output
+from oneshot.families import ModelShape, Stack, part_of_output
 from oneshot.machine import Machine, repeatable_attention
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned, uploaded
@@ -57,15 +56,16 @@ def measure_curvature(
         _start(builder.output_head(), gradients, own, first, seed)
         numbers = range(model.shape.num_hidden_layers)[::-1]
         for number, (layer, norms) in zip(numbers, _layers(model, machine, builder, numbers), strict=True):
-            sums = _Sums(model, machine.device)
+            stack = model.family.stack_of(number)
+            sums = _Sums(model.shape, stack, machine.device)
             for batch in own:
                 behind, x = _read(gradients, batch), _read(states[-1], batch)
                 together = sequences_together(len(x), x.shape[1], model.shape.num_attention_heads, x.device)
                 before = []
                 for some, gradient in zip(x.split(together), behind.split(together), strict=True):
-                    found = _gradients(layer, norms, model, some, gradient)
+                    own_before, found = _gradients(layer, norms, stack, model.shape, some, gradient)
                     sums.update_(found)
-                    before.append(found.before)
+                    before.append(own_before)
                 gradients.write(batch.rows, torch.cat(before))
                 advance(batch.token_ids.numel())
             sums.save(curvature, number, machine, text.num_tokens)
@@ -102,13 +102,15 @@ def _layers(
     model: Model, machine: Machine, builder: LayerBuilder, numbers: Sequence[int]
 ) -> Iterator[tuple[Layer, list[BranchNorm | None]]]:
     """Yield layers whose weights may be in a graph, as tensors of inference mode may not; and norms inside them."""
-    upload, sublayers = Uploader(machine.device), model.family.stack.sublayers
+    upload = Uploader(machine.device)
     read = prefetch(lambda index: pinned(model.read_layer(numbers[index]), machine.device), len(numbers))
     for number, tensors in zip(numbers, read, strict=True):
         tensors = {
             name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in upload(tensors).items()
         }
-        norms = [BranchNorm.of(sublayer, tensors, machine.device) for sublayer in sublayers]
+        norms = [
+            BranchNorm.of(sublayer, tensors, machine.device) for sublayer in model.family.stack_of(number).sublayers
+        ]
         layer = builder.layer(number, tensors)
         del tensors
         yield layer, norms
@@ -134,34 +136,27 @@ def _start(head: OutputHead, last: ActivationStore, batches: Sequence[Batch], fi
         last.write(batch.rows, states)
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    """Gradients in a layer, `(sequences, length, …)`.
-
-    `before`: at its input. `output`, `ffn`: at what attention's output linear and the down projection compute, as
-    `LayerCurvature` counts it. `queries_keys`: at queries and keys together.
-    """
-
-    before: torch.Tensor
-    output: torch.Tensor
-    queries_keys: torch.Tensor
-    ffn: torch.Tensor
-
-
 def _gradients(
-    layer: Layer, norms: Sequence[BranchNorm | None], model: Model, x: torch.Tensor, behind: torch.Tensor
-) -> _Gradients:
-    """Return the gradients for `x (sequences, length, D)`; `behind`, the gradient behind the layer, is alike.
+    layer: Layer,
+    norms: Sequence[BranchNorm | None],
+    stack: Stack,
+    shape: ModelShape,
+    x: torch.Tensor,
+    behind: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the gradient at the layer's input `x (sequences, length, D)`, and those inside it by `LayerCurvature`.
 
-    `norms`: those inside the sublayers.
+    `behind`: the gradient behind the layer. `norms`: those inside the sublayers. All gradients are `(sequences, length,
+    …)`; those of `query_key` are at queries and keys together. A carried mixer has none.
     """
-    stack, of_queries = model.family.stack, model.shape.num_attention_heads * model.shape.head_dim
-    attention, ffn, mixer = stack.index_of("heads"), stack.index_of("ffn"), stack.attention
-    writers = {attention: mixer.out, ffn: stack.sublayers[ffn].writer}
-    linears = list(dict.fromkeys([*writers.values(), *map(stack.stored_linear, (mixer.q, mixer.k))]))
+    mixer, ffn, attention = stack.mixer_index, stack.index_of("ffn"), next(iter(stack.attentions), None)
+    writers = {} if attention is None else {mixer: attention.out}
+    writers |= {ffn: stack.sublayers[ffn].writer}
+    readers = [] if attention is None else [attention.q, attention.k]
+    linears = list(dict.fromkeys([*writers.values(), *map(stack.stored_linear, readers)]))
     with torch.enable_grad(), repeatable_attention(x.device), layer.outputs_of(*linears) as outputs:
         x.requires_grad_()
-        moved = layer.run(ffn, layer.run(attention, x))
+        moved = layer.run(ffn, layer.run(mixer, x))
     before, *others = torch.autograd.grad(moved, [x, *(outputs[linear] for linear in linears)], behind)
     gradients = dict(zip(linears, others, strict=True))
 
@@ -173,39 +168,35 @@ def _gradients(
         return gradient.reshape(x.shape)
 
     def at_reader(linear: str) -> torch.Tensor:
+        of_queries = shape.num_attention_heads * shape.head_dim
         return part_of_output(gradients[stack.stored_linear(linear)], linear, stack, of_queries)
 
-    return _Gradients(
-        before=before,
-        output=at_writer(attention),
-        queries_keys=torch.cat([at_reader(mixer.q), at_reader(mixer.k)], -1),
-        ffn=at_writer(ffn),
-    )
+    found = {"ffn": at_writer(ffn)}
+    if attention is not None:
+        found |= {"output": at_writer(mixer), "query_key": torch.cat([at_reader(linear) for linear in readers], -1)}
+    return before, found
 
 
 class _Sums:
     """Sum what the curvature of one layer is made of."""
 
-    def __init__(self, model: Model, device: torch.device) -> None:
-        shape = model.shape
-        self._output, self._queries_keys, self._ffn = (
-            GramAccumulator(size, output_size=None, device=device)
-            for size in (shape.hidden_size, shape.query_key_width, shape.hidden_size)
-        )
+    def __init__(self, shape: ModelShape, stack: Stack, device: torch.device) -> None:
+        sizes = {"ffn": shape.hidden_size}
+        if stack.attentions:
+            sizes |= {"output": shape.hidden_size, "query_key": shape.query_key_width}
+        self._grams = {name: GramAccumulator(size, output_size=None, device=device) for name, size in sizes.items()}
 
-    def update_(self, gradients: _Gradients) -> None:
+    def update_(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Add the gradients of a batch."""
-        self._output.update_(clipped(gradients.output))
-        self._queries_keys.update_(clipped(gradients.queries_keys))
-        self._ffn.update_(clipped(gradients.ffn))
+        for name, gradient in gradients.items():
+            self._grams[name].update_(clipped(gradient))
 
     def save(self, curvature: Curvature, layer: int, machine: Machine, num_tokens: int) -> None:
         """Write the means over the tokens of all workers, shrunk towards equal curvature of all directions."""
-        output, query_key, ffn = (
-            shrunk(sums.finish(machine.workers).gram / num_tokens)
-            for sums in (self._output, self._queries_keys, self._ffn)
+        curvature.save(
+            layer,
+            {name: shrunk(sums.finish(machine.workers).gram / num_tokens) for name, sums in self._grams.items()},
         )
-        curvature.save(layer, output=output, query_key=query_key, ffn=ffn)
 
 
 def clipped(gradients: torch.Tensor) -> torch.Tensor:

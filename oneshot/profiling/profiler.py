@@ -96,7 +96,8 @@ class LayerProfiler:
                 profile.values(statistics.heads)
             if statistics.query_key_grams:
                 profile.scores(*statistics.query_key_grams)
-            linears, metric = statistics.linears.pop(mixer, {}), None if curvature is None else curvature.output
+            linears = statistics.linears.pop(mixer, {})
+            metric = None if curvature is None or not stack.attentions else curvature.output
             profile.ranks(mixer, linears, before, metric)
         if workers.owns(stack.position(layer, ffn)):
             release_heap()

@@ -53,6 +53,25 @@ FURTHER_MIXTURES: dict[str, dict[str, Any]] = {
     "biases and sinks": {"family": "gpt_oss", "num_local_experts": 16, "width": 384},
     "groups of experts": {"num_experts": 8, "moe_intermediate_size": 768, "layers": 1},
 }
+# heads are many and small, so that a scan by chunks takes more than the outputs of linears
+MEASURED_HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a state-space model": (
+        {"family": "falcon_h1", "mamba_d_ssm": 768, "mamba_n_heads": 24, "mamba_d_state": 128, "mamba_chunk_size": 128},
+        {},
+    ),
+    "linear attention, output curvature": (
+        {
+            "family": "qwen3_5_text",
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 32,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+        },
+        {"form": "per-layer"},
+    ),
+}
 FEWER_TOKENS = {"num_sequences": 16, "batch_size": 16}
 MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "oneshot": {},
@@ -117,9 +136,14 @@ def test_no_run_takes_more_than_predicted(
     inside = make_checkpoint(**MEASURED_MODEL | {"family": "gemma3_text", "head_dim": 32})
     curvature = {"form": "per-layer", "dtype": "bfloat16", "output": str(tmp_path / "inside")}
     experts["norms inside, output curvature"] = flat_options(make_config(inside, **sizes | curvature))
-    runs = (
-        dict(zip(MEASURED_RUNS, decoders, strict=True)) | experts | encoder_runs(make_checkpoint, make_config, tmp_path)
-    )
+    hybrids = {
+        name: flat_options(
+            make_config(make_checkpoint(**MEASURED_MODEL | model), output=str(tmp_path / name), **sizes | changes)
+        )
+        for name, (model, changes) in MEASURED_HYBRIDS.items()
+    }
+    encoders = encoder_runs(make_checkpoint, make_config, tmp_path)
+    runs = dict(zip(MEASURED_RUNS, decoders, strict=True)) | experts | hybrids | encoders
     command = [sys.executable, "-c", MEASURE, json.dumps(list(runs.values()))]
     found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path.cwd()).stdout
     for name, line in zip(runs, found.splitlines(), strict=True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens
 from families.cases import CASES, decoders
+from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +24,12 @@ from oneshot.profiling.curvature import LARGEST_GRADIENT, SCORES_TOGETHER, clipp
 from oneshot.run import open_run
 
 Rows = np.ndarray[Any, Any]
+DOWNS = ("mlp.down_proj", "feed_forward.down_proj", "feed_forward.w2")  # of an FFN
+
+
+def is_carried(family: str, layer: Any) -> bool:
+    """Return whether a layer of the stock class has another mixer than plain attention."""
+    return family in ("falcon_h1", "qwen3_5_text") or not hasattr(layer, "self_attn")
 
 
 def whole_model_gradients(
@@ -43,12 +50,15 @@ def whole_model_gradients(
             tensor.retain_grad()
             own[name] = tensor
 
-        attention = layer.self_attn
-        linears = {"output": attention.o_proj, "ffn": layer.mlp.down_proj}
-        if hasattr(attention, "qkv_proj"):
-            linears |= {"qkv": attention.qkv_proj}
-        else:
-            linears |= {"q": attention.q_proj, "k": attention.k_proj}
+        modules = dict(layer.named_modules())
+        linears = {"ffn": next(modules[path] for path in DOWNS if path in modules)}
+        if not is_carried(model.config.model_type, layer):
+            attention = layer.self_attn
+            linears |= {"output": getattr(attention, "o_proj", None) or attention.out_proj}
+            if hasattr(attention, "qkv_proj"):
+                linears |= {"qkv": attention.qkv_proj}
+            else:
+                linears |= {"q": attention.q_proj, "k": attention.k_proj}
         for name, linear in linears.items():
             linear.register_forward_hook(lambda _, inputs, output, keep=keep, name=name: keep(name, output))
     logits = model(token_ids, use_cache=False).logits
@@ -67,6 +77,9 @@ def whole_model_gradients(
         for name in ("output", "ffn") if norms_inside else ():
             written = own[name].detach().numpy()
             gradients[name] *= np.sqrt((written**2).mean(-1, keepdims=True) + config.rms_norm_eps)
+        if "output" not in gradients:
+            found.append(gradients)
+            continue
         fused = gradients.pop("qkv", None)
         queries_keys = np.concatenate((gradients.pop("q"), gradients.pop("k")), -1) if fused is None else fused
         found.append(gradients | {"query_key": queries_keys[..., :width]})
@@ -77,15 +90,18 @@ def measured_curvature(config: Config) -> list[dict[str, torch.Tensor]]:
     with open_run(config) as run:
         layers = range(run.model.shape.num_hidden_layers)
         measured = [run.curvature.of_layer(layer, torch.device("cpu")) for layer in layers]
-        return [{"output": one.output, "query_key": one.query_key, "ffn": one.ffn} for one in measured]
+        matrices = [load_file(one.path) for one in measured]
+        assert all(torch.equal(of_layer["ffn"], one.ffn) for of_layer, one in zip(matrices, measured, strict=True))
+        return matrices
 
 
 NORMS_INSIDE = ("exaone4", "gemma2", "gemma3_text", "olmo2", "olmo3")
 OTHERS = ("cwm", "ernie4_5", "gemma", "granite", "helium", "hunyuan_v1_dense", "llama", "ministral", "ministral3")
 OTHERS += ("mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
+HYBRIDS = ("falcon_h1", "lfm2", "qwen3_5_text")
 
 
-def test_every_family_with_ranks_and_attention_has_it(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+def test_every_family_with_ranks_has_it(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """And is compared with the stock model below."""
     found = []
     for name in decoders():
@@ -93,10 +109,10 @@ def test_every_family_with_ranks_and_attention_has_it(make_checkpoint: MakeCheck
             continue
         model = open_model(str(make_checkpoint(**CASES[name].options)), tmp_path)
         grid = form_of("per-layer", model.family).grid(model)
-        if grid.has_ranks and not model.family.carried:
+        if grid.has_ranks:
             assert grid.has_curvature, name
             found.append(name)
-    assert sorted(found) == sorted((*NORMS_INSIDE, *OTHERS))
+    assert sorted(found) == sorted((*NORMS_INSIDE, *OTHERS, *HYBRIDS))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +122,7 @@ def test_every_family_with_ranks_and_attention_has_it(make_checkpoint: MakeCheck
         ("llama", {}, 1),  # of two in a batch, as on a device where scores take much memory
         ("qwen3", {"head_dim": 8, "tied": True}, 2),
         ("mistral", {"sliding_window": 8, "vocabulary": 9000}, 2),  # more than a panel of the head
-        *((family, CASES[family].options, 2) for family in (*NORMS_INSIDE, *OTHERS)),
+        *((family, CASES[family].options, 2) for family in (*NORMS_INSIDE, *OTHERS, *HYBRIDS)),
         ("gemma2", CASES["gemma2"].options | {"final_logit_softcapping": 0.7}, 1),  # logits far beyond their bound
     ],
 )
@@ -124,6 +140,7 @@ def test_it_is_that_of_the_whole_stock_model(
     found, tokens = measured_curvature(config), calibration_tokens(config)
     expected = whole_model_gradients(config.checkpoint, tokens, config.seed, norms_inside=family in NORMS_INSIDE)
     for of_layer, gradients in zip(found, expected, strict=True):
+        assert of_layer.keys() == gradients.keys()
         for name, rows in gradients.items():
             matrix = np.einsum("tm,tn->mn", *2 * [rows.reshape(-1, rows.shape[-1])]) / (5 * 24)
             mean = np.trace(matrix) / len(matrix)
@@ -142,7 +159,7 @@ def test_scores_that_a_device_holds_together(sequences: int, length: int, heads:
     assert sequences_together(sequences, length, heads, torch.device("cpu")) == sequences
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo2", "granite", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo2", "granite", "phi3", "lfm2"])
 def test_prices_are_divergences(
     family: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, text_file: Path
 ) -> None:
