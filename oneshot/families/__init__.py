@@ -1,7 +1,7 @@
 """Model families, one file each. To add one: a `Description` in a new file, and its name in `reading.FAMILIES`."""
 
 from oneshot.families.bert import BERT
-from oneshot.families.carried import Carried
+from oneshot.families.carried import Carried, CarriedSizes
 from oneshot.families.checks import check_layers
 from oneshot.families.classes import as_stored, predicts_tokens
 from oneshot.families.description import Description, Feature, Sizes, stated_class
@@ -36,6 +36,7 @@ __all__ = [
     "RESIZED_MODEL_TYPE",
     "Attention",
     "Carried",
+    "CarriedSizes",
     "Description",
     "ExpertSizes",
     "Experts",

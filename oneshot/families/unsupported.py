@@ -39,12 +39,9 @@ CARRIED: Mapping[Feature, str] = {
     "heads": "The attention of {} stays as it is, so no head can be removed; use --set heads=none.",
     "queries and keys": "The attention of {} stays as it is, so --set query_key_size= is not possible; leave it out.",
 }
-# features that take every layer for one with attention
-OF_HYBRIDS: Mapping[Feature, str] = {
-    "latency": "--budget latency is not supported for models with carried mixers; choose another budget.",
-}
 # features that may take another layer for the first one
 FIRST_DIFFERS: Mapping[Feature, str] = {
+    "latency": "--budget latency is not supported for {}, whose first layer is of its own kind; choose another budget.",
     "profile": "A profile of {} is not supported, whose first layer is of its own kind; use --set allocation=uniform, "
     "depth=none.",
 }
@@ -63,8 +60,6 @@ def reason_against(family: "Description", feature: Feature) -> str | None:
         return ONLY_STOCK.format(family.model_type)
     if (reason := _reason_against_heads(family, feature)) is not None:
         return reason
-    if family.carried and feature in OF_HYBRIDS:
-        return OF_HYBRIDS[feature]
     if family.first_differs and feature in FIRST_DIFFERS:
         return FIRST_DIFFERS[feature].format(family.model_type)
     if stack.parallel and feature in PARALLEL:

@@ -117,11 +117,12 @@ def _writing(work: Work) -> list[Stage]:
 
 
 def _latency(work: Work) -> Stage:
-    """Return the stage that times the first layer, cut to several sizes."""
+    """Return the stage that times a layer, cut to several sizes, and one with each carried mixer."""
     shape = work.shape
     sizes = (
         shape.heads_per_group + shape.num_key_value_heads - 1 if work.grid.family.reason_against("heads") is None else 1
     )
+    sizes += len(shape.carried)
     one = work.layer_bytes + shape.layer_parameters() * work.dtype.itemsize
     ranked = 2 * RANKS * (shape.intermediate_size + shape.hidden_size) * shape.hidden_size * work.dtype.itemsize
     copies = Term((sizes + WIDTHS) * one + ranked, knobs=("--budget",))

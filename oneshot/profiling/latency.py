@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from oneshot.checkpoint import Model
-from oneshot.families import LayerShape, ModelShape, StackShape
+from oneshot.errors import PlanError
+from oneshot.families import CarriedSizes, LayerShape, ModelShape, StackShape
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
 from oneshot.stream import LayerBuilder
@@ -28,42 +29,66 @@ def measured_seconds(
 ) -> Callable[[StackShape], float]:
     """Return a function from a model's sizes to the seconds that its layers take for one sequence.
 
-    The two sublayers are timed separately, on the weights of the first layer cut to size: attention with every number
-    of heads (in KV groups, or equally many out of each), the FFN at `WIDTHS` widths with interpolation between them.
-    They are minima over rounds in which all sizes take turns, which other processes disturb least. Sizes inside heads
-    and of the hidden state are taken as in the dense model. `with_ranks`: a linear of low rank counts as much more or
-    less than the whole one as it was measured (`_RankedSeconds`); a kind of linear that saves parameters but no time is
-    then not worth a rank.
+    The two sublayers are timed separately, on the weights of the first layer with attention cut to size: attention with
+    every number of heads (in KV groups, or equally many out of each), the FFN at `WIDTHS` widths with interpolation
+    between them. A carried mixer is timed as it is. They are minima over rounds in which all sizes take turns, which
+    other processes disturb least. Sizes inside heads and of the hidden state are taken as in the dense model.
+    `coordinates`: the form's, or None without ranks. With them a linear of low rank counts as much more or less than
+    the whole one as it was measured (`_RankedSeconds`); a kind of linear that saves parameters but no time is then not
+    worth a rank.
+
+    Raises `PlanError` for two kinds of carried mixers with equally many parameters.
     """
-    shape, tensors, stack = model.shape, model.read_layer(0), model.family.stack
+    shape, family = model.shape, model.family
+    attending = [number for number in range(shape.num_hidden_layers) if family.stack_of(number).attentions]
+    number = next(iter(attending), 0)
+    tensors, ffn = model.read_layer(number), family.stack_of(number).index_of("ffn")
     builder = LayerBuilder(model, machine, sequence_length)
     x = torch.randn(1, sequence_length, shape.hidden_size, generator=torch.Generator().manual_seed(0))
     x = uploaded(x, machine.device).to(machine.dtype)
 
     def sublayer(smaller: ModelShape, index: int) -> Callable[[], object]:
-        layer = builder.layer(0, _cut(model, tensors, smaller))
+        layer = builder.layer(number, _cut(model, number, tensors, smaller))
         return lambda: layer.run(index, x)
 
-    groups, per_group = shape.num_key_value_heads, shape.heads_per_group
-    heads = [(groups * each, groups) for each in range(1, per_group + 1)]
-    heads += [(kept_groups * per_group, kept_groups) for kept_groups in range(1, groups)]
-    if model.family.reason_against("heads") is not None:
-        heads = [(shape.num_attention_heads, groups)]
+    def mixer(carried: CarriedSizes) -> Callable[[], object]:
+        first, *_ = carried.layers
+        layer, index = builder.layer(first, model.read_layer(first)), family.stack_of(first).mixer_index
+        return lambda: layer.run(index, x)
+
+    heads = _head_sizes(model) if attending else []
     widths = sorted({max(1, round(shape.intermediate_size * part / WIDTHS)) for part in range(1, WIDTHS + 1)})
-    attention, ffn = stack.index_of("heads"), stack.index_of("ffn")
+    attention = family.stack_of(number).mixer_index
     calls = [sublayer(replace(shape, num_attention_heads=h, num_key_value_heads=g), attention) for h, g in heads]
     calls += [sublayer(replace(shape, intermediate_size=width), ffn) for width in widths]
+    calls += [mixer(carried) for carried in shape.carried]
     seconds = _least(calls, machine.device)
     of_heads = dict(zip(heads, seconds, strict=False))
-    of_width = seconds[len(heads) :]
+    of_width = seconds[len(heads) : len(heads) + len(widths)]
+    of_carried = dict(zip((one.parameters for one in shape.carried), seconds[len(heads) + len(widths) :], strict=True))
+    if len(of_carried) < len(shape.carried):
+        raise PlanError(
+            f"--budget latency cannot tell the mixers of this {family.model_type} apart, which have equally many "
+            "parameters; choose another budget."
+        )
     ranked = None if coordinates is None else _RankedSeconds(model, machine, tensors, sequence_length, coordinates)
 
     def of_layer(layer: LayerShape) -> float:
-        whole = of_heads[layer.num_attention_heads, layer.num_key_value_heads]
+        kept = layer.num_attention_heads, layer.num_key_value_heads
+        whole = of_carried[layer.carried] if layer.carried else of_heads[kept]
         whole += float(np.interp(layer.intermediate_size, widths, of_width))
         return whole if ranked is None else whole + ranked.added(layer)
 
     return lambda stack: sum(map(of_layer, stack.layers))
+
+
+def _head_sizes(model: Model) -> list[tuple[int, int]]:
+    """Return the query heads and KV heads that attention may have: all, if the stock class can have no others."""
+    groups, per_group = model.shape.num_key_value_heads, model.shape.heads_per_group
+    if model.family.reason_against("heads") is not None:
+        return [(model.shape.num_attention_heads, groups)]
+    heads = [(groups * each, groups) for each in range(1, per_group + 1)]
+    return heads + [(kept_groups * per_group, kept_groups) for kept_groups in range(1, groups)]
 
 
 class _RankedSeconds:
@@ -76,9 +101,10 @@ class _RankedSeconds:
     def __init__(
         self, model: Model, machine: Machine, tensors: Tensors, sequence_length: int, coordinates: Coordinates
     ) -> None:
-        attention, ffn = model.family.stack.attention, model.family.stack.ffn
-        out, up = tensors[f"{attention.out}.weight"], tensors[f"{ffn.up}.weight"]
-        by_inputs = {weight.shape[1]: weight for weight in (out, up)}  # one number of inputs is measured once
+        stack = model.family.stack
+        writers = [attention.out for attention in stack.attentions]
+        weights = [tensors[f"{linear}.weight"] for linear in (*writers, stack.ffn.up)]
+        by_inputs = {weight.shape[1]: weight for weight in weights}  # one number of inputs is measured once
         self._of_inputs = {
             inputs: _fitted_ranks(uploaded(weight, machine.device).to(machine.dtype), sequence_length, coordinates)
             for inputs, weight in by_inputs.items()
@@ -127,9 +153,9 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, rank: int, coordinates: Coord
     return lambda: functional.linear(read(x), outputs)
 
 
-def _cut(model: Model, tensors: Tensors, shape: ModelShape) -> Tensors:
-    """Return the first neurons and heads of a layer."""
-    expected = model.family.expected_tensors(shape)
+def _cut(model: Model, number: int, tensors: Tensors, shape: ModelShape) -> Tensors:
+    """Return the first neurons and heads of layer `number`."""
+    expected = model.family.expected_tensors(shape, number)
     return {
         name: tensor[tuple(slice(size) for size in expected[name])].contiguous() for name, tensor in tensors.items()
     }

@@ -94,7 +94,6 @@ STATE_SPACES = {
     "embedding_multiplier": 3.0,
     "lm_head_multiplier": 0.3,
 }
-HYBRIDS: frozenset[Feature] = OWN_CLASS | {"latency"}
 PARALLEL: frozenset[Feature] = LAYER_NORMS | {"up_proj"}
 CASES: dict[str, Case] = {
     "llama": Case(
@@ -147,12 +146,12 @@ CASES: dict[str, Case] = {
             "first-attends": {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True},
             "whole-width": {"block_auto_adjust_ff_dim": False, "tied": True, "conv_L_cache": 4},
         },
-        HYBRIDS | {"queries and keys"},
+        OWN_CLASS | {"queries and keys"},
     ),
     "falcon_h1": Case(
         {"family": "falcon_h1", **STATE_SPACES},
         {"plain": {"mlp_multipliers": None, "mamba_rms_norm": True, "tied": True, "mamba_conv_bias": False}},
-        HYBRIDS | {"heads", "queries and keys"},
+        OWN_CLASS | {"heads", "queries and keys"},
     ),
     "granitemoehybrid": Case(
         {
@@ -171,7 +170,7 @@ CASES: dict[str, Case] = {
             "rotary": {"position_embedding_type": "rope", "layer_types": ["full_attention"] * 3, "tied": True},
             "experts": {"num_local_experts": 4, "shared_intermediate_size": 40, **EXPERTS},
         },
-        HYBRIDS,
+        OWN_CLASS,
     ),
     "lfm2_moe": Case(
         {
@@ -199,7 +198,7 @@ CASES: dict[str, Case] = {
         refused=MIXTURES | {"heads", "queries and keys"},
     ),
     "qwen3_5_text": Case(
-        {"family": "qwen3_5_text", **LINEAR_ATTENTION}, refused=HYBRIDS | {"heads", "queries and keys"}
+        {"family": "qwen3_5_text", **LINEAR_ATTENTION}, refused=OWN_CLASS | {"heads", "queries and keys"}
     ),
     "qwen3_next": Case(
         {
@@ -338,7 +337,7 @@ CASES: dict[str, Case] = {
 WRAPPER_REFUSALS: dict[str, frozenset[Feature]] = {
     "gemma3": frozenset({"up_proj", "queries and keys"}),
     "qwen3_vl": frozenset({"queries and keys"}),
-    "qwen3_5": frozenset({"heads", "queries and keys", "latency"}),
+    "qwen3_5": frozenset({"heads", "queries and keys"}),
     "qwen3_5_moe": MIXTURES | {"heads", "queries and keys"},
 }
 CASES |= {

@@ -1,17 +1,22 @@
-"""Hybrids whose layers have sizes of their own: what a profile sees of them, and results without whole layers."""
+"""Hybrids whose layers have sizes of their own: their profiles, their seconds, and results without whole layers."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, calibration_tokens
+from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, calibration_tokens, cpu_machine
 from families.cases import CASES
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from oneshot.checkpoint import open_model
+from oneshot.errors import PlanError
 from oneshot.evaluation import load_model
 from oneshot.pipeline import compress, profile
+from oneshot.profiling import measured_seconds
 
 # writers of a family's mixers, by the module that holds each
 WRITERS = {
@@ -62,6 +67,30 @@ def test_a_profile_sees_the_layers_of_the_stock_class(
     carries = [not hasattr(layer, "self_attn") or name != "lfm2" for layer in model.model.layers]
     assert [not row.any() for row in found.head_errors] == carries
     assert [value == 0 for value in found.head_sensitivity.tolist()] == carries
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("lfm2", [9 + 10, 9 + 2, 9 + 10]), ("falcon_h1", [6 + 7, 6 + 7]), ("qwen3_5_text", [13, 14])]
+)
+@torch.inference_mode()
+def test_seconds_of_a_layer_are_those_of_its_own_mixer(
+    name: str, expected: list[float], make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call runs, and takes as many seconds as its place says: heads first, then widths, then carried mixers."""
+
+    def least(calls: list[Callable[[], torch.Tensor]], _: torch.device) -> list[float]:
+        assert all(call().shape == (1, 16, 32) for call in calls)
+        return [float(place) for place in range(1, len(calls) + 1)]
+
+    monkeypatch.setattr("oneshot.profiling.latency._least", least)
+    model = open_model(str(make_checkpoint(**CASES[name].options)), tmp_path)
+    seconds, stack = measured_seconds(model, cpu_machine(tmp_path), sequence_length=16), model.shape.stack()
+    assert [seconds(replace(stack, layers=(layer,))) for layer in stack.layers] == expected
+    equal = tuple(replace(one, tensors=model.shape.carried[0].tensors) for one in model.shape.carried)
+    if len(equal) > 1:
+        alike = replace(model, shape=replace(model.shape, carried=equal))
+        with pytest.raises(PlanError, match="cannot tell the mixers of this qwen3_5_text apart"):
+            measured_seconds(alike, cpu_machine(tmp_path), sequence_length=16)
 
 
 @pytest.mark.parametrize("form", ["stock", "per-layer"])
