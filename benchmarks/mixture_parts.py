@@ -6,15 +6,19 @@ among its experts and solves for each expert, `joint` solves for all experts of 
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from mixture_hope import PairSums
 from torch import nn
 
 from oneshot.compression.expert_scores import ExpertSums, GateRule, outputs_of, route
 
 Correction = Literal["none", "separable", "joint"]
+RouterStep = Callable[[Any, Any, torch.Tensor, torch.Tensor], None]
+"""Correct the router of a block with a config, from its inputs and what it should write, both `(tokens, D)`."""
 
 DAMPING = 1e-2  # ridge in units of the Gram's mean diagonal
 LEAST_TOKENS = 16  # a neuron, below which the dense stream's residual is left out
@@ -80,23 +84,38 @@ def routed_batches(block: Any, config: Any, inputs: torch.Tensor) -> Iterator[tu
         yield rows, route(scores, config.num_experts_per_tok, gate_rule(config))
 
 
-def sums_of_layers(model: Any, windows: torch.Tensor) -> tuple[list[ExpertSums], list[torch.Tensor]]:
-    """Return every layer's sums, and the energies of its neurons in the output, `Σ g² h² ‖w‖²` `(E, m)`."""
+@dataclass
+class LayerSums:
+    """Sums over the text at a layer: of experts, of pairs of experts, and of neurons in the output.
+
+    Attributes:
+        energies: `Σ g² h² ‖w‖²` `(E, m)`.
+    """
+
+    experts: ExpertSums
+    pairs: PairSums
+    energies: torch.Tensor
+
+
+def sums_of_layers(model: Any, windows: torch.Tensor) -> list[LayerSums]:
+    """Return every layer's sums."""
     states, others = layer_inputs(model, windows)
-    sums, energies = [], []
+    sums = []
     for layer, named in zip(model.model.layers, others, strict=True):
         states, inputs = with_input(layer, states, named)
         num_experts, _, width = layer.mlp.experts.down_proj.shape
-        of_layer, energy = ExpertSums(num_experts), torch.zeros(num_experts, width, dtype=torch.float64)
+        of_layer, pairs = ExpertSums(num_experts), PairSums(num_experts)
+        energy = torch.zeros(num_experts, width, dtype=torch.float64)
         for rows, routed in routed_batches(layer.mlp, model.config, inputs):
-            of_layer.add_(routed, outputs_of(routed, rows, one_expert(layer.mlp)))
+            outputs = outputs_of(routed, rows, one_expert(layer.mlp))
+            of_layer.add_(routed, outputs)
+            pairs.add_(routed, outputs)
             for expert in range(num_experts):
                 tokens, places = (routed.experts[:, :-1] == expert).nonzero(as_tuple=True)
                 gated = routed.gates[tokens, places, None] * neurons_of(layer.mlp, expert, rows[tokens])
                 energy[expert] += gated.double().square().sum(0)
-        sums.append(of_layer)
-        energies.append(energy * layer.mlp.experts.down_proj.double().square().sum(1))
-    return sums, energies
+        sums.append(LayerSums(of_layer, pairs, energy * layer.mlp.experts.down_proj.double().square().sum(1)))
+    return sums
 
 
 def without_parts(
@@ -140,13 +159,15 @@ def correct_(
     how: Correction,
     residual_weight: float,
     experts: Sequence[torch.Tensor] | None,
+    correct_router_: RouterStep | None = None,
 ) -> None:
     """Correct the downs of every layer's experts, layer by layer, towards what the dense layer gives.
 
     The target is the dense layer's own output on the smaller model's states, and beyond it a share `residual_weight` of
-    the difference from the dense model's states. `experts` are the kept experts as in `without_parts`.
+    the difference from the dense model's states. `experts` are the kept experts as in `without_parts`. The router comes
+    first, if it is corrected.
     """
-    if how == "none":
+    if how == "none" and correct_router_ is None:
         return
     dense_states, others = layer_inputs(dense, windows)
     states = dense_states
@@ -155,14 +176,19 @@ def correct_(
     ):
         dense_states = reference(dense_states, **named)
         output, inputs = with_input(layer, states, named)
-        lost = reference.mlp(inputs[None])[0] - layer.mlp(inputs[None])[0]
-        beyond = residual_weight * ((dense_states - output).flatten(0, 1) - lost)
+        whole, written = reference.mlp(inputs[None])[0], layer.mlp(inputs[None])[0]
+        beyond = residual_weight * ((dense_states - output).flatten(0, 1) - (whole - written))
+        if correct_router_ is not None:
+            correct_router_(layer.mlp, smaller.config, inputs, whole + beyond)
+            written = layer.mlp(inputs[None])[0]
         if how == "joint":
-            change = joint_change(layer.mlp, smaller.config, inputs, lost + beyond)
-        else:
+            layer.mlp.experts.down_proj += joint_change(layer.mlp, smaller.config, inputs, whole - written + beyond)
+        elif how == "separable":
             numbers = range(len(layer.mlp.gate.weight)) if experts is None else experts[number].tolist()
-            change = separable_change(layer.mlp, reference.mlp, numbers, smaller.config, inputs, lost, beyond)
-        layer.mlp.experts.down_proj += change
+            change = separable_change(
+                layer.mlp, reference.mlp, numbers, smaller.config, inputs, whole - written, beyond
+            )
+            layer.mlp.experts.down_proj += change
         states = layer(states, **named)
 
 

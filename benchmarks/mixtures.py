@@ -9,16 +9,19 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from harness import Row, append_row, parser, provenance
 from judging import judging_windows, model_losses, score, text_records
-from mixture_parts import Correction, correct_, load_stock, sums_of_layers, without_parts
+from mixture_hope import removed_by_pairs
+from mixture_parts import Correction, LayerSums, correct_, load_stock, sums_of_layers, without_parts
+from mixture_router import RouterCorrection, correct_router_
 
 import oneshot
-from oneshot.compression.expert_scores import ExpertSelector, ExpertSums, removed_experts
+from oneshot.compression.expert_scores import ExpertSelector, removed_experts
 from oneshot.evaluation import load_windows
 from oneshot.text import load_tokenizer
 
@@ -33,6 +36,9 @@ ENGINE: tuple[Row, ...] = (
     {"experts": "effects"},
 )
 OWN = "own text"  # held out from the text that a mixture was trained on
+Selector = ExpertSelector | Literal["hope"]
+# corrections of the router, and the shares of their changes that are made
+ROUTERS: tuple[tuple[RouterCorrection, float], ...] = (("gain", 1.0), ("ideal", 1.0), ("newton", 1.0))
 
 
 @dataclass(frozen=True)
@@ -40,48 +46,65 @@ class Variant:
     """What goes, how it is chosen, and what is corrected.
 
     Attributes:
-        part: `experts` or `neurons`. selector: of experts as `removed_experts`; of neurons `energy`, as CAMERA ranks
-            them (2508.02322), or `random`. keep_super: experts with outlying outputs stay.
+        part: `experts` or `neurons`. selector: of experts as `removed_experts`, or `hope`; of neurons `energy`, as
+            CAMERA ranks them (2508.02322), or `random`. keep_super: experts with outlying outputs stay.
+        router, router_step: as in `correct_router_`.
     """
 
     part: str
-    selector: ExpertSelector
+    selector: Selector
     correction: Correction = "none"
     residual_weight: float = 1.0
     keep_super: bool = False
+    router: RouterCorrection = "none"
+    router_step: float = 1.0
 
 
 def variants(corrections: Sequence[Correction], residual_weight: float) -> list[Variant]:
     """Return the published selectors, then the corrected ones."""
     published = [Variant("experts", selector) for selector in get_args(ExpertSelector) if selector != "effects"]
-    published += [Variant("experts", "effects", keep_super=True)]
+    published += [Variant("experts", "hope"), Variant("experts", "effects", keep_super=True)]
     published += [Variant("neurons", "energy"), Variant("neurons", "random")]
     corrected = [
         Variant(part, selector, correction, residual_weight, keep_super=selector == "effects")
         for correction in corrections
-        for part, selector in (("experts", "reap"), ("experts", "effects"), ("neurons", "energy"))
+        for part, selector in (("experts", "reap"), ("experts", "hope"), ("experts", "effects"), ("neurons", "energy"))
     ]
     return published + corrected
 
 
-def kept_experts(variant: Variant, sums: Sequence[ExpertSums], share: float, seed: int) -> list[torch.Tensor]:
+def routed_variants(residual_weight: float) -> list[Variant]:
+    """Return the corrections of the router, with and without the correction of the experts."""
+    return [
+        Variant("experts", selector, correction, residual_weight, selector == "effects", router, step)
+        for correction in ("none", "separable")
+        for selector in ("reap", "effects")
+        for router, step in ROUTERS
+    ]
+
+
+def kept_experts(variant: Variant, sums: Sequence[LayerSums], share: float, seed: int) -> list[torch.Tensor]:
     """Return the kept experts of every layer."""
     generator = torch.Generator().manual_seed(seed)
     kept = []
     for of_layer in sums:
-        num_experts = len(of_layer.tokens)
-        removed = removed_experts(
-            variant.selector, of_layer, round(share * num_experts), generator, keep_super=variant.keep_super
-        )
+        num_experts = len(of_layer.experts.tokens)
+        num_removed = round(share * num_experts)
+        if variant.selector == "hope":
+            removed = removed_by_pairs(of_layer.pairs.interactions(), num_removed)
+        else:
+            removed = removed_experts(
+                variant.selector, of_layer.experts, num_removed, generator, keep_super=variant.keep_super
+            )
         kept.append(torch.tensor([expert for expert in range(num_experts) if expert not in removed]))
     return kept
 
 
-def kept_neurons(variant: Variant, energies: Sequence[torch.Tensor], share: float, seed: int) -> list[torch.Tensor]:
+def kept_neurons(variant: Variant, sums: Sequence[LayerSums], share: float, seed: int) -> list[torch.Tensor]:
     """Return the kept neurons of every expert of every layer, equally many."""
     generator = torch.Generator().manual_seed(seed)
     kept = []
-    for energy in energies:
+    for energy in (of_layer.energies for of_layer in sums):
         scores = energy if variant.selector == "energy" else torch.rand(energy.shape, generator=generator)
         kept.append(scores.topk(round((1 - share) * energy.shape[1]), dim=1).indices.sort(dim=1).values)
     return kept
@@ -128,6 +151,8 @@ def main() -> None:
     options.add_argument("--corrections", nargs="*", choices=get_args(Correction), default=["separable", "joint"])
     options.add_argument("--residual-weight", type=float, default=1.0)
     options.add_argument("--only-corrected", action="store_true", help="the other rows are there already")
+    options.add_argument("--routers", action="store_true", help="only rows of corrections of the router")
+    options.add_argument("--selectors", nargs="*", help="only rows of these selectors of experts")
     options.add_argument("--no-engine", dest="engine", action="store_false", help="no rows of `oneshot.compress`")
     options.add_argument("--only-engine", action="store_true", help="only rows of `oneshot.compress`")
     options.add_argument("--num-sequences", type=int, default=64, help=f"of {LENGTH} tokens for calibration")
@@ -139,25 +164,33 @@ def main() -> None:
         tokenizer = load_tokenizer(arguments.model)
         dense = load_stock(arguments.model)
         text, windows = texts_of(arguments, tokenizer, Path(scratch))
-        sums, energies = sums_of_layers(dense, text)
+        sums = sums_of_layers(dense, text)
         of_dense = model_losses(dense, windows)
         named = {"model": arguments.model.name, "seed": arguments.seed, "calibration_tokens": text.numel()}
         named |= {"dense_perplexity": of_dense["perplexity"], "texts": text_records(windows)}
         named |= {"parameters": sum(one.numel() for one in dense.parameters())}
         for share in arguments.shares:
             known = variants(arguments.corrections, arguments.residual_weight)
+            if arguments.routers:
+                known = routed_variants(arguments.residual_weight)
             for variant in () if arguments.only_engine else known:
                 if arguments.only_corrected and variant.correction == "none":
                     continue
+                if arguments.selectors and variant.selector not in arguments.selectors:
+                    continue
                 experts = kept_experts(variant, sums, share, arguments.seed) if variant.part == "experts" else None
-                neurons = kept_neurons(variant, energies, share, arguments.seed) if experts is None else None
+                neurons = kept_neurons(variant, sums, share, arguments.seed) if experts is None else None
                 smaller = without_parts(dense, experts, neurons)
-                correct_(smaller, dense, text, variant.correction, variant.residual_weight, experts)
+                router = partial(correct_router_, how=variant.router, step=variant.router_step)
+                correct_(
+                    *(smaller, dense, text, variant.correction, variant.residual_weight, experts),
+                    None if variant.router == "none" else router,
+                )
                 row = named | vars(variant) | {"share": share} | beside(model_losses(smaller, windows), of_dense)
                 row["kept_parameters"] = sum(one.numel() for one in smaller.parameters())
                 append_row("mixtures", provenance(**row))
             for settings in ENGINE if arguments.engine else ():
-                count, width = energies[0].shape
+                count, width = sums[0].energies.shape
                 size: Row = {"intermediate_size": round((1 - share) * width)}
                 part, selector = "neurons", "pivots"
                 if "experts" in settings:

@@ -29,7 +29,13 @@ from tables.hidden_size import hidden_error_table, hidden_size_table
 from tables.inner_sizes import inner_sizes_table, stream_errors_table
 from tables.kernels import kernels_table, pivot_quality_table, pivots_table
 from tables.minilm import minilm_table
-from tables.mixtures import mixture_split_table, mixture_tokens_table, mixture_training_table, mixtures_table
+from tables.mixtures import (
+    mixture_routers_table,
+    mixture_split_table,
+    mixture_tokens_table,
+    mixture_training_table,
+    mixtures_table,
+)
 from tables.other_tools import broad_tools_table, narrow_tools_table, summary_table
 from tables.own_text import own_text_table
 from tables.paired import paired_parts_table
@@ -150,6 +156,7 @@ TABLES = {
     **{f"claims_{group}": (partial(claims_table, group), "claims") for group in CLAIM_GROUPS},
     **{f"trained_{model}": (partial(trained_table, model), "trained") for model in ("distilbert", "t5")},
     "mixture_tokens": (mixture_tokens_table, "mixtures"),
+    "mixture_routers": (mixture_routers_table, "mixtures"),
     **{f"mixtures_{model}": (partial(mixtures_table, model), "mixtures") for model in ("trained", "split")},
     "mixture_split": (mixture_split_table, "mixture_split"),
     "mixture_training": (mixture_training_table, "mixture_training"),

@@ -11,6 +11,7 @@ from tables.cells import markdown, origin, rounded, token_span
 SELECTORS = {
     "frequency": "frequency",
     "reap": "REAP",
+    "hope": "HOPE",
     "man": "MAN",
     "energy": "energy",
     "random": "random",
@@ -25,31 +26,29 @@ CORRECTIONS = {
     "engine same-layer": "`oneshot`, same-layer",
     "engine two-stream": "`oneshot`, two-stream",
 }
-KEYS = ("model", "part", "selector", "correction", "residual_weight", "share", "calibration_tokens", "seed")
-VARIANT = KEYS[1:5]
+ROUTERS = {
+    "none": "–",
+    "gain": "a factor for each expert",
+    "ideal": "ridge regression towards ideal gates",
+    "newton": "Gauss–Newton step",
+}
+KEYS = ("model", "part", "selector", "correction", "residual_weight", "share", "calibration_tokens", "seed", "router")
+VARIANT = ("part", "selector", "correction", "residual_weight", "router")
 
 
 def mixtures_table(model: str) -> str:
     """Return the variants of a mixture, a column for every share of the experts' parameters."""
-    rows = _rows_of(model)
+    rows = [row for row in _rows_of(model) if row["router"] == "none"]
     if not rows:
         return "Not measured yet."
     usual = _usual_tokens(rows)
     rows = [row for row in rows if row["calibration_tokens"] == usual]
-    shares = sorted({row["share"] for row in rows})
-    has_own = "own text" in rows[0]["ratios"]
-    header = ["removed", "chosen by", "correction"]
-    for share in shares:
-        header += [f"−{share:.0%}", *([f"−{share:.0%}, own text"] if has_own else [])]
-    lines = []
-    for same in _alike(rows):
-        cells = [same[0]["part"], SELECTORS[same[0]["selector"]], _correction(same[0])]
-        for share in shares:
-            of_share = [row for row in same if row["share"] == share]
-            cells.append(_cell([row["score"] for row in of_share]))
-            if has_own:
-                cells.append(_cell([row["ratios"]["own text"] for row in of_share]))
-        lines.append(cells)
+    shares, has_own = sorted({row["share"] for row in rows}), "own text" in rows[0]["ratios"]
+    header = ["removed", "chosen by", "correction", *_columns(shares, has_own)]
+    lines = [
+        [same[0]["part"], SELECTORS[same[0]["selector"]], _correction(same[0]), *_scores(same, shares, has_own)]
+        for same in _alike(rows)
+    ]
     texts = rows[0]["texts"]
     own = f"; own text: {texts['own text']['tokens']:,} tokens held out from its training text" if has_own else ""
     caption = (
@@ -59,6 +58,24 @@ def mixtures_table(model: str) -> str:
         f"{', '.join(map(str, sorted({row['seed'] for row in rows})))}; {origin(rows)}."
     )
     return markdown(header, lines, caption)
+
+
+def mixture_routers_table() -> str:
+    """Return the corrections of the router after whole experts went, for the trained mixture."""
+    rows = [row for row in _rows_of("trained") if row["part"] == "experts" and "settings" not in row]
+    known = {_kind(row) for row in rows if row["router"] != "none"}
+    rows = [row for row in rows if _kind(row) in known]
+    shares = sorted({row["share"] for row in rows})
+    lines = [
+        [SELECTORS[same[0]["selector"]], _correction(same[0]), ROUTERS[same[0]["router"]], *_scores(same, shares, True)]
+        for same in _alike(rows)
+    ]
+    return markdown(
+        ("chosen by", "correction of the experts", "correction of the router", *_columns(shares, True)),
+        lines,
+        "Whole experts of the trained mixture, as above. The router is corrected first, with the same text; seeds "
+        f"{', '.join(map(str, sorted({row['seed'] for row in rows})))}; {origin(rows)}.",
+    )
 
 
 def mixture_tokens_table() -> str:
@@ -80,7 +97,29 @@ def mixture_tokens_table() -> str:
 
 
 def _rows_of(model: str) -> list[Row]:
-    return [row for row in latest(read_rows("mixtures"), *KEYS) if row["model"] == model]
+    rows: list[Row] = [{"router": "none"} | row for row in read_rows("mixtures")]
+    return [row for row in latest(rows, *KEYS) if row["model"] == model]
+
+
+def _kind(row: Row) -> tuple[object, ...]:
+    """Return what rows have in common that differ in the router alone."""
+    return tuple(row[key] for key in KEYS if key != "router")
+
+
+def _columns(shares: list[float], has_own: bool) -> list[str]:
+    """Return the names of two columns for a share of the experts' parameters, or of one."""
+    return [name for share in shares for name in (f"−{share:.0%}", f"−{share:.0%}, own text")[: 1 + has_own]]
+
+
+def _scores(same: list[Row], shares: list[float], has_own: bool) -> list[str]:
+    """Return these columns of rows that differ in share and seed."""
+    cells = []
+    for share in shares:
+        of_share = [row for row in same if row["share"] == share]
+        cells.append(_cell([row["score"] for row in of_share]))
+        if has_own:
+            cells.append(_cell([row["ratios"]["own text"] for row in of_share]))
+    return cells
 
 
 def _usual_tokens(rows: list[Row]) -> int:

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from scipy.optimize import minimize
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 TINY: dict[str, Any] = {
@@ -162,3 +164,113 @@ def test_what_others_can_do_is_recovered(
         assert not torch.allclose(logits(smaller, ids), whole, atol=0.1)
         module.correct_(smaller, qwen3, ids, how, 1.0, None)
         assert torch.allclose(logits(smaller, ids), whole, atol=1e-2)
+
+
+def test_pairs_are_means_over_the_tokens_that_have_both(
+    benchmark_module: Callable[[str], ModuleType], qwen3: Any, ids: torch.Tensor
+) -> None:
+    parts = benchmark_module("mixture_parts")
+    with torch.inference_mode():
+        first = parts.sums_of_layers(qwen3, ids)[0]
+        states, others = parts.layer_inputs(qwen3, ids)
+        layer = qwen3.model.layers[0]
+        _, inputs = parts.with_input(layer, states, others[0])
+        _, gates, chosen = layer.mlp.gate(inputs)
+        of_one = parts.one_expert(layer.mlp)
+        norms = torch.stack([of_one(expert, inputs).norm(dim=1) for expert in range(5)], 1)
+    products: dict[tuple[int, int], list[float]] = {}
+    for token, experts in enumerate(chosen.tolist()):
+        sizes = {expert: float(gates[token, place] * norms[token, expert]) for place, expert in enumerate(experts)}
+        for one, size in sizes.items():
+            for other, its in sizes.items():
+                products.setdefault((one, other), []).append(size * its)
+    for one in range(5):
+        for other in range(5):
+            found = products.get((one, other), [0.0])
+            assert float(first.pairs.interactions()[one, other]) == pytest.approx(sum(found) / len(found), rel=1e-4)
+
+
+def test_the_set_that_goes_has_the_least_form(benchmark_module: Callable[[str], ModuleType]) -> None:
+    """Experts 0 and 1 are the smallest by themselves, and serve the same tokens."""
+    hope = benchmark_module("mixture_hope")
+    form = torch.diag(torch.tensor([1.0, 1.1, 2.0, 9.0, 8.0, 7.0], dtype=torch.float64))
+    form[0, 1] = form[1, 0] = 50.0
+    costs = {pair: float(form[list(pair)][:, list(pair)].sum()) for pair in combinations(range(6), 2)}
+    assert tuple(hope.removed_by_pairs(form, 2)) == min(costs, key=lambda pair: costs[pair]) == (0, 2)
+    assert hope.removed_by_pairs(torch.diag(form.diagonal()), 2) == [0, 1]
+
+
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_ideal_gates_are_the_least_squares_of_convex_combinations(
+    top_k: int, benchmark_module: Callable[[str], ModuleType]
+) -> None:
+    router = benchmark_module("mixture_router")
+    generator = torch.Generator().manual_seed(0)
+    outputs, wanted = (torch.randn(4, *size, generator=generator).double() for size in ((5, 6), (6,)))
+    gates = router.ideal_gates(outputs, wanted, top_k)
+    assert torch.allclose(gates.sum(1), torch.ones(4, dtype=torch.float64))
+    for token in range(4):
+        errors = []
+        for members in map(list, combinations(range(5), top_k)):
+            own, y = outputs[token, members].numpy(), wanted[token].numpy()
+
+            def error(g: Any, own: Any = own, y: Any = y) -> float:
+                return float(((y - g @ own) ** 2).sum())
+
+            found = minimize(
+                error,
+                [1 / top_k] * top_k,
+                method="SLSQP",
+                bounds=[(0, 1)] * top_k,
+                constraints={"type": "eq", "fun": lambda g: g.sum() - 1},
+                options={"ftol": 1e-12},
+            )
+            errors.append(found.fun)
+        ours = float((wanted[token] - gates[token] @ outputs[token]).square().sum())
+        assert (gates[token] >= 0).all()
+        assert int((gates[token] > 0).sum()) <= top_k
+        assert ours == pytest.approx(min(errors), rel=1e-4)
+
+
+def test_the_router_s_step_solves_the_linearised_least_squares(
+    benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, qwen3: Any
+) -> None:
+    """The Jacobian of the stock block in its router's rows is automatic differentiation's."""
+    parts, router = benchmark_module("mixture_parts"), benchmark_module("mixture_router")
+    monkeypatch.setattr(parts, "DAMPING", 1e-6)
+    generator = torch.Generator().manual_seed(0)
+    block, inputs, target = qwen3.model.layers[0].mlp, *(torch.randn(12, 16, generator=generator) for _ in range(2))
+    weight = block.gate.weight
+
+    def written(rows: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(block, {"gate.weight": rows}, (inputs[None],))[0].flatten()
+
+    jacobian = torch.func.jacrev(written)(weight.detach()).flatten(1).detach().double()
+    missing = (target.flatten() - written(weight)).detach().double()
+    gram = jacobian.mT @ jacobian
+    ridge = 1e-6 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+    expected = torch.linalg.solve(gram + ridge, jacobian.mT @ missing).view(5, 16)
+    with torch.inference_mode():
+        change = router.newton_rows(block, qwen3.config, inputs, target)
+    assert torch.allclose(jacobian @ change.flatten(), jacobian @ expected.flatten(), atol=1e-3)
+
+
+@pytest.mark.parametrize(("how", "less"), [("gain", 0.95), ("ideal", 0.95), ("newton", 0.98)])
+def test_a_corrected_router_writes_what_is_asked_for_more_nearly(
+    how: str, less: float, benchmark_module: Callable[[str], ModuleType], qwen3: Any
+) -> None:
+    """What is asked for is the block's own output with another router, or with other factors of its experts."""
+    router = benchmark_module("mixture_router")
+    generator = torch.Generator().manual_seed(0)
+    inputs, block = torch.randn(400, 16, generator=generator), qwen3.model.layers[0].mlp
+    with torch.inference_mode():
+        before, rows = block(inputs[None])[0], block.gate.weight.clone()
+        block.gate.weight += 0.1 * rows.abs().mean() * torch.randn(5, 16, generator=generator)
+        downs = block.experts.down_proj.clone()
+        block.experts.down_proj *= torch.tensor([1.5, 0.7, 1.0, 1.2, 0.9]).view(-1, 1, 1) if how == "gain" else 1.0
+        target = block(inputs[None])[0]
+        block.gate.weight.copy_(rows)
+        block.experts.down_proj.copy_(downs)
+        router.correct_router_(block, qwen3.config, inputs, target, how, 1.0)
+        after = block(inputs[None])[0]
+    assert float((after - target).norm()) < less * float((before - target).norm())
