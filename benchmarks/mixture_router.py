@@ -5,8 +5,11 @@ For `mixtures.py`: references in float64 for small models whose gates are divide
 - `gain`: a factor for each expert that stays, by least squares; its down projection takes it.
 - `ideal`: ridge regression of the router's logits towards gates that suit each token best.
 - `newton`: one Gauss–Newton step of the router's rows towards the whole mixture's output.
+- `kronecker`: the same with a Kronecker product in place of the Hessian, whose factors also fit large models.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Literal
 
@@ -16,7 +19,7 @@ from torch import nn
 
 from oneshot.compression.expert_scores import outputs_of
 
-RouterCorrection = Literal["none", "gain", "ideal", "newton"]
+RouterCorrection = Literal["none", "gain", "ideal", "newton", "kronecker"]
 LEAST_GATE = 0.02  # of the ideal ones, because their logarithms are fitted
 
 
@@ -32,7 +35,7 @@ def correct_router_(
     if how == "gain":
         block.experts.down_proj *= (1 + step * (gains(block, config, inputs, target) - 1)).float().view(-1, 1, 1)
     elif how != "none":
-        change = rows_towards_ideal if how == "ideal" else newton_rows
+        change = {"ideal": rows_towards_ideal, "newton": newton_rows, "kronecker": kronecker_rows}[how]
         block.gate.weight += step * change(block, config, inputs, target).float()
 
 
@@ -111,20 +114,63 @@ def ideal_gates(outputs: torch.Tensor, wanted: torch.Tensor, top_k: int) -> torc
     return gates
 
 
-def newton_rows(block: Any, config: Any, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the Gauss–Newton change of the router's rows `(E, D)`: which experts a token has is taken as given.
+@dataclass(frozen=True)
+class Slopes:
+    """State how the output of a batch of t tokens depends on the logits of each token's k experts.
 
-    The output `Σ g_e o_e` changes by `g_e (o_e − Σ g o)` with the logit of expert e.
+    Which experts a token has is taken as given. The output `y = Σ g o` changes by `a_e = g_e (o_e − y)` with the logit
+    of expert e.
+
+    Attributes:
+        inputs: x `(t, D)`. chosen: int64 `(t, k)`. products: `⟨a_e, a_f⟩` `(t, k, k)`. along: `⟨a_e, target − y⟩`
+            `(t, k)`. All float64.
     """
+
+    inputs: torch.Tensor
+    chosen: torch.Tensor
+    products: torch.Tensor
+    along: torch.Tensor
+
+
+def slopes_of(block: Any, config: Any, inputs: torch.Tensor, target: torch.Tensor) -> Iterator[Slopes]:
+    """Yield the slopes of all batches."""
+    for (rows, routed), wanted in zip(routed_batches(block, config, inputs), target.split(BATCH), strict=True):
+        outputs, gates = outputs_of(routed, rows, one_expert(block))[:, :-1].double(), routed.gates.double()[..., None]
+        whole = (gates * outputs).sum(1, keepdim=True)
+        slopes, missing = gates * (outputs - whole), (wanted.double() - whole[:, 0])[..., None]
+        yield Slopes(rows.double(), routed.experts[:, :-1], slopes @ slopes.mT, (slopes @ missing)[..., 0])
+
+
+def kronecker_rows(block: Any, config: Any, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the change of the router's rows `(E, D)` along `A⁻¹ C B⁻¹`, by the length with the least squared error.
+
+    `A = mean ⟨a_e, a_f⟩` over tokens, `B = mean x xᵀ`, and C is minus the gradient, as in Martens and Grosse (2015,
+    1503.05671).
+    """
+    hidden, num_experts = inputs.shape[1], len(block.gate.weight)
+    of_experts = torch.zeros(num_experts, num_experts, dtype=torch.float64)
+    of_inputs = torch.zeros(hidden, hidden, dtype=torch.float64)
+    cross = torch.zeros(num_experts, hidden, dtype=torch.float64)
+    for one in slopes_of(block, config, inputs, target):
+        places = nn.functional.one_hot(one.chosen, num_experts).double()
+        of_experts += torch.einsum("tie,tij,tjf->ef", places, one.products, places)
+        of_inputs += one.inputs.mT @ one.inputs
+        cross += torch.einsum("tie,ti,td->ed", places, one.along, one.inputs)
+    direction = ridge(of_inputs / len(inputs), ridge(of_experts, cross).mT).mT
+    squared = 0.0
+    for one in slopes_of(block, config, inputs, target):
+        moved = (one.inputs @ direction.mT).gather(1, one.chosen)
+        squared += float(torch.einsum("ti,tij,tj->", moved, one.products, moved))
+    return direction * ((direction * cross).sum() / max(squared, torch.finfo(torch.float64).tiny))
+
+
+def newton_rows(block: Any, config: Any, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the Gauss–Newton change of the router's rows `(E, D)`."""
     hidden, num_experts = inputs.shape[1], len(block.gate.weight)
     gram = torch.zeros(num_experts, num_experts, hidden, hidden, dtype=torch.float64)
     cross = torch.zeros(num_experts, hidden, dtype=torch.float64)
-    for (rows, routed), wanted in zip(routed_batches(block, config, inputs), target.split(BATCH), strict=True):
-        outputs, chosen = outputs_of(routed, rows, one_expert(block))[:, :-1].double(), routed.experts[:, :-1]
-        gates, x = routed.gates.double(), rows.double()
-        whole = (gates[..., None] * outputs).sum(1, keepdim=True)
-        slopes, missing = gates[..., None] * (outputs - whole), wanted.double() - whole[:, 0]
-        products, along = slopes @ slopes.mT, (slopes @ missing[..., None])[..., 0]
+    for one in slopes_of(block, config, inputs, target):
+        chosen, x, products, along = one.chosen, one.inputs, one.products, one.along
         for first in range(num_experts):
             tokens, places = (chosen == first).nonzero(as_tuple=True)
             cross[first] += along[tokens, places] @ x[tokens]

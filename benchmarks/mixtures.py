@@ -38,7 +38,12 @@ ENGINE: tuple[Row, ...] = (
 OWN = "own text"  # held out from the text that a mixture was trained on
 Selector = ExpertSelector | Literal["hope"]
 # corrections of the router, and the shares of their changes that are made
-ROUTERS: tuple[tuple[RouterCorrection, float], ...] = (("gain", 1.0), ("ideal", 1.0), ("newton", 1.0))
+ROUTERS: tuple[tuple[RouterCorrection, float], ...] = (
+    ("gain", 1.0),
+    ("ideal", 1.0),
+    ("newton", 1.0),
+    ("kronecker", 1.0),
+)
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,14 @@ def variants(corrections: Sequence[Correction], residual_weight: float) -> list[
     return published + corrected
 
 
-def routed_variants(residual_weight: float) -> list[Variant]:
-    """Return the corrections of the router, with and without the correction of the experts."""
+def routed_variants(residual_weight: float, only: Sequence[RouterCorrection] = ()) -> list[Variant]:
+    """Return the corrections of the router, with and without the correction of the experts; all if none is named."""
     return [
         Variant("experts", selector, correction, residual_weight, selector == "effects", router, step)
         for correction in ("none", "separable")
         for selector in ("reap", "effects")
         for router, step in ROUTERS
+        if not only or router in only
     ]
 
 
@@ -151,7 +157,12 @@ def main() -> None:
     options.add_argument("--corrections", nargs="*", choices=get_args(Correction), default=["separable", "joint"])
     options.add_argument("--residual-weight", type=float, default=1.0)
     options.add_argument("--only-corrected", action="store_true", help="the other rows are there already")
-    options.add_argument("--routers", action="store_true", help="only rows of corrections of the router")
+    options.add_argument(
+        "--routers",
+        nargs="*",
+        choices=get_args(RouterCorrection),
+        help="only rows of these corrections of the router, or of all",
+    )
     options.add_argument("--selectors", nargs="*", help="only rows of these selectors of experts")
     options.add_argument("--no-engine", dest="engine", action="store_false", help="no rows of `oneshot.compress`")
     options.add_argument("--only-engine", action="store_true", help="only rows of `oneshot.compress`")
@@ -171,8 +182,8 @@ def main() -> None:
         named |= {"parameters": sum(one.numel() for one in dense.parameters())}
         for share in arguments.shares:
             known = variants(arguments.corrections, arguments.residual_weight)
-            if arguments.routers:
-                known = routed_variants(arguments.residual_weight)
+            if arguments.routers is not None:
+                known = routed_variants(arguments.residual_weight, arguments.routers)
             for variant in () if arguments.only_engine else known:
                 if arguments.only_corrected and variant.correction == "none":
                     continue

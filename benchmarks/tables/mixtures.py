@@ -31,6 +31,7 @@ ROUTERS = {
     "gain": "a factor for each expert",
     "ideal": "ridge regression towards ideal gates",
     "newton": "Gauss–Newton step",
+    "kronecker": "Gauss–Newton step, Kronecker product",
 }
 KEYS = ("model", "part", "selector", "correction", "residual_weight", "share", "calibration_tokens", "seed", "router")
 VARIANT = ("part", "selector", "correction", "residual_weight", "router")

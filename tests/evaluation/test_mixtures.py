@@ -252,10 +252,15 @@ def test_the_router_s_step_solves_the_linearised_least_squares(
     expected = torch.linalg.solve(gram + ridge, jacobian.mT @ missing).view(5, 16)
     with torch.inference_mode():
         change = router.newton_rows(block, qwen3.config, inputs, target)
+        cheaper = router.kronecker_rows(block, qwen3.config, inputs, target)
     assert torch.allclose(jacobian @ change.flatten(), jacobian @ expected.flatten(), atol=1e-3)
+    moved = jacobian @ cheaper.flatten()
+    assert float(moved @ (missing - moved)) == pytest.approx(0, abs=1e-3), "its length is the best along its direction"
+    left = [float((missing - each).square().sum()) for each in (jacobian @ change.flatten(), moved, 0 * moved)]
+    assert left[0] < left[1] < left[2]
 
 
-@pytest.mark.parametrize(("how", "less"), [("gain", 0.95), ("ideal", 0.95), ("newton", 0.98)])
+@pytest.mark.parametrize(("how", "less"), [("gain", 0.95), ("ideal", 0.95), ("newton", 0.98), ("kronecker", 0.98)])
 def test_a_corrected_router_writes_what_is_asked_for_more_nearly(
     how: str, less: float, benchmark_module: Callable[[str], ModuleType], qwen3: Any
 ) -> None:
