@@ -74,7 +74,8 @@ def mixture_routers_table() -> str:
     return markdown(
         ("chosen by", "correction of the experts", "correction of the router", *_columns(shares, True)),
         lines,
-        "Whole experts of the trained mixture, as above. The router is corrected first, with the same text; seeds "
+        "Whole experts of the trained mixture, as above. The router is corrected first, with the same text. A cell "
+        "without ± is of seed 0; seeds "
         f"{', '.join(map(str, sorted({row['seed'] for row in rows})))}; {origin(rows)}.",
     )
 
