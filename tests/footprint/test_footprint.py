@@ -133,7 +133,7 @@ def test_no_run_takes_more_than_predicted(
     for name, changes in FURTHER_MIXTURES.items():
         config = make_config(make_checkpoint(**MEASURED_MIXTURE | changes), output=str(tmp_path / name), **sizes)
         experts[name] = flat_options(config) | {"max_memory_bytes": 1 if name.startswith("groups") else None}
-    inside = make_checkpoint(**MEASURED_MODEL | {"family": "gemma3_text", "head_dim": 32})
+    inside = make_checkpoint(**MEASURED_MODEL | {"family": "gemma3_text", "head_dim": 32, "vocabulary": 4096})
     curvature = {"form": "per-layer", "dtype": "bfloat16", "output": str(tmp_path / "inside")}
     experts["norms inside, output curvature"] = flat_options(make_config(inside, **sizes | curvature))
     hybrids = {
