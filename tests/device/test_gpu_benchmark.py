@@ -56,10 +56,10 @@ def test_a_section_out_of_time_costs_its_own_rows(tmp_path: Path) -> None:
     assert not rows
 
 
-def test_a_section_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
-    done, rows = run(tmp_path, "--sections", "sanitizer")
+def test_a_section_runs_in_a_process_of_its_own_and_says_who_shares_the_device(tmp_path: Path) -> None:
+    done, rows = run(tmp_path, "--sections", "sanitizer", "--at-once=2")
     assert done.returncode == 0, (tmp_path / "log.txt").read_text()
-    assert [row["section"] for row in rows] == ["sanitizer"]
+    assert [(row["section"], row["at_once"]) for row in rows] == [("sanitizer", 2)]
 
 
 def test_the_model_of_a_bundle_is_that_of_its_file(
