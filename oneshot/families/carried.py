@@ -24,15 +24,15 @@ class Carried(WithoutLinears):
         attends: whether it keeps keys and values of earlier tokens, of the sizes that the config states.
         state: names of sizes in the config; their product is how many numbers of all earlier tokens together it keeps,
             in float32. Empty without such a state.
-        scan: products of sizes in the config: the numbers of a token in each kind of tensor of a scan by chunks that
-            has more of them than the linears have outputs. Empty without such a scan.
+        scan: products of numbers, or of names of sizes in the config: how many numbers a token has in each kind of
+            tensor that a scan by chunks has beside the outputs of linears. Empty without such a scan.
     """
 
     title: str
     out: str
     attends: bool = False
     state: tuple[str, ...] = ()
-    scan: tuple[tuple[str, ...], ...] = ()
+    scan: tuple[tuple[str | int, ...], ...] = ()
 
     @property
     def kind(self) -> Literal["carried"]:

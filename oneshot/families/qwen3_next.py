@@ -10,12 +10,14 @@ from oneshot.families.mixtures import QWEN2_MOE, named_layers, resize, with_stat
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import FeedForward, Norm, Sublayer
 
+CHUNK = 64  # tokens that the scan of transformers takes together
 GATED_ATTENTION = Carried("gated attention", "self_attn.o_proj", attends=True)
 MIXERS: dict[str, Carried | None] = {
     "linear_attention": Carried(
         "gated linear attention",
         "linear_attn.out_proj",
         state=("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+        scan=(("linear_num_value_heads", CHUNK),),
     ),
     "full_attention": None,
 }

@@ -89,7 +89,9 @@ def _carried(
         of_layer = {name.removeprefix(prefix): size for name, size in stored.items() if name.startswith(prefix)}
         tensors = {name: size for name, size in of_layer.items() if not name.startswith(own)}
         state = math.prod(_size(family, config, name, 1) for name in mixer.state) if mixer.state else 0
-        scan = sum(math.prod(_size(family, config, name, 1) for name in names) for names in mixer.scan)
+        scan = 0
+        for factors in mixer.scan:
+            scan += math.prod(_size(family, config, one, 1) if isinstance(one, str) else one for one in factors)
         sizes.append(CarriedSizes(tuple(numbers), tuple(sorted(tensors.items())), mixer.attends, state, scan))
     return tuple(sizes)
 
