@@ -70,6 +70,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         f"allocation/{allocation}": {"heads": "id", "sparsity": 0.2, "allocation": allocation}
         for allocation in ("uniform", "stat", "stat-reversed", "error", "block-influence", "sensitivity")
     },
+    **{
+        f"text/{name}-{text}": changes | {"text": text}
+        for name, changes in (("half-ffn", HALF_FFN), ("hidden", ROTATED | {"sparsity": 0.2}))
+        for text in ("pairs", "questions", "passages", "balanced")
+    },
     **{f"tokens/own-288-{tokens}": ROTATED | {"hidden_size": 288, "tokens": tokens} for tokens in (1_000, 4_000)},
     **{f"tokens/ffn-{tokens}": HALF_FFN | {"tokens": tokens} for tokens in (4_000, 32_000)},
 }
@@ -97,17 +102,40 @@ def write_judged(pairs: list[tuple[str, str]], path: Path) -> Path:
     return path
 
 
-def write_calibration(pairs: list[tuple[str, str]], path: Path, seed: int) -> Path:
-    """Write questions and passages that no model is judged on, in the order of a seed."""
+def write_calibration(pairs: list[tuple[str, str]], folder: Path, seed: int) -> dict[str, Path]:
+    """Write texts that no model is judged on, in the order of a seed, and return their files by name.
+
+    `balanced` has as many characters of questions as of passages, and ends with the questions.
+    """
     others = pairs[JUDGED:]
     random.Random(seed).shuffle(others)
-    path.write_text("\n".join(json.dumps({"text": text}) for pair in others for text in pair))
-    return path
+    questions, passages = ([pair[column] for pair in others] for column in (0, 1))
+    balanced: list[str] = []
+    rest, lead = iter(passages), 0  # characters of passages beyond those of questions
+    for question in questions:
+        if lead <= 0:
+            balanced.append(next(rest))
+            lead += len(balanced[-1])
+        balanced.append(question)
+        lead -= len(question)
+    texts = {
+        "pairs": [text for pair in others for text in pair],
+        "questions": questions,
+        "passages": passages,
+        "balanced": balanced,
+    }
+    files = {name: folder / f"{name}-{seed}.jsonl" for name in texts}
+    for name, path in files.items():
+        path.write_text("\n".join(json.dumps({"text": text}) for text in texts[name]))
+    return files
 
 
-def write_variant(dense: Path, text: Path, folder: Path, settings: dict[str, Any], seed: int) -> dict[str, Any]:
+def write_variant(
+    dense: Path, texts: dict[str, Path], folder: Path, settings: dict[str, Any], seed: int
+) -> dict[str, Any]:
     """Write a compressed model, and return its sizes."""
     settings = dict(settings)
+    text = texts[settings.pop("text", "pairs")]
     sequences = -(-settings.pop("tokens", CALIBRATION_TOKENS) // LONGEST)
     if "diagonal" in settings:
         return write_diagonal(
@@ -155,14 +183,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         judged = write_judged(pairs, Path(scratch) / "judged.jsonl")
         for seed, some in itertools.product(arguments.seeds, groups):
-            text = write_calibration(pairs, Path(scratch) / f"calibration-{seed}.jsonl", seed)
+            texts = write_calibration(pairs, Path(scratch), seed)
             rows, folders = [], []
             for number, name in enumerate(some):
                 settings = {"form": "per-layer"} | VARIANTS[name]
                 folder = Path(scratch) / f"seed-{seed}" / str(number)
                 folder.parent.mkdir(exist_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
-                sizes = write_variant(dense, text, folder, settings, seed)
+                sizes = write_variant(dense, texts, folder, settings, seed)
                 folders.append(str(folder))
                 rows.append({"variant": name, "seed": seed, "settings": settings, **sizes})
             judging = {"sequence_length": LONGEST, "dtype": "float32"}

@@ -151,7 +151,7 @@ TABLES = {
     "mixture_estimates": (mixture_estimates_table, "gpu_estimate"),
     **{
         f"minilm_{group}": (partial(minilm_table, group), "minilm")
-        for group in ("ffn", "heads", "hidden", "values", "queries", "recipe", "allocation", "tokens")
+        for group in ("ffn", "heads", "hidden", "values", "queries", "recipe", "allocation", "tokens", "text")
     },
     **{f"claims_{group}": (partial(claims_table, group), "claims") for group in CLAIM_GROUPS},
     **{f"trained_{model}": (partial(trained_table, model), "trained") for model in ("distilbert", "t5")},
