@@ -67,6 +67,19 @@ def resize_layer_(layer: nn.Module, sizes: dict[str, Any]) -> None:
         attention.num_key_value_groups = sizes["heads_per_group"]
 
 
+def refuse_lost_states(config: Any) -> None:
+    """Raise `ValueError` in an engine that would pass layers without the states that they keep of earlier tokens.
+
+    vLLM's Transformers backend keeps keys and values alone. It opens some hybrids, whose answers are then wrong.
+    """
+    others = [number for number, sizes in enumerate(config.resized) if sizes["attention"] is None]
+    if others and config._attn_implementation == "vllm":
+        raise ValueError(
+            f"Layer {others[0]} has another mixer than attention, whose states vLLM's Transformers backend does not "
+            "keep; open this folder with transformers, or compress with --form stock, which vLLM has classes for."
+        )
+
+
 def _resized(stock: Any) -> type:
     """Return the class of a family whose layers have the sizes of the config; with its output head or without."""
 
@@ -74,6 +87,7 @@ def _resized(stock: Any) -> type:
         config_class = _config_of(stock.config_class)
 
         def __init__(self, config: Any) -> None:
+            refuse_lost_states(config)
             super().__init__(config)
             stack: Any = self.base_model
             layers = config.layers_name.removeprefix(f"{self.base_model_prefix}.")

@@ -10,7 +10,7 @@ import torch
 from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, calibration_tokens, cpu_machine
 from families.cases import CASES
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from oneshot.checkpoint import open_model
 from oneshot.errors import PlanError
@@ -113,3 +113,15 @@ def test_a_result_is_the_model_without_whole_layers(
     expected = model(tokens, use_cache=False).logits
     torch.testing.assert_close(result(tokens, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
     assert_cache_changes_nothing(result, 6, input_ids=tokens[:, :5])
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
+def test_an_engine_that_keeps_keys_and_values_alone_is_refused(
+    name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    output = tmp_path / "result"
+    compress(make_config(make_checkpoint(**CASES[name].options), form="per-layer", output=str(output)))
+    config = AutoConfig.from_pretrained(output, trust_remote_code=True)
+    config._attn_implementation = "vllm"
+    with pytest.raises(ValueError, match="does not keep; open this folder with transformers, or compress with"):
+        AutoModelForCausalLM.from_config(config, trust_remote_code=True)
