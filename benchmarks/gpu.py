@@ -46,7 +46,6 @@ from gpu_bundle import CODER, GEMMA, packages_folder
 from gpu_common import ROOT, Job, scratch_folder
 from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
 from gpu_real import (
-    baselines,
     big_forms,
     compiled_forms,
     curvature_uses,
@@ -56,6 +55,7 @@ from gpu_real import (
     make_models,
     other_model,
     quality,
+    stock_form,
 )
 from gpu_runs import agree, compressed, ranks
 
@@ -91,11 +91,11 @@ SECTIONS = {
     "quality, coder, seed 1": Section(other_model, 220, (CODER, "general.jsonl+self", "1")),
     "quality, coder, seed 2": Section(other_model, 220, (CODER, "general.jsonl+self", "2")),
     "quality, coder, own text": Section(other_model, 180, (CODER, "self", "0")),
-    "quality, coder, baselines": Section(baselines, 220, (CODER,)),
+    "quality, coder, stock": Section(stock_form, 220, (CODER,)),
     "quality, gemma": Section(other_model, 220, (GEMMA, "general.jsonl+self", "0")),
     "quality, gemma, seed 1": Section(other_model, 220, (GEMMA, "general.jsonl+self", "1")),
     "quality, gemma, seed 2": Section(other_model, 220, (GEMMA, "general.jsonl+self", "2")),
-    "quality, gemma, baselines": Section(baselines, 220, (GEMMA,)),
+    "quality, gemma, stock": Section(stock_form, 220, (GEMMA,)),
     "curvature": Section(curvature_uses, 300, ("0",)),
     "curvature, seed 1": Section(curvature_uses, 300, ("1",)),
     "curvature, seed 2": Section(curvature_uses, 300, ("2",)),

@@ -55,17 +55,16 @@ def other_model(job: Job, name: str, texts: str, seed: str = "0") -> None:
     _quality(job, model, _texts(job, texts), True, {"seed": int(seed)}, with_code=True)
 
 
-def baselines(job: Job, name: str) -> None:
-    """Judge what another real model loses with general text in the stock form, and by FLAP's recipe.
+def stock_form(job: Job, name: str) -> None:
+    """Judge what another real model loses with general text in the stock form.
 
-    FLAP adds biases to the FFN, which the configs of these models cannot state, so its results are in our form.
+    FLAP's recipe is not beside it: it adds biases to FFNs, and the configs of these models have none.
     """
     model = real_model(job.bundle, job.scratch, name)
     if model is None:
         job.emit("quality", recipe="none", skipped=f"{name} has not arrived")
         return
-    for recipe, form in (("oneshot", "stock"), ("flap", "per-layer")):
-        _quality(job, model, _texts(job, "general.jsonl"), True, {"recipe": recipe, "form": form}, with_code=True)
+    _quality(job, model, _texts(job, "general.jsonl"), True, {"form": "stock"}, with_code=True)
 
 
 def _texts(job: Job, texts: str) -> str:
