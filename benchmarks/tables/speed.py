@@ -63,7 +63,7 @@ def _table(rows: list[Row], column: Callable[[Row], str], what: str) -> str:
 
 def _file(row: Row) -> list[str]:
     """Return the cells of a file: its name, score and size."""
-    more = [words for words in (settings(row), _expanded(row), _laid_out(row)) if words]
+    more = [words for words in (settings(row), _expanded(row), _laid_out(row), row.get("note", "")) if words]
     budget = "" if row["budget"] == "parameters" else f" of {row['budget']}"
     return [
         ", ".join([f"{row['form']}, −{row['asked']:.0%}{budget}", *more]),
