@@ -129,7 +129,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
         ({"model_type": "mamba2"}, ("mamba2", "without an FFN", "supported-models")),
         ({"model_type": "jamba", "num_experts": 8}, ("jamba", "recurrent state", "supported-models")),
         ({"model_type": "nemotron_h"}, ("nemotron_h", "one mixer each", "supported-models")),
-        ({"model_type": "granitemoehybrid", "num_local_experts": 8}, ("granitemoehybrid", "mixture of experts")),
+        ({"model_type": "granitemoehybrid", "num_local_experts": 8}, ("granitemoehybrid", "num_experts_per_tok")),
         ({"model_type": "lfm2", "layer_types": ["conv", "rwkv"]}, ("layer_types 'rwkv'", "conv, full_attention")),
         ({"model_type": "removed"}, ("(none)",)),
         ({"model_type": "phimoe"}, ("phimoe", "mixture of experts", "qwen3_moe, qwen2_moe, mixtral")),

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 from pipeline_on_pretended_cuda import RUNS, table
 
+from oneshot import profiling
+from oneshot.footprint import bounds, memory
+from oneshot.run import resources
+
 pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
@@ -65,6 +69,12 @@ def measured() -> dict[str, dict[str, Any]]:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     print(table(rows))
     return {row["name"]: row for row in rows}
+
+
+def test_naming_the_runs_leaves_the_package_as_it_is() -> None:
+    """Only the process of the runs replaces parts of it: every worker of the suite imports this file."""
+    assert resources.measure_curvature is profiling.measure_curvature
+    assert bounds.DEVICE_SLACK_BYTES is memory.DEVICE_SLACK_BYTES
 
 
 @pytest.mark.parametrize("name", RUNS)

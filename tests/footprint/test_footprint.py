@@ -57,7 +57,7 @@ FURTHER_MIXTURES: dict[str, dict[str, Any]] = {
 MEASURED_HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a state-space model": (
         {"family": "falcon_h1", "mamba_d_ssm": 768, "mamba_n_heads": 24, "mamba_d_state": 128, "mamba_chunk_size": 128},
-        {},
+        {"num_sequences": 8, "batch_size": 8},
     ),
     "linear attention, output curvature": (
         {
@@ -73,6 +73,7 @@ MEASURED_HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 FEWER_TOKENS = {"num_sequences": 16, "batch_size": 16}
+FEWER_WORDS = {"vocabulary": 4096}
 MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "oneshot": {},
     "stat": {"recipe": "stat"},
@@ -133,12 +134,14 @@ def test_no_run_takes_more_than_predicted(
     for name, changes in FURTHER_MIXTURES.items():
         config = make_config(make_checkpoint(**MEASURED_MIXTURE | changes), output=str(tmp_path / name), **sizes)
         experts[name] = flat_options(config) | {"max_memory_bytes": 1 if name.startswith("groups") else None}
-    inside = make_checkpoint(**MEASURED_MODEL | {"family": "gemma3_text", "head_dim": 32, "vocabulary": 4096})
+    inside = make_checkpoint(**MEASURED_MODEL | {"family": "gemma3_text", "head_dim": 32} | FEWER_WORDS)
     curvature = {"form": "per-layer", "dtype": "bfloat16", "output": str(tmp_path / "inside")}
     experts["norms inside, output curvature"] = flat_options(make_config(inside, **sizes | curvature))
     hybrids = {
         name: flat_options(
-            make_config(make_checkpoint(**MEASURED_MODEL | model), output=str(tmp_path / name), **sizes | changes)
+            make_config(
+                make_checkpoint(**MEASURED_MODEL | FEWER_WORDS | model), output=str(tmp_path / name), **sizes | changes
+            )
         )
         for name, (model, changes) in MEASURED_HYBRIDS.items()
     }
@@ -154,7 +157,6 @@ def test_no_run_takes_more_than_predicted(
 
 ENCODER_RUNS: dict[str, dict[str, Any]] = {
     "encoder by a profile": {"form": "per-layer"},
-    "encoder's heads": {"form": "per-layer", "heads": "id", "allocation": "uniform"},
     "encoder's hidden size": {"form": "per-layer", "recipe": "group-pca", "group_size": 1, "correction": "two-stream"},
 }
 
