@@ -68,7 +68,7 @@ def models_table(*, per_layer_only: bool = False) -> str:
     lines = [
         [
             titles[id(row)],
-            row["form"] if row["recipe"] == "oneshot" else RECIPES[row["recipe"]],
+            _form(row),
             row["calibration"].removeprefix("general.jsonl") or "–",
             f"−{row['asked']:.0%}",
             f"**{score_cell(row, 3)}**",
@@ -85,6 +85,13 @@ def models_table(*, per_layer_only: bool = False) -> str:
         "judged on so many windows of a text"
     )
     return markdown(head, lines, f"{caption}; {made_by(rows)}.")
+
+
+def _form(row: Row) -> str:
+    """Return the form of a row, or the recipe if it is not ours; families gained output curvature one by one."""
+    if row["recipe"] != "oneshot":
+        return RECIPES[row["recipe"]]
+    return row["form"] if row["form"] == "stock" or row["settings"] else f"{row['form']} without output curvature"
 
 
 def _ratio(row: Row, dense: dict[str, float], kind: str) -> str:
