@@ -29,11 +29,12 @@ USES = ("prices", "neurons", "ranks")
 
 @dataclass(frozen=True)
 class Idea:
-    """What a run does differently.
+    """State what a run does differently.
 
     Attributes:
-        uses: what the curvature decides: prices of sizes, which neurons stay, which directions a rank keeps.
-        tokens: that measure it; None for the package's number. shrinkage: likewise.
+        uses: members of `USES`: prices of sizes, the choice of neurons, the directions that a rank keeps.
+        tokens: number of tokens that measure it; None for the package's.
+        shrinkage: of the curvature; None for the package's.
     """
 
     name: str

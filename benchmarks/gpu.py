@@ -44,19 +44,9 @@ from pathlib import Path
 
 from gpu_bundle import CODER, GEMMA, packages_folder
 from gpu_common import ROOT, Job, scratch_folder
+from gpu_forms import big_forms, compiled_forms, forms, graph_forms
 from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
-from gpu_real import (
-    big_forms,
-    compiled_forms,
-    curvature_uses,
-    forms,
-    graph_forms,
-    healing,
-    make_models,
-    other_model,
-    quality,
-    stock_form,
-)
+from gpu_real import curvature_uses, healing, make_models, other_model, quality, stock_form
 from gpu_runs import agree, compressed, ranks
 
 TOTAL_SECONDS = 240

@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from gpu_common import Job
 
@@ -19,6 +20,26 @@ TEXT_WORDS = 280_000
 WRITERS = 8  # threads that write files; one alone takes longer than the device takes to draw the numbers
 
 
+def llama_config(name: str, job: Job) -> Any:
+    """Return the config of a Llama of `MODELS`; a tiny job's is always the tiny one."""
+    from transformers import LlamaConfig
+
+    hidden, width, layers, heads, groups, size, tied = MODELS["tiny" if job.tiny else name]
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=size,
+        vocab_size=2048 if job.tiny else VOCABULARY,
+        tie_word_embeddings=tied,
+        max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+
+
 def write_model(folder: Path, name: str, job: Job) -> None:
     """Write random bfloat16 weights, made on the device because a CPU takes a minute for 7B; and a text."""
     import random
@@ -26,7 +47,7 @@ def write_model(folder: Path, name: str, job: Job) -> None:
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     hidden, width, layers, heads, groups, size, tied = MODELS[name]
     vocabulary = 2048 if job.tiny else VOCABULARY
@@ -35,19 +56,7 @@ def write_model(folder: Path, name: str, job: Job) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<s>", bos_token="<s>").save_pretrained(folder)
-    LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=size,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    ).save_pretrained(folder)
+    llama_config(name, job).save_pretrained(folder)
     places: dict[str, str] = {}
     written: list[Future[None]] = []
     torch.manual_seed(0)

@@ -250,10 +250,11 @@ def joint_change(block: Any, config: Any, inputs: torch.Tensor, residual: torch.
     return ridge(gram, cross).view(num_experts, width, hidden).mT.float()
 
 
-def ridge(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-    """Return `(G + λI)⁻¹ C`, or 0 without any tokens."""
+def ridge(gram: torch.Tensor, cross: torch.Tensor, damping: float | None = None) -> torch.Tensor:
+    """Return `(G + λI)⁻¹ C` with `λ = damping · mean(diag G)`, by default `DAMPING`, or 0 without any tokens."""
+    damping = DAMPING if damping is None else damping
     level = float(gram.diagonal().mean())
     if level == 0:
         return torch.zeros_like(cross)
-    factor = torch.linalg.cholesky(gram + DAMPING * level * torch.eye(len(gram), dtype=gram.dtype))
+    factor = torch.linalg.cholesky(gram + damping * level * torch.eye(len(gram)).to(gram))
     return torch.cholesky_solve(cross, factor)

@@ -9,7 +9,7 @@ pay (docs/experiments.md).
 from typing import Any
 
 import torch
-from mixture_parts import layer_inputs
+from mixture_parts import layer_inputs, ridge
 
 DAMPING = 0.03  # ridge in units of the Gram's mean diagonal, as in the first pass
 TOGETHER = 4  # sequences of a batch
@@ -27,7 +27,7 @@ def swept_(result: Any, dense: Any, windows: torch.Tensor, share: float) -> list
     """
     ranks = [sizes["output_rank"] for sizes in result.config.layers]
     result.expand_(0.0)
-    streams = [torch.cat([_embedded(model, ids) for ids in windows.split(TOGETHER)]) for model in (result, dense)]
+    streams = [model.model.embed_tokens(windows) for model in (result, dense)]
     others = [layer_inputs(model, windows[:TOGETHER])[1] for model in (result, dense)]
     distances = []
     for number, (layer, reference) in enumerate(zip(result.model.layers, dense.model.layers, strict=True)):
@@ -48,10 +48,6 @@ def swept_(result: Any, dense: Any, windows: torch.Tensor, share: float) -> list
         distances.append(lost / energy)
         streams[0] = torch.cat([_pass(layer, x, named)["out"] for x in streams[0].split(TOGETHER)])
     return distances
-
-
-def _embedded(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return model.model.embed_tokens(ids)
 
 
 def _pass(layer: Any, x: torch.Tensor, named: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -81,6 +77,5 @@ def _change(weight: torch.Tensor, gram: Any, cross: Any, rank: int) -> torch.Ten
     if rank:
         basis = torch.linalg.svd(weight.double(), full_matrices=False).Vh[:rank].T
         gram, cross = basis.T @ gram @ basis, basis.T @ cross
-    damped = gram + DAMPING * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    solved = torch.cholesky_solve(cross, torch.linalg.cholesky(damped))
+    solved = ridge(gram, cross, DAMPING)
     return (solved if basis is None else basis @ solved).T.to(weight)
