@@ -68,6 +68,22 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "smolvlm": ({"vision_config": VISION | {"image_size": 16, "patch_size": 8}}, {"model_type": "llama"}),
 }
+# of a language model with experts and a latent, for `mistral3`
+MISTRAL4: dict[str, Any] = {
+    "model_type": "mistral4",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 
 
 def build_wrapper(family: str, *, tied: bool = False, seed: int = 0, **further: Any) -> Any:

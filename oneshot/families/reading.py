@@ -9,6 +9,7 @@ from oneshot.families.cohere import COHERE, COHERE2
 from oneshot.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from oneshot.families.description import Description, stated_class
 from oneshot.families.distilbert import DISTILBERT
+from oneshot.families.dots1 import DOTS1
 from oneshot.families.ernie4_5 import ERNIE4_5
 from oneshot.families.exaone4 import EXAONE4
 from oneshot.families.falcon import FALCON
@@ -18,6 +19,7 @@ from oneshot.families.gemma2 import GEMMA2
 from oneshot.families.gemma3 import GEMMA3
 from oneshot.families.glm import GLM, GLM4
 from oneshot.families.glm4_moe import GLM4_MOE
+from oneshot.families.glm4_moe_lite import GLM4_MOE_LITE
 from oneshot.families.gpt2 import GPT2, GPT_BIGCODE
 from oneshot.families.gpt_neox import GPT_NEOX
 from oneshot.families.gpt_oss import GPT_OSS
@@ -28,6 +30,7 @@ from oneshot.families.hunyuan import HUNYUAN
 from oneshot.families.lfm2 import LFM2
 from oneshot.families.lfm2_moe import LFM2_MOE
 from oneshot.families.llama import LLAMA
+from oneshot.families.minimax_m2 import MINIMAX_M2
 from oneshot.families.ministral import CWM, MINISTRAL
 from oneshot.families.ministral3 import MINISTRAL3
 from oneshot.families.mistral import MISTRAL
@@ -46,10 +49,11 @@ from oneshot.families.refusals import UnknownFamilyError, refuse_compressed, ref
 from oneshot.families.roberta import CAMEMBERT, ELECTRA, ROBERTA, XLM_ROBERTA
 from oneshot.families.seed_oss import SEED_OSS
 from oneshot.families.smollm3 import SMOLLM3
+from oneshot.families.solar_open import SOLAR_OPEN
 from oneshot.families.stablelm import STABLELM
 from oneshot.families.starcoder2 import STARCODER2
 from oneshot.families.t5 import MT5, T5
-from oneshot.families.wrappers import OTHER_NAMES, WRAPPERS, text_of, within_wrapper
+from oneshot.families.wrappers import ONLY_INSIDE, OTHER_NAMES, WRAPPERS, text_of, within_wrapper
 
 DESCRIPTIONS = (
     LLAMA,
@@ -100,6 +104,10 @@ DESCRIPTIONS = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT_OSS,
+    GLM4_MOE_LITE,
+    MINIMAX_M2,
+    DOTS1,
+    SOLAR_OPEN,
     PHI,
     OPT,
     BERT,
@@ -147,15 +155,9 @@ def _wrapped(wrapper: Description, config: dict[str, Any]) -> Description:
     """Return the family of a model of images and text as its language model makes it."""
     config = text_of(wrapper, config)
     stated = str(config.get("model_type", wrapper.model_type))
-    text = FAMILIES.get(OTHER_NAMES.get(stated, stated), wrapper if stated == wrapper.model_type else None)
-    if text is None or (
-        text is not wrapper
-        and (
-            text.classes
-            or bool(text.stack.experts) != bool(wrapper.stack.experts)
-            or text.stack.layers != LLAMA.stack.layers
-        )
-    ):
+    known = FAMILIES | ONLY_INSIDE
+    text = known.get(OTHER_NAMES.get(stated, stated), wrapper if stated == wrapper.model_type else None)
+    if text is None or (text is not wrapper and (text.classes or text.stack.layers != LLAMA.stack.layers)):
         raise CheckpointError(
             f"The language model of this {wrapper.model_type} is of the type {stated[:100]}, which is not supported "
             "here; give a model with another one."

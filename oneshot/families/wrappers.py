@@ -14,12 +14,15 @@ from oneshot.families.description import Description
 from oneshot.families.gemma3 import GEMMA3
 from oneshot.families.llama import LLAMA
 from oneshot.families.mistral import MISTRAL
+from oneshot.families.mistral4 import MISTRAL4
 from oneshot.families.qwen2 import QWEN2
 from oneshot.families.qwen3 import QWEN3
 from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 
 # what the text models of wrappers are called if that is not the name of their family
 OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+# language models that transformers does not read by themselves
+ONLY_INSIDE = {MISTRAL4.model_type: MISTRAL4}
 STORED_PREFIXES = ("language_model.model.", "model.")  # of the text model in older checkpoints
 
 

@@ -291,6 +291,21 @@ CASES: dict[str, Case] = {
         },
         MIXTURES | {"heads", "queries and keys"},
     ),
+    "glm4_moe_lite": Case(
+        {"family": "glm4_moe_lite", "layers": 3, "width": 40, **GLM_EXPERTS, **LATENT, "q_lora_rank": 12, "n_group": 1},
+        {"mixed": {"mlp_layer_types": ["sparse", "dense", "sparse"], "routed_scaling_factor": 1.8}},
+        MIXTURES | {"heads", "queries and keys"},
+    ),
+    "minimax_m2": Case(
+        {"family": "minimax_m2", "head_dim": 8, "num_local_experts": 4, "rotary_dim": 4, **EXPERTS},
+        refused=MIXTURES | {"heads", "queries and keys"},
+    ),
+    "dots1": Case(
+        {"family": "dots1", "head_dim": 8, "layers": 3, "first_k_dense_replace": 1, "width": 40, **GLM_EXPERTS}
+        | {"n_shared_experts": 1, "sliding_window": 7, "max_window_layers": 1},
+        refused=MIXTURES | {"queries and keys"},
+    ),
+    "solar_open": Case({"family": "solar_open", "head_dim": 8, **GLM_EXPERTS}, refused=MIXTURES),
     "gpt_oss": Case(
         {"family": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "sliding_window": 7, **EXPERTS},
         refused=MIXTURES | {"heads"},

@@ -11,7 +11,7 @@ import transformers
 from factories import MakeConfig, assert_cache_changes_nothing
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from wrapper_models import WRAPPERS, build_wrapper
+from wrapper_models import MISTRAL4, WRAPPERS, build_wrapper
 
 from oneshot.checkpoint import open_model
 from oneshot.errors import CheckpointError, PlanError
@@ -123,6 +123,26 @@ def test_a_flat_config(tmp_path: Path, save_model: Callable[..., Path], make_con
     model, info = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(run.output, output_loading_info=True)
     assert not info["missing_keys"]
     assert model.config.text_config.intermediate_size == stated["intermediate_size"]
+
+
+@torch.inference_mode()
+def test_a_mixture_of_another_family_inside_a_wrapper(save_model: Callable[..., Path], make_config: MakeConfig) -> None:
+    """Mistral 4 has DeepSeek's attention and experts, and only the class of images and text reads it."""
+    model = build_wrapper("mistral3", **MISTRAL4)
+    folder = save_model(model)
+    same, smaller = (make_config(folder, sparsity=share, output=f"{folder}-{share}") for share in (0, 0.2))
+    for run in (same, smaller):
+        report = compress(run)
+    dense, result = (load_file(each / "model.safetensors") for each in (folder, Path(same.output)))
+    assert dense.keys() == result.keys()
+    assert all(torch.equal(tensor, result[key]) for key, tensor in dense.items())
+    opened, info = transformers.Mistral3ForConditionalGeneration.from_pretrained(
+        smaller.output, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert opened.config.text_config.moe_intermediate_size < 32
+    assert sum(each.numel() for each in opened.parameters()) == report.stored_parameters["compressed"]
+    assert_cache_changes_nothing(opened.eval(), 6, input_ids=IDS[:, :5])
 
 
 def test_what_wrappers_cannot_do_is_refused(folder_of: Callable[[str], Path], make_config: MakeConfig) -> None:
