@@ -18,8 +18,36 @@ QWEN3_5: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+# of a language model with experts and a latent, for `mistral3`
+MISTRAL4: dict[str, Any] = {
+    "model_type": "mistral4",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 # what is beside the language model's sizes: options of the wrapper, and of the language model
 WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "glm4v": (
+        {"vision_config": VISION | {"depth": 2, "out_hidden_size": 32, "image_size": 16, "patch_size": 8}},
+        {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
+    ),
+    "internvl": ({"vision_config": VISION | {"image_size": [16, 16], "patch_size": [8, 8]}}, {"model_type": "qwen2"}),
+    "lfm2_vl": (
+        {
+            "vision_config": SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 4},
+            "projector_hidden_size": 16,
+        },
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
     "gemma3": (
         {"vision_config": SIGLIP, "mm_tokens_per_image": 4},
         {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 20},
@@ -67,22 +95,6 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "smolvlm": ({"vision_config": VISION | {"image_size": 16, "patch_size": 8}}, {"model_type": "llama"}),
-}
-# of a language model with experts and a latent, for `mistral3`
-MISTRAL4: dict[str, Any] = {
-    "model_type": "mistral4",
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
 }
 
 

@@ -31,7 +31,6 @@ RECURRENT = (
     "bamba",
     "jamba",
     "kimi_linear",
-    "lfm2_vl",
     "olmo_hybrid",
     "recurrent_gemma",
     "rwkv",

@@ -12,6 +12,8 @@ from oneshot.errors import CheckpointError
 from oneshot.families.classes import UNSUPPORTED
 from oneshot.families.description import Description
 from oneshot.families.gemma3 import GEMMA3
+from oneshot.families.glm import GLM4
+from oneshot.families.lfm2 import LFM2
 from oneshot.families.llama import LLAMA
 from oneshot.families.mistral import MISTRAL
 from oneshot.families.mistral4 import MISTRAL4
@@ -20,7 +22,7 @@ from oneshot.families.qwen3 import QWEN3
 from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 
 # what the text models of wrappers are called if that is not the name of their family
-OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "glm4v_text": "glm4"}
 # language models that transformers does not read by themselves
 ONLY_INSIDE = {MISTRAL4.model_type: MISTRAL4}
 STORED_PREFIXES = ("language_model.model.", "model.")  # of the text model in older checkpoints
@@ -48,6 +50,9 @@ def within_wrapper(text: Description, wrapper: Description) -> Description:
 
 WRAPPERS = (
     _wrapper("gemma3", "Gemma3ForConditionalGeneration", GEMMA3),
+    _wrapper("glm4v", "Glm4vForConditionalGeneration", GLM4),
+    _wrapper("internvl", "InternVLForConditionalGeneration", QWEN2),
+    _wrapper("lfm2_vl", "Lfm2VlForConditionalGeneration", LFM2),
     _wrapper("llava", "LlavaForConditionalGeneration", LLAMA),
     _wrapper("llava_next", "LlavaNextForConditionalGeneration", LLAMA),
     _wrapper("llava_onevision", "LlavaOnevisionForConditionalGeneration", QWEN2),

@@ -24,7 +24,7 @@ UNKNOWN: dict[str, tuple[str, ...]] = {
     "umt5": ("t5", "mt5"),
     "longt5": ("t5", "mt5"),
     "idefics3": ("smolvlm",),
-    "internvl": ("llava",),
+    "idefics2": ("smolvlm", "mistral3", "llava"),
 }
 UNLIKE = ("mpt", "wav2vec2", "clip", "bart", "resnet")
 

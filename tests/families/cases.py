@@ -351,6 +351,8 @@ CASES: dict[str, Case] = {
 }
 WRAPPER_REFUSALS: dict[str, frozenset[Feature]] = {
     "gemma3": frozenset({"up_proj", "queries and keys"}),
+    "glm4v": frozenset({"up_proj"}),
+    "lfm2_vl": frozenset({"queries and keys"}),
     "qwen3_vl": frozenset({"queries and keys"}),
     "qwen3_5": frozenset({"heads", "queries and keys"}),
     "qwen3_5_moe": MIXTURES | {"heads", "queries and keys"},
