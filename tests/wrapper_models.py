@@ -36,6 +36,18 @@ MISTRAL4: dict[str, Any] = {
 }
 # what is beside the language model's sizes: options of the wrapper, and of the language model
 WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma4": (
+        {"vision_config": VISION | {"model_type": "gemma4_vision", "head_dim": 8, "position_embedding_size": 16}},
+        {
+            "model_type": "gemma4_text",
+            "layer_types": ["sliding_attention", "full_attention"],
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 7,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
+        },
+    ),
     "glm4v": (
         {"vision_config": VISION | {"depth": 2, "out_hidden_size": 32, "image_size": 16, "patch_size": 8}},
         {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},

@@ -23,6 +23,7 @@ NAMES = {
     "queries and keys": "smaller queries and keys",
     "self text": "`self` text",
     "profile": "a profile",
+    "depth": "fewer layers",
     "latency": "a latency budget",
     "sketch": "a sketch",
     "moments": "`ffn=flap` and `tcsp-score`",

@@ -22,6 +22,7 @@ OTHER_CLASSES = (
 )
 FLOAT_TAG, SPECIAL_FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 PER_LAYER = ("layer_types", "no_rope_layers")  # lists of a config with an entry for every layer
+OWN_SIZES = "per_layer_config"  # what a config states of layers whose sizes are not the model's, by their numbers
 
 
 def stock_classes(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -109,11 +110,26 @@ def tied_names(model: Any) -> set[str]:
 
 def per_layer_lists(config: dict[str, Any]) -> dict[str, list[Any]]:
     """Return what the config states for single layers, such as `layer_types`, also if only by a default."""
-    complete = _parsed(json.dumps(config))
-    if FAMILIES[config["model_type"]].text_module is not None:
-        complete = complete.text_config
+    complete = _complete_text(config)
     lists = {name: getattr(complete, name, None) for name in PER_LAYER if not _is_derived(complete, name)}
     return {name: list(values) for name, values in lists.items() if values}
+
+
+def of_layers(config: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    """Return what the config of a model with only these layers states for single ones."""
+    chosen: dict[str, Any] = {
+        name: [values[layer] for layer in layers] for name, values in per_layer_lists(config).items()
+    }
+    own = {int(layer): sizes for layer, sizes in _complete_text(config).to_dict().get(OWN_SIZES, {}).items()}
+    if own:
+        chosen[OWN_SIZES] = {str(number): own[layer] for number, layer in enumerate(layers) if layer in own}
+    return chosen
+
+
+def _complete_text(config: dict[str, Any]) -> Any:
+    """Return the language model's config as an object of transformers' class; callers only read it."""
+    complete = _parsed(json.dumps(config))
+    return complete if FAMILIES[config["model_type"]].text_module is None else complete.text_config
 
 
 def _is_derived(complete: Any, name: str) -> bool:
@@ -159,10 +175,15 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
         for stack in family.stacks:
             whole.set_submodule(stack.layers, whole.get_submodule(stack.layers)[1:])
         return whole
-    of_layers = {name: [values[layer] for layer in layers] for name, values in per_layer_lists(config).items()}
-    of_layers |= family.with_dense([layer in family.dense_layers for layer in layers])
+    last = complete_text_config(family, config)[family.sizes.num_hidden_layers] - 1
+    if family.last_differs and layers[-1] != last:
+        whole = sample_model(config, family, dtype, (*layers, last))
+        for stack in family.stacks:
+            whole.set_submodule(stack.layers, whole.get_submodule(stack.layers)[:-1])
+        return whole
+    stated = of_layers(config, layers) | family.with_dense([layer in family.dense_layers for layer in layers])
     decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: len(layers)}
-    fewer = with_text(family, config, of_layers | {family.sizes.num_hidden_layers: len(layers)} | decoder)
+    fewer = with_text(family, config, stated | {family.sizes.num_hidden_layers: len(layers)} | decoder)
     return copy.deepcopy(_without_weights(json.dumps(fewer), dtype))
 
 

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from oneshot.checkpoint import Journal, Model, per_layer_lists, resized_config
+from oneshot.checkpoint import Journal, Model, of_layers, per_layer_lists, resized_config
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
-from oneshot.errors import PlanError
 from oneshot.export.companions import finish_weights
 from oneshot.export.outside import (
     OutsideNames,
@@ -107,12 +106,6 @@ class StockForm:
 
 def with_kept_layers(config: dict[str, Any], kept: list[int], family: Description) -> dict[str, Any]:
     """Return the config of a model that has only these layers."""
-    if family.text_module is not None:
-        raise PlanError(
-            f"--set depth= is not supported for {family.model_type}, whose layers may also take features of images; "
-            "leave it out."
-        )
-    lists = per_layer_lists(config)
-    unequal = {name: values for name, values in lists.items() if name in config or len(set(values)) > 1}
-    of_layers = {name: [values[layer] for layer in kept] for name, values in unequal.items()}
-    return config | {family.sizes.num_hidden_layers: len(kept)} | of_layers
+    equal = {name for name, values in per_layer_lists(config).items() if name not in config and len(set(values)) == 1}
+    stated = {name: values for name, values in of_layers(config, kept).items() if name not in equal}
+    return config | {family.sizes.num_hidden_layers: len(kept)} | stated

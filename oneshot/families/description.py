@@ -80,7 +80,8 @@ class Description:
             behind the model's own, and results do not have them.
         mixers: what `layer_types` of a config may name: mixers that stay as they are, in the place of attention, and
             None for the mixer of the stack. carried_layers: these mixers by the numbers of their layers.
-        first_differs: whether the class makes its first layer otherwise than the others.
+        first_differs: whether the class makes its first layer otherwise than the others. last_differs: the same of its
+            last layer.
         stated_width: `(config) -> width` of the FFN, if that is not the number that the config states.
         unused: ends of names of layers' tensors that old checkpoints have and transformers does not read.
         unused_prefixes: beginnings of names of tensors that transformers does not read.
@@ -116,6 +117,7 @@ class Description:
     mixers: Mapping[str, Carried | None] = field(default_factory=dict)
     carried_layers: Mapping[int, Carried] = field(default_factory=dict)
     first_differs: bool = False
+    last_differs: bool = False
     stated_width: Callable[[dict[str, Any]], int | None] = lambda config: None
 
     @property

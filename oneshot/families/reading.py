@@ -17,6 +17,7 @@ from oneshot.families.falcon_h1 import FALCON_H1
 from oneshot.families.gemma import GEMMA
 from oneshot.families.gemma2 import GEMMA2
 from oneshot.families.gemma3 import GEMMA3
+from oneshot.families.gemma4 import GEMMA4
 from oneshot.families.glm import GLM, GLM4
 from oneshot.families.glm4_moe import GLM4_MOE
 from oneshot.families.glm4_moe_lite import GLM4_MOE_LITE
@@ -64,6 +65,7 @@ DESCRIPTIONS = (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     ARCEE,
     COHERE,
     COHERE2,

@@ -24,7 +24,8 @@ class Stack:
         embedding_norm: module after the sum of the embeddings; None without one.
         final_norm: module after the last layer; None if the last layer's own norm is the end.
         embedding_scale: what the rows of the embedding are multiplied with. residual_scale: what sublayers add is
-            multiplied with.
+            multiplied with. layer_scale: a tensor of every layer with one number, which the stream is multiplied with
+            after the layer; None without it.
         rotary: whether attention turns queries and keys by rotary positions.
         parallel: whether all sublayers of a layer read the same states, and add to them together.
         causal: whether a token sees only earlier ones. If not, the text is not packed but read example by example.
@@ -48,6 +49,7 @@ class Stack:
     final_norm: Norm | None = LLAMA_NORM
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    layer_scale: str | None = None
     rotary: bool = True
     parallel: bool = False
     causal: bool = True

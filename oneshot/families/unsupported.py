@@ -45,6 +45,10 @@ FIRST_DIFFERS: Mapping[Feature, str] = {
     "profile": "A profile of {} is not supported, whose first layer is of its own kind; use --set allocation=uniform, "
     "depth=none.",
 }
+# features that may make another layer the last one
+LAST_DIFFERS: Mapping[Feature, str] = {
+    "depth": "--set depth= is not supported for {}, whose last layer is of its own kind; leave it out.",
+}
 # features that take sublayers one after the other
 PARALLEL: Mapping[Feature, str] = {
     "up_proj": "--up-steps is not possible for {}, whose FFN is beside its attention; leave it out.",
@@ -62,6 +66,8 @@ def reason_against(family: "Description", feature: Feature) -> str | None:
         return reason
     if family.first_differs and feature in FIRST_DIFFERS:
         return FIRST_DIFFERS[feature].format(family.model_type)
+    if family.last_differs and feature in LAST_DIFFERS:
+        return LAST_DIFFERS[feature].format(family.model_type)
     if stack.parallel and feature in PARALLEL:
         return PARALLEL[feature].format(family.model_type)
     if stack.norms_inside and feature in NORMS_INSIDE:

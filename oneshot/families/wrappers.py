@@ -12,6 +12,7 @@ from oneshot.errors import CheckpointError
 from oneshot.families.classes import UNSUPPORTED
 from oneshot.families.description import Description
 from oneshot.families.gemma3 import GEMMA3
+from oneshot.families.gemma4 import GEMMA4
 from oneshot.families.glm import GLM4
 from oneshot.families.lfm2 import LFM2
 from oneshot.families.llama import LLAMA
@@ -25,6 +26,7 @@ from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "glm4v_text": "glm4"}
 # language models that transformers does not read by themselves
 ONLY_INSIDE = {MISTRAL4.model_type: MISTRAL4}
+NO_DEPTH = "--set depth= is not supported for {}, whose layers may also take features of images; leave it out."
 STORED_PREFIXES = ("language_model.model.", "model.")  # of the text model in older checkpoints
 
 
@@ -43,13 +45,14 @@ def within_wrapper(text: Description, wrapper: Description) -> Description:
         stack=text.stack.moved("model.", wrapper.text_module),
         classes=wrapper.classes,
         text_module=wrapper.text_module,
-        unsupported={**text.unsupported, **UNSUPPORTED},
+        unsupported={**text.unsupported, **UNSUPPORTED, "depth": NO_DEPTH.format(wrapper.model_type)},
         like_llama=True,
     )
 
 
 WRAPPERS = (
     _wrapper("gemma3", "Gemma3ForConditionalGeneration", GEMMA3),
+    _wrapper("gemma4", "Gemma4ForConditionalGeneration", GEMMA4),
     _wrapper("glm4v", "Glm4vForConditionalGeneration", GLM4),
     _wrapper("internvl", "InternVLForConditionalGeneration", QWEN2),
     _wrapper("lfm2_vl", "Lfm2VlForConditionalGeneration", LFM2),

@@ -172,6 +172,7 @@ class Grid:
             raise PlanError(reason)
         statistics: dict[Feature, bool] = {
             "experts": method.reduces_experts,
+            "depth": method.leaves_out_layers,
             "sketch": method.reduces_ffn and method.sketch != "none",
             "moments": "moments" in needs_of(method.ffn),
             "held-out damping": method.holds_out,

@@ -119,8 +119,10 @@ class Layer:
         return x if self._stack.waits(index) else self.leave(index, total)
 
     def leave(self, index: int, total: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the sublayer from the sum, which a norm may follow."""
-        norm = self._stack.sublayers[index].after
+        """Return the residual stream after the sublayer from the sum, which a norm or the layer's factor may follow."""
+        norm, factor = self._stack.sublayers[index].after, self._stack.layer_scale
+        if factor is not None and index == len(self._stack.sublayers) - 1:
+            return total * self._module.get_buffer(factor)
         return total if norm is None else self._part(norm.name)(total)
 
     def run_all(self, x: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ class _Recorder(nn.Module):
             return getattr(self._layer[0], name)  # such as the type of its attention
 
     def forward(self, hidden_states: torch.Tensor, *unnamed: Any, **arguments: Any) -> torch.Tensor:
-        assert not unnamed, "the stock model names the arguments of its layers"
+        assert all(one is None for one in unnamed), "the stock model names the arguments of its layers"
         self.arguments = {name: value for name, value in arguments.items() if value is not None and value is not False}
         return hidden_states
 

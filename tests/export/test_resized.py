@@ -44,6 +44,7 @@ WHOLE_RUNS += (
     "stablelm",
     "nemotron",
     "falcon_h1",
+    "gemma4_text",
     "granitemoehybrid",
     "lfm2",
     "qwen3_5_text",
@@ -71,7 +72,8 @@ def test_a_result_computes_what_the_stream_passed(
     config = make_config(make_checkpoint(**RESIZED[name]), form="per-layer", embedding="none", **sizes)
     report = compress(config)
     result = load(Path(config.output))
-    orders = [buffer.numel() for name, buffer in result.named_buffers() if name.endswith(".columns")]
+    stored = (".columns", ".layer_scalar")
+    orders = [buffer.numel() for name, buffer in result.named_buffers() if name.endswith(stored)]
     counted = sum(parameter.numel() for parameter in result.parameters()) + sum(orders)
     assert counted == report.stored_parameters["compressed"]
     assert_passes(result, result.config.layers_name, config, last[0])

@@ -220,6 +220,12 @@ CASES: dict[str, Case] = {
         },
         MIXTURES | {"heads", "queries and keys"},
     ),
+    "gemma4_text": Case(
+        {"family": "gemma4_text", "tied": True, "layers": 3, "head_dim": 8, "global_head_dim": 16, "sliding_window": 7}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 0}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0},
+        refused=NORMS_INSIDE | {"heads", "queries and keys", "depth"},
+    ),
     "ministral": Case(
         {"family": "ministral", "sliding_window": 7, "head_dim": 8},
         {"mixed": {"layer_types": ["sliding_attention", "full_attention"]}},
@@ -351,6 +357,7 @@ CASES: dict[str, Case] = {
 }
 WRAPPER_REFUSALS: dict[str, frozenset[Feature]] = {
     "gemma3": frozenset({"up_proj", "queries and keys"}),
+    "gemma4": frozenset({"up_proj", "heads", "queries and keys"}),
     "glm4v": frozenset({"up_proj"}),
     "lfm2_vl": frozenset({"queries and keys"}),
     "qwen3_vl": frozenset({"queries and keys"}),
@@ -359,7 +366,10 @@ WRAPPER_REFUSALS: dict[str, frozenset[Feature]] = {
 }
 CASES |= {
     name: Case(
-        {"family": name}, refused=STOCK_ONLY | WRAPPER_REFUSALS.get(name, set()), packed=False, build=build_wrapper
+        {"family": name},
+        refused=STOCK_ONLY | {"depth"} | WRAPPER_REFUSALS.get(name, set()),
+        packed=False,
+        build=build_wrapper,
     )
     for name in WRAPPERS
 }

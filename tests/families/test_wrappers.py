@@ -74,7 +74,8 @@ def test_the_language_model_is_compressed_and_all_else_kept(
     [stated] = FAMILIES[name].classes
     wrapper, info = getattr(transformers, stated).from_pretrained(output, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    assert sum(each.numel() for each in wrapper.parameters()) == report.stored_parameters["compressed"]
+    stored = [*wrapper.parameters(), *(buffer for key, buffer in wrapper.named_buffers() if key in result)]
+    assert sum(each.numel() for each in stored) == report.stored_parameters["compressed"]
     torch.testing.assert_close(wrapper.eval()(IDS).logits, alone(wrapper, name)(IDS).logits, rtol=1e-4, atol=1e-4)
     assert_cache_changes_nothing(wrapper, 6, input_ids=IDS[:, :5])
 

@@ -30,7 +30,7 @@ DOWNS = ("mlp.down_proj", "feed_forward.down_proj", "feed_forward.w2")  # of an 
 
 def is_carried(family: str, layer: Any) -> bool:
     """Return whether a layer of the stock class has another mixer than plain attention."""
-    return family in ("falcon_h1", "qwen3_5_text") or not hasattr(layer, "self_attn")
+    return family in ("falcon_h1", "gemma4_text", "qwen3_5_text") or not hasattr(layer, "self_attn")
 
 
 def whole_model_gradients(
@@ -70,12 +70,12 @@ def whole_model_gradients(
         drawn = torch.searchsorted(cumulative, uniforms.unsqueeze(1), right=True).squeeze(1)
         loss = loss + functional.cross_entropy(own_logits, drawn, reduction="sum")
     loss.backward()
-    found, config = [], model.config
+    found, config = [], SimpleNamespace(**model.config.to_dict())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = head_dim * (config.num_attention_heads + config.num_key_value_heads)  # of queries and keys
     for own in kept:
         gradients = {name: tensor.grad.numpy() for name, tensor in own.items() if tensor.grad is not None}
-        for name in ("output", "ffn") if norms_inside else ():
+        for name in gradients.keys() & {"output", "ffn"} if norms_inside else ():
             written = own[name].detach().numpy()
             gradients[name] *= np.sqrt((written**2).mean(-1, keepdims=True) + config.rms_norm_eps)
         if "output" not in gradients:
@@ -96,7 +96,7 @@ def measured_curvature(config: Config) -> list[dict[str, torch.Tensor]]:
         return matrices
 
 
-NORMS_INSIDE = ("exaone4", "gemma2", "gemma3_text", "olmo2", "olmo3")
+NORMS_INSIDE = ("exaone4", "gemma2", "gemma3_text", "gemma4_text", "olmo2", "olmo3")
 OTHERS = ("cwm", "ernie4_5", "gemma", "granite", "helium", "hunyuan_v1_dense", "llama", "ministral", "ministral3")
 OTHERS += ("mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
 HYBRIDS = ("falcon_h1", "lfm2", "qwen3_5_text")
