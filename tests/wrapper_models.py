@@ -119,7 +119,7 @@ def build_wrapper(family: str, *, tied: bool = False, seed: int = 0, **further: 
 
     outer, inner = WRAPPERS[family]
     sizes = {
-        "vocab_size": 400,
+        "vocab_size": 404,  # those of the tiny tokenizer, and those below
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_attention_heads": 4,
@@ -131,7 +131,7 @@ def build_wrapper(family: str, *, tied: bool = False, seed: int = 0, **further: 
         "pad_token_id": 1,
         "tie_word_embeddings": tied,
     }
-    tokens = {"image_token_id": 390, "image_token_index": 390, "video_token_id": 391, "vision_start_token_id": 392}
+    tokens = {"image_token_id": 400, "image_token_index": 400, "video_token_id": 401, "vision_start_token_id": 402}
     config = AutoConfig.for_model(
         family, text_config=sizes | inner | further, tie_word_embeddings=tied, **outer, **tokens
     )
