@@ -47,6 +47,7 @@ from tables.pareto import (
     pareto_speed_table,
     pareto_table,
 )
+from tables.prose import faster_7b, seconds_of_7b, seconds_of_coder
 from tables.quality import (
     combined_table,
     forms_table,
@@ -166,7 +167,8 @@ TABLES = {
     "singular_grams": (singular_grams_table, "singular_grams"),
 }
 
-
+# numbers inside sentences
+VALUES = {"seconds_of_7b": seconds_of_7b, "seconds_of_coder": seconds_of_coder, "faster_7b": faster_7b}
 WITHOUT_ROWS = {"families": families_table, "opened": opened_table}
 
 
@@ -179,7 +181,10 @@ def table(name: str) -> str:
 
 
 def render(text: str) -> str:
-    """Return the text with a new table in every `<!-- table: NAME -->` … `<!-- end -->` block."""
+    """Return the text with a new table in every `<!-- table: NAME -->` … `<!-- end -->` block, and every new value."""
+    text = re.sub(
+        r"(<!-- value: (\w+) -->).*?(<!-- end -->)", lambda match: match[1] + VALUES[match[2]]() + match[3], text
+    )
     return re.sub(
         r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
         lambda match: match[1] + table(match[2]) + "\n" + match[3],

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from harness import Row, append_row, parser, provenance, smollm2_gguf
 from judging import judging_windows, losses, score, text_records
-from mixture_parts import load_stock
+from mixture_parts import load_stock, ridge
 from scipy.cluster.vq import kmeans2
 from scipy.optimize import linear_sum_assignment
 from torch import nn
@@ -62,7 +62,7 @@ def split(mlp: Any, inputs: torch.Tensor, *, num_experts: int, top_k: int, num_s
     routed = torch.ones(strengths.shape[1], dtype=torch.bool).index_fill_(0, shared, False).nonzero().flatten()
     experts = routed[clusters(strong[:CLUSTERED_TOKENS, routed], num_experts, seed)]
     energies = strengths.square()[:, experts].sum(-1).sqrt()  # (t, E)
-    router = ridge(inputs, energies).mT
+    router = regression(inputs, energies).mT
     logits = inputs @ router.mT
     router *= SPREAD / logits.std()
     chosen = torch.zeros_like(logits).scatter_(1, logits.topk(top_k).indices, 1.0)
@@ -70,7 +70,7 @@ def split(mlp: Any, inputs: torch.Tensor, *, num_experts: int, top_k: int, num_s
     active[:, experts.flatten()] = chosen.repeat_interleave(experts.shape[1], 1)
     # fitted: changes from the dense downs, so that the ridge shrinks towards no change
     kept = neurons * active
-    change = ridge(kept, mlp.down_proj(neurons - kept)).mT
+    change = regression(kept, mlp.down_proj(neurons - kept)).mT
     best = energies.square().topk(top_k).values.sum() / energies.square().sum()
     captured = (energies.square() * chosen).sum() / energies.square().sum()
     tokens = chosen.sum(0).int().tolist()
@@ -93,12 +93,9 @@ def clusters(strong: torch.Tensor, num_clusters: int, seed: int) -> torch.Tensor
     return members.sort(1).values
 
 
-def ridge(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def regression(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the ridge regression `(n, p)` of `targets (t, p)` from `inputs (t, n)`, solved in float64."""
-    gram = (inputs.mT @ inputs).double()
-    gram.diagonal().add_(DAMPING * gram.diagonal().mean())
-    factor = torch.linalg.cholesky(gram)
-    return torch.cholesky_solve((inputs.mT @ targets).double(), factor).to(inputs)
+    return ridge((inputs.mT @ inputs).double(), (inputs.mT @ targets).double(), DAMPING).to(inputs)
 
 
 def ffn_inputs(model: Any, windows: torch.Tensor) -> list[torch.Tensor]:
