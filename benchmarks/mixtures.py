@@ -22,7 +22,7 @@ from mixture_router import RouterCorrection, correct_router_
 
 import oneshot
 from oneshot.compression.expert_scores import ExpertSelector, removed_experts
-from oneshot.evaluation import load_windows
+from oneshot.evaluation import load_model, load_windows
 from oneshot.text import load_tokenizer
 
 LENGTH = 512  # tokens of a window
@@ -34,6 +34,8 @@ ENGINE: tuple[Row, ...] = (
     {"experts": "reap", "correction": "none"},
     {"experts": "reap"},
     {"experts": "effects"},
+    {"form": "per-layer", "ranks": "none", "embedding": "none"},
+    {"form": "per-layer"},
 )
 OWN = "own text"  # held out from the text that a mixture was trained on
 Selector = ExpertSelector | Literal["hope"]
@@ -116,12 +118,28 @@ def kept_neurons(variant: Variant, sums: Sequence[LayerSums], share: float, seed
     return kept
 
 
-def by_engine(model: Path, output: Path, text: torch.Tensor, size: Row, settings: Row, seed: int) -> torch.nn.Module:
-    """Return the mixture with narrower or fewer experts, by `oneshot.compress` with the same tokens."""
+def by_engine(
+    model: Path, output: Path, text: torch.Tensor, size: Row, settings: Row, seed: int
+) -> tuple[torch.nn.Module, int]:
+    """Return the smaller mixture by `oneshot.compress` with the same tokens, and the numbers that it stores."""
     shape = {"num_sequences": len(text), "sequence_length": text.shape[1]}
     options = {"dtype": "float32", "round_to": 8, "overwrite": True, "seed": seed}
-    oneshot.compress(model, output, calibration=text, **size, **shape, **options, **settings)
-    return load_stock(output)
+    result = oneshot.compress(model, output, calibration=text, **size, **shape, **options, **settings)
+    loaded: torch.nn.Module = load_model(output, device=torch.device("cpu"), dtype=torch.float32)
+    return loaded, result.report.stored_parameters["compressed"]
+
+
+def asked_of_engine(settings: Row, dense: torch.nn.Module, share: float) -> tuple[str, str, Row]:
+    """Return what goes, how it is chosen, and the size that is asked for, equal in bytes for all settings."""
+    named = dict(dense.named_parameters())
+    count, _, width = next(one.shape for name, one in named.items() if name.endswith("experts.down_proj"))
+    if "experts" in settings:
+        return "experts", settings["experts"], {"num_experts": round((1 - share) * count), "ffn": "none"}
+    if "form" not in settings:
+        return "neurons", "pivots", {"intermediate_size": round((1 - share) * width)}
+    of_experts = sum(one.numel() for name, one in named.items() if ".experts." in name)
+    sparsity = share * of_experts / sum(one.numel() for one in named.values())
+    return "neurons", "own widths" if settings.get("ranks") == "none" else "own sizes", {"sparsity": sparsity}
 
 
 def texts_of(arguments: argparse.Namespace, tokenizer: Any, scratch: Path) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -163,7 +181,7 @@ def main() -> None:
         choices=get_args(RouterCorrection),
         help="only rows of these corrections of the router, or of all",
     )
-    options.add_argument("--selectors", nargs="*", help="only rows of these selectors of experts")
+    options.add_argument("--selectors", nargs="*", help="only rows of these selectors")
     options.add_argument("--no-engine", dest="engine", action="store_false", help="no rows of `oneshot.compress`")
     options.add_argument("--only-engine", action="store_true", help="only rows of `oneshot.compress`")
     options.add_argument("--num-sequences", type=int, default=64, help=f"of {LENGTH} tokens for calibration")
@@ -201,18 +219,15 @@ def main() -> None:
                 row["kept_parameters"] = sum(one.numel() for one in smaller.parameters())
                 append_row("mixtures", provenance(**row))
             for settings in ENGINE if arguments.engine else ():
-                count, width = sums[0].energies.shape
-                size: Row = {"intermediate_size": round((1 - share) * width)}
-                part, selector = "neurons", "pivots"
-                if "experts" in settings:
-                    size, part = {"num_experts": round((1 - share) * count), "ffn": "none"}, "experts"
-                    selector = settings["experts"]
+                part, selector, size = asked_of_engine(settings, dense, share)
+                if arguments.selectors and selector not in arguments.selectors:
+                    continue
                 place = Path(scratch) / "smaller"
-                smaller = by_engine(arguments.model, place, text, size, settings, arguments.seed)
+                smaller, kept = by_engine(arguments.model, place, text, size, settings, arguments.seed)
                 row = named | {"part": part, "selector": selector, "share": share, "settings": settings}
                 row["correction"] = f"engine {settings.get('correction', 'two-stream')}"
                 row |= beside(model_losses(smaller, windows), of_dense)
-                row["kept_parameters"] = sum(one.numel() for one in smaller.parameters())
+                row["kept_parameters"] = kept
                 append_row("mixtures", provenance(**row))
 
 

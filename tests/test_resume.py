@@ -102,7 +102,9 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     assert all(layer.sublayers for layer in report.layers)
 
 
-@pytest.mark.parametrize("experts", [{}, {"experts": "reap", "num_experts": 3, "sparsity": 0.35}], ids=str)
+@pytest.mark.parametrize(
+    "experts", [{"form": "per-layer"}, {"experts": "reap", "num_experts": 3, "sparsity": 0.35}], ids=str
+)
 def test_mixtures_of_experts(experts: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     config = make_config(make_checkpoint(layers=3, **CASES["qwen2_moe"].options), **experts)
     interrupted_report(config, 1, 2)

@@ -27,6 +27,7 @@ NAMES = {
     "latency": "a latency budget",
     "sketch": "a sketch",
     "moments": "`ffn=flap` and `tcsp-score`",
+    "neuron scores": "`allocation=flap` and `stat`",
     "held-out damping": "`damping=auto`",
 }
 

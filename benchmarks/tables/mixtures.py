@@ -17,6 +17,8 @@ SELECTORS = {
     "random": "random",
     "effects": "joint effects",
     "pivots": "pivots",
+    "own widths": "pivots, own widths by layer",
+    "own sizes": "pivots, own widths and ranks by layer",
 }
 CORRECTIONS = {
     "none": "–",

@@ -98,12 +98,19 @@ def solve_experts(
     statistics = None if measured is None else measured.statistics
     if statistics is not None and task.method.correction != "none":
         _warn_of_rare(task, statistics)
+    factors = factors_of(task, tensors, measured)
+    return factors.kept, factors, None
+
+
+def factors_of(task: ExpertsTask, tensors: Tensors, measured: MeasuredExperts | None) -> ExpertFactors:
+    """Return the same factors without a warning of experts with few tokens."""
+    statistics = None if measured is None else measured.statistics
     before, generator = ((), _generator(task)) if measured is None else (measured.solved, measured.generator)
     factors = _joined((*before, _solve_group(task, tensors, statistics, generator)))
     if shrinks_shared(task):
         of_shared = None if statistics is None else statistics.shared
         factors = replace(factors, shared=solve_shared(task, tensors, of_shared))
-    return factors.kept, factors, None
+    return factors
 
 
 def fold_experts(task: ExpertsTask, tensors: Tensors, factors: ExpertFactors) -> Tensors:
@@ -186,11 +193,29 @@ def _select(
     The Gram of a rare expert shrinks towards a multiple of the identity, so that an expert without tokens keeps the
     neurons with the largest outputs per unit of activation.
     """
-    mixer, device = task.mixer, task.machine.device
     if not task.is_reduced:
-        return torch.arange(task.dense_units, device=device).repeat(len(group), 1)
+        return torch.arange(task.dense_units, device=task.machine.device).repeat(len(group), 1)
+    evidence = _evidence(task, tensors, group, statistics, dampings, generator)
+    return SELECTORS[task.selector].neurons_of_experts(evidence, task.kept_units)
+
+
+def evidence_of(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> list[Evidence]:
+    """Return the evidence of every expert of a group, as neurons are chosen by."""
+    dampings = _dampings(task, statistics, len(tensors[task.mixer.down]))
+    return _evidence(task, tensors, statistics.group, statistics, dampings, _generator(task))
+
+
+def _evidence(
+    task: ExpertsTask,
+    tensors: Tensors,
+    group: range,
+    statistics: ExpertStatistics | None,
+    dampings: list[float],
+    generator: torch.Generator,
+) -> list[Evidence]:
+    mixer, device = task.mixer, task.machine.device
     down, gate_up = tensors[mixer.down].to(device), tensors[mixer.gate_up].to(device)
-    evidence = [
+    return [
         Evidence(
             consumer=down[expert],
             producer_energy=_row_energy(gate_up[expert]) if task.needs("producers") else None,
@@ -204,7 +229,6 @@ def _select(
         )
         for expert in group
     ]
-    return SELECTORS[task.selector].neurons_of_experts(evidence, task.kept_units)
 
 
 def _row_energy(gate_up: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ trust_remote_code=True)` runs both. All but the sizes is the stock class's: norm
 `OneshotGemma3TextModel`, the stack without its output head, from `Gemma3TextModel`.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -40,13 +41,20 @@ class OneshotScaledEmbedding(OneshotEmbedding):
         return found if to_logits or self.scale == 1 else found * found.new_tensor(self.scale)
 
 
-def resize_layer_(layer: nn.Module, sizes: dict[str, Any]) -> None:
-    """Give a layer the linears that `sizes` lists, with no values yet.
+def resize_layer_(layer: nn.Module, sizes: dict[str, Any], config: Any) -> None:
+    """Give a layer the linears and the experts that `sizes` lists, with no values yet.
 
     `reads`: what linears of low rank read through, `name -> [width, rank]`. `linears`: `name -> [outputs, inputs]`, or
     `[outputs, name of what it reads through]`. `attention`: the module whose KV heads have `heads_per_group` heads, or
-    None for a layer with another mixer in its place.
+    None for a layer with another mixer in its place. `mixture`: the module of a mixture of experts, which is made anew
+    from the model's config with other values; None without one.
     """
+    if sizes.get("mixture") is not None:
+        own, name = copy.deepcopy(config), sizes["mixture"]["module"]
+        for key, value in sizes["mixture"]["config"].items():
+            setattr(own, key, value)
+        mixture: Any = type(layer.get_submodule(name))
+        layer.set_submodule(name, mixture(own))
     for name, (width, rank) in sizes["reads"].items():
         layer.set_submodule(name, OneshotCoordinates(width, rank))
     for name, (outputs, source) in sizes["linears"].items():
@@ -67,16 +75,22 @@ def resize_layer_(layer: nn.Module, sizes: dict[str, Any]) -> None:
         attention.num_key_value_groups = sizes["heads_per_group"]
 
 
-def refuse_lost_states(config: Any) -> None:
-    """Raise `ValueError` in an engine that would pass layers without the states that they keep of earlier tokens.
+def refuse_engine(config: Any) -> None:
+    """Raise `ValueError` in an engine that would make something else of the layers.
 
-    vLLM's Transformers backend keeps keys and values alone. It opens some hybrids, whose answers are then wrong.
+    vLLM's Transformers backend keeps keys and values alone. So it opens some hybrids, whose answers are then wrong.
+    It has experts of its own, which all have the one width of the config.
     """
     others = [number for number, sizes in enumerate(config.resized) if sizes["attention"] is None]
     if others and config._attn_implementation == "vllm":
         raise ValueError(
             f"Layer {others[0]} has another mixer than attention, whose states vLLM's Transformers backend does not "
             "keep; open this folder with transformers, or compress with --form stock, which vLLM has classes for."
+        )
+    if config._attn_implementation == "vllm" and any(sizes.get("mixture") is not None for sizes in config.resized):
+        raise ValueError(
+            "vLLM's Transformers backend has experts of one width in all layers; open this folder with transformers, "
+            "or compress with --form stock, which vLLM has classes for."
         )
 
 
@@ -87,12 +101,12 @@ def _resized(stock: Any) -> type:
         config_class = _config_of(stock.config_class)
 
         def __init__(self, config: Any) -> None:
-            refuse_lost_states(config)
+            refuse_engine(config)
             super().__init__(config)
             stack: Any = self.base_model
             layers = config.layers_name.removeprefix(f"{self.base_model_prefix}.")
             for layer, sizes in zip(stack.get_submodule(layers), config.resized, strict=True):
-                resize_layer_(layer, sizes)
+                resize_layer_(layer, sizes, config)
             if config.embedding_ranges is not None:
                 old = self.get_input_embeddings()
                 scale = float(getattr(old, "scalar_embed_scale", 1.0))

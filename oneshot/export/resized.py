@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oneshot.checkpoint import Journal, Model, stock_classes, without_head
+from oneshot.checkpoint import Journal, Model, resized_config, stock_classes, without_head
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.ranks import read_by
 from oneshot.config import SaveDtype
@@ -16,7 +16,16 @@ from oneshot.export.outside import Part
 from oneshot.export.own_code import OwnCode
 from oneshot.export.per_layer import MODELLING_FILE as LLAMA_FILE
 from oneshot.export.stock import StockForm, with_kept_layers
-from oneshot.families import RESIZED_MODEL_TYPE, Description, LayerShape, StackShape, TableShape
+from oneshot.families import (
+    RESIZED_MODEL_TYPE,
+    Description,
+    Experts,
+    ExpertSizes,
+    LatentSizes,
+    LayerShape,
+    StackShape,
+    TableShape,
+)
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 
@@ -51,6 +60,14 @@ class ResizedForm(OwnCode, StockForm):
             ranks=not family.stack.fused,
             embedding_ranks=family.stack.embedding == EMBEDDING,
         )
+
+    def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
+        """Return a layer's tensors under their stored names; experts have the parameters of the class."""
+        return super().layer(_in_class(model), number, tensors)
+
+    def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
+        """Return the inverse of `layer`."""
+        return super().original(_in_class(model), number, stored)
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return the config.json of the result. Raises `PlanError` for a smaller hidden size."""
@@ -99,6 +116,14 @@ class ResizedForm(OwnCode, StockForm):
         return finish_weights(journal, LLAMA_FILE, MODELLING_FILE)
 
 
+def _in_class(model: Model) -> Model:
+    """Return the model whose files have experts as the class has them."""
+    family, experts = model.family, model.family.stack.experts
+    if experts is None:
+        return model
+    return replace(model, family=replace(family, stack=family.stack.with_experts(experts.in_class)))
+
+
 def _as_class(family: Description, part: Part) -> Tensors:
     """Return tensors under the names of the class, which transformers knows old ones of only for its own types."""
     return {family.renamed.get(name, name): tensor for name, tensor in part().items()}
@@ -109,7 +134,8 @@ def _resized(model: Model, number: int, layer: LayerShape) -> dict[str, Any]:
 
     `number`: of the layer in the dense model. A carried mixer stays as it is.
     """
-    family, dense, stack = model.family, model.shape, model.family.stack_of(number)
+    family, dense = _in_class(model).family, model.shape
+    stack = family.stack_of(number)
     shape = replace(
         dense,
         intermediate_size=layer.intermediate_size,
@@ -118,8 +144,9 @@ def _resized(model: Model, number: int, layer: LayerShape) -> dict[str, Any]:
     )
     before, after = family.stored_tensors(dense, number), family.stored_tensors(shape, number)
     linears: dict[str, list[Any]] = {}
+    made = () if stack.experts is None else (f"{stack.experts.module}.",)
     for name, size in after.items():
-        if len(size) == 2 and size != before[name]:
+        if len(size) == 2 and size != before[name] and not name.startswith(made):
             linear = name.removesuffix(".weight")
             linears[linear] = list(reversed(size) if linear in stack.transposed else size)
     reads: dict[str, list[int]] = {}
@@ -137,12 +164,30 @@ def _resized(model: Model, number: int, layer: LayerShape) -> dict[str, Any]:
         "heads_per_group": 0 if attention is None else layer.num_attention_heads // layer.num_key_value_heads,
         "linears": linears,
         "reads": reads,
+        "mixture": None if stack.experts is None else _mixture(model, stack.experts, layer),
     }
+
+
+def _mixture(model: Model, experts: Experts, layer: LayerShape) -> dict[str, Any]:
+    """Return the module of a layer's experts, and what the config of the class states of them."""
+    sizes = model.family.sizes
+    shape = replace(model.shape, intermediate_size=layer.intermediate_size, experts=layer.experts)
+    stated = resized_config(model.family, model.checkpoint.config, shape)
+    names = [name for name in (sizes.intermediate_size, *sizes.num_experts) if name in stated]
+    return {"module": experts.module, "config": {name: stated[name] for name in names}}
 
 
 def resized_shape(config: dict[str, Any]) -> StackShape:
     """Return the sizes that the config.json of such a checkpoint states."""
     sizes = config["sizes"]
-    layers = tuple(LayerShape(**layer) for layer in sizes["layers"])
+    layers = tuple(_layer_shape(layer) for layer in sizes["layers"])
     embedding = tuple(TableShape(**table) for table in sizes["embedding"])
     return StackShape(**sizes | {"layers": layers, "embedding": embedding})
+
+
+def _layer_shape(stated: dict[str, Any]) -> LayerShape:
+    """Return the sizes of a layer from JSON."""
+    experts, latent = stated.get("experts"), stated.get("latent")
+    if experts is not None:
+        experts = ExpertSizes(**experts | {"dense_layers": tuple(experts["dense_layers"])})
+    return LayerShape(**stated | {"experts": experts, "latent": None if latent is None else LatentSizes(**latent)})

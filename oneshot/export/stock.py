@@ -16,7 +16,7 @@ from oneshot.export.outside import (
     folded_outside,
     unchanged_outside,
 )
-from oneshot.families import FAMILIES, Description, from_files, predicts_tokens, stated_class, to_files
+from oneshot.families import FAMILIES, Description, Stack, from_files, predicts_tokens, stated_class, to_files
 from oneshot.planning import Grid, Plan
 from oneshot.report.card import python_usage
 from oneshot.tensors import Tensors
@@ -67,14 +67,14 @@ class StockForm:
 
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
         """Return a layer's tensors under their stored names; only a stack's first layer stores its positions."""
-        stack, prefix = model.family.stack_of(number), self.layer_prefix(model, number)
+        stack, prefix = self._stack(model, number), self.layer_prefix(model, number)
         left_out = None if number == stack.first_layer else stack.relative_bias
         stored = {name: tensor for name, tensor in tensors.items() if name != left_out}
         return as_in_input(model, {prefix + name: tensor for name, tensor in to_files(stored, stack).items()})
 
     def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
         """Return the inverse of `layer`."""
-        stack, prefix = model.family.stack_of(number), self.layer_prefix(model, number)
+        stack, prefix = self._stack(model, number), self.layer_prefix(model, number)
         names = {as_named(model, prefix + name): name for name in model.family.stored_tensors(model.shape, number)}
         tensors = from_files(
             {names.get(name, name.removeprefix(prefix)): value for name, value in stored.items()}, stack
@@ -82,6 +82,12 @@ class StockForm:
         if stack.relative_bias is not None:
             tensors.setdefault(stack.relative_bias, model.read_relative_bias(stack))
         return tensors
+
+    @staticmethod
+    def _stack(model: Model, number: int) -> Stack:
+        """Return the stack of a layer of the result; with experts if any layer has them, as numbers may be others."""
+        stack, experts = model.family.stack_of(number), model.family.stack.experts
+        return stack if experts is None else stack.with_experts(experts)
 
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
@@ -108,4 +114,6 @@ def with_kept_layers(config: dict[str, Any], kept: list[int], family: Descriptio
     """Return the config of a model that has only these layers."""
     equal = {name for name, values in per_layer_lists(config).items() if name not in config and len(set(values)) == 1}
     stated = {name: values for name, values in of_layers(config, kept).items() if name not in equal}
+    if family.stack.experts is not None:
+        stated |= family.with_dense([layer in family.dense_layers for layer in kept])
     return config | {family.sizes.num_hidden_layers: len(kept)} | stated

@@ -8,6 +8,7 @@ from oneshot.families.description import Description, Feature, Sizes, stated_cla
 from oneshot.families.expert_sizes import ExpertSizes
 from oneshot.families.experts import Experts
 from oneshot.families.fused import from_files, fuse, part_of_output, split, to_files
+from oneshot.families.latent import LatentSizes
 from oneshot.families.layer_shape import RANKED_KINDS, LayerShape, RankedKind, TableShape
 from oneshot.families.llama import LLAMA
 from oneshot.families.reading import FAMILIES, find_family
@@ -42,6 +43,7 @@ __all__ = [
     "Experts",
     "Feature",
     "FeedForward",
+    "LatentSizes",
     "LayerShape",
     "Mixer",
     "ModelShape",

@@ -215,7 +215,8 @@ class Description:
 
     def may_have_ranks(self, shape: ModelShape) -> bool:
         """Return whether linears can have low rank: with rotary pairs, RMSNorms, and FFNs with a gate."""
-        return self.stack.rotary and shape.gated and not shape.layer_norms
+        has_linears = any(sublayer.mixer.ranked for sublayer in self.stack.sublayers)
+        return has_linears and self.stack.rotary and shape.gated and not shape.layer_norms
 
     def layers_to_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the state of the stock class with the layers' tensors as files have them."""

@@ -161,6 +161,8 @@ class Experts(WithoutLinears):
             return named
         gate, up, down = self.stored_linears
         count = sum(name.startswith(f"{self.experts}.") and name.endswith(f".{down}.weight") for name in named)
+        if not count:  # a layer with one FFN
+            return named
         named[self.gate_up] = self._stacked(named, count, gate, up)
         named[self.down] = self._stacked(named, count, down)
         return named
@@ -179,6 +181,11 @@ class Experts(WithoutLinears):
         """Return the experts as files with these tensors store them: one by one, or as the stock class has them."""
         is_one = self.stored_linears is not None and any(name.endswith(f".{self.down}") for name in names)
         return replace(self, stored_linears=None) if is_one else self
+
+    @property
+    def in_class(self) -> "Experts":
+        """Return the experts as files store them that have the names and the parameters of the stock class."""
+        return replace(self, stored_linears=None, stored_names={})
 
     def _stored(self, number: int, linear: str) -> str:
         return f"{self.experts}.{number}.{linear}.weight"

@@ -16,6 +16,7 @@ Feature = Literal[
     "experts",
     "sketch",
     "moments",
+    "neuron scores",
     "held-out damping",
     "per-layer form",
 ]

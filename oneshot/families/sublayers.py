@@ -125,7 +125,7 @@ class Attention:
     @property
     def ranked(self) -> dict[RankedKind, tuple[str, ...]]:
         """Return the linears that may have low rank, by their kind; those of a kind have one rank together."""
-        return {"query_key": (self.q, self.k), "output": (self.out,)}
+        return {} if self.latent else {"query_key": (self.q, self.k), "output": (self.out,)}
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ UNLIKE_LLAMA: Mapping[Feature, str] = {
 # features that only layers with one FFN have
 OF_DENSE_LAYERS: Mapping[Feature, str] = {
     "up_proj": "--up-steps is not supported for the experts of {}; leave it out.",
-    "profile": "A profile of the mixture of experts {} is not supported; use --set allocation=uniform, and depth=none.",
     "latency": "--budget latency is not supported for the mixture of experts {}; choose another budget.",
     "sketch": "--set sketch= is not supported for the experts of {}; set sketch=none and pivoting=cholesky.",
     "moments": "--set ffn=flap and tcsp-score are not supported for the experts of {}; choose another selector.",
+    "neuron scores": "--set allocation=flap, stat and stat-reversed are not supported for the experts of {}; choose "
+    "another.",
     "held-out damping": "--set damping=auto is not supported for the experts of {}; give a number.",
-    "per-layer form": ONLY_STOCK,
 }
 # features that a norm between a mixer and the sum with the stream makes impossible
 NORMS_INSIDE: Mapping[Feature, str] = {

@@ -1,6 +1,7 @@
 """Bytes that the experts of a mixture hold, beside what every layer holds."""
 
 import math
+from dataclasses import replace
 
 from oneshot.compression.expert_removal import TOKENS_TOGETHER
 from oneshot.footprint import terms
@@ -85,6 +86,19 @@ def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     return Term(max(choice, *corrected) + downs(work, kept).bytes, computed=True)
 
 
+def together(work: Work) -> Work:
+    """Return the same work where the statistics of all experts are held at once, as a profile holds them."""
+    return replace(work, machine=replace(work.machine, experts_together=None))
+
+
+def curves(work: Work, size: int) -> Term:
+    """Return what the error curves of all experts are made of: their weighted Grams, and the factor of one."""
+    grams, _ = _numbers(work, size, residual=False)
+    largest = max(size, _shared(work, size))
+    factors = (FLOAT + DOUBLE) * 2 * largest**2 + 3 * DOUBLE * work.shape.hidden_size * largest
+    return Term((FLOAT + DOUBLE) * grams + factors, computed=True)
+
+
 def _shared(work: Work, width: int) -> int:
     """Return the width of a shared expert that shrinks with the others, beside routed ones of this width."""
     assert work.shape.experts is not None
@@ -101,5 +115,6 @@ def _count(work: Work) -> int:
     """Return the experts that stay."""
     experts = work.shape.experts
     assert experts is not None
-    assert work.plan is not None
+    if work.plan is None:
+        return experts.count
     return max(experts.count if layer.num_experts is None else layer.num_experts for layer in work.plan.layers)

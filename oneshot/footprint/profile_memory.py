@@ -1,6 +1,6 @@
 """Peak bytes of the stages of a profile's dense pass."""
 
-from oneshot.footprint import terms
+from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import DOUBLE, FLOAT, LENGTH, Stage, Term
 from oneshot.footprint.work import Work
 from oneshot.profiling.embedding import EMBEDDING_PROBES
@@ -17,9 +17,14 @@ def profile_stages(work: Work) -> list[Stage]:
         computed=True,
         knobs=LENGTH,
     )
-    grams = (terms.gram(work, size, residual=False), terms.gram(work, heads + shape.output_bias, residual=False))
+    of_ffn = terms if shape.experts is None else expert_memory
+    all_experts = expert_memory.together(work)
+    grams = (
+        of_ffn.gram(all_experts, size, residual=False),
+        terms.gram(work, heads + shape.output_bias, residual=False),
+    )
     counted = (
-        *terms.sums(work, size, residual=False),
+        *of_ffn.sums(all_experts, size, residual=False),
         *terms.sums(work, heads + shape.output_bias, residual=False)[:1],
     )
     linears: tuple[Term, ...] = ()
@@ -34,10 +39,13 @@ def profile_stages(work: Work) -> list[Stage]:
     factors = max((FLOAT + DOUBLE) * size * size + weighed.bytes, DOUBLE * size * size + weights)
     curves = Term(factors, computed=True, knobs=weighed.knobs)
     reduced = Term(work.on_cuda * work.layer_bytes, computed=True)
+    if shape.experts is not None:
+        curves, reduced = expert_memory.curves(all_experts, size), Term(work.layer_bytes, computed=True)
     if linears:
         curves = max(curves, terms.directions(work), key=terms.size_of)
+    solve = terms.correction if shape.experts is None else expert_memory.solve
     correction = max(
-        (terms.correction(work, size, kept, residual=False) for kept in (size // 2, 3 * size // 4)), key=terms.size_of
+        (solve(all_experts, size, kept, residual=False) for kept in (size // 2, 3 * size // 4)), key=terms.size_of
     )
     logits = (Term(work.outside_bytes), terms.output_head(work), *terms.predictions(work), probes)
     if work.grid.family.head is None:  # last states are compared, without a head

@@ -96,24 +96,25 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     layers, size, length = shape.num_hidden_layers, shape.intermediate_size, work.text.sequence_length
     read = min(STATISTICS_SEQUENCES, work.text.num_sequences) * length
     probes = PROBE_SEQUENCES * length * probes_per_layer(kinds) * layers / 2
-    columns = [size] + (not {"heads", "inner"}.isdisjoint(kinds)) * [_heads(work)]
+    ffns, passed = shape.ffns_per_layer, shape.ffns_per_layer / shape.tokens_per_arrival
+    columns = (not {"heads", "inner"}.isdisjoint(kinds)) * [_heads(work)]
     columns += ("rank" in kinds) * [_heads(work), shape.hidden_size, shape.hidden_size]
-    grams = sum(_gram(count, read) for count in columns)
+    grams = passed * _gram(size, read) + sum(_gram(count, read) for count in columns)
     logits = 2 * length * shape.vocab_size * shape.hidden_size / rates.energies
-    numbers = sum(count**2 for count in columns) / 2
+    numbers = (ffns * size**2 + sum(count**2 for count in columns)) / 2
     added = math.ceil(read / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
     seconds = {
         "forward": layers * (read + probes) * forward / rates.stream,
         "sums": layers * (grams / rates.sums + added),
-        "pivots": layers * rates.pivots(size, size),
-        "solve": layers * (size**3 / 3 + 4 * size**2 * shape.hidden_size) / rates.double,
-        "energies": layers * 4 * size**2 * shape.hidden_size / rates.energies,
+        "pivots": layers * rates.pivots(size, size, ffns),
+        "solve": layers * ffns * (size**3 / 3 + 4 * size**2 * shape.hidden_size) / rates.double,
+        "energies": layers * ffns * 4 * size**2 * shape.hidden_size / rates.energies,
         "output head": PROBE_SEQUENCES * (probes_per_layer(kinds) * layers + 3) * logits,
     }
     if "rank" in kinds:
         seconds["ranks"] = layers * _low_rank(work, rates)
     if rates.on_device:
-        seconds["condition"] = layers * _condition(3 / 4 * size)
+        seconds["condition"] = layers * ffns * _condition(3 / 4 * size)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
     if work.schedule.profiles_embedding:
         seconds["embedding"] = EMBEDDING_PROBES * (layers * length * forward / rates.stream + 6 * logits)
@@ -175,10 +176,13 @@ def _low_rank(work: Work, rates: Rates) -> float:
     """Return the seconds that find the linears of low rank of a layer."""
     shape, size = work.shape, work.shape.hidden_size
     others = shape.intermediate_size + shape.num_key_value_heads * shape.head_dim  # outputs of down and of values
-    products = 4 * (shape.layer_parameters() - others * size) * size
-    if rates.on_device:  # four linears: eigenvectors, and products with their roots
-        return 4 * EIGEN_SECONDS * size**2 + (products + 4 * 12 * size**3) / rates.energies
-    return (products + 4 * 24 * size**3) / rates.energies
+    linears, ranked = 4, shape.layer_parameters() - others * size
+    if shape.experts is not None:  # attention's alone
+        linears, ranked = 2, (2 * shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim * size
+    products = 4 * ranked * size
+    if rates.on_device:  # eigenvectors of each, and products with their roots
+        return linears * EIGEN_SECONDS * size**2 + (products + linears * 12 * size**3) / rates.energies
+    return (products + linears * 24 * size**3) / rates.energies
 
 
 def _forward(work: Work) -> float:

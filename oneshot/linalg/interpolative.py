@@ -97,10 +97,14 @@ def nested_errors(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Args:
         factor: `R (n, n)` of `ordered_factor`. weight: `(d, n)`, its columns in the order of the factor.
     """
-    # summed on the host, because a sum of one row on CUDA is not deterministic
-    energies = (factor @ weight.double().T).square().sum(1).cpu()
-    missed = suffix_sums(energies)
+    missed = missed_energies(factor, weight)
     return missed / missed[0].clamp_min(torch.finfo(missed.dtype).tiny)
+
+
+def missed_energies(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the numerators of `nested_errors`; the first is `‖A Wᵀ‖²`."""
+    # summed on the host, because a sum of one row on CUDA is not deterministic
+    return suffix_sums((factor @ weight.double().T).square().sum(1).cpu())
 
 
 def trailing_norms(factor: torch.Tensor, column_weights: torch.Tensor) -> torch.Tensor:

@@ -70,8 +70,8 @@ class Grid:
 
     @property
     def has_curvature(self) -> bool:
-        """Return whether output curvature can be measured and used: as for ranks, in one stack of layers."""
-        return self.has_ranks and self.family.decoder is None
+        """Return whether output curvature can be measured and used: as for ranks, in one stack without experts."""
+        return self.has_ranks and self.family.decoder is None and self.family.stack.experts is None
 
     def reason_against_heads(self) -> str | None:
         """Return a sentence why no head can be removed, with the remedy; None if heads can.
@@ -201,6 +201,9 @@ class Grid:
             otherwise: Allocation = "error" if method.only_slices and self.family.stack.norms_after else "uniform"
             method = replace(method, allocation=own if by_profile else otherwise)
         if method.reads_profile and (reason := self.family.reason_against("profile")) is not None:
+            raise PlanError(reason)
+        by_scores = method.reads_profile and method.allocation in ("flap", "stat", "stat-reversed")
+        if by_scores and (reason := self.family.reason_against("neuron scores")) is not None:
             raise PlanError(reason)
         by_sensitivity = method.allocation == "sensitivity" and not method.slices
         if method.ranks == AUTO:

@@ -39,25 +39,31 @@ def spread(
 
     Raises `PlanError` if the budget is out of reach, or leaves no attention.
     """
+    stays = _Options(grid, [{}], torch.zeros(len(plan.layers), 1), ())
     ffn = _ffn_options(grid, damages, step, ranked_kinds, leaves_out=leaves_out)
-    mixers = [_Options(grid, [{}], torch.zeros(len(plan.layers), 1), ())] * len(plan.layers)  # carried ones stay
+    ffns = [stays if layer in grid.family.dense_layers else ffn for layer in range(len(plan.layers))]
+    mixers = [stays] * len(plan.layers)  # carried ones stay
     attending = [layer for layer in plan.kept_layers if grid.family.stack_of(layer).attentions]
     if attending:
-        attention = _attention_options(
-            grid,
-            plan,
-            damages,
-            ranked_kinds,
-            reduce_heads=reduce_heads,
-            leaves_out=leaves_out,
-            reduce_inner=reduce_inner,
+        attention, unranked = (
+            _attention_options(
+                grid,
+                plan,
+                damages,
+                kinds,
+                reduce_heads=reduce_heads,
+                leaves_out=leaves_out,
+                reduce_inner=reduce_inner,
+            )
+            for kinds in (ranked_kinds, ())
         )
-        mixers = [attention if layer in attending else mixer for layer, mixer in enumerate(mixers)]
+        for layer in attending:  # what ranks cost is measured by the FFN that shrinks beside them
+            mixers[layer] = unranked if layer in grid.family.dense_layers else attention
     ranges = []
     if reduce_embedding and len(damages.embedding):
         ranges = table_options(damages.embedding, grid.shape.vocab_size)
     items = [
-        *_sublayer_items(grid, plan, budget, damages, ffn, mixers, leaves_out=leaves_out),
+        *_sublayer_items(grid, plan, budget, damages, ffns, mixers, leaves_out=leaves_out),
         *_embedding_items(grid, plan, budget, damages, ranges),
     ]
     total = budget.measure(grid.stack(plan))
@@ -71,7 +77,7 @@ def spread(
     options = (int(item.options[index]) for item, index in zip(items, chosen, strict=True))
     layers = list(plan.layers)
     for layer in plan.kept_layers:
-        layers[layer] = replace(layers[layer], **ffn.sizes(next(options)), **mixers[layer].sizes(next(options)))
+        layers[layer] = replace(layers[layer], **ffns[layer].sizes(next(options)), **mixers[layer].sizes(next(options)))
     if not any(layer.num_attention_heads for layer in layers):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
     embedding = tuple(ranks[option] for ranks, option in zip(ranges, options, strict=True))
@@ -127,16 +133,16 @@ def _sublayer_items(
     plan: Plan,
     budget: Budget,
     damages: Damages,
-    ffn: "_Options",
+    ffns: Sequence["_Options"],
     mixers: Sequence["_Options"],
     *,
     leaves_out: bool,
 ) -> list[_Item]:
-    """Return what the FFN and the mixer before it may be in every layer, layer by layer; `mixers`: by layer."""
+    """Return what the FFN and the mixer before it may be in every layer, layer by layer; both are by layer."""
     items: list[_Item] = []
     prices: dict[LayerShape, tuple[np.ndarray, np.ndarray]] = {}  # equal layers have equal ones
     for layer in plan.kept_layers:
-        mixer, shape = mixers[layer], grid.layer(plan, layer)
+        ffn, mixer, shape = ffns[layer], mixers[layer], grid.layer(plan, layer)
         if shape not in prices:
             prices[shape] = ffn.prices(plan, layer, budget), mixer.prices(plan, layer, budget)
         ffn_costs, mixer_costs = prices[shape]
@@ -167,7 +173,7 @@ def _ffn_options(
     widths = [width] if step is None else [*range(step, width, step), width]
     if leaves_out:
         widths = [0, *widths]
-    kinds = [kind for kind in grid.family.stack.ffn.ranked if kind in ranked_kinds]
+    kinds = [kind for kind in grid.family.stack.feed_forward.ranked if kind in ranked_kinds]
     return _Options(grid, [{"intermediate_size": width} for width in widths], damages.ffn[:, widths], kinds)
 
 

@@ -9,6 +9,7 @@ from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.correction import Factors, correct, predicted_error
 from oneshot.compression.curvature import seen_by_output
+from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
 from oneshot.compression.inner_heads import (
     query_key_errors,
@@ -24,6 +25,7 @@ from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import Machine
 from oneshot.planning.plan import RemovedUnit
+from oneshot.profiling.expert_profile import error_curve, experts_task, narrowed
 from oneshot.profiling.layer_curves import LayerCurves, head_tail, squared_error, weighted_norm
 from oneshot.profiling.outputs import SublayerOutput
 from oneshot.profiling.probes import Probe, Probes, probe_size
@@ -73,6 +75,7 @@ class LayerProfile:
         tensors: Tensors,
         dense: Layer,
     ) -> None:
+        self._model, self._machine = model, machine
         self._shape, self._stack, self._device = model.shape, model.family.stack_of(layer), machine.device
         self._builder, self._probes, self._measures = builder, probes, measures
         self._layer, self._tensors, self._dense = layer, tensors, dense
@@ -186,14 +189,29 @@ class LayerProfile:
         columns = order[: probe_size(errors)].sort().values
         factors = self._correct(weight, columns, statistics, shape.mlp_bias)
         folded = fold_sublayer(self._tensors, sublayer, shape, unseen(factors, branch_norm))
-        reduced = self._builder.layer(self._layer, folded)
-        total = reduced.sum(index, attended)
-        whole = self._output(index, attended, metric)
-        energy = float(whole.cost_of(reduced)) if self._measures.ranks else 0.0
         error = squared_error(factors)
         if of_seen is not None:
             kept = seen_by_output(factors.weight, of_seen)
             error = predicted_error(seen, kept, factors.kept_columns, statistics) ** 2
+        self._add_ffn(folded, error, attended, metric)
+
+    def experts(self, statistics: ExpertStatistics, attended: torch.Tensor) -> None:
+        """Measure what fewer neurons in every expert cost; `attended`: the stream before them."""
+        width, step = self._shape.intermediate_size, self._shape.width_step
+        task = experts_task(self._model, self._machine, self._layer, width // 2)
+        errors = self.curves.ffn_errors = error_curve(task, self._tensors, statistics)
+        if "ffn" not in self._measures.probed:
+            return
+        kept = min(width, probe_size(errors[::step]) * step)
+        task = experts_task(self._model, self._machine, self._layer, kept)
+        self._add_ffn(*narrowed(task, self._tensors, statistics), attended, None)
+
+    def _add_ffn(self, tensors: Tensors, error: float, attended: torch.Tensor, metric: torch.Tensor | None) -> None:
+        """Add the probe of the layer whose FFN or experts have these tensors; the rest as in `ffn`."""
+        index, reduced = self._stack.index_of("ffn"), self._builder.layer(self._layer, tensors)
+        total = reduced.sum(index, attended)
+        whole = self._output(index, attended, metric)
+        energy = float(whole.cost_of(reduced)) if self._measures.ranks else 0.0
         self._probes.add(Probe("ffn", self._layer, reduced.leave(index, total), error, energy))
 
     def _add(self, kind: str, tensors: Tensors, error: float) -> None:

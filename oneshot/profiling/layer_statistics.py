@@ -9,6 +9,7 @@ from torch.nn import functional
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import LayerCurvature
+from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.compression.fold import augmented_weight
 from oneshot.compression.ranks import RankAccumulator, Ranked
 from oneshot.compression.statistics import (
@@ -19,7 +20,8 @@ from oneshot.compression.statistics import (
     with_constant_column,
 )
 from oneshot.families import RankedKind
-from oneshot.machine import Machine
+from oneshot.machine import Machine, Workers
+from oneshot.profiling.expert_profile import ExpertSums, experts_task
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors
 
@@ -31,14 +33,15 @@ class LayerStatistics:
     Attributes:
         heads: statistics of the inputs of attention's output linear; None without attention, or if no probed kind needs
             them.
-        neurons: statistics of the inputs of the FFN's output linear, with moments.
+        neurons: statistics of the inputs of the FFN's output linear, with moments, or of the experts of a mixture. None
+            for one FFN where other layers have experts: it stays.
         query_key_grams: Grams of queries and of keys by head; empty if they are not probed or cannot shrink.
         linears: those that may have low rank, by the index of their sublayer; empty if ranks are not profiled.
         influence: one minus the mean cosine of the layer's input and output (ShortGPT equation 1).
     """
 
     heads: Statistics | None
-    neurons: Statistics
+    neurons: Statistics | ExpertStatistics | None
     query_key_grams: list[torch.Tensor]
     linears: dict[int, dict[RankedKind, Ranked]]
     influence: float
@@ -69,7 +72,8 @@ class LayerSums:
             counts = shape.num_attention_heads, shape.num_key_value_heads
             self._queries_keys = [HeadGramAccumulator(count, shape.head_dim, device=device) for count in counts]
         self._ranks: dict[int, RankAccumulator] = {}
-        if with_ranks:
+        stays = number in model.family.dense_layers
+        if with_ranks and not stays:
             self._ranks = {
                 index: RankAccumulator(shape, stack.sublayers[index], index, tensors, device)
                 for index in (self._mixer, self._ffn)
@@ -77,8 +81,13 @@ class LayerSums:
             }
         self._waits = stack.waits(self._mixer)
         self._branch_norms = [BranchNorm.of(each, tensors, device) for each in stack.sublayers]
-        self._neurons = self._accumulator(stack.sublayers[self._ffn].writer)
-        self._moments = MomentAccumulator(shape.intermediate_size, device=device)
+        self._experts: ExpertSums | None = None
+        self._neurons: tuple[GramAccumulator, MomentAccumulator] | None = None
+        if stack.experts is not None:
+            self._experts = ExpertSums(experts_task(model, machine, number, shape.intermediate_size // 2))
+        elif not stays:
+            moments = MomentAccumulator(shape.intermediate_size, device=device)
+            self._neurons = self._accumulator(stack.sublayers[self._ffn].writer), moments
         self._cosines, self._rows = torch.zeros((), dtype=torch.float64, device=device), 0
 
     def __call__(self, x: torch.Tensor, _: bool) -> torch.Tensor:
@@ -86,16 +95,27 @@ class LayerSums:
         layer, ffn = self._layer, self._ffn
         total = self._with_attention(x) if self._attends else layer.sum(self._mixer, x)
         attended = layer.moved(self._mixer, x, total)
-        neurons, base = layer.inner(ffn, attended), total if self._waits else attended
-        moved = layer.leave(ffn, base + layer.added(ffn, layer.write(ffn, neurons).view_as(x)))
+        written, base = self._written(attended), total if self._waits else attended
+        moved = layer.leave(ffn, base + layer.added(ffn, written.view_as(x)))
         if ffn in self._ranks:
             self._ranks[ffn].update_(layer, attended)
-        rows = with_constant_column(neurons) if self._shape.mlp_bias else neurons
-        self._neurons.update_(self._weighed(ffn, rows, neurons))
-        self._moments.update_(self._weighed(ffn, neurons, neurons))
         self._cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
-        self._rows += len(neurons)
+        self._rows += x[..., 0].numel()
         return moved
+
+    def _written(self, attended: torch.Tensor) -> torch.Tensor:
+        """Return what the FFN or the experts write for a batch; their statistics are summed on the way."""
+        layer, ffn = self._layer, self._ffn
+        if self._experts is not None:
+            return self._experts.update_(layer, attended)
+        neurons = layer.inner(ffn, attended)
+        written = layer.write(ffn, neurons)
+        if self._neurons is not None:
+            grams, moments = self._neurons
+            rows = with_constant_column(neurons) if self._shape.mlp_bias else neurons
+            grams.update_(self._weighed(ffn, rows, neurons))
+            moments.update_(self._weighed(ffn, neurons, neurons))
+        return written
 
     def _with_attention(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of a batch and what attention adds to it; attention's statistics are summed on the way."""
@@ -122,12 +142,20 @@ class LayerSums:
         totals = torch.stack((self._cosines, torch.full_like(self._cosines, self._rows)))
         workers.sum_(totals)
         return LayerStatistics(
-            neurons=replace(self._neurons.finish(workers=workers), moments=self._moments.finish(workers)),
+            neurons=self._of_neurons(workers),
             query_key_grams=[grams.finish(workers) for grams in self._queries_keys],
             linears={index: sums.finish(workers, curvature) for index, sums in self._ranks.items()},
             heads=None if self._heads is None else self._heads.finish(workers=workers),
             influence=1 - float(totals[0] / totals[1]),
         )
+
+    def _of_neurons(self, workers: Workers) -> Statistics | ExpertStatistics | None:
+        if self._experts is not None:
+            return self._experts.finish(workers)
+        if self._neurons is None:
+            return None
+        grams, moments = self._neurons
+        return replace(grams.finish(workers=workers), moments=moments.finish(workers))
 
     def _accumulator(self, writer: str) -> GramAccumulator:
         size = augmented_weight(self._tensors, writer).shape[1]

@@ -12,6 +12,7 @@ import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.curvature import Curvature, LayerCurvature
+from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader
@@ -105,7 +106,10 @@ class LayerProfiler:
                 self._probes.add(Probe("no ffn", layer, attended.clone()))
             linears, metric = statistics.linears.pop(ffn, {}), None if curvature is None else curvature.ffn
             profile.ranks(ffn, linears, attended, metric)
-            profile.ffn(statistics.neurons, attended, metric)
+            if isinstance(statistics.neurons, ExpertStatistics):
+                profile.experts(statistics.neurons, attended)
+            elif statistics.neurons is not None:
+                profile.ffn(statistics.neurons, attended, metric)
         self._probes.dense = dense.run(ffn, attended)
 
     def finish(self, origin: ProfileOrigin, embedding: EmbeddingProfile) -> Profile:

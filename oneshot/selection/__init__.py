@@ -1,6 +1,7 @@
 """Selectors of the neurons and heads that stay, by name, each with its needs, its choice and its cost."""
 
 from oneshot.selection.evidence import Evidence, Moments
+from oneshot.selection.pivots import pivots_of_experts
 from oneshot.selection.registry import (
     SELECTORS,
     find_selector,
@@ -22,6 +23,7 @@ __all__ = [
     "SharedSelector",
     "find_selector",
     "needs_of",
+    "pivots_of_experts",
     "reads_activations",
     "select_heads",
     "select_neurons",

@@ -37,11 +37,7 @@ class Pivots:
         """Return the first pivots of every expert, found together if they come from the Gram."""
         if evidence[0].pivoting != "cholesky":
             return torch.stack([self.neurons(one, kept) for one in evidence])
-        weighted = []
-        for one in evidence:
-            gram, weights = one.neurons()
-            weighted.append(gram.double() * weights * weights.unsqueeze(1))
-        return cholesky_pivots_(torch.stack(weighted), rank=kept).sort(dim=1).values
+        return pivots_of_experts(evidence, kept).sort(dim=1).values
 
     def blocks(self, evidence: Evidence, blocks: Blocks) -> torch.Tensor:
         """Return the pivots of long columns that fill the quota of every class."""
@@ -70,6 +66,16 @@ class Pivots:
             return Cost(pivots, gram_pivots=extent.kept)
         weighed = neuron_gram_bytes(size, extent.outputs)
         return Cost(pivots + weighed, ("--set curvature=none",), gram_pivots=extent.kept)
+
+
+def pivots_of_experts(evidence: Sequence[Evidence], rank: int) -> torch.Tensor:
+    """Return the neurons of every expert to keep first, int64 `(E, rank)`, the first first: pivots of their Grams."""
+    gram, _ = evidence[0].neurons()
+    weighted = torch.empty(len(evidence), *gram.shape, dtype=torch.float64, device=gram.device)
+    for own, one in zip(weighted, evidence, strict=True):
+        gram, weights = one.neurons()
+        own.copy_(gram).mul_(weights).mul_(weights.unsqueeze(1))
+    return cholesky_pivots_(weighted, rank=rank)
 
 
 def group_order(evidence: Evidence, num_groups: int) -> torch.Tensor:

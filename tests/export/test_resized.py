@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing
+from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, stored_numbers
 from families.cases import CASES, variants
 from last_states import assert_passes, keep_last_states
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from oneshot.compression.embedding import expanded
 from oneshot.evaluation import evaluate
 from oneshot.export import stated_shape
 from oneshot.export.companions import empty_tensors
+from oneshot.export.modeling_oneshot_resized import refuse_engine
 from oneshot.export.resized import ResizedForm
 from oneshot.families import TableShape
 from oneshot.pipeline import compress
@@ -28,9 +30,11 @@ RESIZED = {
     for name, case in CASES.items()
     if case.packed and "per-layer form" not in case.refused and name not in LIKE_LLAMA
 }
-RESIZED |= {name: variants()[name] for name in ("mistral-window", "phi3-window", "qwen2-windows")}
+RESIZED |= {
+    name: variants()[name] for name in ("mistral-window", "phi3-window", "qwen2-windows", "granitemoehybrid-experts")
+}
 # norms inside, caps, factors, parallel sublayers, fused and transposed linears, LayerNorms, layers without positions,
-# carried mixers
+# carried mixers; experts with a shared one behind dense layers, with biases, beside an FFN, of other names in files
 WHOLE_RUNS = ("gemma2", "gemma3_text", "olmo2", "exaone4", "glm4", "granite", "smollm3", "hunyuan_v1_dense")
 WHOLE_RUNS += (
     "mistral-window",
@@ -48,6 +52,10 @@ WHOLE_RUNS += (
     "granitemoehybrid",
     "lfm2",
     "qwen3_5_text",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoehybrid-experts",
+    "mixtral",
 )
 
 
@@ -72,15 +80,12 @@ def test_a_result_computes_what_the_stream_passed(
     config = make_config(make_checkpoint(**RESIZED[name]), form="per-layer", embedding="none", **sizes)
     report = compress(config)
     result = load(Path(config.output))
-    stored = (".columns", ".layer_scalar")
-    orders = [buffer.numel() for name, buffer in result.named_buffers() if name.endswith(stored)]
-    counted = sum(parameter.numel() for parameter in result.parameters()) + sum(orders)
-    assert counted == report.stored_parameters["compressed"]
+    assert stored_numbers(result) == report.stored_parameters["compressed"]
     assert_passes(result, result.config.layers_name, config, last[0])
     assert_cache_changes_nothing(result, 6, input_ids=torch.arange(3, 8).unsqueeze(0))
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "falcon", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", ["gemma3_text", "falcon", "falcon_h1", "lfm2", "deepseek_v3"])
 @torch.inference_mode()
 def test_nothing_removed_is_the_input(name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     folder = make_checkpoint(**RESIZED[name])
@@ -107,17 +112,22 @@ def test_the_class_without_head_opens_it(
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3_text", "granite", "olmo2", "cohere", "smollm3", "falcon_h1", "granitemoehybrid", "lfm2"]
+    "name",
+    [
+        *("gemma3_text", "granite", "olmo2", "cohere", "smollm3", "falcon_h1", "granitemoehybrid", "lfm2"),
+        *("qwen3_next", "deepseek_v3", "gpt_oss"),
+    ],
 )
 def test_any_plan_has_the_counted_parameters(name: str, make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(**RESIZED[name] | {"tied": True})
     model = open_model(str(folder), folder)
     form, shape = ResizedForm(), model.shape
-    heads = (2, 1) if form.grid(model).heads_differ else (4, 2)
+    whole_heads = shape.num_attention_heads, shape.num_key_value_heads
+    heads = (2, 1) if form.grid(model).heads_differ else whole_heads
     ranked = [kind for each in model.family.stack_of(0).sublayers for kind in each.mixer.ranked]
     ranks = dict.fromkeys(ranked, 7) if form.grid(model).has_ranks else {}
     layers = [LayerPlan(40, *heads, **{f"{kind}_rank": rank for kind, rank in ranks.items()}), LayerPlan(24, *heads)]
-    whole = [LayerPlan(shape.intermediate_size, 4, 2)] * (shape.num_hidden_layers - 2)
+    whole = [LayerPlan(shape.intermediate_size, *whole_heads)] * (shape.num_hidden_layers - 2)
     rows = [part.stop - part.start for part in vocabulary_ranges(shape.vocab_size)]
     tables = tuple(TableShape(size, shape.hidden_size - 8 * number) for number, size in enumerate(rows[:4]))
     tables += tuple(TableShape(size, 8) for size in rows[4:])
@@ -127,6 +137,13 @@ def test_any_plan_has_the_counted_parameters(name: str, make_checkpoint: MakeChe
     wanted = form.grid(model).stack(plan)
     assert stated_shape(config) == wanted
     assert sum(tensor.numel() for tensor in stored.values()) == wanted.stored_parameters()
+
+
+def test_an_engine_with_experts_of_one_width_is_refused() -> None:
+    layer = {"attention": "self_attn", "mixture": {"module": "mlp", "config": {"intermediate_size": 24}}}
+    refuse_engine(SimpleNamespace(resized=[layer], _attn_implementation="sdpa"))
+    with pytest.raises(ValueError, match="experts of one width in all layers; open this folder with transformers"):
+        refuse_engine(SimpleNamespace(resized=[layer], _attn_implementation="vllm"))
 
 
 @torch.inference_mode()

@@ -57,7 +57,14 @@ OWN_CLASS: frozenset[Feature] = frozenset({"ffn biases", "hidden size"})
 STOCK_ONLY: frozenset[Feature] = OWN_CLASS | {"per-layer form"}
 NORMS_INSIDE: frozenset[Feature] = OWN_CLASS | {"up_proj"}
 LAYER_NORMS: frozenset[Feature] = OWN_CLASS | {"embedding ranks"}
-MIXTURES: frozenset[Feature] = STOCK_ONLY | {"up_proj", "profile", "latency", "sketch", "moments", "held-out damping"}
+MIXTURES: frozenset[Feature] = OWN_CLASS | {
+    "up_proj",
+    "latency",
+    "sketch",
+    "moments",
+    "neuron scores",
+    "held-out damping",
+}
 EXPERTS = {"num_experts_per_tok": 2, "width": 32}
 GLM_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {

@@ -134,6 +134,9 @@ def test_no_run_takes_more_than_predicted(
     for name, changes in FURTHER_MIXTURES.items():
         config = make_config(make_checkpoint(**MEASURED_MIXTURE | changes), output=str(tmp_path / name), **sizes)
         experts[name] = flat_options(config) | {"max_memory_bytes": 1 if name.startswith("groups") else None}
+    by_profile = {"form": "per-layer", "embedding": "none", "output": str(tmp_path / "experts by a profile")}
+    wide = make_checkpoint(**MEASURED_MIXTURE | FURTHER_MIXTURES["groups of experts"] | FEWER_WORDS)
+    experts["experts by a profile"] = flat_options(make_config(wide, **sizes | by_profile))
     inside = make_checkpoint(**MEASURED_MODEL | {"family": "gemma3_text", "head_dim": 32} | FEWER_WORDS)
     curvature = {"form": "per-layer", "dtype": "bfloat16", "output": str(tmp_path / "inside")}
     experts["norms inside, output curvature"] = flat_options(make_config(inside, **sizes | curvature))

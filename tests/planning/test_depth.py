@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, build_model
+from families.cases import CASES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from oneshot import Target
+from oneshot.checkpoint import open_model
 from oneshot.cli.compress import main
 from oneshot.errors import ConfigError, PlanError
 from oneshot.evaluation import load_model
+from oneshot.export import form_of
+from oneshot.export.companions import empty_tensors
 from oneshot.families import LLAMA, ModelShape
 from oneshot.pipeline import compress, predict
 from oneshot.planning import LEFT_OUT, Budget, Damages, Grid, LayerPlan, Plan, make_plan, predicted_damage
@@ -46,6 +50,24 @@ def idle_layer(save_model: Callable[..., Path]) -> Path:
     for linear in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
         linear.weight.data *= 1e-3
     return save_model(model)
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+def test_experts_move_to_the_number_of_a_layer_without_them(
+    form: Any, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """The first layer goes, which has one FFN."""
+    model = open_model(str(make_checkpoint(**CASES["glm4_moe"].options)), tmp_path)
+    chosen, whole = form_of(form, model.family), LayerPlan(32, 4, 2)
+    config = chosen.config(model, Plan((LEFT_OUT, whole, whole), "kv-group"))
+    assert (config["first_k_dense_replace"], config["num_hidden_layers"]) == (0, 2)
+    tensors = model.read_layer(1)
+    stored = chosen.layer(model, 0, tensors)
+    wanted = {name: one.shape for name, one in empty_tensors(config).items() if name.startswith("model.layers.0.")}
+    assert {name: one.shape for name, one in stored.items()} == wanted
+    again = chosen.original(model, 0, stored)
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(one, again[name]) for name, one in tensors.items())
 
 
 @pytest.mark.parametrize("form", ["stock", "per-layer"])

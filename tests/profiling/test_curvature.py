@@ -103,16 +103,18 @@ HYBRIDS = ("falcon_h1", "lfm2", "qwen3_5_text")
 
 
 def test_every_family_with_ranks_has_it() -> None:
-    """And is compared with the stock model below."""
+    """But for mixtures; and is compared with the stock model below."""
     found = []
     for name in decoders():
         if "per-layer form" in CASES[name].refused:
             continue
         family = FAMILIES[name]
-        shape: Any = SimpleNamespace(gated=family.stack.ffn.is_gated, layer_norms=family.stack.centres)
+        shape: Any = SimpleNamespace(gated=family.stack.feed_forward.is_gated, layer_norms=family.stack.centres)
         model: Any = SimpleNamespace(family=family, shape=shape)
         grid = form_of("per-layer", family).grid(model)
-        if grid.has_ranks:
+        if family.stack.experts is not None:
+            assert not grid.has_curvature
+        elif grid.has_ranks:
             assert grid.has_curvature, name
             found.append(name)
     assert sorted(found) == sorted((*NORMS_INSIDE, *OTHERS, *HYBRIDS))

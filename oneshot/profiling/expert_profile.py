@@ -1,0 +1,96 @@
+"""What narrower experts cost in one layer of a mixture: statistics of all its experts, and their one error curve.
+
+All experts of a layer keep equally many neurons, each its own, as a run chooses and corrects them. Errors of different
+experts are taken as orthogonal, so that of the layer is the sum of theirs. A shared expert that shrinks with them is
+one more.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.compression.correction import predicted_energies, relative
+from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
+from oneshot.compression.experts import MeasuredExperts, evidence_of, factors_of, fold_experts
+from oneshot.compression.fold import augmented_weight
+from oneshot.compression.shared_expert import shared_accumulator
+from oneshot.compression.tasks import ExpertsTask
+from oneshot.linalg.interpolative import missed_energies, ordered_factor
+from oneshot.linalg.pivoted_qr import weighted_pivots
+from oneshot.machine import ALONE, Machine, Workers
+from oneshot.planning import dense_plan
+from oneshot.recipes import Method
+from oneshot.selection import Evidence, pivots_of_experts
+from oneshot.stream import Layer
+from oneshot.tensors import Tensors
+
+
+def experts_task(model: Model, machine: Machine, layer: int, kept: int) -> ExpertsTask:
+    """Return the task of `kept` neurons in every expert of a layer, for one worker, with the default settings."""
+    method, stack = Method(ffn="id", heads="none", correction="same-layer"), model.family.stack_of(layer)
+    plan = dense_plan(model.shape, method).with_sizes(intermediate_size=kept)
+    alone, index = replace(machine, workers=ALONE, experts_together=None), stack.index_of("ffn")
+    return ExpertsTask(method, model.shape, plan, None, alone, stack, layer, index, seed=0, has_dense=False)
+
+
+class ExpertSums:
+    """Sum the statistics of a layer's experts while the text moves through it; `task`: of any width below the full."""
+
+    def __init__(self, task: ExpertsTask) -> None:
+        assert task.shape.experts is not None
+        count, device = task.shape.experts.count, task.machine.device
+        self._index, self._shared = task.index, shared_accumulator(task, None)
+        self._experts = ExpertAccumulator(count, task.dense_units, output_size=None, device=device)
+
+    def update_(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        """Add a batch of the stream before the experts, and return what they write, `(tokens, D)`."""
+        routing = layer.route(self._index, x)
+        self._experts.update_(routing)
+        if self._shared is not None:
+            self._shared.update_(layer.shared_neurons(routing.inputs))
+        return routing.written
+
+    def finish(self, workers: Workers) -> ExpertStatistics:
+        """Return the sums of all workers."""
+        shared = None if self._shared is None else self._shared.finish(workers)
+        return replace(self._experts.finish(workers), shared=shared)
+
+
+def error_curve(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> torch.Tensor:
+    """Return the relative squared error of the layer's experts with their k best neurons, for every k: `(m + 1,)`.
+
+    It is of the best correction of every expert by itself, as in `Profile.ffn_errors`. The Gram of a rare expert is the
+    one that its neurons are chosen by. An expert without tokens adds nothing.
+    """
+    evidence = evidence_of(task, tensors, statistics)
+    total = torch.zeros(task.dense_units + 1, dtype=torch.float64)
+    orders = pivots_of_experts(evidence, task.dense_units)
+    for one, order, rows in zip(evidence, orders, statistics.num_rows.tolist(), strict=True):
+        if rows:
+            total += missed_energies(ordered_factor(one.known_gram(), order), one.consumer[:, order])
+    if statistics.shared is not None:
+        weight, gram = _shared_down(task, tensors), statistics.shared.gram
+        order = weighted_pivots(*Evidence(weight, None, gram, torch.Generator()).neurons(), rank=len(gram))
+        of_shared = missed_energies(ordered_factor(gram, order), weight[:, order])
+        total += of_shared[:: len(gram) // task.dense_units]
+    return total / total[0].clamp_min(torch.finfo(total.dtype).tiny)
+
+
+def narrowed(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> tuple[Tensors, float]:
+    """Return the layer with the kept neurons of every expert, corrected, and its relative squared error."""
+    factors = factors_of(task, tensors, MeasuredExperts(statistics, (), torch.Generator()))
+    assert factors.energies is not None
+    energies, shared = factors.energies.sum(0), factors.shared
+    if shared is not None:
+        assert statistics.shared is not None
+        down = _shared_down(task, tensors).double()
+        energies = energies + torch.stack(
+            predicted_energies(down, shared.weight, shared.kept_columns, statistics.shared)
+        )
+    return fold_experts(task, tensors, factors), relative(*energies) ** 2
+
+
+def _shared_down(task: ExpertsTask, tensors: Tensors) -> torch.Tensor:
+    assert task.stack.shared_expert is not None
+    return augmented_weight(tensors, task.stack.shared_expert.down).to(task.machine.device)

@@ -1,0 +1,75 @@
+"""Profiles of mixtures: one curve for all experts of a layer, against least squares over the tokens of each."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, cpu_machine
+from families.cases import CASES
+
+from oneshot.checkpoint import open_model
+from oneshot.compression.experts import MeasuredExperts, solve_experts
+from oneshot.pipeline import compress, profile
+from oneshot.profiling.expert_profile import ExpertSums, error_curve, experts_task, narrowed
+from oneshot.stream import LayerBuilder
+
+WIDTH = 32
+
+
+def missed(rows: torch.Tensor, weight: torch.Tensor, kept: torch.Tensor) -> tuple[float, float]:
+    """Return the squared error of the best linear over the kept columns, and the energy of the output."""
+    columns, target = rows.double().numpy(), (rows.double() @ weight.double().T).numpy()
+    found = columns[:, kept.numpy()]
+    rest = target - found @ np.linalg.lstsq(found, target, rcond=None)[0]
+    return float((rest**2).sum()), float((target**2).sum())
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss"])
+@torch.inference_mode()
+def test_a_curve_is_least_squares_with_the_neurons_of_a_run(
+    name: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """At every width of a run; a shared expert of the same width is one more."""
+    options = CASES[name].options | ({"layers": 1, "first_k_dense_replace": 0} if name == "glm4_moe" else {})
+    model, machine = open_model(str(make_checkpoint(**options)), tmp_path), cpu_machine(tmp_path)
+    layer, tensors = LayerBuilder(model, machine, 24).layer(0, model.read_layer(0)), model.read_layer(0)
+    x = torch.randn(120, 24, 32, generator=torch.Generator().manual_seed(0))
+    sums = ExpertSums(experts_task(model, machine, 0, WIDTH // 2))
+    torch.testing.assert_close(sums.update_(layer, x).view_as(x), layer.sum(1, x) - x, rtol=1e-4, atol=1e-4)
+    statistics, routing = sums.finish(machine.workers), layer.route(1, x)
+    errors = error_curve(experts_task(model, machine, 0, WIDTH // 2), tensors, statistics)
+    assert errors.shape == (WIDTH + 1,)
+    assert float(errors[0]) == 1
+    assert float(errors[-1]) == 0
+    for width in (8, 16, 24):
+        task = experts_task(model, machine, 0, width)
+        kept, factors, _ = solve_experts(task, tensors, MeasuredExperts(statistics, (), torch.Generator()))
+        parts = [
+            missed(one.neurons * one.gates.unsqueeze(1), tensors[task.mixer.down][one.expert], kept[one.expert])
+            for one in routing.arrivals()
+        ]
+        if factors.shared is not None:
+            down = tensors["mlp.shared_experts.down_proj.weight"]
+            parts.append(missed(layer.shared_neurons(routing.inputs), down, factors.shared.kept_columns))
+        lost, energy = np.array(parts).sum(0)
+        assert float(errors[width]) == pytest.approx(lost / energy, rel=1e-3)
+        # that of the corrections with their ridges is a little more
+        assert float(errors[width]) < narrowed(task, tensors, statistics)[1] < 1.1 * float(errors[width])
+
+
+def test_a_layer_without_experts_has_no_curve_and_stays(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(**CASES["qwen3_moe"].options | CASES["qwen3_moe"].variants["mixed"])
+    config = make_config(folder, form="per-layer", output=str(tmp_path / "profile"))
+    found = profile(config)
+    assert [bool(row.any()) for row in found.ffn_errors] == [True, False, True]
+    for values in (found.ffn_sensitivity, found.stream_sensitivity, found.rank_errors.sum((1, 2))):
+        assert [value > 0 for value in values.tolist()] == [True, False, True]
+    assert (found.ffn_divergence > 0).all()
+    layers = compress(replace(config, output=str(tmp_path / "out"), profile=str(tmp_path / "profile"))).plan["layers"]
+    assert layers[1]["intermediate_size"] == WIDTH
+    assert layers[1]["output_rank"] is layers[1]["query_key_rank"] is None
+    assert layers[0]["intermediate_size"] != layers[2]["intermediate_size"]
