@@ -69,11 +69,12 @@ def test_a_trained_mixture_is_a_stock_checkpoint(
     assert all(sum(counts) == 2 * rows[-1]["held_out_tokens"] for counts in rows[-1]["expert_tokens"])
     text = torch.randint(model.config.vocab_size, (8, 32), generator=torch.Generator().manual_seed(0))
     by_engine = benchmark_module("mixtures").by_engine
-    narrow = by_engine(
+    narrow, kept = by_engine(
         tmp_path / "it", tmp_path / "narrow", text, {"intermediate_size": 8}, {"correction": "same-layer"}, 0
     )
     assert type(narrow) is Qwen3MoeForCausalLM
     assert narrow.config.moe_intermediate_size == 8
+    assert kept == sum(parameter.numel() for parameter in narrow.parameters())
 
 
 @pytest.mark.parametrize("num_shared", [0, 16])
