@@ -193,7 +193,7 @@ def main() -> None:
         tokenizer = load_tokenizer(arguments.model)
         dense = load_stock(arguments.model)
         text, windows = texts_of(arguments, tokenizer, Path(scratch))
-        sums = sums_of_layers(dense, text)
+        sums = [] if arguments.only_engine else sums_of_layers(dense, text)
         of_dense = model_losses(dense, windows)
         named = {"model": arguments.model.name, "seed": arguments.seed, "calibration_tokens": text.numel()}
         named |= {"dense_perplexity": of_dense["perplexity"], "texts": text_records(windows)}

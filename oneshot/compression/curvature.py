@@ -93,4 +93,9 @@ def column_costs(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
 
 def seen_by_output(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
     """Return `L_Gᵀ W` with `L_G L_Gᵀ = G`, float64: squared errors of its outputs are `δᵀ G δ` for `W (D, n)`."""
-    return torch.linalg.cholesky(curvature.double()).T @ weight.double()
+    return root_of(curvature) @ weight.double()
+
+
+def root_of(curvature: torch.Tensor) -> torch.Tensor:
+    """Return `L_Gᵀ`, float64 `(D, D)`."""
+    return torch.linalg.cholesky(curvature.double()).T

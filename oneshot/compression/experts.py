@@ -215,6 +215,7 @@ def _evidence(
 ) -> list[Evidence]:
     mixer, device = task.mixer, task.machine.device
     down, gate_up = tensors[mixer.down].to(device), tensors[mixer.gate_up].to(device)
+    curvature = None if task.curvature is None else task.curvature.ffn
     return [
         Evidence(
             consumer=down[expert],
@@ -226,6 +227,7 @@ def _evidence(
             pivoting=task.method.pivoting,
             group_size=task.method.pivot_group_size,
             pivot_weights=task.method.pivot_weights,
+            curvature=curvature,
         )
         for expert in group
     ]

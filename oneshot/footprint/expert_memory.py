@@ -96,7 +96,7 @@ def curves(work: Work, size: int) -> Term:
     grams, _ = _numbers(work, size, residual=False)
     largest = max(size, _shared(work, size))
     factors = (FLOAT + DOUBLE) * 2 * largest**2 + 3 * DOUBLE * work.shape.hidden_size * largest
-    return Term((FLOAT + DOUBLE) * grams + factors, computed=True)
+    return Term((FLOAT + DOUBLE) * grams + factors + terms.neuron_gram(work, largest).bytes, computed=True)
 
 
 def _shared(work: Work, width: int) -> int:

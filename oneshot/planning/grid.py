@@ -70,8 +70,8 @@ class Grid:
 
     @property
     def has_curvature(self) -> bool:
-        """Return whether output curvature can be measured and used: as for ranks, in one stack without experts."""
-        return self.has_ranks and self.family.decoder is None and self.family.stack.experts is None
+        """Return whether output curvature can be measured and used: as for ranks, in one stack of layers."""
+        return self.has_ranks and self.family.decoder is None
 
     def reason_against_heads(self) -> str | None:
         """Return a sentence why no head can be removed, with the remedy; None if heads can.

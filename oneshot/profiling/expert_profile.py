@@ -5,12 +5,14 @@ experts are taken as orthogonal, so that of the layer is the sum of theirs. A sh
 one more.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import predicted_energies, relative
+from oneshot.compression.curvature import LayerCurvature, root_of
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.experts import MeasuredExperts, evidence_of, factors_of, fold_experts
 from oneshot.compression.fold import augmented_weight
@@ -21,17 +23,21 @@ from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import ALONE, Machine, Workers
 from oneshot.planning import dense_plan
 from oneshot.recipes import Method
-from oneshot.selection import Evidence, pivots_of_experts
+from oneshot.selection import pivots_of_experts
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors
 
 
-def experts_task(model: Model, machine: Machine, layer: int, kept: int) -> ExpertsTask:
+def experts_task(
+    model: Model, machine: Machine, layer: int, kept: int, curvature: LayerCurvature | None = None
+) -> ExpertsTask:
     """Return the task of `kept` neurons in every expert of a layer, for one worker, with the default settings."""
     method, stack = Method(ffn="id", heads="none", correction="same-layer"), model.family.stack_of(layer)
     plan = dense_plan(model.shape, method).with_sizes(intermediate_size=kept)
     alone, index = replace(machine, workers=ALONE, experts_together=None), stack.index_of("ffn")
-    return ExpertsTask(method, model.shape, plan, None, alone, stack, layer, index, seed=0, has_dense=False)
+    return ExpertsTask(
+        *(method, model.shape, plan, None, alone, stack, layer, index), seed=0, curvature=curvature, has_dense=False
+    )
 
 
 class ExpertSums:
@@ -63,16 +69,17 @@ def error_curve(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistic
     It is of the best correction of every expert by itself, as in `Profile.ffn_errors`. The Gram of a rare expert is the
     one that its neurons are chosen by. An expert without tokens adds nothing.
     """
-    evidence = evidence_of(task, tensors, statistics)
+    evidence, seen = evidence_of(task, tensors, statistics), _seen(task)
     total = torch.zeros(task.dense_units + 1, dtype=torch.float64)
     orders = pivots_of_experts(evidence, task.dense_units)
     for one, order, rows in zip(evidence, orders, statistics.num_rows.tolist(), strict=True):
         if rows:
-            total += missed_energies(ordered_factor(one.known_gram(), order), one.consumer[:, order])
+            total += missed_energies(ordered_factor(one.known_gram(), order), seen(one.consumer[:, order]))
     if statistics.shared is not None:
-        weight, gram = _shared_down(task, tensors), statistics.shared.gram
-        order = weighted_pivots(*Evidence(weight, None, gram, torch.Generator()).neurons(), rank=len(gram))
-        of_shared = missed_energies(ordered_factor(gram, order), weight[:, order])
+        gram = statistics.shared.gram
+        shared = replace(evidence[0], consumer=_shared_down(task, tensors), gram=gram)
+        order = weighted_pivots(*shared.neurons(), rank=len(gram))
+        of_shared = missed_energies(ordered_factor(gram, order), seen(shared.consumer[:, order]))
         total += of_shared[:: len(gram) // task.dense_units]
     return total / total[0].clamp_min(torch.finfo(total.dtype).tiny)
 
@@ -80,15 +87,25 @@ def error_curve(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistic
 def narrowed(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> tuple[Tensors, float]:
     """Return the layer with the kept neurons of every expert, corrected, and its relative squared error."""
     factors = factors_of(task, tensors, MeasuredExperts(statistics, (), torch.Generator()))
-    assert factors.energies is not None
-    energies, shared = factors.energies.sum(0), factors.shared
-    if shared is not None:
+    seen, downs = _seen(task), tensors[task.mixer.down].to(task.machine.device)
+    energies = [
+        predicted_energies(seen(down), seen(weight), columns, statistics.of(expert))
+        for expert, (down, weight, columns) in enumerate(zip(downs, factors.weight, factors.kept, strict=True))
+    ]
+    if factors.shared is not None:
         assert statistics.shared is not None
-        down = _shared_down(task, tensors).double()
-        energies = energies + torch.stack(
-            predicted_energies(down, shared.weight, shared.kept_columns, statistics.shared)
-        )
-    return fold_experts(task, tensors, factors), relative(*energies) ** 2
+        down, shared = _shared_down(task, tensors), factors.shared
+        energies.append(predicted_energies(seen(down), seen(shared.weight), shared.kept_columns, statistics.shared))
+    error, energy = (torch.stack(parts).sum() for parts in zip(*energies, strict=True))
+    return fold_experts(task, tensors, factors), relative(error, energy) ** 2
+
+
+def _seen(task: ExpertsTask) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes float64 weights `(D, n)` whose squared errors count by the layer's curvature, if it has one."""
+    if task.curvature is None:
+        return torch.Tensor.double
+    root = root_of(task.curvature.ffn)
+    return lambda weight: root @ weight.double()
 
 
 def _shared_down(task: ExpertsTask, tensors: Tensors) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.correction import Factors, correct, predicted_error
-from oneshot.compression.curvature import seen_by_output
+from oneshot.compression.curvature import LayerCurvature, seen_by_output
 from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
 from oneshot.compression.inner_heads import (
@@ -195,16 +195,18 @@ class LayerProfile:
             error = predicted_error(seen, kept, factors.kept_columns, statistics) ** 2
         self._add_ffn(folded, error, attended, metric)
 
-    def experts(self, statistics: ExpertStatistics, attended: torch.Tensor) -> None:
+    def experts(self, statistics: ExpertStatistics, attended: torch.Tensor, curvature: LayerCurvature | None) -> None:
         """Measure what fewer neurons in every expert cost; `attended`: the stream before them."""
         width, step = self._shape.intermediate_size, self._shape.width_step
-        task = experts_task(self._model, self._machine, self._layer, width // 2)
+        task = experts_task(self._model, self._machine, self._layer, width // 2, curvature)
         errors = self.curves.ffn_errors = error_curve(task, self._tensors, statistics)
         if "ffn" not in self._measures.probed:
             return
         kept = min(width, probe_size(errors[::step]) * step)
-        task = experts_task(self._model, self._machine, self._layer, kept)
-        self._add_ffn(*narrowed(task, self._tensors, statistics), attended, None)
+        task, metric = replace(task, plan=task.plan.with_sizes(intermediate_size=kept)), None
+        if curvature is not None:
+            metric = curvature.ffn
+        self._add_ffn(*narrowed(task, self._tensors, statistics), attended, metric)
 
     def _add_ffn(self, tensors: Tensors, error: float, attended: torch.Tensor, metric: torch.Tensor | None) -> None:
         """Add the probe of the layer whose FFN or experts have these tensors; the rest as in `ffn`."""

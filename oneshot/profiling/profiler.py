@@ -107,7 +107,7 @@ class LayerProfiler:
             linears, metric = statistics.linears.pop(ffn, {}), None if curvature is None else curvature.ffn
             profile.ranks(ffn, linears, attended, metric)
             if isinstance(statistics.neurons, ExpertStatistics):
-                profile.experts(statistics.neurons, attended)
+                profile.experts(statistics.neurons, attended, curvature)
             elif statistics.neurons is not None:
                 profile.ffn(statistics.neurons, attended, metric)
         self._probes.dense = dense.run(ffn, attended)

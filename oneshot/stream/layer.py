@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from oneshot.families import Attention, Carried, Experts, FeedForward, Stack, Sublayer, split
-from oneshot.stream.routing import Routing, route, written_by
+from oneshot.stream.routing import Routing, route, written_by, written_part
 
 
 class _Reached(Exception):  # noqa: N818
@@ -137,11 +137,11 @@ class Layer:
 
     @contextmanager
     def outputs_of(self, *linears: str) -> Iterator[dict[str, torch.Tensor]]:
-        """Collect the outputs of linears, by their names, while the layer runs inside the block."""
+        """Collect the outputs of linears, and of mixtures, by their names, while the layer runs inside the block."""
         outputs: dict[str, torch.Tensor] = {}
 
-        def collect(name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
-            return lambda _, inputs, output: outputs.update({name: output})
+        def collect(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            return lambda _, inputs, output: outputs.update({name: written_part(output)})
 
         handles = [self._part(name).register_forward_hook(collect(name)) for name in linears]
         try:

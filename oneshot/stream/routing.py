@@ -95,10 +95,14 @@ class Routing:
 
 
 def written_by(block: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Return what a stock block writes for a batch `(…, D)`; some blocks also return their gates."""
-    written = block(inputs)
-    output: torch.Tensor = written[0] if isinstance(written, tuple) else written
-    return output
+    """Return what a stock block writes for a batch `(…, D)`."""
+    return written_part(block(inputs))
+
+
+def written_part(output: Any) -> torch.Tensor:
+    """Return what a stock module writes; some blocks also return their gates."""
+    written: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return written
 
 
 def route(

@@ -184,7 +184,6 @@ def test_every_selector_has_a_whole_run(
         ({"damping": "auto"}, "give a number"),
         ({"up_steps": 2}, "leave it out"),
         ({"allocation": "stat", "form": "per-layer"}, "choose another"),
-        ({"curvature": "fisher", "form": "per-layer"}, "leave it out"),
         ({"budget": "latency"}, "another budget"),
         ({"form": "gguf"}, "use --form per-layer"),
         ({"hidden": "pca", "ffn": "none"}, "whose hidden size stays"),

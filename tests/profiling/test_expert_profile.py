@@ -10,6 +10,7 @@ from factories import MakeCheckpoint, MakeConfig, cpu_machine
 from families.cases import CASES
 
 from oneshot.checkpoint import open_model
+from oneshot.compression.curvature import Curvature
 from oneshot.compression.experts import MeasuredExperts, solve_experts
 from oneshot.pipeline import compress, profile
 from oneshot.profiling.expert_profile import ExpertSums, error_curve, experts_task, narrowed
@@ -26,32 +27,40 @@ def missed(rows: torch.Tensor, weight: torch.Tensor, kept: torch.Tensor) -> tupl
     return float((rest**2).sum()), float((target**2).sum())
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(("name", "weighs"), [("glm4_moe", True), ("gpt_oss", False)])
 @torch.inference_mode()
 def test_a_curve_is_least_squares_with_the_neurons_of_a_run(
-    name: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
+    name: str, weighs: bool, make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
-    """At every width of a run; a shared expert of the same width is one more."""
+    """At every width of a run, in the metric of output curvature; a shared expert of the same width is one more."""
     options = CASES[name].options | ({"layers": 1, "first_k_dense_replace": 0} if name == "glm4_moe" else {})
     model, machine = open_model(str(make_checkpoint(**options)), tmp_path), cpu_machine(tmp_path)
     layer, tensors = LayerBuilder(model, machine, 24).layer(0, model.read_layer(0)), model.read_layer(0)
     x = torch.randn(120, 24, 32, generator=torch.Generator().manual_seed(0))
+    rows, curvature = torch.randn(40, 32, generator=torch.Generator().manual_seed(1)), None
+    metric = rows.T @ rows if weighs else torch.eye(32)
+    if weighs:
+        measured = Curvature(tmp_path)
+        measured.save(0, {"ffn": metric})
+        curvature = measured.of_layer(0, machine.device)
+    root = torch.linalg.cholesky(metric.double()).T
     sums = ExpertSums(experts_task(model, machine, 0, WIDTH // 2))
     torch.testing.assert_close(sums.update_(layer, x).view_as(x), layer.sum(1, x) - x, rtol=1e-4, atol=1e-4)
     statistics, routing = sums.finish(machine.workers), layer.route(1, x)
-    errors = error_curve(experts_task(model, machine, 0, WIDTH // 2), tensors, statistics)
+    errors = error_curve(experts_task(model, machine, 0, WIDTH // 2, curvature), tensors, statistics)
     assert errors.shape == (WIDTH + 1,)
     assert float(errors[0]) == 1
     assert float(errors[-1]) == 0
+    downs = tensors["mlp.experts.down_proj"]
     for width in (8, 16, 24):
-        task = experts_task(model, machine, 0, width)
+        task = experts_task(model, machine, 0, width, curvature)
         kept, factors, _ = solve_experts(task, tensors, MeasuredExperts(statistics, (), torch.Generator()))
         parts = [
-            missed(one.neurons * one.gates.unsqueeze(1), tensors[task.mixer.down][one.expert], kept[one.expert])
+            missed(one.neurons * one.gates.unsqueeze(1), root @ downs[one.expert].double(), kept[one.expert])
             for one in routing.arrivals()
         ]
         if factors.shared is not None:
-            down = tensors["mlp.shared_experts.down_proj.weight"]
+            down = root @ tensors["mlp.shared_experts.down_proj.weight"].double()
             parts.append(missed(layer.shared_neurons(routing.inputs), down, factors.shared.kept_columns))
         lost, energy = np.array(parts).sum(0)
         assert float(errors[width]) == pytest.approx(lost / energy, rel=1e-3)
