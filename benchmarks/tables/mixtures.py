@@ -18,7 +18,7 @@ SELECTORS = {
     "effects": "joint effects",
     "pivots": "pivots",
     "own widths": "pivots, own widths by layer",
-    "own sizes": "pivots, own widths and ranks by layer",
+    "own sizes": "pivots, own widths and ranks by layer, output curvature",
 }
 CORRECTIONS = {
     "none": "–",
