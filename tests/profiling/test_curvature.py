@@ -26,7 +26,6 @@ from oneshot.run import open_run
 
 Rows = np.ndarray[Any, Any]
 DOWNS = ("mlp.down_proj", "feed_forward.down_proj", "feed_forward.w2")  # of an FFN
-BLOCKS = ("mlp", "feed_forward")  # of experts
 
 
 def is_carried(family: str, layer: Any) -> bool:
@@ -60,7 +59,7 @@ def whole_model_gradients(
             own[name] = tensor
 
         modules = dict(layer.named_modules())
-        linears = {"ffn": next(modules[path] for path in (*DOWNS, *BLOCKS) if path in modules)}
+        linears = {"ffn": next(modules[path] for path in (*DOWNS, "mlp") if path in modules)}
         if not is_carried(model.config.model_type, layer):
             attention = layer.self_attn
             linears |= {"output": getattr(attention, "o_proj", None) or attention.out_proj}
@@ -107,7 +106,7 @@ def measured_curvature(config: Config) -> list[dict[str, torch.Tensor]]:
 NORMS_INSIDE = ("exaone4", "gemma2", "gemma3_text", "gemma4_text", "olmo2", "olmo3")
 OTHERS = ("cwm", "ernie4_5", "gemma", "granite", "helium", "hunyuan_v1_dense", "llama", "ministral", "ministral3")
 OTHERS += ("mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
-MIXTURES = ("glm4_moe", "gpt_oss", "lfm2_moe")
+MIXTURES = ("glm4_moe", "gpt_oss")
 HYBRIDS = ("falcon_h1", "lfm2", "qwen3_5_text")
 
 

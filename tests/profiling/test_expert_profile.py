@@ -72,7 +72,7 @@ def test_a_layer_without_experts_has_no_curve_and_stays(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(**CASES["qwen3_moe"].options | CASES["qwen3_moe"].variants["mixed"])
-    config = make_config(folder, form="per-layer", output=str(tmp_path / "profile"))
+    config = make_config(folder, form="per-layer", curvature="none", output=str(tmp_path / "profile"))
     found = profile(config)
     assert [bool(row.any()) for row in found.ffn_errors] == [True, False, True]
     for values in (found.ffn_sensitivity, found.stream_sensitivity, found.rank_errors.sum((1, 2))):
