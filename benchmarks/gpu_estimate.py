@@ -153,6 +153,7 @@ RUNS: dict[str, dict[str, Any]] = {
 # 32 tokens for each neuron of an expert of mean load of Qwen3-30B-A3B
 MIXTURE_RUNS: dict[str, dict[str, Any]] = {
     "neurons": {"num_sequences": 192},
+    "neurons, per-layer": {"num_sequences": 192, "form": "per-layer"},
     "96 of 128 experts": {
         "num_sequences": 192,
         "experts": "effects",
@@ -279,7 +280,7 @@ def main() -> int:
     rows = [estimate(name, model, card, run) for name, model in models.items() for card in cards[name] for run in RUNS]
     for name in MIXTURES:
         model = identify(Described(name))
-        runs = [run for run in MIXTURE_RUNS if run == "neurons" or name == "Qwen3-30B-A3B"]
+        runs = [run for run in MIXTURE_RUNS if run.startswith("neurons") or name == "Qwen3-30B-A3B"]
         rows += [estimate(name, model, card, run) for card in MIXTURE_CARDS[name] for run in runs]
     rows += [first_run(models[row["model"]], row) for row in read_rows("gpu") if row["section"] == FIRST_RUN]
     (RESULTS / "gpu_estimate.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
