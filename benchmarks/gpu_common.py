@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ class Job:
             torch.cuda.synchronize()
 
 
+@cache
 def commit(bundle: Path) -> str:
     """Return the commit that the bundle was made of, because `.git` does not travel; without a bundle, git's."""
     notes = sorted(bundle.glob("*/COMMIT"))

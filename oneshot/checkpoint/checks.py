@@ -37,8 +37,11 @@ def expected_outside(checkpoint: Checkpoint, family: Description) -> Outside:
             f"{checkpoint.folder / 'config.json'} does not describe a {family.model_type} model "
             f"({cause(error)}); give a complete, unmodified checkpoint."
         ) from error
-    outside = (name for name in model.state_dict() if not family.is_in_layers(name) and is_text(family, name))
-    shapes = {name: tuple(model.state_dict()[name].shape) for name in outside}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if not family.is_in_layers(name) and is_text(family, name)
+    }
     return Outside(shapes, tied_names(model))
 
 

@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,9 +112,9 @@ class GgufCheckpoint(Checkpoint):
             tensors[name] = tensor
         return tensors
 
-    def read_rows(self, name: str, rows: slice) -> torch.Tensor:
-        """Return some rows of a tensor that is no projection of queries or keys."""
-        return torch.from_numpy(self._file.read(self._file_names[self.stored(name)], rows))
+    def read_panels(self, name: str, panels: Iterable[slice]) -> Iterator[torch.Tensor]:
+        """Yield panels of rows of a tensor that is no projection of queries or keys."""
+        yield from (torch.from_numpy(self._file.read(self._file_names[self.stored(name)], rows)) for rows in panels)
 
     def _turned(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that transformers has; some of its linears are the other way round."""

@@ -5,7 +5,7 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -194,12 +194,18 @@ class Checkpoint:
 
     def read_rows(self, name: str, rows: slice) -> torch.Tensor:
         """Return a copy of some rows of a tensor, which are not checked."""
+        return next(self.read_panels(name, [rows]))
+
+    def read_panels(self, name: str, panels: Iterable[slice]) -> Iterator[torch.Tensor]:
+        """Yield copies of panels of a tensor's rows, which are not checked, from a file that is opened once."""
         stored = self.stored(name)
         if stored in self._scales:
-            return self.read_one(name)[rows]
+            whole = self.read_one(name)
+            yield from (whole[rows] for rows in panels)
+            return
         with _open_shard(self.folder, self._shard_of[stored]) as handle:
-            found: torch.Tensor = handle.get_slice(stored)[rows].clone()
-            return found
+            part = handle.get_slice(stored)
+            yield from (part[rows].clone() for rows in panels)
 
     def stored(self, name: str) -> str:
         """Return the name that a tensor has in the files."""

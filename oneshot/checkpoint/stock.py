@@ -2,9 +2,10 @@
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -184,16 +185,36 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
     stated = of_layers(config, layers) | family.with_dense([layer in family.dense_layers for layer in layers])
     decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: len(layers)}
     fewer = with_text(family, config, stated | {family.sizes.num_hidden_layers: len(layers)} | decoder)
-    return copy.deepcopy(_without_weights(json.dumps(fewer), dtype))
+    shared = _without_weights(json.dumps(fewer), dtype)
+    copied: dict[int, Any] = {}
+    copy.deepcopy([shared.config, *shared.parameters(), *shared.buffers()], copied)
+    return copy_modules(shared, copied)
+
+
+def copy_modules(module: Any, copied: Mapping[int, Any] = MappingProxyType({})) -> Any:
+    """Return a copy of a module and of all modules in it, which may be given weights, hooks and other submodules.
+
+    `copy.deepcopy` takes many times as long. `copied`: copies of what modules hold beside modules by `id`, such as of
+    tensors and configs; the rest is shared.
+    """
+    twin = module.__new__(type(module))
+    for name, value in vars(module).items():
+        twin.__dict__[name] = value.copy() if isinstance(value, dict) else copied.get(id(value), value)
+    for tensors in (twin._parameters, twin._buffers):
+        tensors.update({name: copied.get(id(tensor), tensor) for name, tensor in tensors.items()})
+    for name, child in module._modules.items():
+        twin._modules[name] = None if child is None else copy_modules(child, copied)
+    return twin
 
 
 @lru_cache(maxsize=64)
 def _without_weights(config_json: str, dtype: torch.dtype) -> Any:
     config = json.loads(config_json)
     _, model_class = stock_classes(config)
-    with torch.device("meta"):
+    with torch.device("meta"), torch.inference_mode(False):  # its parameters outlive the run
         hf_config = stock_config(config)
-        return model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class))
+        model = model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class))
+    return model.requires_grad_(False)
 
 
 def load_whole(model_class: Any, folder: Path, **options: Any) -> Any:

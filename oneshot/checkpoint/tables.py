@@ -4,6 +4,9 @@ A checkpoint may store an equal head beside the embedding, although its config s
 may store two copies of one table, which then differ by the rounding of both.
 """
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 
 from oneshot.checkpoint.reader import Checkpoint
@@ -25,10 +28,8 @@ def without_equal_head(checkpoint: Checkpoint, family: Description, *, is_tied: 
     if not is_tied or names is None:
         return checkpoint
     rows = checkpoint.shapes[names[0]][0]
-    for start in range(0, rows, PANEL_ROWS):
-        panels = [checkpoint.read_rows(name, slice(start, start + PANEL_ROWS)) for name in names]
-        if not torch.equal(*panels):
-            return checkpoint
+    if not all(itertools.starmap(torch.equal, _panels(checkpoint, names, range(0, rows, PANEL_ROWS), PANEL_ROWS))):
+        return checkpoint
     return checkpoint.renamed({name: checkpoint.stored(name) for name in checkpoint.shapes if name != names[1]})
 
 
@@ -75,8 +76,17 @@ def _pair(checkpoint: Checkpoint, family: Description) -> tuple[str, str] | None
 def _difference(checkpoint: Checkpoint, names: tuple[str, str], starts: range, rows: int) -> float:
     """Return the Frobenius norm of the difference of two tables in panels of rows, divided by the first one's."""
     apart = whole = 0.0
-    for start in starts:
-        first, second = (checkpoint.read_rows(name, slice(start, start + rows)).double() for name in names)
-        apart += float((first - second).square().sum())
+    for first, second in _panels(checkpoint, names, starts, rows):
+        first = first.double()
+        apart += float((first - second.double()).square().sum())
         whole += float(first.square().sum())
     return (apart / whole) ** 0.5 if whole else 0.0
+
+
+def _panels(
+    checkpoint: Checkpoint, names: tuple[str, str], starts: range, rows: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield so many rows from every start, of two tables at the same time."""
+    panels = [slice(start, start + rows) for start in starts]
+    first, second = (checkpoint.read_panels(name, panels) for name in names)
+    return zip(first, second, strict=True)

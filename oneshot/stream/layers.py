@@ -1,6 +1,5 @@
 """Single layers of the model: transformers' own layer class with real weights, without the rest of the model."""
 
-import copy
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from oneshot.checkpoint import Model, resized_config
+from oneshot.checkpoint import Model, copy_modules, resized_config
 from oneshot.errors import CalibrationError
 from oneshot.families import Attention, ModelShape, Stack, fuse
 from oneshot.machine import Machine
@@ -40,10 +39,10 @@ class LayerBuilder:
         """
         stack, kind = self._model.family.stack_of(number), self._model.kinds[number]
         template = self._template(self._held(stack, next(iter(stack.attentions), None), tensors))
-        module = copy.deepcopy(template.layers[stack.layers][kind])
+        module = copy_modules(template.layers[stack.layers][kind])
         for attention in stack.attentions[1:]:  # meanwhile it may have other heads than the first
             other = self._template(self._held(stack, attention, tensors)).layers[stack.layers][kind]
-            module.set_submodule(attention.module, copy.deepcopy(other.get_submodule(attention.module)))
+            module.set_submodule(attention.module, copy_modules(other.get_submodule(attention.module)))
         exact = () if stack.experts is None else (stack.experts.chosen_by,)  # float32 in every class
         module = self._with_weights(module, fuse(tensors, stack), exact)
         return Layer(with_parts(module, stack), stack, template.arguments[kind], memory)
@@ -120,7 +119,7 @@ class LayerBuilder:
         template = self._template(self._model.shape).embedding_norm
         if template is None:
             return None
-        return self._with_weights(copy.deepcopy(template), self._model.read_embedding_norm())
+        return self._with_weights(copy_modules(template), self._model.read_embedding_norm())
 
     def _with_weights(self, module: nn.Module, tensors: Tensors, exact: Collection[str | None] = ()) -> nn.Module:
         """Return the module with weights, in the compute dtype on the compute device; `exact` names are float32."""
@@ -161,7 +160,7 @@ class LayerBuilder:
     def final_norm(self, stack: Stack) -> nn.Module:
         """Return the norm after a stack's last layer, in the compute dtype on the compute device."""
         template = self._template(self._model.shape).final_norms[stack.layers]
-        return self._with_weights(copy.deepcopy(template), self._model.read_final_norm(stack))
+        return self._with_weights(copy_modules(template), self._model.read_final_norm(stack))
 
     def load_classes(self) -> None:
         """Import and build what a run will need of transformers, so that its memory is measured beforehand."""

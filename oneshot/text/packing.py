@@ -242,7 +242,7 @@ def pack(
         token_ids.extend(tokenise(tokenizer, source, document + "\n\n")["input_ids"])
         if needed is not None and len(token_ids) >= needed:
             break
-    windows = cut_windows(token_ids, sequence_length, added_start(tokenizer))
+    windows = cut_windows(token_ids[:needed], sequence_length, added_start(tokenizer))
     if not windows:
         raise CalibrationError(
             f"{source} holds {len(token_ids)} tokens, less than one sequence of {sequence_length}; "
