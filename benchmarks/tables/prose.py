@@ -1,6 +1,8 @@
-"""Numbers inside sentences of the documents, from the rows of a GPU."""
+"""Numbers inside sentences of the documents, from rows."""
 
-from harness import latest
+from statistics import fmean
+
+from harness import latest, read_rows
 
 from tables.gpu_measured import rows_of
 
@@ -31,3 +33,19 @@ def faster_7b() -> str:
         ]
         spans.append(f"{what} {min(ratios):.2f} to {max(ratios):.2f} times")
     return " and ".join(spans)
+
+
+def half_of_a_mixture() -> str:
+    """Return the score without half of the experts' parameters by the default, and by REAP as published."""
+    rows = [row for row in read_rows("mixtures") if row["model"] == "trained" and row["share"] == 0.5]
+    rows = [
+        row for row in latest(rows, "selector", "correction", "router", "seed") if row.get("router", "none") == "none"
+    ]
+
+    def mean(selector: str, correction: str) -> float:
+        same = [row for row in rows if (row["selector"], row["correction"]) == (selector, correction)]
+        return fmean(row["score"] for row in same)
+
+    ours, published = mean("own sizes", "engine two-stream"), mean("reap", "none")
+    removed = "where REAP removes half of the experts, as published"
+    return f"{ours:.2f} times the whole one's, and {published:.2f} times {removed}"
