@@ -185,4 +185,6 @@ def randomise(model: Any, seed: int) -> Any:
         for name, tensor in model.state_dict().items():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
+            elif name.endswith("layer_scalar"):
+                tensor.copy_(1 + 0.3 * torch.randn(tensor.shape, generator=generator))
     return model

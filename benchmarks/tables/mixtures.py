@@ -44,20 +44,29 @@ def mixtures_table(model: str) -> str:
     rows = [row for row in _rows_of(model) if row["router"] == "none"]
     if not rows:
         return "Not measured yet."
-    usual = _usual_tokens(rows)
-    rows = [row for row in rows if row["calibration_tokens"] == usual]
+    counts = sorted({row["calibration_tokens"] for row in rows})
+    if model == "trained":  # the other counts have a table of their own
+        counts = [_usual_tokens(rows)]
+    rows = [row for row in rows if row["calibration_tokens"] in counts]
     shares, has_own = sorted({row["share"] for row in rows}), "own text" in rows[0]["ratios"]
-    header = ["removed", "chosen by", "correction", *_columns(shares, has_own)]
+    header = ["tokens", "removed", "chosen by", "correction", *_columns(shares, has_own)]
     lines = [
-        [same[0]["part"], SELECTORS[same[0]["selector"]], _correction(same[0]), *_scores(same, shares, has_own)]
-        for same in _alike(rows)
+        [
+            f"{count:,}",
+            same[0]["part"],
+            SELECTORS[same[0]["selector"]],
+            _correction(same[0]),
+            *_scores(same, shares, has_own),
+        ]
+        for count in counts
+        for same in _alike([row for row in rows if row["calibration_tokens"] == count])
     ]
     texts = rows[0]["texts"]
     own = f"; own text: {texts['own text']['tokens']:,} tokens held out from its training text" if has_own else ""
     caption = (
         "Perplexity ÷ the whole mixture's, geometric mean over five kinds of text, by the removed share of the "
         f"experts' parameters; whole experts or as many neurons of every expert{own}. ± is the standard deviation over "
-        f"seeds, which choose the calibration text. Calibrated on {usual:,} tokens; seeds "
+        "seeds, which choose the calibration text, so many tokens; seeds "
         f"{', '.join(map(str, sorted({row['seed'] for row in rows})))}; {origin(rows)}."
     )
     return markdown(header, lines, caption)

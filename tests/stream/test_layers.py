@@ -126,9 +126,11 @@ def test_sublayers_equal_the_stock_model(variant: str, make_checkpoint: MakeChec
             moved = layer.moved(index, x, total)
             assert_close(moved, before[position + 1])
             after = layer.run(index, x)
-            assert torch.equal(layer.leave(index, total), total), "no norm follows the sum"
+            is_scaled = stack.layer_scale is not None and index == len(stack.sublayers) - 1
+            left = total * stock.get_submodule(prefix[:-1]).get_buffer(stack.layer_scale) if is_scaled else total
+            assert torch.equal(layer.leave(index, total), left), "no norm follows the sum"
             assert torch.equal(after, moved)
-            assert stack.parallel or (moved is total and base is x)
+            assert stack.parallel or (base is x and (is_scaled or moved is total))
             if isinstance(sublayer.mixer, Experts):
                 assert_experts_equal(layer, index, x, stock.get_submodule(prefix + sublayer.mixer.experts))
             if isinstance(sublayer.mixer, Experts | Carried):
