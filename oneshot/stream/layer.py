@@ -121,9 +121,9 @@ class Layer:
     def leave(self, index: int, total: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the sublayer from the sum, which a norm or the layer's factor may follow."""
         norm, factor = self._stack.sublayers[index].after, self._stack.layer_scale
-        if factor is not None and index == len(self._stack.sublayers) - 1:
-            return total * self._module.get_buffer(factor)
-        return total if norm is None else self._part(norm.name)(total)
+        left = total if norm is None else self._part(norm.name)(total)
+        is_last = index == len(self._stack.sublayers) - 1
+        return left * self._module.get_buffer(factor) if is_last and factor is not None else left
 
     def run_all(self, x: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the whole layer."""

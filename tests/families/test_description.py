@@ -6,9 +6,11 @@ import pytest
 import torch
 from factories import build_model, stored_numbers
 from families.cases import CASES, variants
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
+from oneshot.errors import CheckpointError
 from oneshot.families import (
     FAMILIES,
     LLAMA,
@@ -167,3 +169,22 @@ def test_families_refuse_features_with_a_remedy(name: str) -> None:
     of_mixtures = {"experts"} if FAMILIES[name].stack.experts is None else set()
     assert refused.keys() == CASES[name].refused | of_mixtures
     assert all("--" in reason or "profile" in reason for reason in refused.values())
+
+
+DENSE = {"hidden_size_per_layer_input": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("gemma4_text", {}, "an embedding of the token in every layer"),
+        ("gemma4_text", DENSE | {"num_kv_shared_layers": 2}, "layers that share keys and values"),
+        ("gemma4_text", DENSE | {"enable_moe_block": True}, "experts beside its FFN"),
+        ("gemma4_text", DENSE | {"use_bidirectional_attention": "all"}, "attends in both directions"),
+        ("gemma4", {}, "an embedding of the token in every layer"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attends in both directions"),
+    ],
+)
+def test_variants_that_are_not_described_are_refused(name: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        find_family(AutoConfig.for_model(name).to_dict() | changes)
