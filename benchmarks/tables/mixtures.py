@@ -41,12 +41,12 @@ VARIANT = ("part", "selector", "correction", "residual_weight", "router")
 
 def mixtures_table(model: str) -> str:
     """Return the variants of a mixture, a column for every share of the experts' parameters."""
-    rows = [row for row in _rows_of(model) if row["router"] == "none"]
+    rows = [row for row in rows_of_mixture(model) if row["router"] == "none"]
     if not rows:
         return "Not measured yet."
     counts = sorted({row["calibration_tokens"] for row in rows})
     if model == "trained":  # the other counts have a table of their own
-        counts = [_usual_tokens(rows)]
+        counts = [usual_tokens(rows)]
     rows = [row for row in rows if row["calibration_tokens"] in counts]
     shares, has_own = sorted({row["share"] for row in rows}), "own text" in rows[0]["ratios"]
     header = ["tokens", "removed", "chosen by", "correction", *_columns(shares, has_own)]
@@ -74,7 +74,7 @@ def mixtures_table(model: str) -> str:
 
 def mixture_routers_table() -> str:
     """Return the corrections of the router after whole experts went, for the trained mixture."""
-    rows = [row for row in _rows_of("trained") if row["part"] == "experts" and "settings" not in row]
+    rows = [row for row in rows_of_mixture("trained") if row["part"] == "experts" and "settings" not in row]
     known = {_kind(row) for row in rows if row["router"] != "none"}
     rows = [row for row in rows if _kind(row) in known]
     shares = sorted({row["share"] for row in rows})
@@ -93,7 +93,7 @@ def mixture_routers_table() -> str:
 
 def mixture_tokens_table() -> str:
     """Return the scores of `oneshot.compress` by the tokens of calibration, for the trained mixture."""
-    rows = [row for row in _rows_of("trained") if "settings" in row and row["share"] == 0.5 and row["seed"] == 0]
+    rows = [row for row in rows_of_mixture("trained") if "settings" in row and row["share"] == 0.5 and row["seed"] == 0]
     counts = sorted({row["calibration_tokens"] for row in rows})
     lines = []
     for same in _alike(rows):
@@ -109,7 +109,8 @@ def mixture_tokens_table() -> str:
     )
 
 
-def _rows_of(model: str) -> list[Row]:
+def rows_of_mixture(model: str) -> list[Row]:
+    """Return the newest rows of a mixture."""
     rows: list[Row] = [{"router": "none"} | row for row in read_rows("mixtures")]
     return [row for row in latest(rows, *KEYS) if row["model"] == model]
 
@@ -135,7 +136,7 @@ def _scores(same: list[Row], shares: list[float], has_own: bool) -> list[str]:
     return cells
 
 
-def _usual_tokens(rows: list[Row]) -> int:
+def usual_tokens(rows: list[Row]) -> int:
     """Return the calibration tokens of most rows."""
     counts = [row["calibration_tokens"] for row in rows]
     return max(counts, key=counts.count)

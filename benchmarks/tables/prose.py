@@ -2,9 +2,10 @@
 
 from statistics import fmean
 
-from harness import latest, read_rows
+from harness import latest
 
 from tables.gpu_measured import rows_of
+from tables.mixtures import rows_of_mixture, usual_tokens
 
 FORMS = ("per-layer", "per-layer, expanded")
 
@@ -37,10 +38,8 @@ def faster_7b() -> str:
 
 def half_of_a_mixture() -> str:
     """Return the score without half of the experts' parameters by the default, and by REAP as published."""
-    rows = [row for row in read_rows("mixtures") if row["model"] == "trained" and row["share"] == 0.5]
-    rows = [
-        row for row in latest(rows, "selector", "correction", "router", "seed") if row.get("router", "none") == "none"
-    ]
+    rows = [row for row in rows_of_mixture("trained") if row["share"] == 0.5 and row["router"] == "none"]
+    rows = [row for row in rows if row["calibration_tokens"] == usual_tokens(rows)]
 
     def mean(selector: str, correction: str) -> float:
         same = [row for row in rows if (row["selector"], row["correction"]) == (selector, correction)]

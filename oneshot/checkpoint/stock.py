@@ -171,16 +171,16 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
 
     All layers would take memory and time, only to use a few.
     """
-    if family.first_differs and 0 not in layers:
-        whole = sample_model(config, family, dtype, (0, *layers))
+    before: tuple[int, ...] = (0,) if family.first_differs and 0 not in layers else ()
+    after: tuple[int, ...] = ()
+    if family.last_differs:
+        last = complete_text_config(family, config)[family.sizes.num_hidden_layers] - 1
+        after = () if layers[-1] == last else (last,)
+    if before or after:
+        whole = sample_model(config, family, dtype, (*before, *layers, *after))
         for stack in family.stacks:
-            whole.set_submodule(stack.layers, whole.get_submodule(stack.layers)[1:])
-        return whole
-    last = complete_text_config(family, config)[family.sizes.num_hidden_layers] - 1
-    if family.last_differs and layers[-1] != last:
-        whole = sample_model(config, family, dtype, (*layers, last))
-        for stack in family.stacks:
-            whole.set_submodule(stack.layers, whole.get_submodule(stack.layers)[:-1])
+            modules = whole.get_submodule(stack.layers)
+            whole.set_submodule(stack.layers, modules[len(before) : len(modules) - len(after)])
         return whole
     stated = of_layers(config, layers) | family.with_dense([layer in family.dense_layers for layer in layers])
     decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: len(layers)}

@@ -103,7 +103,7 @@ def solve_experts(
 
 
 def factors_of(task: ExpertsTask, tensors: Tensors, measured: MeasuredExperts | None) -> ExpertFactors:
-    """Return the same factors without a warning of experts with few tokens."""
+    """Return the factors of `solve_experts`, without a warning of experts with few tokens."""
     statistics = None if measured is None else measured.statistics
     before, generator = ((), _generator(task)) if measured is None else (measured.solved, measured.generator)
     factors = _joined((*before, _solve_group(task, tensors, statistics, generator)))
@@ -142,7 +142,10 @@ def _solve_group(
 
     def solution() -> ExpertFactors:
         dampings = _dampings(task, statistics, len(down))
-        kept = _select(task, tensors, group, statistics, dampings, generator)
+        kept = torch.arange(task.dense_units, device=task.machine.device).repeat(len(group), 1)
+        if task.is_reduced:
+            evidence = _evidence(task, tensors, group, statistics, dampings, generator)
+            kept = SELECTORS[task.selector].neurons_of_experts(evidence, task.kept_units)
         return _corrected(task, down, group, kept, statistics, dampings)
 
     return task.shared(solution)
@@ -180,25 +183,6 @@ def _dampings(task: ExpertsTask, statistics: ExpertStatistics | None, count: int
     return [asked * max(1.0, enough / max(1, rows)) for rows in statistics.num_rows.tolist()]
 
 
-def _select(
-    task: ExpertsTask,
-    tensors: Tensors,
-    group: range,
-    statistics: ExpertStatistics | None,
-    dampings: list[float],
-    generator: torch.Generator,
-) -> torch.Tensor:
-    """Return the neurons that stay of the experts of a group, int64 `(n, m')`, ascending.
-
-    The Gram of a rare expert shrinks towards a multiple of the identity, so that an expert without tokens keeps the
-    neurons with the largest outputs per unit of activation.
-    """
-    if not task.is_reduced:
-        return torch.arange(task.dense_units, device=task.machine.device).repeat(len(group), 1)
-    evidence = _evidence(task, tensors, group, statistics, dampings, generator)
-    return SELECTORS[task.selector].neurons_of_experts(evidence, task.kept_units)
-
-
 def evidence_of(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> list[Evidence]:
     """Return the evidence of every expert of a group, as neurons are chosen by."""
     dampings = _dampings(task, statistics, len(tensors[task.mixer.down]))
@@ -213,6 +197,11 @@ def _evidence(
     dampings: list[float],
     generator: torch.Generator,
 ) -> list[Evidence]:
+    """Return the evidence of every expert of a group.
+
+    The Gram of a rare expert shrinks towards a multiple of the identity, so that an expert without tokens keeps the
+    neurons with the largest outputs per unit of activation.
+    """
     mixer, device = task.mixer, task.machine.device
     down, gate_up = tensors[mixer.down].to(device), tensors[mixer.gate_up].to(device)
     curvature = None if task.curvature is None else task.curvature.ffn

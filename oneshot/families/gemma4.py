@@ -37,7 +37,6 @@ def check(config: dict[str, Any]) -> None:
 
 def variant(family: Description, config: dict[str, Any]) -> Description:
     """Return the family with the factor of its embedding, the bound of its logits, and the types of its layers."""
-    check(config)  # a complete config states what the class adds by default
     known = replace(scaled_embedding(family, config), head_cap=config.get("final_logit_softcapping"))
     return replace(known, carried_layers=carried_layers(config, family.mixers))
 

@@ -1,7 +1,7 @@
 """What narrower experts cost in one layer of a mixture: statistics of all its experts, and their one error curve.
 
 All experts of a layer keep equally many neurons, each its own, as a run chooses and corrects them. Errors of different
-experts are taken as orthogonal, so that of the layer is the sum of theirs. A shared expert that shrinks with them is
+experts are taken as orthogonal, so the layer's error is the sum of theirs. A shared expert that shrinks with them is
 one more.
 """
 
