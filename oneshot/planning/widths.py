@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from oneshot.errors import PlanError
 from oneshot.families import RankedKind
@@ -11,6 +12,7 @@ from oneshot.planning.grid import Grid
 from oneshot.planning.heads import head_options
 from oneshot.planning.own_sizes import spread, spread_with_equal_heads
 from oneshot.planning.plan import Plan
+from oneshot.planning.vocabulary import equal_tables
 
 
 def meet_budget(
@@ -32,10 +34,10 @@ def meet_budget(
     Without `damages` all layers are equal and come as near to the budget as possible. If both kinds are reduced, heads
     take the fraction nearest to the one that all sublayers must lose, and the FFN takes what is left. With `damages`
     the plan of least damage within the budget is chosen, among equal layers unless the form lets layers differ.
-    `reduce_embedding`: ranks of the vocabulary's ranges are chosen together with these sizes. `leave_out_sublayers`:
-    with damages, the sizes zero of an FFN and of attention also count. `reduce_inner`: with damages, each layer's sizes
-    inside heads are also chosen if the form lets them differ. `ranked_kinds`: with damages, each layer's ranks of these
-    linears are also chosen.
+    `reduce_embedding`: ranks of the vocabulary's ranges are chosen together with these sizes; without damages they are
+    equal, and the smallest FFN comes first. `leave_out_sublayers`: with damages, the sizes zero of an FFN and of
+    attention also count. `reduce_inner`: with damages, each layer's sizes inside heads are also chosen if the form lets
+    them differ. `ranked_kinds`: with damages, each layer's ranks of these linears are also chosen.
 
     Args:
         plan: what is decided already, with all neurons and heads.
@@ -73,7 +75,7 @@ def meet_budget(
             ranked_kinds=ranked_kinds if grid.has_ranks and len(damages.ranks) else (),
         )
     if not reduce_heads:
-        return _with_width(grid, plan, budget, step)
+        return _with_width(grid, plan, budget, step, reduce_embedding=reduce_embedding)
     options = head_options(shape, plan)
     if not reduce_ffn:
         return _nearest_heads(grid, plan, options, budget, surplus)
@@ -83,7 +85,7 @@ def meet_budget(
     kept = max(1, len(options) - round(fraction * len(options)))
     # one head may be more than is asked for if attention outweighs the FFN; all heads remove nothing
     fitting = (option for option in options[kept - 1 :] if budget.measure(grid.stack(option)) >= budget.target)
-    return _with_width(grid, next(fitting), budget, step)
+    return _with_width(grid, next(fitting), budget, step, reduce_embedding=reduce_embedding)
 
 
 def _nearest_heads(grid: Grid, plan: Plan, options: list[Plan], budget: Budget, surplus: float) -> Plan:
@@ -97,13 +99,22 @@ def _nearest_heads(grid: Grid, plan: Plan, options: list[Plan], budget: Budget, 
     return min(options, key=lambda option: abs(budget.measure(grid.stack(option)) - budget.target))
 
 
-def _with_width(grid: Grid, plan: Plan, budget: Budget, step: int) -> Plan:
-    """Return the plan whose equal FFN widths, multiples of `step`, come nearest to the budget."""
+def _with_width(grid: Grid, plan: Plan, budget: Budget, step: int, *, reduce_embedding: bool = False) -> Plan:
+    """Return the plan whose equal FFN widths, multiples of `step`, come nearest to the budget.
+
+    If the smallest width is not small enough and the embedding may be reduced, its ranges also get equal ranks.
+    """
     width = grid.shape.intermediate_size
     widths = [*range(step, width, step), width]
     options = [plan.with_sizes(intermediate_size=width) for width in widths]
     measures = [budget.measure(grid.stack(option)) for option in options]
-    if budget.target < measures[0] - (measures[1] - measures[0] if len(measures) > 1 else 0) / 2:
+    lowest = measures[0] - (measures[1] - measures[0] if len(measures) > 1 else 0) / 2
+    if budget.target < lowest and reduce_embedding:
+        tables = equal_tables(grid.shape.vocab_size, grid.shape.hidden_size)
+        options = [replace(options[0], embedding=ranges) for ranges in tables]
+        measures = [budget.measure(grid.stack(option)) for option in options]
+        lowest = measures[0]
+    if budget.target < lowest:
         raise PlanError(
             f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(measures[0])} at "
             "best; ask for a smaller --sparsity, or allow --set heads=id as well."

@@ -153,6 +153,18 @@ def test_a_plan_reduces_the_ranges_of_low_rank(rarely_wide: Path, make_config: M
     assert generated.shape == (2, 27)
 
 
+def test_the_embedding_takes_what_the_smallest_ffns_leave(rarely_wide: Path, make_config: MakeConfig) -> None:
+    """Before a profile is measured, equal layers and equal ranks stand for the plan; they must not refuse a target."""
+    config = make_config(rarely_wide, form="per-layer", sparsity=0.2, round_to=240, heads="none", ranks="none")
+    with pytest.raises(OneshotError, match="this recipe gets down to"):
+        compress(replace(config, method=replace(config.method, embedding="none")))
+    report = compress(config)
+    assert report.sparsity["reached"] == pytest.approx(0.2, abs=0.02)
+    assert max(ranks(Path(config.output))[4:]) < HIDDEN
+    with pytest.raises(OneshotError, match="this recipe gets down to"):
+        compress(replace(config, target=replace(config.target, sparsity=0.9), output=config.output + "-small"))
+
+
 def test_nothing_is_lost_at_a_sufficient_rank(rarely_wide: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     """The logits equal the dense model's if only the embedding is reduced."""
     config = make_config(rarely_wide, form="per-layer", sparsity=0.1)
