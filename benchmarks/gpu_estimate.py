@@ -187,7 +187,7 @@ def described_work(model: Model, memory: int | None, changes: dict[str, Any]) ->
     options |= {"device": "cpu"} if memory is None else {"device": "cuda", "max_device_memory_bytes": memory}
     config = Config.of("described", "out", **options)
     grid = FORMS[config.form].grid(model)
-    method = grid.settle(config.method)
+    method = grid.settle(config.method, config.target)
     plan = make_plan(grid, method, config.target, budget=parameter_budget(config.target, model.shape.stack()))
     schedule = make_schedule(method, plan, grid, num_tokens=config.text.num_tokens, has_profile=False)
     device = torch.device("cpu") if memory is None else torch.device("cuda", 0)

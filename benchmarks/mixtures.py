@@ -36,6 +36,8 @@ ENGINE: tuple[Row, ...] = (
     {"experts": "effects"},
     {"form": "per-layer", "ranks": "none", "embedding": "none"},
     {"form": "per-layer"},
+    {"form": "per-layer", "experts": "effects", "ffn": "none", "embedding": "none"},
+    {"form": "per-layer", "experts": "effects", "ranks": "none", "embedding": "none"},
 )
 OWN = "own text"  # held out from the text that a mixture was trained on
 Selector = ExpertSelector | Literal["hope"]
@@ -133,12 +135,17 @@ def asked_of_engine(settings: Row, dense: torch.nn.Module, share: float) -> tupl
     """Return what goes, how it is chosen, and the size that is asked for, equal in bytes for all settings."""
     named = dict(dense.named_parameters())
     count, _, width = next(one.shape for name, one in named.items() if name.endswith("experts.down_proj"))
-    if "experts" in settings:
+    if "experts" in settings and "form" not in settings:
         return "experts", settings["experts"], {"num_experts": round((1 - share) * count), "ffn": "none"}
     if "form" not in settings:
         return "neurons", "pivots", {"intermediate_size": round((1 - share) * width)}
     of_experts = sum(one.numel() for name, one in named.items() if ".experts." in name)
     sparsity = share * of_experts / sum(one.numel() for one in named.values())
+    if "experts" in settings:
+        part, selector = (
+            ("experts", "own counts") if settings.get("ffn") == "none" else ("both", "own counts and widths")
+        )
+        return part, selector, {"sparsity": sparsity}
     return "neurons", "own widths" if settings.get("ranks") == "none" else "own sizes", {"sparsity": sparsity}
 
 

@@ -23,6 +23,7 @@ Depth = Literal["sensitivity", "sublayers", "none"]
 InnerSizes = Literal["sensitivity", "none"]
 Ranks = Literal["auto", "sensitivity", "none"]
 OutputCurvature = Literal["auto", "fisher", "none"]
+ExpertCounts = Literal["auto", "equal", "sensitivity"]
 TokenWeighting = Literal["unit", "raw"]
 ResidualTarget = Literal["stream", "sublayer"]
 PivotWeights = Literal["output", "none"]
@@ -86,6 +87,8 @@ class Method:
         curvature: `fisher` measures by one backward pass what a change of each sublayer's output costs the model's
             output; neurons, ranks and sizes are then chosen by it (`compression.curvature`). `auto`: if ranks are
             planned and neurons are chosen by pivots of the exact Gram.
+        expert_counts: `equal` keeps as many experts in every layer of a mixture; with `sensitivity` a profile says how
+            many each keeps. `auto`: if experts go by `effects`, the form can hold it and no number is stated.
     """
 
     ffn: SelectorName
@@ -118,6 +121,7 @@ class Method:
     inner_sizes: InnerSizes = "none"
     ranks: Ranks = "none"
     curvature: OutputCurvature = "none"
+    expert_counts: ExpertCounts = "equal"
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -146,6 +150,11 @@ class Method:
             raise ConfigError(
                 "--set ranks=sensitivity needs a selector for ffn, allocation=sensitivity, and whole heads; set heads, "
                 "hidden and inner_sizes to none, and leave out depth=sublayers."
+            )
+        if self.plans_experts and not self.may_plan_experts:
+            raise ConfigError(
+                "--set expert_counts=sensitivity needs experts=effects, hidden=none and allocation=sensitivity; set "
+                "them, or leave it out."
             )
         if self.up_steps and (not self.reduces_ffn or not self.solves or self.hidden != "none"):
             raise ConfigError(
@@ -188,6 +197,16 @@ class Method:
     def reduces_experts(self) -> bool:
         """Return whether whole experts are removed."""
         return self.experts != "none"
+
+    @property
+    def may_plan_experts(self) -> bool:
+        """Return whether a profile can say what fewer experts cost."""
+        return self.experts == "effects" and not self.slices and self.allocation in (AUTO, "sensitivity")
+
+    @property
+    def plans_experts(self) -> bool:
+        """Return whether a profile decides how many experts every layer keeps; `expert_counts` must be settled."""
+        return self.expert_counts == "sensitivity"
 
     @property
     def reduces_sublayers(self) -> bool:
@@ -253,7 +272,8 @@ class Method:
     @property
     def reads_profile(self) -> bool:
         """Return whether sizes come from a profile; `allocation` must be settled."""
-        return (self.allocation != "uniform" and self.reduces_sublayers) or self.leaves_out_layers
+        by_profile = self.allocation != "uniform" and self.reduces_sublayers
+        return by_profile or self.leaves_out_layers or self.plans_experts
 
     @property
     def fixed_damping(self) -> float:
@@ -272,7 +292,13 @@ class Method:
 
 RECIPES = {
     "oneshot": Method(
-        ffn="id", heads="none", correction="two-stream", embedding="auto", ranks="auto", curvature="auto"
+        ffn="id",
+        heads="none",
+        correction="two-stream",
+        embedding="auto",
+        ranks="auto",
+        curvature="auto",
+        expert_counts="auto",
     ),
     "stat": Method(
         ffn="id",

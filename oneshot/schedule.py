@@ -97,6 +97,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
         "sublayer": method.leaves_out_sublayers,
         "inner": method.plans_inner_sizes,
         "rank": method.plans_ranks,
+        "experts": method.plans_experts,
     }
     follows_dense = reads and method.follows_dense and _residual_counts(method, grid, slices, num_tokens)
     needed = DENSE_EVERY * DENSE_TOKENS_PER_NEURON * shape.intermediate_size * shape.tokens_per_arrival
@@ -114,7 +115,7 @@ def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, ha
         dense_every=(DENSE_EVERY if share_suffices and not needs_all else 1) if follows_dense else 0,
         finds_shared_heads=fewer_heads and grid.family.shares_heads,
         solves_heads=method.reduces_heads or reduces_values or sliced_correction,
-        removes_experts=method.reduces_experts and plan.removes_experts(shape),
+        removes_experts=plan.removes_experts(shape) or (by_profile and method.plans_experts),
         corrects_up=method.up_steps > 0 and shrinks,  # `Method` and `Grid.settle` refuse it where it cannot be
     )
 
@@ -135,9 +136,11 @@ def _residual_counts(method: Method, grid: Grid, slices: bool, num_tokens: int) 
 
 
 def profile_schedule(grid: Grid, method: Method, kinds: Sequence[str] = PROBED_KINDS) -> Schedule:
-    """Return the stages of a run that only makes a profile: of `kinds` without heads that no form can remove."""
+    """Return the stages of a run that only makes a profile: of `kinds` without what no form can remove."""
     if not grid.family.like_llama and grid.family.reason_against("heads") is not None:
         kinds = [kind for kind in kinds if kind != "heads"]
+    if grid.shape.experts is None or grid.family.reason_against("experts") is not None:
+        kinds = [kind for kind in kinds if kind != "experts"]
     return Schedule(
         profiled_kinds=tuple(kinds),
         profiles_embedding=grid.shape.tied and not grid.shape.layer_norms,

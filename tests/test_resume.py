@@ -104,7 +104,7 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
 
 @pytest.mark.parametrize(
     "experts",
-    [{"form": "per-layer", "curvature": "none"}, {"experts": "reap", "num_experts": 3, "sparsity": 0.35}],
+    [{"form": "per-layer", "experts": "effects"}, {"experts": "reap", "num_experts": 3, "sparsity": 0.35}],
     ids=str,
 )
 def test_mixtures_of_experts(experts: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:

@@ -58,7 +58,7 @@ def schedule_of(
         options["sparsity"] = 0.2
     config = Config.of("in", "out", recipe=recipe, form=form, **options)
     grid = grid_of(form, shape)
-    method = grid.settle(config.method)
+    method = grid.settle(config.method, config.target)
     plan = make_plan(grid, method, config.target)
     return make_schedule(method, plan, grid, num_tokens=config.text.num_tokens, has_profile=has_profile), plan
 
@@ -243,7 +243,7 @@ def test_only_a_tied_embedding_without_layer_norms_is_profiled(shape: ModelShape
     assert schedule.profiles_embedding == ranked
     assert schedule.profiled_kinds == ((FFN, RANK) if shape.gated else (FFN,))
     alone = profile_schedule(grid_of("stock", shape), find_recipe("oneshot"))
-    assert alone == Schedule(profiled_kinds=PROBED_KINDS, profiles_embedding=ranked)
+    assert alone == Schedule(profiled_kinds=(FFN, HEADS, LAYER, SUBLAYER, INNER, RANK), profiles_embedding=ranked)
     assert alone.reads_text
 
 
@@ -268,7 +268,7 @@ def test_combinations_of_selectors_and_corrections() -> None:
         assert schedule.plans_by_profile == (form == "per-layer")
         probed = {FFN: ffn != "none", HEADS: heads != "none", LAYER: False, SUBLAYER: False, INNER: False}
         probed[RANK] = probed[FFN] and not probed[HEADS] and correction in ("same-layer", "two-stream")
-        kinds = tuple(kind for kind in PROBED_KINDS if probed[kind])
+        kinds = tuple(kind for kind in PROBED_KINDS if probed.get(kind))
         assert schedule.profiled_kinds == (kinds if form == "per-layer" else ())
         assert schedule.solves_heads == (heads != "none")
         assert not schedule.corrects_up
@@ -332,7 +332,7 @@ def test_the_run_follows_its_schedule(
 def test_the_plan_of_a_target_without_sparsity_is_scheduled() -> None:
     """Give sizes alone: the FFN keeps its width, so no profile is made although the form lets layers differ."""
     grid = grid_of("per-layer")
-    method = grid.settle(find_recipe("oneshot"))
+    method = grid.settle(find_recipe("oneshot"), Target(value_size=4))
     plan = make_plan(grid, method, Target(value_size=4))
     schedule = make_schedule(method, plan, grid, num_tokens=1025, has_profile=False)
     assert schedule == Schedule(streams=2, dense_every=1, solves_heads=True)
@@ -342,7 +342,7 @@ def test_no_dense_stream_passes_if_few_tokens_give_its_residual_no_weight() -> N
     """Four tokens for each of 256 neurons: `SublayerTask.residual_weight` is 0 up to there."""
     grid = grid_of("stock")
     for options, few in (({}, 1), ({"residual_target": "sublayer"}, 2), ({"up_steps": 1}, 2)):
-        method = grid.settle(find_recipe("oneshot", **options))
+        method = grid.settle(find_recipe("oneshot", **options), Target(sparsity=0.2))
         plan = make_plan(grid, method, Target(sparsity=0.2))
         for num_tokens, streams in ((1024, few), (1025, 2)):
             found = make_schedule(method, plan, grid, num_tokens=num_tokens, has_profile=False)

@@ -18,6 +18,8 @@ SELECTORS = {
     "effects": "joint effects",
     "pivots": "pivots",
     "own widths": "pivots, own widths by layer",
+    "own counts": "joint effects, own numbers by layer",
+    "own counts and widths": "joint effects and pivots, own numbers and widths by layer",
     "own sizes": "pivots, own widths and ranks by layer, output curvature",
 }
 CORRECTIONS = {
@@ -65,7 +67,7 @@ def mixtures_table(model: str) -> str:
     own = f"; own text: {texts['own text']['tokens']:,} tokens held out from its training text" if has_own else ""
     caption = (
         "Perplexity ÷ the whole mixture's, geometric mean over five kinds of text, by the removed share of the "
-        f"experts' parameters; whole experts or as many neurons of every expert{own}. ± is the standard deviation over "
+        f"experts' parameters; whole experts, neurons of every expert, or both{own}. ± is the standard deviation over "
         "seeds, which choose the calibration text, so many tokens; seeds "
         f"{', '.join(map(str, sorted({row['seed'] for row in rows})))}; {origin(rows)}."
     )

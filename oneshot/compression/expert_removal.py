@@ -9,8 +9,7 @@ from oneshot.compression.expert_scores import ExpertSums, GateRule, Routed, outp
 from oneshot.compression.tasks import ExpertsTask
 from oneshot.errors import CheckpointError
 from oneshot.families import Experts
-from oneshot.machine import Workers
-from oneshot.stream import Layer, States
+from oneshot.stream import Layer, Routing, States
 from oneshot.tensors import Tensors
 
 TOKENS_TOGETHER = 4096  # whose effects are summed at once
@@ -24,19 +23,23 @@ def measure_effects(task: ExpertsTask, tensors: Tensors, states: States, current
     """
     assert task.shape.experts is not None
     sums = ExpertSums(task.shape.experts.count, task.machine.device)
-    mixer = task.mixer
     for x, _ in states.read():
-        routing = current.route(task.index, x)
-        pieces = zip(
-            *(part.split(TOKENS_TOGETHER) for part in (routing.inputs, routing.logits, routing.gates)), strict=True
-        )
-        for inputs, logits, gates in pieces:
-            scores = logits.double().softmax(-1) if mixer.scores == "softmax" else logits.double().sigmoid()
-            preference = None if mixer.chosen_by is None else scores + tensors[mixer.chosen_by].to(scores)
-            routed = route(scores, routing.chosen.shape[1], _gate_rule(mixer), preference)
-            _check_gates(task, routed, gates / mixer.scale)
-            sums.add_(routed, outputs_of(routed, inputs, routing.output))
-    return _of_all(sums, task.machine.workers)
+        add_effects_(sums, task, tensors, current.route(task.index, x))
+    return sums.of_all(task.machine.workers)
+
+
+def add_effects_(sums: ExpertSums, task: ExpertsTask, tensors: Tensors, routing: Routing) -> None:
+    """Add a batch to the sums. Raises as `measure_effects`."""
+    mixer = task.mixer
+    pieces = zip(
+        *(part.split(TOKENS_TOGETHER) for part in (routing.inputs, routing.logits, routing.gates)), strict=True
+    )
+    for inputs, logits, gates in pieces:
+        scores = logits.double().softmax(-1) if mixer.scores == "softmax" else logits.double().sigmoid()
+        preference = None if mixer.chosen_by is None else scores + tensors[mixer.chosen_by].to(scores)
+        routed = route(scores, routing.chosen.shape[1], _gate_rule(mixer), preference)
+        _check_gates(task, routed, gates / mixer.scale)
+        sums.add_(routed, outputs_of(routed, inputs, routing.output))
 
 
 def _gate_rule(mixer: Experts) -> GateRule:
@@ -55,13 +58,6 @@ def _check_gates(task: ExpertsTask, routed: Routed, gates: torch.Tensor) -> None
             f"The router of layer {task.layer} weighs experts otherwise than known for this family, so none can be "
             "removed; use --set experts=none, and please report this with the input's config.json."
         )
-
-
-def _of_all(sums: ExpertSums, workers: Workers) -> ExpertSums:
-    """Return the sums over the text of all workers."""
-    workers.sum_(sums.tokens, sums.gated_norms, sums.norms, sums.energies, sums.effects)
-    sums.peaks = torch.stack(workers.gather((sums.peaks,))).amax(0)
-    return sums
 
 
 def keep_experts(task: ExpertsTask, tensors: Tensors, sums: ExpertSums) -> Tensors:

@@ -13,6 +13,7 @@ import torch
 
 from oneshot.linalg.expert_sets import least_removal
 from oneshot.linalg.sums import add_product_
+from oneshot.machine import Workers
 
 GateRule = Literal["normalised", "softmax", "independent"]
 """How gates come from the scores of the chosen: divided by their sum (Qwen3-MoE, Mixtral, gpt-oss); a softmax over all
@@ -129,6 +130,12 @@ class ExpertSums:
         peaks = outputs[:, :top_k].abs().amax(-1)
         self.peaks = torch.maximum(self.peaks, (places * peaks[..., None]).amax((0, 1)))
         self._add_effects_(routed, outputs, places)
+
+    def of_all(self, workers: Workers) -> "ExpertSums":
+        """Return the sums over the text of all workers."""
+        workers.sum_(self.tokens, self.gated_norms, self.norms, self.energies, self.effects)
+        self.peaks = torch.stack(workers.gather((self.peaks,))).amax(0)
+        return self
 
     def _add_effects_(self, routed: Routed, outputs: torch.Tensor, places: torch.Tensor) -> None:
         """Add to R: of every token, its own experts' effects, and `−c_e y` of the experts that it does not have."""

@@ -115,6 +115,6 @@ def _count(work: Work) -> int:
     """Return the experts that stay."""
     experts = work.shape.experts
     assert experts is not None
-    if work.plan is None:
+    if work.plan is None or work.method.plans_experts:  # any layer may keep all
         return experts.count
     return max(experts.count if layer.num_experts is None else layer.num_experts for layer in work.plan.layers)

@@ -41,6 +41,8 @@ def profile_stages(work: Work) -> list[Stage]:
     reduced = Term(work.on_cuda * work.layer_bytes, computed=True)
     if shape.experts is not None:
         curves, reduced = expert_memory.curves(all_experts, size), Term(work.layer_bytes, computed=True)
+        if "experts" in work.schedule.profiled_kinds:
+            counted = (*counted, expert_memory.effects(work))
     if linears:
         curves = max(curves, terms.directions(work), key=terms.size_of)
     solve = terms.correction if shape.experts is None else expert_memory.solve

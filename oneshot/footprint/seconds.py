@@ -113,6 +113,8 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     }
     if "rank" in kinds:
         seconds["ranks"] = layers * _low_rank(work, rates)
+    if "experts" in kinds:  # of one expert more for each token
+        seconds["forward"] += layers * read * forward / rates.stream
     if rates.on_device:
         seconds["condition"] = layers * ffns * _condition(3 / 4 * size)
         seconds["transfer"] = layers * work.layer_bytes / rates.link

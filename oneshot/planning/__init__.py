@@ -7,6 +7,7 @@ each, by the `damages` that a profile predicts.
 from oneshot.planning.budget import Budget, default_round_to
 from oneshot.planning.curves import Profile, ProfileOrigin
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
+from oneshot.planning.experts import expert_counts
 from oneshot.planning.grid import Grid
 from oneshot.planning.hidden_size import groups_of_positions, spread_hidden_sizes
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
@@ -25,6 +26,7 @@ __all__ = [
     "ProfileOrigin",
     "default_round_to",
     "dense_plan",
+    "expert_counts",
     "groups_of_positions",
     "make_plan",
     "parameter_budget",

@@ -45,6 +45,10 @@ class Profile:
         head_sensitivity: `(layers,)`: the same of attention.
         rank_errors: `(layers, kinds, D + 1)`: mean squared error of the sublayer's output for every rank of a linear of
             each of `RANKED_KINDS`; zeros if they were not profiled.
+        expert_errors: `(layers, E + 1)`: squared change of a mixture's output with k of its E experts, those of the
+            least joint effect gone and the others as they are, as a share of the change with the fewest that a layer
+            may keep, and one below these; zeros if they were not profiled.
+        expert_sensitivity: `(layers,)`: as `ffn_sensitivity`, per unit of `expert_errors`.
         stream_sensitivity: `(layers,)`: the same divergence per unit of mean squared error that the reduced FFN adds to
             the stream.
         layer_divergence: `(layers,)`: the same divergence if only this layer is left out.
@@ -73,6 +77,8 @@ class Profile:
     query_key_sensitivity: torch.Tensor
     value_sensitivity: torch.Tensor
     rank_errors: torch.Tensor
+    expert_errors: torch.Tensor
+    expert_sensitivity: torch.Tensor
     stream_sensitivity: torch.Tensor
     layer_divergence: torch.Tensor
     head_divergence: torch.Tensor

@@ -15,6 +15,8 @@ from oneshot.recipes import Allocation
 # On other kinds of text a smaller embedding costs 1.7 times as much as on the calibration text, and no later layer
 # corrects that loss (docs/experiments.md).
 EMBEDDING_CAUTION = 2.0
+# Of what removed experts cost, this share stays when the others are corrected (docs/experiments.md).
+CORRECTED_SHARE = 0.45
 UNKNOWN = torch.empty(0, 0, dtype=torch.float64)
 TINY = torch.finfo(torch.float64).tiny
 
@@ -25,8 +27,8 @@ class Damages:
 
     `layers (layers,)`: of leaving out a whole layer. `embedding (ranges, D + 1)`: of rank r of a range of the
     vocabulary. `queries_keys`, `values (layers, h + 1)`: of sizes inside heads. `ranks (layers, kinds, D + 1)`: of
-    linears of each of `RANKED_KINDS`. All are in nats per token, as only sensitivities are; the last four are empty if
-    they are unknown.
+    linears of each of `RANKED_KINDS`. `experts (layers, E + 1)`: of keeping so many experts. All are in nats per token,
+    as only sensitivities are; the last five are empty if they are unknown.
     """
 
     ffn: torch.Tensor
@@ -36,6 +38,7 @@ class Damages:
     queries_keys: torch.Tensor = UNKNOWN
     values: torch.Tensor = UNKNOWN
     ranks: torch.Tensor = UNKNOWN
+    experts: torch.Tensor = UNKNOWN
 
 
 def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Damages:
@@ -56,6 +59,7 @@ def sensitivity_damages(profile: Profile, _: Grid) -> Damages:
         queries_keys=profile.query_key_sensitivity.unsqueeze(1) * profile.query_key_errors,
         values=profile.value_sensitivity.unsqueeze(1) * profile.value_errors,
         ranks=profile.stream_sensitivity.view(-1, 1, 1) * profile.rank_errors,
+        experts=CORRECTED_SHARE * profile.expert_sensitivity.unsqueeze(1) * profile.expert_errors,
     )
 
 
@@ -153,6 +157,8 @@ def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
             total += float(damages.queries_keys[layer, kept.query_key_size])
         if kept.value_size is not None and len(damages.values):
             total += float(damages.values[layer, kept.value_size])
+        if kept.num_experts is not None and len(damages.experts):
+            total += float(damages.experts[layer, kept.num_experts])
         if len(damages.ranks):
             total += sum(
                 float(damages.ranks[layer, RANKED_KINDS.index(kind), rank]) for kind, rank in kept.ranks.items()

@@ -1,8 +1,10 @@
-"""The number of experts that every layer of a mixture keeps."""
+"""The number of experts that the layers of a mixture keep."""
 
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
+from oneshot.families import ExpertSizes
 from oneshot.planning.budget import Budget
+from oneshot.planning.damages import Damages
 from oneshot.planning.grid import Grid
 from oneshot.planning.plan import Plan
 from oneshot.recipes import Method
@@ -11,13 +13,22 @@ LARGEST_STEP = 8  # so that experts can be shared among devices
 STEPS = 16  # of a model's experts, at least
 
 
-def with_experts(grid: Grid, plan: Plan, method: Method, target: Target, budget: Budget) -> Plan:
+def expert_counts(experts: ExpertSizes) -> list[int]:
+    """Return the numbers of experts that a layer may keep, rising to all of them."""
+    step = min(LARGEST_STEP, max(1, experts.count // STEPS))
+    return list(range(experts.count, experts.per_token - 1, -step))[::-1]
+
+
+def with_experts(
+    grid: Grid, plan: Plan, method: Method, target: Target, budget: Budget, damages: Damages | None = None
+) -> Plan:
     """Return the plan with the experts that the target states, or with those whose model comes nearest to the budget.
 
-    The plan is unchanged if experts stay.
+    All layers keep equally many. The plan is unchanged if experts stay, or if damages decide how many each layer keeps;
+    before these are known, neurons and heads stand for the experts if they also go.
 
-    Raises `ConfigError` if neurons or heads also go and the number is not stated, `PlanError` for a number that is out
-    of reach.
+    Raises `ConfigError` if neurons or heads also go and the number is neither stated nor planned, `PlanError` for a
+    number that is out of reach.
     """
     experts, stated = grid.shape.experts, target.num_experts
     if not method.reduces_experts:
@@ -31,15 +42,21 @@ def with_experts(grid: Grid, plan: Plan, method: Method, target: Target, budget:
                 f"--set num_experts={stated} is not between the {experts.per_token} experts of a token and the model's "
                 f"{experts.count}."
             )
+        if method.plans_experts:
+            raise ConfigError(
+                f"--set num_experts={stated} is for all layers, and expert_counts=sensitivity gives each its own; "
+                "leave one out."
+            )
         return plan.with_sizes(num_experts=stated)
+    if method.plans_experts and (damages is not None or method.reduces_sublayers):
+        return plan
     if budget.measure(grid.stack(plan)) <= budget.target:
         return plan
     if method.reduces_sublayers:
         raise ConfigError(
             "Give --set num_experts= if neurons or heads also go, which take what is left; or set ffn=none, heads=none."
         )
-    step = min(LARGEST_STEP, max(1, experts.count // STEPS))
-    counts = range(experts.count, experts.per_token - 1, -step)
+    counts = expert_counts(experts)[::-1]
     measures = {count: budget.measure(grid.stack(plan.with_sizes(num_experts=count))) for count in counts}
     least = min(measures.values())
     if budget.target < least:

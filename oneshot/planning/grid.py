@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
 from oneshot.families import Description, Feature, LayerShape, ModelShape, StackShape
 from oneshot.planning.plan import Plan
@@ -153,8 +154,8 @@ class Grid:
                 f"hold{advice}."
             )
 
-    def settle(self, method: Method) -> Method:
-        """Return the method with every `auto` that depends on the form replaced by its choice.
+    def settle(self, method: Method, target: Target) -> Method:
+        """Return the method with every `auto` that depends on the form or on stated sizes replaced by its choice.
 
         Raises `ConfigError` and `PlanError` for an explicit choice that the form or the family cannot have.
         """
@@ -188,11 +189,16 @@ class Grid:
             raise ConfigError(self._needing("ranks=sensitivity", "leave it out"))
         if method.weighs_output and not self.has_curvature:
             raise ConfigError(self._needing(f"curvature={method.curvature}", "leave it out"))
+        if method.plans_experts and not self.layers_differ:
+            raise ConfigError(self._needing("expert_counts=sensitivity", "leave it out"))
         if method.embedding not in (AUTO, "none"):
             if not self.embedding_ranks:
                 raise ConfigError(self._needing(f"embedding={method.embedding}", "leave it out"))
             if not self.ranks_embedding:
                 raise PlanError("--set embedding=low-rank needs an output head that is the embedding; leave it out.")
+        if method.expert_counts == AUTO:
+            plans = self.layers_differ and method.may_plan_experts and target.num_experts is None
+            method = replace(method, expert_counts="sensitivity" if plans else "equal")
         if method.allocation == AUTO:
             by_profile = method.leaves_out_layers or (self.layers_differ and not method.slices)
             measures = method.leaves_out_layers or method.plans_inner_sizes

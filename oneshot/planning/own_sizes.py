@@ -11,6 +11,7 @@ from oneshot.families import RANKED_KINDS, LayerShape, ModelShape, RankedKind, T
 from oneshot.linalg.allocation import least_damage
 from oneshot.planning.budget import Budget, default_round_to
 from oneshot.planning.damages import Damages, predicted_damage
+from oneshot.planning.experts import expert_counts
 from oneshot.planning.grid import Grid
 from oneshot.planning.heads import Sizes, head_options, head_sizes
 from oneshot.planning.plan import Plan
@@ -31,6 +32,7 @@ def spread(
     reduce_embedding: bool = False,
     reduce_inner: bool = False,
     ranked_kinds: Sequence[RankedKind] = (),
+    reduce_experts: bool = False,
 ) -> Plan:
     """Return each layer's own sizes with the least sum of damages within the budget (`linalg.allocation`).
 
@@ -40,7 +42,7 @@ def spread(
     Raises `PlanError` if the budget is out of reach, or leaves no attention.
     """
     stays = _Options(grid, [{}], torch.zeros(len(plan.layers), 1), ())
-    ffn = _ffn_options(grid, damages, step, ranked_kinds, leaves_out=leaves_out)
+    ffn = _ffn_options(grid, damages, step, ranked_kinds, leaves_out=leaves_out, reduce_experts=reduce_experts)
     ffns = [stays if layer in grid.family.dense_layers else ffn for layer in range(len(plan.layers))]
     mixers = [stays] * len(plan.layers)  # carried ones stay
     attending = [layer for layer in plan.kept_layers if grid.family.stack_of(layer).attentions]
@@ -166,15 +168,31 @@ def _embedding_items(
 
 
 def _ffn_options(
-    grid: Grid, damages: Damages, step: int | None, ranked_kinds: Sequence[RankedKind], *, leaves_out: bool
+    grid: Grid,
+    damages: Damages,
+    step: int | None,
+    ranked_kinds: Sequence[RankedKind],
+    *,
+    leaves_out: bool,
+    reduce_experts: bool,
 ) -> "_Options":
-    """Return the widths of an FFN, nothing first if it may be left out, and the ranks of its linears."""
+    """Return the widths of an FFN, nothing first if it may be left out, and the ranks of its linears.
+
+    An FFN that is a mixture may also have fewer experts; what both lose adds up.
+    """
     width = grid.shape.intermediate_size
     widths = [width] if step is None else [*range(step, width, step), width]
     if leaves_out:
         widths = [0, *widths]
+    sizes: list[Sizes] = [{"intermediate_size": width} for width in widths]
+    lost = damages.ffn[:, widths]
+    if reduce_experts:
+        assert grid.shape.experts is not None
+        counts = expert_counts(grid.shape.experts)
+        sizes = [size | {"num_experts": count} for size in sizes for count in counts]
+        lost = (lost.unsqueeze(2) + damages.experts[:, counts].unsqueeze(1)).flatten(1)
     kinds = [kind for kind in grid.family.stack.feed_forward.ranked if kind in ranked_kinds]
-    return _Options(grid, [{"intermediate_size": width} for width in widths], damages.ffn[:, widths], kinds)
+    return _Options(grid, sizes, lost, kinds)
 
 
 def _attention_options(

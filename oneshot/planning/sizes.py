@@ -53,7 +53,7 @@ def make_plan(
     if method.slices and target.budget != "parameters":
         raise ConfigError(f"--budget {target.budget} is for FFN neurons and heads; set hidden=none.")
     target = with_sizes(target, grid)
-    plan = with_experts(grid, _stated_plan(grid, method, target), method, target, budget)
+    plan = with_experts(grid, _stated_plan(grid, method, target), method, target, budget, damages)
     if method.slices and (budget.target < dense or target.hidden_size is not None):
         plan = plan_hidden(
             grid,
@@ -64,7 +64,8 @@ def make_plan(
             target_parameters=round(budget.target),
         )
     grid.refuse(plan)
-    if not sublayers_shrink and (budget.target == dense or method.slices or method.reduces_experts):
+    shrinks = sublayers_shrink or (method.plans_experts and damages is not None)
+    if not shrinks and (budget.target == dense or method.slices or method.reduces_experts):
         return plan
     start = budget.measure(grid.stack(plan))
     if start < budget.target:
@@ -88,11 +89,12 @@ def make_plan(
             leave_out_sublayers=method.leaves_out_sublayers,
             reduce_inner=method.plans_inner_sizes,
             ranked_kinds=_ranked_kinds(method, plan),
+            reduce_experts=method.plans_experts,
         )
 
     if not method.leaves_out_layers or (method.leaves_out_sublayers and damages is not None):
         return shrink(plan)
-    return with_fewer_layers(grid, plan, budget, damages, shrink if sublayers_shrink else None)
+    return with_fewer_layers(grid, plan, budget, damages, shrink if shrinks else None)
 
 
 def with_sizes(target: Target, grid: Grid) -> Target:
@@ -186,6 +188,6 @@ def predicted_divergences(
     predicted = {"plan": predicted_damage(plan, shape, damages)}
     for form, grid in grids.items():
         with contextlib.suppress(PlanError, ConfigError):
-            best = make_plan(grid, grid.settle(method), target, damages, budget)
+            best = make_plan(grid, grid.settle(method, target), target, damages, budget)
             predicted[form] = predicted_damage(best, shape, damages)
     return predicted

@@ -28,6 +28,7 @@ def meet_budget(
     leave_out_sublayers: bool = False,
     reduce_inner: bool = False,
     ranked_kinds: Sequence[RankedKind] = (),
+    reduce_experts: bool = False,
 ) -> Plan:
     """Return the plan with fewer neurons and heads that meets the budget; FFN widths are multiples of `round_to`.
 
@@ -37,7 +38,8 @@ def meet_budget(
     `reduce_embedding`: ranks of the vocabulary's ranges are chosen together with these sizes; without damages they are
     equal, and the smallest FFN comes first. `leave_out_sublayers`: with damages, the sizes zero of an FFN and of
     attention also count. `reduce_inner`: with damages, each layer's sizes inside heads are also chosen if the form lets
-    them differ. `ranked_kinds`: with damages, each layer's ranks of these linears are also chosen.
+    them differ. `ranked_kinds`: with damages, each layer's ranks of these linears are also chosen. `reduce_experts`:
+    with damages, each layer's number of experts is also chosen.
 
     Args:
         plan: what is decided already, with all neurons and heads.
@@ -49,7 +51,7 @@ def meet_budget(
     if surplus == 0:
         return plan
     leaves_out = leave_out_sublayers and damages is not None
-    if not (reduce_ffn or reduce_heads or leaves_out):
+    if not (reduce_ffn or reduce_heads or reduce_experts or leaves_out):
         raise PlanError("Nothing may be reduced (ffn=none, heads=none); allow one with --set, or ask for --sparsity 0.")
     step = round_to or max(default_round_to(shape.intermediate_size), shape.width_step)
     if reduce_ffn and step > shape.intermediate_size:
@@ -73,6 +75,7 @@ def meet_budget(
             reduce_embedding=reduce_embedding,
             reduce_inner=reduce_inner and grid.inner_sizes_differ,
             ranked_kinds=ranked_kinds if grid.has_ranks and len(damages.ranks) else (),
+            reduce_experts=reduce_experts,
         )
     if not reduce_heads:
         return _with_width(grid, plan, budget, step, reduce_embedding=reduce_embedding)

@@ -1,11 +1,13 @@
 """What narrower experts cost in one layer of a mixture: statistics of all its experts, and their one error curve.
 
+The same pass sums what whole experts do (`expert_counts`).
+
 All experts of a layer keep equally many neurons, each its own, as a run chooses and corrects them. Errors of different
 experts are taken as orthogonal, so the layer's error is the sum of theirs. A shared expert that shrinks with them is
 one more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +15,8 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.compression.correction import predicted_energies, relative
 from oneshot.compression.curvature import LayerCurvature, root_of
+from oneshot.compression.expert_removal import add_effects_
+from oneshot.compression.expert_scores import ExpertSums
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.experts import MeasuredExperts, evidence_of, factors_of, fold_experts
 from oneshot.compression.fold import augmented_weight
@@ -32,7 +36,8 @@ def experts_task(
     model: Model, machine: Machine, layer: int, kept: int, curvature: LayerCurvature | None = None
 ) -> ExpertsTask:
     """Return the task of `kept` neurons in every expert of a layer, for one worker, with the default settings."""
-    method, stack = Method(ffn="id", heads="none", correction="same-layer"), model.family.stack_of(layer)
+    method = Method(ffn="id", heads="none", correction="same-layer", experts="effects")
+    stack = model.family.stack_of(layer)
     plan = dense_plan(model.shape, method).with_sizes(intermediate_size=kept)
     alone, index = replace(machine, workers=ALONE, experts_together=None), stack.index_of("ffn")
     return ExpertsTask(
@@ -40,27 +45,44 @@ def experts_task(
     )
 
 
-class ExpertSums:
-    """Sum the statistics of a layer's experts while the text moves through it; `task`: of any width below the full."""
+class MixtureSums:
+    """Sum what a layer's experts are profiled from while the text moves through it.
 
-    def __init__(self, task: ExpertsTask) -> None:
+    Args:
+        task: of any width below the full. tensors: the layer's. probed: the kinds of `PROBED_KINDS` that are measured.
+    """
+
+    def __init__(self, task: ExpertsTask, tensors: Tensors, probed: Sequence[str]) -> None:
         assert task.shape.experts is not None
+        self._task, self._tensors = task, tensors
         count, device = task.shape.experts.count, task.machine.device
-        self._index, self._shared = task.index, shared_accumulator(task, None)
-        self._experts = ExpertAccumulator(count, task.dense_units, output_size=None, device=device)
+        self._effects = ExpertSums(count, device) if "experts" in probed else None
+        self._experts, self._shared = None, None
+        if "ffn" in probed:
+            self._shared = shared_accumulator(task, None)
+            self._experts = ExpertAccumulator(count, task.dense_units, output_size=None, device=device)
 
     def update_(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         """Add a batch of the stream before the experts, and return what they write, `(tokens, D)`."""
-        routing = layer.route(self._index, x)
-        self._experts.update_(routing)
+        routing = layer.route(self._task.index, x)
+        if self._experts is not None:
+            self._experts.update_(routing)
         if self._shared is not None:
             self._shared.update_(layer.shared_neurons(routing.inputs))
+        if self._effects is not None:
+            add_effects_(self._effects, self._task, self._tensors, routing)
         return routing.written
 
-    def finish(self, workers: Workers) -> ExpertStatistics:
-        """Return the sums of all workers."""
+    def statistics(self, workers: Workers) -> ExpertStatistics | None:
+        """Return the sums of all workers from which narrower experts are profiled."""
+        if self._experts is None:
+            return None
         shared = None if self._shared is None else self._shared.finish(workers)
         return replace(self._experts.finish(workers), shared=shared)
+
+    def effects(self, workers: Workers) -> ExpertSums | None:
+        """Return the sums of all workers from which fewer experts are profiled."""
+        return None if self._effects is None else self._effects.of_all(workers)
 
 
 def error_curve(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> torch.Tensor:

@@ -22,6 +22,7 @@ class LayerCurves:
     query_key_errors: torch.Tensor
     value_errors: torch.Tensor
     rank_errors: torch.Tensor
+    expert_errors: torch.Tensor
 
     @classmethod
     def zeros(cls, shape: ModelShape, head_units: int) -> "LayerCurves":
@@ -39,6 +40,7 @@ class LayerCurves:
             query_key_errors=zeros(shape.head_dim + 1),
             value_errors=zeros(shape.head_dim + 1),
             rank_errors=zeros(len(RANKED_KINDS), shape.hidden_size + 1),
+            expert_errors=zeros(0 if shape.experts is None else shape.experts.count + 1),
         )
 
 

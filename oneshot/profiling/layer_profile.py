@@ -9,6 +9,8 @@ from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.correction import Factors, correct, predicted_error
 from oneshot.compression.curvature import LayerCurvature, seen_by_output
+from oneshot.compression.expert_removal import keep_experts
+from oneshot.compression.expert_scores import ExpertSums
 from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
 from oneshot.compression.inner_heads import (
@@ -25,6 +27,7 @@ from oneshot.linalg.interpolative import nested_errors, ordered_factor, trailing
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import Machine
 from oneshot.planning.plan import RemovedUnit
+from oneshot.profiling.expert_counts import count_curve, probed_count
 from oneshot.profiling.expert_profile import error_curve, experts_task, narrowed
 from oneshot.profiling.layer_curves import LayerCurves, head_tail, squared_error, weighted_norm
 from oneshot.profiling.outputs import SublayerOutput
@@ -207,6 +210,20 @@ class LayerProfile:
         if curvature is not None:
             metric = curvature.ffn
         self._add_ffn(*narrowed(task, self._tensors, statistics), attended, metric)
+
+    def whole_experts(self, sums: ExpertSums, attended: torch.Tensor) -> None:
+        """Measure what fewer experts cost, from their effects; `attended`: the stream before them."""
+        experts, index = self._shape.experts, self._stack.index_of("ffn")
+        assert experts is not None
+        errors = self.curves.expert_errors = count_curve(sums, experts)
+        kept = probed_count(errors, experts)
+        if kept is None:
+            return
+        task = experts_task(self._model, self._machine, self._layer, self._shape.intermediate_size)
+        task = replace(task, plan=task.plan.with_sizes(num_experts=kept))
+        reduced = self._builder.layer(self._layer, keep_experts(task, self._tensors, sums))
+        total = reduced.sum(index, attended)
+        self._probes.add(Probe("experts", self._layer, reduced.leave(index, total), float(errors[kept])))
 
     def _add_ffn(self, tensors: Tensors, error: float, attended: torch.Tensor, metric: torch.Tensor | None) -> None:
         """Add the probe of the layer whose FFN or experts have these tensors; the rest as in `ffn`."""

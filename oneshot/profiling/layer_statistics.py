@@ -9,6 +9,7 @@ from torch.nn import functional
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import LayerCurvature
+from oneshot.compression.expert_scores import ExpertSums
 from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.compression.fold import augmented_weight
 from oneshot.compression.ranks import RankAccumulator, Ranked
@@ -21,7 +22,7 @@ from oneshot.compression.statistics import (
 )
 from oneshot.families import RankedKind
 from oneshot.machine import Machine, Workers
-from oneshot.profiling.expert_profile import ExpertSums, experts_task
+from oneshot.profiling.expert_profile import MixtureSums, experts_task
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors
 
@@ -33,8 +34,9 @@ class LayerStatistics:
     Attributes:
         heads: statistics of the inputs of attention's output linear; None without attention, or if no probed kind needs
             them.
-        neurons: statistics of the inputs of the FFN's output linear, with moments, or of the experts of a mixture. None
-            for one FFN where other layers have experts: it stays.
+        neurons: statistics of the inputs of the FFN's output linear, with moments, or of the experts of a mixture if
+            they may be narrower. None for one FFN where other layers have experts: it stays.
+        effects: of whole experts, if there may be fewer; else None.
         query_key_grams: Grams of queries and of keys by head; empty if they are not probed or cannot shrink.
         linears: those that may have low rank, by the index of their sublayer; empty if ranks are not profiled.
         influence: one minus the mean cosine of the layer's input and output (ShortGPT equation 1).
@@ -42,6 +44,7 @@ class LayerStatistics:
 
     heads: Statistics | None
     neurons: Statistics | ExpertStatistics | None
+    effects: ExpertSums | None
     query_key_grams: list[torch.Tensor]
     linears: dict[int, dict[RankedKind, Ranked]]
     influence: float
@@ -81,10 +84,11 @@ class LayerSums:
             }
         self._waits = stack.waits(self._mixer)
         self._branch_norms = [BranchNorm.of(each, tensors, device) for each in stack.sublayers]
-        self._experts: ExpertSums | None = None
+        self._experts: MixtureSums | None = None
         self._neurons: tuple[GramAccumulator, MomentAccumulator] | None = None
         if stack.experts is not None:
-            self._experts = ExpertSums(experts_task(model, machine, number, shape.intermediate_size // 2))
+            task = experts_task(model, machine, number, shape.intermediate_size // 2)
+            self._experts = MixtureSums(task, tensors, probed)
         elif not stays:
             moments = MomentAccumulator(shape.intermediate_size, device=device)
             self._neurons = self._accumulator(stack.sublayers[self._ffn].writer), moments
@@ -143,6 +147,7 @@ class LayerSums:
         workers.sum_(totals)
         return LayerStatistics(
             neurons=self._of_neurons(workers),
+            effects=None if self._experts is None else self._experts.effects(workers),
             query_key_grams=[grams.finish(workers) for grams in self._queries_keys],
             linears={index: sums.finish(workers, curvature) for index, sums in self._ranks.items()},
             heads=None if self._heads is None else self._heads.finish(workers=workers),
@@ -151,7 +156,7 @@ class LayerSums:
 
     def _of_neurons(self, workers: Workers) -> Statistics | ExpertStatistics | None:
         if self._experts is not None:
-            return self._experts.finish(workers)
+            return self._experts.statistics(workers)
         if self._neurons is None:
             return None
         grams, moments = self._neurons

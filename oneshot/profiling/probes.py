@@ -9,7 +9,7 @@ import torch
 from oneshot.stream import Layer
 
 PROBE_SEQUENCES = 2
-PROBED_KINDS = ("ffn", "heads", "layer", "sublayer", "inner", "rank")
+PROBED_KINDS = ("ffn", "heads", "layer", "sublayer", "inner", "rank", "experts")
 LEFT_OUT_SUBLAYERS = ("no heads", "no ffn")  # the probes of `sublayer`
 INNER_SIZES = ("queries and keys", "values")  # the probes of `inner`
 PROBE_SHARE = 3 / 4  # of a sublayer's neurons or heads stays in its probe; less if the error is too small

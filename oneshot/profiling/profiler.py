@@ -106,6 +106,8 @@ class LayerProfiler:
                 self._probes.add(Probe("no ffn", layer, attended.clone()))
             linears, metric = statistics.linears.pop(ffn, {}), None if curvature is None else curvature.ffn
             profile.ranks(ffn, linears, attended, metric)
+            if statistics.effects is not None:
+                profile.whole_experts(statistics.effects, attended)
             if isinstance(statistics.neurons, ExpertStatistics):
                 profile.experts(statistics.neurons, attended, curvature)
             elif statistics.neurons is not None:
@@ -129,6 +131,7 @@ class LayerProfiler:
             head_sensitivity=by_kind["heads"],
             query_key_sensitivity=by_kind["queries and keys"],
             value_sensitivity=by_kind["values"],
+            expert_sensitivity=by_kind["experts"],
             stream_sensitivity=of_stream,
             layer_divergence=by_kind["layer"],
             head_divergence=by_kind["no heads"],

@@ -116,7 +116,7 @@ class Run:
 
     def _settled(self, config: Config) -> Method:
         """Return the method with every `auto` settled; a profile that was made without curvature is planned from so."""
-        method = self.grid.settle(config.method)
+        method = self.grid.settle(config.method, config.target)
         if config.profile is None:
             return method
         origin = profile_origin(Path(config.profile).expanduser())

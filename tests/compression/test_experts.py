@@ -191,6 +191,15 @@ def test_every_selector_has_a_whole_run(
         ({"round_to": 4}, "not a multiple of 8"),
         ({"experts": "effects"}, "Give --set num_experts="),
         ({"num_experts": 3}, "add --set experts=effects"),
+        (
+            {"experts": "effects", "expert_counts": "sensitivity"},
+            "--set expert_counts=sensitivity needs --form per-layer",
+        ),
+        ({"experts": "reap", "expert_counts": "sensitivity", "form": "per-layer"}, "needs experts=effects"),
+        (
+            {"experts": "effects", "expert_counts": "sensitivity", "form": "per-layer", "num_experts": 3},
+            "--set num_experts=3 is for all layers",
+        ),
         ({"experts": "reap", "num_experts": 1}, "between the 2 experts of a token and the model's 4"),
         ({"experts": "reap", "ffn": "none", "sparsity": 0.9}, "ask for a smaller --sparsity"),
         ({"intermediate_size": 12, "sparsity": None}, "not a multiple of 8"),

@@ -134,7 +134,12 @@ def test_no_run_takes_more_than_predicted(
     for name, changes in FURTHER_MIXTURES.items():
         config = make_config(make_checkpoint(**MEASURED_MIXTURE | changes), output=str(tmp_path / name), **sizes)
         experts[name] = flat_options(config) | {"max_memory_bytes": 1 if name.startswith("groups") else None}
-    by_profile = {"form": "per-layer", "embedding": "none", "output": str(tmp_path / "experts by a profile")}
+    by_profile = {
+        "form": "per-layer",
+        "embedding": "none",
+        "experts": "effects",
+        "output": str(tmp_path / "experts by a profile"),
+    }
     wide = make_checkpoint(**MEASURED_MIXTURE | FURTHER_MIXTURES["groups of experts"] | FEWER_WORDS)
     experts["experts by a profile"] = flat_options(make_config(wide, **sizes | by_profile))
     inside = make_checkpoint(**MEASURED_MODEL | {"family": "gemma3_text", "head_dim": 32} | FEWER_WORDS)
@@ -444,7 +449,7 @@ def on_cuda(scratch: Path, recipe: str = "oneshot", batch_size: int = 4) -> Work
     """Return the work of a run on a CUDA device that does not have to exist."""
     config = Config.of("in", "out", sparsity=0.2, recipe=recipe, form="stock", batch_size=batch_size)
     grid = Grid(LLAMA, SHAPE)
-    method = grid.settle(config.method)
+    method = grid.settle(config.method, config.target)
     plan = Plan((LayerPlan(6144, 32, 8),) * SHAPE.num_hidden_layers, "query-head")
     return Work(
         schedule=make_schedule(method, plan, grid, num_tokens=config.text.num_tokens, has_profile=False),

@@ -64,7 +64,11 @@ SHARED: dict[str, tuple[int, list[str], dict[str, Any]]] = {
         {"width": 32},
     ),
     "experts": (2, ["--set=num_experts=3", "--set=experts=effects", "--sparsity=0.35"], CASES["glm4_moe"].options),
-    "carried mixers, experts by a profile": (2, ["--sparsity=0.15", "--form=per-layer"], CASES["lfm2_moe"].options),
+    "carried mixers, experts by a profile": (
+        2,
+        ["--sparsity=0.15", "--form=per-layer", "--set=experts=effects"],
+        CASES["lfm2_moe"].options,
+    ),
     "inside heads": (3, ["--set=value_size=4", "--set=query_key_size=4", "--form=per-layer"], {}),
 }
 

@@ -142,7 +142,7 @@ def test_the_plan_is_the_best_of_all_subsets(seed: int, share: float) -> None:
     )
     dense = shape.stack().stored_parameters()
     budget = Budget(round(dense - share * shape.stack().all_layer_parameters()))
-    method = grid.settle(find_recipe("oneshot", depth="sensitivity"))
+    method = grid.settle(find_recipe("oneshot", depth="sensitivity"), Target(sparsity=share))
     whole = LayerPlan(width, 4, 2)
     best = float("inf")
     for count in range(layers):

@@ -13,7 +13,7 @@ from oneshot.checkpoint import open_model
 from oneshot.compression.curvature import Curvature
 from oneshot.compression.experts import MeasuredExperts, solve_experts
 from oneshot.pipeline import compress, profile
-from oneshot.profiling.expert_profile import ExpertSums, error_curve, experts_task, narrowed
+from oneshot.profiling.expert_profile import MixtureSums, error_curve, experts_task, narrowed
 from oneshot.stream import LayerBuilder
 
 WIDTH = 32
@@ -44,9 +44,9 @@ def test_a_curve_is_least_squares_with_the_neurons_of_a_run(
         measured.save(0, {"ffn": metric})
         curvature = measured.of_layer(0, machine.device)
     root = torch.linalg.cholesky(metric.double()).T
-    sums = ExpertSums(experts_task(model, machine, 0, WIDTH // 2))
+    sums = MixtureSums(experts_task(model, machine, 0, WIDTH // 2), tensors, ("ffn",))
     torch.testing.assert_close(sums.update_(layer, x).view_as(x), layer.sum(1, x) - x, rtol=1e-4, atol=1e-4)
-    statistics, routing = sums.finish(machine.workers), layer.route(1, x)
+    statistics, routing = sums.statistics(machine.workers), layer.route(1, x)
     errors = error_curve(experts_task(model, machine, 0, WIDTH // 2, curvature), tensors, statistics)
     assert errors.shape == (WIDTH + 1,)
     assert float(errors[0]) == 1
