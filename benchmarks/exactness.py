@@ -31,6 +31,10 @@ from last_states import keep_last_states
 
 T5 = CASES["t5"]
 TABLE = CASES | {"mt5": replace(T5, options=T5.options | {"model_type": "mt5"})}
+TABLE |= {  # families that are dense without
+    f"{name}-experts": replace(CASES[name], options=CASES[name].options | CASES[name].variants["experts"])
+    for name in ("gemma4_text", "granitemoehybrid")
+}
 SHARE = 0.1
 
 

@@ -176,8 +176,10 @@ def randomise(model: Any, seed: int) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.lower().endswith(("norm.weight", "positions.weight")):
+            if name.lower().endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "positions.weight")):
                 parameter.copy_(1 + 0.1 * noise)
+            elif name.endswith(("router.scale", "per_expert_scale")):
+                parameter.copy_(1 + 0.3 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
             else:

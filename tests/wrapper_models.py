@@ -34,6 +34,7 @@ MISTRAL4: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 # what is beside the language model's sizes: options of the wrapper, and of the language model
 WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma4": (

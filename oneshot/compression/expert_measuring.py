@@ -6,6 +6,7 @@ import torch
 
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics, squared_gates
 from oneshot.compression.measuring import target_of
+from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.compression.shared_expert import shared_accumulator, shrinks_shared
 from oneshot.compression.tasks import ExpertsTask
 from oneshot.stream import DensePass, Layer, Routing, States
@@ -34,19 +35,21 @@ def measure_group(
     output_size = hidden if task.follows_dense or loses else None
     accumulator = ExpertAccumulator(count, size, output_size=output_size, device=task.machine.device, group=group)
     shared = shared_accumulator(task, output_size) if is_last else None
-    target, share = None, 1.0
+    target, share, norms = None, 1.0, MixtureNorms.of(task, tensors)
     if loses and task.follows_dense:
         arriving = round(states.num_tokens / task.shape.tokens_per_arrival)
         share = task.residual_weight(size, arriving) / states.dense_share
     for x, dense_state in states.read(again=not is_last):
         routing, lost = current.route(task.index, x), None
+        scales = None if norms is None else norms.scales(current, routing)
         if loses:
-            lost = _lost(task, x, reference, current, routing)
+            whole = reference.sum(task.index, x) - x
+            lost = _lacking(task, whole, current, routing, norms)
         if task.follows_dense and dense_state is not None:
             target = target_of(task, x, dense)
-            beyond = current.before_sum(target.flatten(0, -2) - current.added(task.index, routing.written))
+            beyond = _lacking(task, target, current, routing, norms)
             lost = beyond if lost is None else lost + share * (beyond - lost)
-        accumulator.update_(routing, lost, with_shared=with_shared)
+        accumulator.update_(routing, lost, with_shared=with_shared, scales=scales)
         if shared is not None:
             own = None if lost is None else lost / squared_gates(routing.gates, with_shared=True).to(lost).unsqueeze(1)
             shared.update_(current.shared_neurons(routing.inputs), own)
@@ -60,7 +63,9 @@ def measure_group(
     return statistics, target if is_last else None
 
 
-def _lost(task: ExpertsTask, x: torch.Tensor, reference: Layer, current: Layer, routing: Routing) -> torch.Tensor:
-    """Return what the mixture wrote with all its experts beyond what it writes without those that went."""
-    whole = reference.sum(task.index, x) - x
-    return current.before_sum(whole.flatten(0, -2) - current.added(task.index, routing.written))
+def _lacking(
+    task: ExpertsTask, target: torch.Tensor, current: Layer, routing: Routing, norms: MixtureNorms | None
+) -> torch.Tensor:
+    """Return what the experts' output lacks `(tokens, D)` for the mixture to add a target `(…, D)` to the stream."""
+    residual = target.flatten(0, -2) - current.added(task.index, routing.written)
+    return current.before_sum(residual) if norms is None else norms.taken_back(residual, routing)

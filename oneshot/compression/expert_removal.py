@@ -3,6 +3,8 @@
 After it the layer is routed otherwise, so the statistics of the experts that stay are taken again (`experts`).
 """
 
+from functools import partial
+
 import torch
 
 from oneshot.compression.expert_scores import ExpertSums, GateRule, Routed, outputs_of, removed_experts, route
@@ -24,22 +26,41 @@ def measure_effects(task: ExpertsTask, tensors: Tensors, states: States, current
     assert task.shape.experts is not None
     sums = ExpertSums(task.shape.experts.count, task.machine.device)
     for x, _ in states.read():
-        add_effects_(sums, task, tensors, current.route(task.index, x))
+        add_effects_(sums, task, tensors, current, current.route(task.index, x))
     return sums.of_all(task.machine.workers)
 
 
-def add_effects_(sums: ExpertSums, task: ExpertsTask, tensors: Tensors, routing: Routing) -> None:
-    """Add a batch to the sums. Raises as `measure_effects`."""
-    mixer = task.mixer
-    pieces = zip(
-        *(part.split(TOKENS_TOGETHER) for part in (routing.inputs, routing.logits, routing.gates)), strict=True
-    )
-    for inputs, logits, gates in pieces:
+def add_effects_(sums: ExpertSums, task: ExpertsTask, tensors: Tensors, layer: Layer, routing: Routing) -> None:
+    """Add a batch on its way through a layer to the sums. Raises as `measure_effects`."""
+    mixer, factors = task.mixer, None
+    if mixer.expert_scale is not None:
+        factors = tensors[mixer.expert_scale].to(task.machine.device).float()
+    parts = routing.inputs, routing.logits, routing.gates, routing.chosen, routing.mixed, routing.written
+    pieces = zip(*(part.split(TOKENS_TOGETHER) for part in parts), strict=True)
+    for inputs, logits, gates, chosen, mixed, written in pieces:
         scores = logits.double().softmax(-1) if mixer.scores == "softmax" else logits.double().sigmoid()
         preference = None if mixer.chosen_by is None else scores + tensors[mixer.chosen_by].to(scores)
-        routed = route(scores, routing.chosen.shape[1], _gate_rule(mixer), preference)
-        _check_gates(task, routed, gates / mixer.scale)
-        sums.add_(routed, outputs_of(routed, inputs, routing.output))
+        routed = route(scores, chosen.shape[1], _gate_rule(mixer), preference)
+        plain = gates / mixer.scale
+        _check_gates(task, routed, plain if factors is None else plain / factors[chosen])
+        outputs = outputs_of(routed, inputs, routing.output)
+        if factors is not None:
+            outputs *= factors[routed.experts].unsqueeze(-1)
+        seen = partial(_seen, task, layer, mixed, written) if mixer.branches is not None else None
+        sums.add_(routed, outputs, seen)
+
+
+def _seen(
+    task: ExpertsTask, layer: Layer, mixed: torch.Tensor, written: torch.Tensor, effects: torch.Tensor
+) -> torch.Tensor:
+    """Return what the stream loses if the experts' output `mixed (t, D)` loses each of `effects (t, k, D)`.
+
+    Norms follow this output, and what the whole mixture wrote.
+    """
+    after, index = partial(layer.after_experts, task.mixer), task.index
+    beside = written - after(mixed)
+    left = beside.unsqueeze(1) + after(mixed.unsqueeze(1) - effects)
+    return (layer.added(index, written).unsqueeze(1) - layer.added(index, left)).float()
 
 
 def _gate_rule(mixer: Experts) -> GateRule:

@@ -108,11 +108,15 @@ class ExpertSums:
         self.peaks = torch.zeros(num_experts, device=device)
         self.effects = zeros(num_experts, num_experts)
 
-    def add_(self, routed: Routed, outputs: torch.Tensor) -> None:
+    def add_(
+        self, routed: Routed, outputs: torch.Tensor, seen: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         """Add a batch.
 
         Args:
             outputs: `(t, k + 1, d)`, of `outputs_of`.
+            seen: makes what the stream loses of effects `(t, k, d)`, where norms follow the experts; not for the rule
+                `softmax`.
 
         Memory: `2 t k d` numbers of float32 for the effects of the batch, and `3 t k E` for their places in R.
         """
@@ -129,7 +133,7 @@ class ExpertSums:
             add_product_(total[:, None], places.flatten(0, 1), values.reshape(-1, 1))
         peaks = outputs[:, :top_k].abs().amax(-1)
         self.peaks = torch.maximum(self.peaks, (places * peaks[..., None]).amax((0, 1)))
-        self._add_effects_(routed, outputs, places)
+        self._add_effects_(routed, outputs, places, seen)
 
     def of_all(self, workers: Workers) -> "ExpertSums":
         """Return the sums over the text of all workers."""
@@ -137,15 +141,23 @@ class ExpertSums:
         self.peaks = torch.stack(workers.gather((self.peaks,))).amax(0)
         return self
 
-    def _add_effects_(self, routed: Routed, outputs: torch.Tensor, places: torch.Tensor) -> None:
+    def _add_effects_(
+        self,
+        routed: Routed,
+        outputs: torch.Tensor,
+        places: torch.Tensor,
+        seen: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
         """Add to R: of every token, its own experts' effects, and `−c_e y` of the experts that it does not have."""
         top_k = routed.gates.shape[1]
         change = -routed.gates_without
         change[..., :top_k] += routed.gates[:, None]
         effects = change @ outputs  # r_i of the token's experts (t, k, d)
+        effects = effects if seen is None else seen(effects)
         products = effects @ effects.mT  # (t, k, k)
         add_product_(self.effects, places.flatten(0, 1), (products @ places).flatten(0, 1))
         if routed.growth is not None:
+            assert seen is None
             whole = routed.gates[:, None] @ outputs[:, :top_k]  # y (t, 1, d)
             along = (effects @ whole.mT).mT @ places  # ⟨r_e, y⟩ (t, 1, E)
             size = whole.norm(dim=-1)

@@ -69,12 +69,20 @@ class ExpertAccumulator:
         self._energies = torch.zeros(len(self._group), dtype=torch.float64, device=device)
         self._counts = torch.zeros(2, count, dtype=torch.float64, device=device)
 
-    def update_(self, routing: Routing, lost: torch.Tensor | None = None, *, with_shared: bool = False) -> None:
+    def update_(
+        self,
+        routing: Routing,
+        lost: torch.Tensor | None = None,
+        *,
+        with_shared: bool = False,
+        scales: torch.Tensor | None = None,
+    ) -> None:
         """Add a batch.
 
         Args:
             lost: `(tokens, D)`, what the layer lacks of its target; None without one. It is shared among the experts of
-                a token (`squared_gates`). with_shared: the shared expert also takes its share.
+                a token (`squared_gates`). with_shared: the shared expert also takes its share. scales: what tokens
+                count by beside their gates, `(tokens, 1)` (`mixture_norms`); None for one.
         """
         squares = squared_gates(routing.gates, with_shared=with_shared)
         self._counts[: 1 if lost is None else 2] += routing.counts
@@ -83,7 +91,9 @@ class ExpertAccumulator:
             if lost is not None:
                 weights = one.gates.float().square() / squares[one.tokens]
                 share = lost[one.tokens] * weights.to(lost.dtype).unsqueeze(1)
-            self._add_(self._group.index(one.expert), one.neurons * one.gates.unsqueeze(1), share)
+            rows = one.neurons * one.gates.unsqueeze(1)
+            rows = rows if scales is None else rows * scales[one.tokens].to(rows)
+            self._add_(self._group.index(one.expert), rows, share)
 
     def _add_(self, place: int, rows: torch.Tensor, lost: torch.Tensor | None) -> None:
         """Add rows of an expert: `a (r, m)`, and `lost (r, D)`, what `a Wᵀ` lacks of their target, if they have one."""

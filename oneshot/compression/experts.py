@@ -14,6 +14,7 @@ import torch
 from oneshot.compression.correction import Factors, correct, predicted_energies, relative
 from oneshot.compression.expert_measuring import measure_group
 from oneshot.compression.expert_statistics import ExpertStatistics
+from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.compression.shared_expert import fold_shared, shrinks_shared, solve_shared
 from oneshot.compression.statistics import TOKENS_PER_COLUMN
 from oneshot.compression.tasks import ExpertsTask
@@ -204,10 +205,10 @@ def _evidence(
     """
     mixer, device = task.mixer, task.machine.device
     down, gate_up = tensors[mixer.down].to(device), tensors[mixer.gate_up].to(device)
-    curvature = None if task.curvature is None else task.curvature.ffn
+    curvature, norms = None if task.curvature is None else task.curvature.ffn, MixtureNorms.of(task, tensors)
     return [
         Evidence(
-            consumer=down[expert],
+            consumer=down[expert] if norms is None else norms.seen(down[expert]),
             producer_energy=_row_energy(gate_up[expert]) if task.needs("producers") else None,
             gram=None
             if statistics is None

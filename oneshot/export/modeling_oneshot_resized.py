@@ -46,15 +46,16 @@ def resize_layer_(layer: nn.Module, sizes: dict[str, Any], config: Any) -> None:
 
     `reads`: what linears of low rank read through, `name -> [width, rank]`. `linears`: `name -> [outputs, inputs]`, or
     `[outputs, name of what it reads through]`. `attention`: the module whose KV heads have `heads_per_group` heads, or
-    None for a layer with another mixer in its place. `mixture`: the module of a mixture of experts, which is made anew
-    from the model's config with other values; None without one.
+    None for a layer with another mixer in its place. `mixture`: the modules of a mixture of experts, which are made
+    anew from the model's config with other values; None without one.
     """
     if sizes.get("mixture") is not None:
-        own, name = copy.deepcopy(config), sizes["mixture"]["module"]
+        own = copy.deepcopy(config)
         for key, value in sizes["mixture"]["config"].items():
             setattr(own, key, value)
-        mixture: Any = type(layer.get_submodule(name))
-        layer.set_submodule(name, mixture(own))
+        for name in sizes["mixture"]["modules"]:
+            made: Any = type(layer.get_submodule(name))
+            layer.set_submodule(name, made(own))
     for name, (width, rank) in sizes["reads"].items():
         layer.set_submodule(name, OneshotCoordinates(width, rank))
     for name, (outputs, source) in sizes["linears"].items():

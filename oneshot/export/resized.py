@@ -144,7 +144,7 @@ def _resized(model: Model, number: int, layer: LayerShape) -> dict[str, Any]:
     )
     before, after = family.stored_tensors(dense, number), family.stored_tensors(shape, number)
     linears: dict[str, list[Any]] = {}
-    made = () if stack.experts is None else (f"{stack.experts.module}.",)
+    made = () if stack.experts is None else tuple(f"{module}." for module in stack.experts.made)
     for name, size in after.items():
         if len(size) == 2 and size != before[name] and not name.startswith(made):
             linear = name.removesuffix(".weight")
@@ -169,12 +169,12 @@ def _resized(model: Model, number: int, layer: LayerShape) -> dict[str, Any]:
 
 
 def _mixture(model: Model, experts: Experts, layer: LayerShape) -> dict[str, Any]:
-    """Return the module of a layer's experts, and what the config of the class states of them."""
+    """Return the modules of a layer's experts, and what the config of the class states of them."""
     sizes = model.family.sizes
     shape = replace(model.shape, intermediate_size=layer.intermediate_size, experts=layer.experts)
     stated = resized_config(model.family, model.checkpoint.config, shape)
     names = [name for name in (sizes.intermediate_size, *sizes.num_experts) if name in stated]
-    return {"module": experts.module, "config": {name: stated[name] for name in names}}
+    return {"modules": list(experts.made), "config": {name: stated[name] for name in names}}
 
 
 def resized_shape(config: dict[str, Any]) -> StackShape:

@@ -12,7 +12,7 @@ class ExpertSizes:
         shared_width: FFN width of the expert that every token passes; 0 without one, or if it is `shared_count` times
             the width of a routed expert. shared_gate: whether a linear to one number gates it.
         router_bias: whether the router has a number for each expert beside its row. biases: whether the linears of
-            routed experts have biases.
+            routed experts have biases. vectors: norms of its own, and others with a number for every coordinate.
         dense_layers: numbers of the layers that have one FFN of `dense_width` instead of experts, ascending.
     """
 
@@ -23,6 +23,7 @@ class ExpertSizes:
     shared_gate: bool = False
     router_bias: bool = False
     biases: bool = False
+    vectors: int = 0
     dense_layers: tuple[int, ...] = ()
     dense_width: int = 0
 
@@ -43,4 +44,4 @@ class ExpertSizes:
 
     def _beside(self, hidden_size: int, width: int) -> int:
         router = self.count * (hidden_size + self.router_bias)
-        return router + hidden_size * (3 * self.shared(width) + self.shared_gate)
+        return router + hidden_size * (3 * self.shared(width) + self.shared_gate + self.vectors)

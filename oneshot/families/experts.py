@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from oneshot.errors import CheckpointError
+from oneshot.families.branches import Branches
 from oneshot.families.mixer import WithoutLinears
 from oneshot.families.shapes import ModelShape
 from oneshot.tensors import Tensors
@@ -31,6 +32,9 @@ class Experts(WithoutLinears):
         scores: what the router makes of its logits. scale: what all gates are multiplied with. chosen_by: a number for
             each expert that is added to its score, by which a token's experts are chosen; None without it.
         router_bias: a number for each expert that is added to its logit; None without it.
+        expert_scale: a number for each expert that its gate is multiplied with; None without it.
+        branches: norms of the experts and of the shared expert, each its own; then `module` has the experts alone. None
+            if all read what `module` reads.
         alternating: whether the stock class has the gates and ups of an expert in turns, and its matrices as `(E, D,
             2m)` and `(E, m, D)`; then its linears have biases.
         stored_linears: of one expert in files, as in `mlp.experts.3.gate_proj`: gate, up and down; None if the files
@@ -49,6 +53,8 @@ class Experts(WithoutLinears):
     scale: float = 1.0
     chosen_by: str | None = None
     router_bias: str | None = None
+    expert_scale: str | None = None
+    branches: Branches | None = None
     alternating: bool = False
     stored_linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     stored_names: Mapping[str, str] = field(default_factory=dict)
@@ -80,13 +86,24 @@ class Experts(WithoutLinears):
     @property
     def parts(self) -> tuple[str, ...]:
         """Return the modules that hold all its tensors."""
-        return (self.module,) if self.beside is None else (self.module, self.beside)
+        own = () if self.branches is None else (*self.branches.parts, self.shared_expert)
+        return tuple(name for name in (self.module, self.beside, *own) if name is not None)
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """Return the modules that the stock class makes from sizes of the experts in the config."""
+        return (self.module,) if self.branches is None else (self.module, self.branches.router)
 
     def by_expert(self) -> tuple[str, ...]:
         """Return the tensors that have a row, or a matrix, for every expert."""
-        names = f"{self.router}.weight", self.router_bias, self.chosen_by, self.gate_up, self.down
+        names = f"{self.router}.weight", *self.of_router, self.gate_up, self.down
         biases = (self.gate_up_bias, self.down_bias) if self.alternating else ()
-        return (*(name for name in names if name is not None), *biases)
+        return (*names, *biases)
+
+    @property
+    def of_router(self) -> tuple[str, ...]:
+        """Return the tensors of the router that have a number for every expert."""
+        return tuple(name for name in (self.router_bias, self.chosen_by, self.expert_scale) if name is not None)
 
     @property
     def out(self) -> str:
@@ -107,10 +124,9 @@ class Experts(WithoutLinears):
             self.gate_up: (sizes.count, 2 * width, hidden),
             self.down: (sizes.count, hidden, width),
         }
-        if self.chosen_by is not None:
-            listed[self.chosen_by] = (sizes.count,)
-        if self.router_bias is not None:
-            listed[self.router_bias] = (sizes.count,)
+        listed |= dict.fromkeys(self.of_router, (sizes.count,))
+        if self.branches is not None:
+            listed |= dict.fromkeys(self.branches.vectors, (hidden,))
         if self.alternating:
             listed |= {self.gate_up_bias: (sizes.count, 2 * width), self.down_bias: (sizes.count, hidden)}
         if self.shared_expert is not None:

@@ -128,8 +128,9 @@ def _experts(family: Description, config: dict[str, Any]) -> ExpertSizes | None:
         shared_width=0 if keys.shared_expert_width is None else _size(family, config, keys.shared_expert_width),
         shared_count=0 if keys.shared_experts is None else _size(family, config, keys.shared_experts),
         shared_gate=experts.shared_gate is not None,
-        router_bias=experts.chosen_by is not None or experts.router_bias is not None,
+        router_bias=bool(experts.of_router),
         biases=experts.alternating,
+        vectors=0 if experts.branches is None else len(experts.branches.vectors),
         dense_layers=family.dense_layers,
         dense_width=_size(family, config, str(keys.dense_width)) if family.dense_layers else 0,
     )

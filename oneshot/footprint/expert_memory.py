@@ -8,6 +8,7 @@ from oneshot.footprint import terms
 from oneshot.footprint.terms import DOUBLE, FLOAT, Term
 from oneshot.footprint.work import Work
 
+COPIES_BEHIND_NORMS = 4  # of the effects of experts, which pass two norms
 LOST = 3  # residuals of a batch: of the layer, towards the dense stream, and their sum
 
 
@@ -51,6 +52,7 @@ def effects(work: Work) -> Term:
     assert experts is not None
     tokens, chosen = min(work.batch_tokens, TOKENS_TOGETHER), experts.per_token + 1
     outputs = FLOAT * chosen * (4 * hidden + 3 * experts.count) + DOUBLE * (4 * chosen**2 + 4 * experts.count)
+    outputs += FLOAT * _has_norms(work) * COPIES_BEHIND_NORMS * chosen * hidden
     neurons = work.dtype.itemsize * (4 * work.shape.intermediate_size + 2 * hidden)
     return Term(tokens * (outputs + neurons) + 2 * DOUBLE * experts.count**2, computed=True)
 
@@ -83,7 +85,8 @@ def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
         terms.choice(work, shared, kept_shared, work.method.ffn).bytes,
         terms.correction(work, shared, kept_shared, residual=residual).bytes,
     )
-    return Term(max(choice, *corrected) + downs(work, kept).bytes, computed=True)
+    seen = _seen_downs(work, size)
+    return Term(max(choice + seen, *corrected) + downs(work, kept).bytes, computed=True)
 
 
 def together(work: Work) -> Work:
@@ -96,7 +99,19 @@ def curves(work: Work, size: int) -> Term:
     grams, _ = _numbers(work, size, residual=False)
     largest = max(size, _shared(work, size))
     factors = (FLOAT + DOUBLE) * 2 * largest**2 + 3 * DOUBLE * work.shape.hidden_size * largest
-    return Term((FLOAT + DOUBLE) * grams + factors + terms.neuron_gram(work, largest).bytes, computed=True)
+    seen = _seen_downs(work, size)
+    return Term((FLOAT + DOUBLE) * grams + factors + seen + terms.neuron_gram(work, largest).bytes, computed=True)
+
+
+def _has_norms(work: Work) -> bool:
+    """Return whether norms follow the experts."""
+    mixture = work.grid.family.stack.experts
+    return mixture is not None and mixture.branches is not None
+
+
+def _seen_downs(work: Work, size: int) -> int:
+    """Return the bytes of a group's downs behind norms that may follow the experts, which neurons are chosen by."""
+    return FLOAT * _has_norms(work) * _numbers(work, size, residual=True)[1]
 
 
 def _shared(work: Work, width: int) -> int:

@@ -20,6 +20,7 @@ from oneshot.compression.expert_scores import ExpertSums
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.experts import MeasuredExperts, evidence_of, factors_of, fold_experts
 from oneshot.compression.fold import augmented_weight
+from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.compression.shared_expert import shared_accumulator
 from oneshot.compression.tasks import ExpertsTask
 from oneshot.linalg.interpolative import missed_energies, ordered_factor
@@ -57,7 +58,7 @@ class MixtureSums:
         self._task, self._tensors = task, tensors
         count, device = task.shape.experts.count, task.machine.device
         self._effects = ExpertSums(count, device) if "experts" in probed else None
-        self._experts, self._shared = None, None
+        self._experts, self._shared, self._norms = None, None, MixtureNorms.of(task, tensors)
         if "ffn" in probed:
             self._shared = shared_accumulator(task, None)
             self._experts = ExpertAccumulator(count, task.dense_units, output_size=None, device=device)
@@ -66,11 +67,12 @@ class MixtureSums:
         """Add a batch of the stream before the experts, and return what they write, `(tokens, D)`."""
         routing = layer.route(self._task.index, x)
         if self._experts is not None:
-            self._experts.update_(routing)
+            scales = None if self._norms is None else self._norms.scales(layer, routing)
+            self._experts.update_(routing, scales=scales)
         if self._shared is not None:
             self._shared.update_(layer.shared_neurons(routing.inputs))
         if self._effects is not None:
-            add_effects_(self._effects, self._task, self._tensors, routing)
+            add_effects_(self._effects, self._task, self._tensors, layer, routing)
         return routing.written
 
     def statistics(self, workers: Workers) -> ExpertStatistics | None:
@@ -109,7 +111,10 @@ def error_curve(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistic
 def narrowed(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> tuple[Tensors, float]:
     """Return the layer with the kept neurons of every expert, corrected, and its relative squared error."""
     factors = factors_of(task, tensors, MeasuredExperts(statistics, (), torch.Generator()))
-    seen, downs = _seen(task), tensors[task.mixer.down].to(task.machine.device)
+    seen, norms, downs = _seen(task), MixtureNorms.of(task, tensors), tensors[task.mixer.down].to(task.machine.device)
+    if norms is not None:
+        assert task.curvature is None, "no form has ranks in a layer of experts and a carried mixer"
+        seen = norms.seen
     energies = [
         predicted_energies(seen(down), seen(weight), columns, statistics.of(expert))
         for expert, (down, weight, columns) in enumerate(zip(downs, factors.weight, factors.kept, strict=True))

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,9 +70,7 @@ class Layer:
         """Return `base(x) + added(writer(inner(x)))`, `(sequences, length, D)`."""
         mixer, base = self._stack.sublayers[index].mixer, self.base(index, x)
         if isinstance(mixer, Experts):
-            normed = self.normed(index, x)
-            written = written_by(self._part(mixer.module), normed)
-            return base + self.added(index, self._with_beside(mixer, normed, written))
+            return base + self.added(index, self._mixture(mixer, index, x))
         if isinstance(mixer, Carried):
             return self._until(self._stack.sublayers[index + 1], x)
         if isinstance(mixer, Attention) and mixer.contains_writer:
@@ -84,14 +83,24 @@ class Layer:
         """Return where the stock router sends the tokens of a mixture of experts, and what the mixture writes."""
         mixer = self._stack.sublayers[index].mixer
         assert isinstance(mixer, Experts)
-        block, router, experts = (self._part(name) for name in (mixer.module, mixer.router, mixer.experts))
-        normed = self.normed(index, x)
-        routing = route(block, router, experts, normed, alternating=mixer.alternating)
-        return replace(routing, written=self._with_beside(mixer, normed.flatten(0, -2), routing.written))
+        router, experts = self._part(mixer.router), self._part(mixer.experts)
+        return route(partial(self._mixture, mixer, index), router, experts, x, alternating=mixer.alternating)
 
-    def _with_beside(self, mixer: Experts, normed: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-        """Return what a mixture writes for `normed (…, D)` with what a module beside it writes, if there is one."""
-        return written if mixer.beside is None else written + self._part(mixer.beside)(normed)
+    def _mixture(self, mixer: Experts, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return what a mixture writes for the stream `x`, with what a module beside it writes, if there is one."""
+        normed, branches = self.normed(index, x), mixer.branches
+        if branches is None:
+            written = written_by(self._part(mixer.module), normed)
+            return written if mixer.beside is None else written + self._part(mixer.beside)(normed)
+        rows = x.flatten(0, -2)
+        _, gates, chosen = self._part(branches.router)(rows)
+        mixed = self._part(mixer.experts)(self._part(branches.experts_before)(rows), chosen, gates)
+        beside = self._part(branches.shared_after)(self._part(str(mixer.shared_expert))(normed))
+        return beside + self.after_experts(mixer, mixed).view_as(x)
+
+    def after_experts(self, mixer: Experts, mixed: torch.Tensor) -> torch.Tensor:
+        """Return what the output of experts `(tokens, D)` adds to the mixture's: a norm of its own may follow it."""
+        return mixed if mixer.branches is None else self._part(mixer.branches.after)(mixed)
 
     def shared_neurons(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what the down projection of a mixture's shared expert reads for inputs of the mixture, as rows."""

@@ -1,6 +1,6 @@
 """The way of a batch through a mixture of experts, as the stock modules route it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,9 +106,18 @@ def written_part(output: Any) -> torch.Tensor:
 
 
 def route(
-    block: nn.Module, router: nn.Module, experts: nn.Module, inputs: torch.Tensor, *, alternating: bool = False
+    block: Callable[[torch.Tensor], torch.Tensor],
+    router: nn.Module,
+    experts: nn.Module,
+    x: torch.Tensor,
+    *,
+    alternating: bool = False,
 ) -> Routing:
-    """Let a stock block route a batch `(…, D)`: its experts are told which tokens they get, and with which weights."""
+    """Let stock modules route a batch `(…, D)`: the experts are told which tokens they get, and with which weights.
+
+    Args:
+        block: what the whole mixture writes. router: the module whose output, or its first part, are logits.
+    """
     logits: list[torch.Tensor] = []
     told: list[tuple[torch.Tensor, ...]] = []
 
@@ -117,10 +126,10 @@ def route(
 
     handles = [
         experts.register_forward_hook(listen, with_kwargs=True),
-        router.register_forward_hook(lambda _, __, output: logits.append(output[0])),
+        router.register_forward_hook(lambda _, __, output: logits.append(written_part(output))),
     ]
     try:
-        written = written_by(block, inputs)
+        written = block(x)
     finally:
         for handle in handles:
             handle.remove()

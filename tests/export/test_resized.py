@@ -31,7 +31,8 @@ RESIZED = {
     if case.packed and "per-layer form" not in case.refused and name not in LIKE_LLAMA
 }
 RESIZED |= {
-    name: variants()[name] for name in ("mistral-window", "phi3-window", "qwen2-windows", "granitemoehybrid-experts")
+    name: variants()[name]
+    for name in ("mistral-window", "phi3-window", "qwen2-windows", "granitemoehybrid-experts", "gemma4_text-experts")
 }
 # norms inside, caps, factors, parallel sublayers, fused and transposed linears, LayerNorms, layers without positions,
 # carried mixers; experts with a shared one behind dense layers, with biases, beside an FFN
@@ -55,6 +56,7 @@ WHOLE_RUNS += (
     "glm4_moe",
     "gpt_oss",
     "granitemoehybrid-experts",
+    "gemma4_text-experts",
 )
 FEWER_EXPERTS = ("glm4_moe", "granitemoehybrid-experts")
 
@@ -119,7 +121,7 @@ def test_the_class_without_head_opens_it(
     "name",
     [
         *("gemma3_text", "granite", "olmo2", "cohere", "smollm3", "falcon_h1", "granitemoehybrid", "lfm2"),
-        *("qwen3_next", "deepseek_v3", "gpt_oss", "mixtral"),
+        *("qwen3_next", "deepseek_v3", "gpt_oss", "mixtral", "gemma4_text-experts"),
     ],
 )
 def test_any_plan_has_the_counted_parameters(name: str, make_checkpoint: MakeCheckpoint) -> None:
@@ -144,7 +146,7 @@ def test_any_plan_has_the_counted_parameters(name: str, make_checkpoint: MakeChe
 
 
 def test_an_engine_with_experts_of_one_width_is_refused() -> None:
-    layer = {"attention": "self_attn", "mixture": {"module": "mlp", "config": {"intermediate_size": 24}}}
+    layer = {"attention": "self_attn", "mixture": {"modules": ["mlp"], "config": {"intermediate_size": 24}}}
     refuse_engine(SimpleNamespace(resized=[layer], _attn_implementation="sdpa"))
     with pytest.raises(ValueError, match="experts of one width in all layers; open this folder with transformers"):
         refuse_engine(SimpleNamespace(resized=[layer], _attn_implementation="vllm"))

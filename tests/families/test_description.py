@@ -179,7 +179,6 @@ DENSE = {"hidden_size_per_layer_input": 0}
     [
         ("gemma4_text", {}, "an embedding of the token in every layer"),
         ("gemma4_text", DENSE | {"num_kv_shared_layers": 2}, "layers that share keys and values"),
-        ("gemma4_text", DENSE | {"enable_moe_block": True}, "experts beside its FFN"),
         ("gemma4_text", DENSE | {"use_bidirectional_attention": "all"}, "attends in both directions"),
         ("gemma4", {}, "an embedding of the token in every layer"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attends in both directions"),

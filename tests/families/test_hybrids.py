@@ -25,6 +25,7 @@ from oneshot.stream import LayerBuilder
 # what a run changes of each family: heads go where they can, but for a mixture whose attention is too small a part
 CHANGED = {
     "falcon_h1": ("feed_forward",),
+    "gemma4_text-experts": ("experts",),
     "granitemoehybrid": ("shared_mlp", "self_attn"),
     "granitemoehybrid-experts": ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
     "lfm2": ("feed_forward", "self_attn"),

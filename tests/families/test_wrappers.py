@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from factories import MakeConfig, assert_cache_changes_nothing
+from factories import MakeConfig, assert_cache_changes_nothing, stored_numbers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from wrapper_models import MISTRAL4, WRAPPERS, build_wrapper
+from wrapper_models import GEMMA_EXPERTS, MISTRAL4, WRAPPERS, build_wrapper
 
 from oneshot.checkpoint import open_model
 from oneshot.errors import CheckpointError, PlanError
@@ -128,23 +128,24 @@ def test_a_flat_config(tmp_path: Path, save_model: Callable[..., Path], make_con
     assert model.config.text_config.intermediate_size == stated["intermediate_size"]
 
 
+@pytest.mark.parametrize(("name", "inner"), [("mistral3", MISTRAL4), ("gemma4", GEMMA_EXPERTS)])
 @torch.inference_mode()
-def test_a_mixture_of_another_family_inside_a_wrapper(save_model: Callable[..., Path], make_config: MakeConfig) -> None:
+def test_a_mixture_inside_a_wrapper_that_may_be_dense(
+    name: str, inner: dict[str, Any], save_model: Callable[..., Path], make_config: MakeConfig
+) -> None:
     """Mistral 4 has DeepSeek's attention and experts, and only the class of images and text reads it."""
-    model = build_wrapper("mistral3", **MISTRAL4)
-    folder = save_model(model)
+    folder = save_model(build_wrapper(name, **inner))
     same, smaller = (make_config(folder, sparsity=share, output=f"{folder}-{share}") for share in (0, 0.2))
     for run in (same, smaller):
         report = compress(run)
     dense, result = (load_file(each / "model.safetensors") for each in (folder, Path(same.output)))
     assert dense.keys() == result.keys()
     assert all(torch.equal(tensor, result[key]) for key, tensor in dense.items())
-    opened, info = transformers.Mistral3ForConditionalGeneration.from_pretrained(
-        smaller.output, output_loading_info=True
-    )
+    [stated] = FAMILIES[name].classes
+    opened, info = getattr(transformers, stated).from_pretrained(smaller.output, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     assert opened.config.text_config.moe_intermediate_size < 32
-    assert sum(each.numel() for each in opened.parameters()) == report.stored_parameters["compressed"]
+    assert stored_numbers(opened) == report.stored_parameters["compressed"]
     assert_cache_changes_nothing(opened.eval(), 6, input_ids=IDS[:, :5])
 
 

@@ -89,7 +89,7 @@ def stock_neurons(experts: Any, expert: int, inputs: torch.Tensor) -> torch.Tens
         neurons: torch.Tensor = experts._apply_gate(inputs @ weight + experts.gate_up_proj_bias[expert])
         return neurons
     gate, up = (inputs @ weight.T).chunk(2, dim=1)
-    return functional.silu(gate) * up
+    return experts.act_fn(gate) * up
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
