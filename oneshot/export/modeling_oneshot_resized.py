@@ -80,7 +80,7 @@ def refuse_engine(config: Any) -> None:
     """Raise `ValueError` in an engine that would make something else of the layers.
 
     vLLM's Transformers backend keeps keys and values alone. So it opens some hybrids, whose answers are then wrong.
-    It has experts of its own, which all have the one width of the config.
+    It has experts of its own, which all have the one width of the config, but for the plugin `oneshot-vllm`.
     """
     others = [number for number, sizes in enumerate(config.resized) if sizes["attention"] is None]
     if others and config._attn_implementation == "vllm":
@@ -88,10 +88,12 @@ def refuse_engine(config: Any) -> None:
             f"Layer {others[0]} has another mixer than attention, whose states vLLM's Transformers backend does not "
             "keep; open this folder with transformers, or compress with --form stock, which vLLM has classes for."
         )
-    if config._attn_implementation == "vllm" and any(sizes.get("mixture") is not None for sizes in config.resized):
+    has_own_widths = getattr(config, "engine_has_own_widths", False)
+    mixtures = any(sizes.get("mixture") is not None for sizes in config.resized)
+    if mixtures and config._attn_implementation == "vllm" and not has_own_widths:
         raise ValueError(
-            "vLLM's Transformers backend has experts of one width in all layers; open this folder with transformers, "
-            "or compress with --form stock, which vLLM has classes for."
+            "vLLM's Transformers backend has experts of one width in all layers; install the plugin oneshot-vllm of "
+            "oneshot's repository, open this folder with transformers, or compress with --form stock."
         )
 
 

@@ -1,6 +1,6 @@
 """The per-layer form of families whose layers are not Llama's: their own class, whose layers have their own sizes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -80,6 +80,7 @@ class ResizedForm(OwnCode, StockForm):
         if len(plan.kept_layers) < shape.num_hidden_layers:
             config = with_kept_layers(config, plan.kept_layers, model.family)
         config = {name: value for name, value in config.items() if name not in ("auto_map", "_model_name_or_path")}
+        resized = [_resized(model, number, layer) for number, layer in zip(plan.kept_layers, stack.layers, strict=True)]
         config_class, model_class = stock_classes(config)
         file, own = MODELLING_FILE.stem, f"Oneshot{model_class.__name__}"
         return config | {
@@ -93,10 +94,9 @@ class ResizedForm(OwnCode, StockForm):
             "tie_word_embeddings": stack.head != "own" and not stack.embedding,
             "layers_name": model.family.stack.layers,
             "embedding_ranges": [asdict(table) for table in stack.embedding] or None,
-            "resized": [
-                _resized(model, number, layer) for number, layer in zip(plan.kept_layers, stack.layers, strict=True)
-            ],
+            "resized": resized,
             "sizes": asdict(stack),
+            **_equal_in_mixtures(resized),
         }
 
     def outside(
@@ -175,6 +175,12 @@ def _mixture(model: Model, experts: Experts, layer: LayerShape) -> dict[str, Any
     stated = resized_config(model.family, model.checkpoint.config, shape)
     names = [name for name in (sizes.intermediate_size, *sizes.num_experts) if name in stated]
     return {"modules": list(experts.made), "config": {name: stated[name] for name in names}}
+
+
+def _equal_in_mixtures(resized: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the config of the class states alike for the experts of all layers, as engines read it there."""
+    first, *others = [layer["mixture"]["config"] for layer in resized if layer["mixture"] is not None] or [{}]
+    return {name: value for name, value in first.items() if all(other[name] == value for other in others)}
 
 
 def resized_shape(config: dict[str, Any]) -> StackShape:

@@ -92,6 +92,23 @@ RESIZED_CASES: dict[str, tuple[str, Sizes]] = {
     NO_RANKS: ("gemma3_text", {"ranks": "none"}),  # opened without the plugin
     FEWER_HEADS: ("granite", {"heads": "id", "sparsity": 0.3}),  # refused
 }
+# mixtures whose layers have their own sizes; numbers of their own are refused
+OWN_NUMBERS = "qwen3_moe, own numbers of experts"
+MIXTURES_BY_LAYER: dict[str, tuple[Sizes, Sizes]] = {
+    "qwen3_moe": (QWEN3, {}),
+    "qwen3_moe, a dense layer, no ranks": (QWEN3 | {"mlp_only_layers": [1]}, {"ranks": "none"}),
+    "qwen3_moe, fewer experts": (QWEN3, {"experts": "effects", "num_experts": 6, "sparsity": 0.3}),
+    "mixtral": ({"family": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}, {}),
+    "olmoe": ({"family": "olmoe", "num_experts": 8, "num_experts_per_tok": 2}, {}),
+    "qwen2_moe": (
+        {"family": "qwen2_moe", "num_experts": 8, "shared_expert_intermediate_size": 64, **EXPERTS},
+        {},
+    ),
+    "granitemoe": ({"family": "granitemoe", "num_local_experts": 8, "num_experts_per_tok": 2}, {}),
+    "glm4_moe": (GLM4, {}),
+    "gpt_oss": ({"family": "gpt_oss", "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2}, {}),
+    OWN_NUMBERS: (QWEN3, {"experts": "effects", "ffn": "none"}),
+}
 SERVED = "llama"  # SmolLM2
 # methods of a tool, and the forms of a Llama that it takes
 QUANTISERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -109,6 +126,7 @@ def opened() -> list[tuple[str, str, list[str]]]:
 
     by_layer = BY_LAYER_CASES.values()
     resized = {variant.partition("-")[0] for variant, _ in RESIZED_CASES.values()}
+    resized |= {options["family"] for options, _ in MIXTURES_BY_LAYER.values()}
     return [
         ("vLLM", "stock", families(MIXTURES.values(), SERVED)),
         ("vLLM", "nemotron-nas", families(by_layer, SERVED)),

@@ -8,12 +8,13 @@ import pytest
 from conftest import ask_vllm_together
 from engines import BY_LAYER, NEW_TOKENS, SIZES, Expected
 from families.cases import variants
-from opened import FEWER_HEADS, NO_RANKS, RESIZED_CASES
+from opened import FEWER_HEADS, MIXTURES_BY_LAYER, NO_RANKS, OWN_NUMBERS, RESIZED_CASES
 
 from oneshot import Config
 from oneshot.pipeline import compress
 
 Answered = tuple[Expected, Any]
+REFUSED = (FEWER_HEADS, OWN_NUMBERS)
 HYBRID = "a hybrid"
 CASES = RESIZED_CASES | {HYBRID: ("falcon_h1", {"ranks": "none", "embedding": "none"})}
 
@@ -25,8 +26,8 @@ def answered(
     """All cases in one process of vLLM, whose start takes longer than all answers."""
     folder, expected, requests = tmp_path_factory.mktemp("results"), {}, {}
     text = {"calibration": str(text_file), "num_sequences": 16, "sequence_length": 32}
-    for name, (variant, settings) in CASES.items():
-        options = variants()[variant]
+    cases = {name: (variants()[variant], settings) for name, (variant, settings) in CASES.items()} | MIXTURES_BY_LAYER
+    for name, (options, settings) in cases.items():
         large_enough = {"head_dim": 32} if "head_dim" in options else {}  # for vLLM on a CPU
         source, output = make_checkpoint(**SIZES | options | large_enough), folder / name.replace(" ", "-")
         compress(Config.of(str(source), str(output), form="per-layer", device="cpu", **text | BY_LAYER | settings))
@@ -41,7 +42,7 @@ def answered(
     return {name: (expected[name], answer) for name, answer in zip(requests, answers, strict=True)}
 
 
-@pytest.mark.parametrize("name", [name for name in RESIZED_CASES if name != FEWER_HEADS])
+@pytest.mark.parametrize("name", [name for name in RESIZED_CASES | MIXTURES_BY_LAYER if name not in REFUSED])
 def test_it_answers_as_transformers(name: str, answered: dict[str, Answered]) -> None:
     expected, answers = answered[name]
     assert not isinstance(answers, str), answers[-4000:]
@@ -52,6 +53,12 @@ def test_heads_of_their_own_are_refused(answered: dict[str, Answered]) -> None:
     _, error = answered[FEWER_HEADS]
     assert "heads where the config has 4" in error
     assert "compress with --set heads=none" in error
+
+
+def test_numbers_of_experts_of_their_own_are_refused(answered: dict[str, Answered]) -> None:
+    _, error = answered[OWN_NUMBERS]
+    assert "experts where the config has 8" in error
+    assert "compress with --set expert_counts=equal" in error
 
 
 def test_hybrids_are_refused(answered: dict[str, Answered]) -> None:

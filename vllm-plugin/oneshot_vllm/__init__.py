@@ -21,6 +21,16 @@ RESIZED = (
     "SmolLM3ForCausalLM",
     "StableLmForCausalLM",
 )
+# mixtures of experts, likewise
+RESIZED_MIXTURES = (
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteMoeForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 
 
 def register() -> None:
@@ -34,3 +44,5 @@ def register() -> None:
     ModelRegistry.register_model("OneshotForCausalLM", "oneshot_vllm.model:OneshotForCausalLM")
     for stock in RESIZED:
         ModelRegistry.register_model(f"Oneshot{stock}", "oneshot_vllm.resized:OneshotResizedForCausalLM")
+    for stock in RESIZED_MIXTURES:
+        ModelRegistry.register_model(f"Oneshot{stock}", "oneshot_vllm.resized:OneshotResizedMoEForCausalLM")

@@ -11,7 +11,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.models.transformers import TransformersForCausalLM
+from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
 
 
 def refuse_own_heads(config: Any) -> None:
@@ -22,6 +22,29 @@ def refuse_own_heads(config: Any) -> None:
                 f"Layer {number} has {layer['num_attention_heads']} heads where the config has "
                 f"{config.num_attention_heads}, which vLLM's Transformers backend cannot hold for this family; "
                 "compress with --set heads=none."
+            )
+
+
+class WithExpertWidths:
+    """A config that states the width of the experts of every layer, 0 where there are none; configs check types."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        layers = config.sizes["layers"]
+        self.moe_intermediate_size = [layer["intermediate_size"] if layer["experts"] else 0 for layer in layers]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def refuse_own_numbers(config: Any, count: int) -> None:
+    """Raise `ValueError` if a layer has another number of experts than the config, whose `count` the backend takes."""
+    for number, layer in enumerate(config.sizes["layers"]):
+        if layer["experts"] and layer["experts"]["count"] != count:
+            raise ValueError(
+                f"Layer {number} has {layer['experts']['count']} experts where the config has {count}, which vLLM's "
+                "Transformers backend cannot hold; open this folder with transformers, or compress with --set "
+                "expert_counts=equal."
             )
 
 
@@ -44,8 +67,8 @@ class LowRankLinear(nn.Module):
         return nn.functional.linear(self._read[0](x), self.weight, self.bias)
 
 
-class OneshotResizedForCausalLM(TransformersForCausalLM):
-    """A family's own class, whose layers have their own sizes, with its output head."""
+class Resized:
+    """What every class of this form has beside one of the backend: a family's own class, with its output head."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config: Any = vllm_config.model_config.hf_config
@@ -81,3 +104,24 @@ class OneshotResizedForCausalLM(TransformersForCausalLM):
             return super().compute_logits(hidden_states)
         embedding: Any = self.model.get_input_embeddings()
         return self.logits_processor(None, embedding(hidden_states, to_logits=True))
+
+
+class OneshotResizedForCausalLM(Resized, TransformersForCausalLM):
+    """A family's own class, whose layers have their own sizes, with its output head."""
+
+
+class OneshotResizedMoEForCausalLM(Resized, TransformersMoEForCausalLM):
+    """A mixture of experts, whose layers have their own width of experts; vLLM's fused experts compute them."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        config: Any = vllm_config.model_config.hf_config
+        refuse_own_numbers(config, vllm_config.model_config.get_num_experts())
+        config.engine_has_own_widths = True  # which the modelling file asks for
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def recursive_replace(self) -> None:
+        """Give the model vLLM's layers, with the width of each layer's experts."""
+        config = self.text_config
+        self.text_config = WithExpertWidths(config)
+        super().recursive_replace()
+        self.text_config = config
