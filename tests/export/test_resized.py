@@ -148,8 +148,9 @@ def test_any_plan_has_the_counted_parameters(name: str, make_checkpoint: MakeChe
 def test_an_engine_with_experts_of_one_width_is_refused() -> None:
     layer = {"attention": "self_attn", "mixture": {"modules": ["mlp"], "config": {"intermediate_size": 24}}}
     refuse_engine(SimpleNamespace(resized=[layer], _attn_implementation="sdpa"))
-    with pytest.raises(ValueError, match="experts of one width in all layers; open this folder with transformers"):
+    with pytest.raises(ValueError, match="experts of one width in all layers; install the plugin oneshot-vllm"):
         refuse_engine(SimpleNamespace(resized=[layer], _attn_implementation="vllm"))
+    refuse_engine(SimpleNamespace(resized=[layer], _attn_implementation="vllm", engine_has_own_widths=True))
 
 
 @torch.inference_mode()
