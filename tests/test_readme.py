@@ -65,6 +65,12 @@ def test_the_command_line_page_has_every_option() -> None:
     assert options - keys - shown == set()
 
 
+def test_the_command_line_page_has_every_key() -> None:
+    page = ROOT / "docs" / "command-line.md"
+    flags = {option.removeprefix("--").replace("-", "_") for option in named(page, r"(?<![\w-])--[a-z][\w-]*")}
+    assert set(settings()) - named(page, r"`(\w+)`") - flags == set()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_linked_exists(document: Path) -> None:
     targets = named(document, r"\]\(([^)#\s]+)[^)]*\)")
