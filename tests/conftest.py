@@ -25,8 +25,10 @@ os.environ["TRITON_INTERPRET"] = "1" if os.environ.get("ONESHOT_TEST_DEVICE", "c
 import pytest
 from hypothesis import settings
 
+gc.disable()  # until all tests are collected: imports leave a million objects, which the collector would pass over
+
 if TYPE_CHECKING:
-    from factories import MakeCheckpoint, MakeConfig
+    from factories import MakeCheckpoint, MakeConfig, MakeResult
 
     from oneshot.config import Config
 
@@ -39,6 +41,11 @@ settings.load_profile("oneshot")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the files that take longest; a file's tests stay together, so that they share what they compress."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector of garbage work from here on."""
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -145,22 +152,30 @@ def own_checkpoint(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> MakeCheck
 @pytest.fixture
 def make_config(tmp_path: Path, text_file: Path) -> MakeConfig:
     """Make a `Config` from flat options: small settings, sparsity 0.2 unless a target is given, output in tmp_path."""
-    from oneshot.config import Config
+    from factories import small_config
 
     def make(checkpoint: Path, **changes: Any) -> Config:
-        options: dict[str, Any] = {
-            "calibration": str(text_file),
-            "num_sequences": 16,
-            "sequence_length": 32,
-            "batch_size": 16,
-            "device": "cpu",
-            "dtype": "float32",
-        }
-        stated = {"parameters", "hidden_size", "value_size", "query_key_size", "hidden_rate", "inner_rate"}
-        if not changes.keys() & stated:
-            options["sparsity"] = 0.2
-        output = str(changes.pop("output", tmp_path / "out"))
-        return Config.of(str(checkpoint), output, **options | changes)
+        return small_config(checkpoint, text_file, **{"output": tmp_path / "out"} | changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_result(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeResult:
+    """`make_result(checkpoint, **options of make_config)`; tests share the folders and must not write there."""
+    from factories import small_config
+
+    from oneshot.pipeline import compress
+
+    made: dict[str, Path] = {}
+
+    def make(checkpoint: Path, **changes: Any) -> Path:
+        key = repr((checkpoint, sorted(changes.items())))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("result") / "out"
+            compress(small_config(checkpoint, text_file, output=folder, **changes))
+            made[key] = folder
+        return made[key]
 
     return make
 

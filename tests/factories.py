@@ -28,6 +28,7 @@ RENAMED_SIZES: dict[str, dict[str, str]] = {
 ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta", "camembert", "electra", "modernbert")
 MakeCheckpoint = Callable[..., Path]
 MakeConfig = Callable[..., Config]
+MakeResult = Callable[..., Path]
 
 
 def topics(start: int = 0, stop: int | None = None) -> str:
@@ -35,6 +36,22 @@ def topics(start: int = 0, stop: int | None = None) -> str:
     from pydoc_data.topics import topics as texts
 
     return "\n\n".join(texts[name] for name in sorted(texts)[start:stop])
+
+
+def small_config(checkpoint: Path, text: Path, *, output: Path | str, **changes: Any) -> Config:
+    """Make a `Config` from flat options: small settings, and sparsity 0.2 unless a target is given."""
+    options: dict[str, Any] = {
+        "calibration": str(text),
+        "num_sequences": 16,
+        "sequence_length": 32,
+        "batch_size": 16,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    stated = {"parameters", "hidden_size", "value_size", "query_key_size", "hidden_rate", "inner_rate"}
+    if not changes.keys() & stated:
+        options["sparsity"] = 0.2
+    return Config.of(str(checkpoint), str(output), **options | changes)
 
 
 def tiny_tokenizer() -> Any:

@@ -1,6 +1,7 @@
 """The form nemotron-nas: the model of the per-layer form where both can hold it, and what engines read of it."""
 
 import ast
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, assert_cache_changes_nothing, build_model, silence
+from factories import MakeCheckpoint, MakeConfig, MakeResult, assert_cache_changes_nothing, build_model, silence
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,14 +43,15 @@ def config_of(folder: Path | str) -> dict[str, Any]:
     return json.loads((Path(folder) / "config.json").read_text())
 
 
-@pytest.mark.parametrize("recipe", ["oneshot", "stat", "flap"])
-@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [*((model, "oneshot") for model in MODELS), *itertools.product(("untied", "tied", "biases"), ("stat", "flap"))],
+)
 def test_it_is_the_model_of_the_per_layer_form(
-    recipe: str, options: dict[str, Any], make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+    model: str, recipe: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    folder = make_checkpoint(layers=3, **options)
-    if recipe == "flap" and options.get("family"):
-        pytest.skip("These configs state no biases of the FFN.")
+    """Every model, and every recipe where it writes other tensors: beside biases or without them, tied or not."""
+    folder = make_checkpoint(layers=3, **MODELS[model])
     settings: dict[str, Any] = {"recipe": recipe, "heads": "none", "embedding": "none", "ranks": "none"}
     reports = {
         form: compress(make_config(folder, form=form, output=str(tmp_path / form), **settings))
@@ -60,10 +62,8 @@ def test_it_is_the_model_of_the_per_layer_form(
 
 
 @pytest.fixture(params=MODELS)
-def compressed(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> Path:
-    config = make_config(make_checkpoint(layers=3, **MODELS[request.param]), form="nemotron-nas")
-    compress(config)
-    return Path(config.output)
+def compressed(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint, make_result: MakeResult) -> Path:
+    return make_result(make_checkpoint(layers=3, **MODELS[request.param]), form="nemotron-nas")
 
 
 def test_transformers_loads_it_with_remote_code_and_saves_it_again(compressed: Path, tmp_path: Path) -> None:

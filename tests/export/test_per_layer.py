@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from child_processes import start, wait
-from factories import MakeCheckpoint, MakeConfig, build_model
+from factories import MakeCheckpoint, MakeConfig, MakeResult, build_model
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -133,10 +133,8 @@ def test_silent_heads_of_opt_fold_without_loss(
 
 
 @pytest.fixture(params=PARTS)
-def compressed(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> Path:
-    config = make_config(make_checkpoint(tied=request.param != "values"), **PARTS[request.param])
-    compress(config)
-    return Path(config.output)
+def compressed(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint, make_result: MakeResult) -> Path:
+    return make_result(make_checkpoint(tied=request.param != "values"), **PARTS[request.param])
 
 
 def test_transformers_loads_it_with_remote_code_and_saves_it_again(compressed: Path, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,37 @@ NUM_LAYERS = ENCODER_LAYERS + DECODER_LAYERS
 assert_close = partial(torch.testing.assert_close, rtol=TOLERANCES["float32 layer"], atol=TOLERANCES["float32 layer"])
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: f"gated={variant[0]}-tied={variant[1]}")
-def stock(request: pytest.FixtureRequest) -> Any:
-    gated, tied = request.param
-    return build_t5(gated=gated, tied=tied)
-
-
 @pytest.fixture(scope="module")
-def folder(stock: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_t5(stock, tmp_path_factory.mktemp("t5") / "tiny")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[bool, bool]], tuple[Any, Path]]:
+    """`saved((gated, tied))` -> a model and its folder, made once."""
+
+    @cache
+    def make(variant: tuple[bool, bool]) -> tuple[Any, Path]:
+        gated, tied = variant
+        model = build_t5(gated=gated, tied=tied)
+        return model, save_t5(model, tmp_path_factory.mktemp("t5") / "tiny")
+
+    return make
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: f"gated={variant[0]}-tied={variant[1]}")
+def variant(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def stock(variant: tuple[bool, bool], saved: Any) -> Any:
+    return saved(variant)[0]
+
+
+@pytest.fixture
+def folder(variant: tuple[bool, bool], saved: Any) -> Path:
+    return saved(variant)[1]
+
+
+@pytest.fixture
+def tied_folder(saved: Any) -> Path:
+    return saved((True, True))[1]
 
 
 @pytest.fixture
@@ -233,11 +256,16 @@ def test_nothing_removed_gives_the_same_bits(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("with_targets", [True, False])
+@pytest.mark.parametrize(
+    ("variant", "with_targets"), [(variant, variant[0] == variant[1]) for variant in VARIANTS], ids=str
+)
 def test_fewer_neurons_load_and_generate(
     with_targets: bool, folder: Path, make_config: MakeConfig, pairs: str, text_file: Path
 ) -> None:
-    """The result has fewer neurons in every layer, and `generate` with a cache equals the one without."""
+    """The result has fewer neurons in every layer, and `generate` with a cache equals the one without.
+
+    Text with targets and without meets gated FFNs and others, and tied embeddings and others: all pairs of the three.
+    """
     text = pairs if with_targets else str(text_file)
     config = small_run(make_config, folder, calibration=text, sparsity=0.1)
     predicted = predict(config)
@@ -295,15 +323,14 @@ def test_the_stream_equals_the_stored_model(
 def test_an_interrupted_run_continues_with_the_same_bytes(
     layer: int,
     options: dict[str, Any],
+    tied_folder: Path,
     make_config: MakeConfig,
     pairs: str,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = save_t5(build_t5(gated=True, tied=True), tmp_path / "dense")
     if "hidden_size" not in options:
         options = {"sparsity": 0.1} | options
-    config = small_run(make_config, folder, calibration=pairs, **options)
+    config = small_run(make_config, tied_folder, calibration=pairs, **options)
     beside = replace(config, output=f"{config.output}-undisturbed")
     compress(beside)
     original = LayerCompressor.compress_layer
@@ -322,9 +349,8 @@ def test_an_interrupted_run_continues_with_the_same_bytes(
     assert written[0] == written[1]
 
 
-def test_up_proj_is_corrected_in_both_stacks(make_config: MakeConfig, pairs: str, tmp_path: Path) -> None:
-    folder = save_t5(build_t5(gated=True, tied=True), tmp_path / "dense")
-    config = small_run(make_config, folder, calibration=pairs, sparsity=0.1, up_steps=2)
+def test_up_proj_is_corrected_in_both_stacks(tied_folder: Path, make_config: MakeConfig, pairs: str) -> None:
+    config = small_run(make_config, tied_folder, calibration=pairs, sparsity=0.1, up_steps=2)
     compress(config)
     load(config.output)
 
@@ -385,11 +411,23 @@ SMALLER: list[dict[str, Any]] = [
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("options", SMALLER, ids=str)
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        (variant, options)
+        for variant in VARIANTS
+        for number, options in enumerate(SMALLER)
+        if (variant[0] == variant[1]) == (number % 2 == 0)
+    ],
+    ids=str,
+)
 def test_the_stored_model_has_the_streams_logits(
     options: dict[str, Any], stock: Any, folder: Path, make_config: MakeConfig, pairs: str, monkeypatch: Any
 ) -> None:
-    """The compressed stream passes full-width layers; the stored model is smaller, and computes the same."""
+    """The compressed stream passes full-width layers; the stored model is smaller, and computes the same.
+
+    Every setting meets gated FFNs and others, and tied embeddings and others; the four of these meet in turns.
+    """
     last: list[tuple[torch.Tensor, Any]] = []
     close = States.close
 
@@ -517,11 +555,6 @@ REFUSALS = [
     ({"value_size": 4, "sparsity": 0.2}, "give --set query_key_size= and value_size= the same size"),
     ({"hidden": "pca", "group_size": 2, "ffn": "none"}, "shortcut matrices"),
 ]
-
-
-@pytest.fixture(scope="module")
-def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_t5(build_t5(gated=True, tied=True), tmp_path_factory.mktemp("tied") / "dense")
 
 
 @pytest.mark.parametrize(("options", "sentence"), REFUSALS, ids=lambda value: str(value)[:40])
