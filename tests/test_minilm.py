@@ -30,7 +30,7 @@ def test_a_smaller_minilm_still_retrieves(minilm: Path, tmp_path: Path) -> None:
     text = tmp_path / "calibration.jsonl"
     passages = [{"text": piece} for piece in topics().split("\n\n") if piece.strip()]
     text.write_text("".join(json.dumps(row) + "\n" for row in passages))
-    options: dict[str, Any] = {"num_sequences": 24, "sequence_length": 128, "device": "cpu", "dtype": "float32"}
+    options: dict[str, Any] = {"num_sequences": 12, "sequence_length": 128, "device": "cpu", "dtype": "float32"}
     compress(
         Config.of(
             str(minilm),

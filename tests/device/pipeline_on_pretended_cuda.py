@@ -193,10 +193,9 @@ def by_stage(counts: Counter[str]) -> dict[str, int]:
 def make_models(folder: Path, names: Iterable[str]) -> None:
     """Save the models in bfloat16, and a text."""
     (folder / "text.txt").write_text(topics(0, 10)[:10_000])
-    tokenizer = tiny_tokenizer()
     for name in sorted(set(names)):
         build_model(dtype=torch.bfloat16, **MODELS[name]).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
 
 
 def config_of(name: str, folder: Path) -> Config:

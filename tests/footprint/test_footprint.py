@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from child_processes import CONTEXT, wait
 from factories import MakeCheckpoint, MakeConfig, cpu_machine, topics
 from gguf import GGUFReader
+from measured_runs import measure
 from safetensors.torch import load_file, save_file
 
 from oneshot import Config, Footprint, MachineOptions
@@ -86,40 +88,12 @@ MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "weights alone": {"recipe": "magnitude"},
 }
 
-# Every run is in a child process that is forked after the imports: its peak begins at the resident memory of its start.
-MEASURE = """
-import json, os, sys
-import torch, datasets, oneshot.report.page, oneshot.report.plots
-from transformers.models.llama import modeling_llama
-from oneshot import Config
-from oneshot.errors import MemoryLimitError
-from oneshot.pipeline import compress, predict
-from oneshot.machine.memory import peak_bytes
-
-torch.set_num_threads(1)
-for options in json.loads(sys.argv[1]):
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        if options["max_memory_bytes"] == 1:  # then as much as the refusal names
-            try:
-                predict(Config.of(**options))
-            except MemoryLimitError as error:
-                options["max_memory_bytes"] = int(str(error).rpartition("--max-memory ")[2][:-4]) * 2**20
-        found = compress(Config.of(**options)).footprint
-        stage = f"{found.host_stage}, {found.expert_groups} groups of experts"
-        os.write(writer, json.dumps([found.host_bytes, peak_bytes(), stage]).encode())
-        os._exit(0)
-    os.close(writer)
-    os.wait()
-    print(os.read(reader, 1000).decode(), flush=True)
-"""
-
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of children are read from /proc")
 def test_no_run_takes_more_than_predicted(
     make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """And none takes much less; all are measured in children of one process, because its imports take seconds."""
+    """And none takes much less; every run is in a child process, forked after the imports, which take seconds."""
     folder = make_checkpoint(**MEASURED_MODEL)
     sizes = {"num_sequences": 32, "sequence_length": 128, "batch_size": 32}
     decoders = [
@@ -155,9 +129,10 @@ def test_no_run_takes_more_than_predicted(
     }
     encoders = encoder_runs(make_checkpoint, make_config, tmp_path)
     runs = dict(zip(MEASURED_RUNS, decoders, strict=True)) | experts | hybrids | encoders
-    command = [sys.executable, "-c", MEASURE, json.dumps(list(runs.values()))]
-    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path.cwd()).stdout
-    for name, line in zip(runs, found.splitlines(), strict=True):
+    process = CONTEXT.Process(target=measure, args=(list(runs.values()), tmp_path / "found.jsonl"))
+    process.start()
+    assert wait([process], seconds=600) == [0]
+    for name, line in zip(runs, (tmp_path / "found.jsonl").read_text().splitlines(), strict=True):
         predicted, measured, stage = json.loads(line)
         assert name.startswith("groups") != stage.endswith(" 1 groups of experts")
         assert 0.6 < measured / predicted <= 1, f"{name}: {measured / predicted:.2f}, {stage}"

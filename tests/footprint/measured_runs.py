@@ -1,0 +1,42 @@
+"""Runs in processes that fork from one that has imported everything, each with its peak of resident memory."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def measure(runs: Sequence[dict[str, Any]], found: Path) -> None:
+    """Write a line of JSON for each run: predicted bytes, measured bytes, and the stage of the predicted peak.
+
+    A peak begins at the resident memory of the fork, so what runs import is there already.
+
+    Args:
+        runs: flat options. `max_memory_bytes` 1 means as much as the refusal names.
+    """
+    import datasets  # noqa: F401
+    import torch
+
+    import oneshot.report.plots  # noqa: F401
+    from oneshot import Config
+    from oneshot.errors import MemoryLimitError
+    from oneshot.machine.memory import peak_bytes
+    from oneshot.pipeline import compress, predict
+
+    torch.set_num_threads(1)
+    for options in runs:
+        child = os.fork()
+        if child > 0:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, options
+            continue
+        if options["max_memory_bytes"] == 1:
+            try:
+                predict(Config.of(**options))
+            except MemoryLimitError as error:
+                options["max_memory_bytes"] = int(str(error).rpartition("--max-memory ")[2][:-4]) * 2**20
+        footprint = compress(Config.of(**options)).footprint
+        stage = f"{footprint.host_stage}, {footprint.expert_groups} groups of experts"
+        with found.open("a") as file:
+            print(json.dumps([footprint.host_bytes, peak_bytes(), stage]), file=file)
+        os._exit(0)
