@@ -1,5 +1,6 @@
 """From weights, statistics and kept columns to the corrected linear. Pure functions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -8,6 +9,7 @@ import torch
 from oneshot.compression.statistics import Statistics
 from oneshot.errors import CalibrationError
 from oneshot.linalg.interpolative import interpolate
+from oneshot.linalg.psd import RidgeFactor, estimate_conditions
 from oneshot.recipes import Correction
 
 ENERGY_PANEL = 1024
@@ -24,6 +26,7 @@ class Factors:
         predicted_error: relative Frobenius error of the sublayer's output from the statistics; None without them.
         condition_number: the ridged skeleton Gram's. max_interpolation: `max|T|`. Both None if nothing was solved.
         damping: damping of the ridge that was used, larger if rounding required it; None if nothing was solved.
+        factor: the factor of that Gram if its condition number is not estimated yet; else None.
     """
 
     kept_columns: torch.Tensor
@@ -33,6 +36,16 @@ class Factors:
     max_interpolation: float | None = None
     eigenvalue_fallback: bool = False
     damping: float | None = None
+    factor: RidgeFactor | None = None
+
+
+def with_conditions(found: Sequence[Factors]) -> list[Factors]:
+    """Return factors of one size with condition numbers, which are estimated together where they are not known."""
+    estimate_conditions([one.factor for one in found if one.factor is not None])
+    return [
+        one if one.factor is None else replace(one, condition_number=one.factor.condition_number, factor=None)
+        for one in found
+    ]
 
 
 def correct(
@@ -43,6 +56,7 @@ def correct(
     correction: Correction,
     damping: float,
     residual_weight: float = 1.0,
+    estimates: bool = True,
 ) -> Factors:
     """Return the linear over the kept columns, `y ≈ A[:, kept_columns] weight'ᵀ`.
 
@@ -54,10 +68,13 @@ def correct(
             `min ‖A Wᵀ − A[:, kept_columns] W'ᵀ‖² + λ‖W' − W[:, kept_columns]‖²` (STAT section 3.1), which is
             `W' = W Pᵀ` with the ridged interpolation matrix. `two-stream` has the target `A Wᵀ + ρ (Y − A Wᵀ)`, `Y` the
             dense stream's next hidden state less this stream's residual, `ρ = residual_weight`.
+        estimates: whether the error is predicted and the condition number estimated; else `predicted_energies` and
+            `with_conditions` have to do it.
     """
+    known = statistics if estimates else None
     if correction == "none" or (len(kept_columns) == weight.shape[1] and correction != "two-stream"):
         corrected = weight[:, kept_columns].double()
-        return Factors(kept_columns, corrected, _error_if_known(weight.double(), corrected, kept_columns, statistics))
+        return Factors(kept_columns, corrected, _error_if_known(weight.double(), corrected, kept_columns, known))
     if statistics is None:
         raise ValueError(f"the correction {correction!r} needs statistics")
     if correction == "bias":
@@ -71,18 +88,19 @@ def correct(
     residual = statistics.residual if correction == "two-stream" else None
     if correction == "two-stream" and residual is None:
         raise ValueError("the two-stream correction needs statistics with a residual")
-    interpolation = interpolate(statistics.gram, kept_columns, damping)
+    interpolation = interpolate(statistics.gram, kept_columns, damping, estimates=estimates)
     factor, rest, coefficients = interpolation.factor, interpolation.rest, interpolation.coefficients
     max_interpolation = interpolation.max_coefficient
     step = None if residual is None else factor.solve(residual[kept_columns])
     condition_number, fallback, damping = factor.condition_number, factor.eigenvalue_fallback, factor.damping
+    unestimated = factor if condition_number is None else None
     del interpolation, factor  # as large as the Gram in float64
     dense = weight.double()
     corrected = dense[:, kept_columns].addmm_(dense[:, rest], coefficients.T)
     if step is not None:
         corrected += residual_weight * step.T
-    error = _error_if_known(dense, corrected, kept_columns, statistics)
-    return Factors(kept_columns, corrected, error, condition_number, max_interpolation, fallback, damping)
+    error = _error_if_known(dense, corrected, kept_columns, known)
+    return Factors(kept_columns, corrected, error, condition_number, max_interpolation, fallback, damping, unestimated)
 
 
 def correct_heads(

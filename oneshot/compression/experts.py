@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from oneshot.compression.correction import Factors, correct, predicted_energies, relative
+from oneshot.compression.correction import Factors, correct, predicted_energies, relative, with_conditions
 from oneshot.compression.expert_measuring import measure_group
 from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.compression.mixture_norms import MixtureNorms
@@ -26,6 +26,7 @@ from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 
+ESTIMATED_TOGETHER = 8  # condition numbers of experts: kernels on a device against memory for their factors
 NAMED_EXPERTS = 8
 
 
@@ -245,7 +246,8 @@ def _corrected(
 ) -> ExpertFactors:
     """Return the downs over the kept neurons of a group's experts, each corrected by the tokens of its expert."""
     size, weight = task.dense_units, down.new_empty(len(kept), down.shape[1], task.kept_units)
-    found, energies = [], []
+    found: list[Factors] = []
+    energies, waiting = [], list[Factors]()
     for place, (expert, columns) in enumerate(zip(group, kept, strict=True)):
         own = None if statistics is None else statistics.of(expert)
         correction = task.method.correction
@@ -263,11 +265,15 @@ def _corrected(
             correction=correction,
             damping=dampings[expert],
             residual_weight=1.0 if task.loses_experts or own is None else task.residual_weight(size, own.num_targets),
+            estimates=False,
         )
         weight[place] = as_like(factors.weight, weight)
         if own is not None:
             energies.append(torch.stack(predicted_energies(dense.double(), factors.weight, columns, own)))
-        found.append(factors)
+        waiting.append(replace(factors, weight=factors.weight.new_empty(0)))  # the corrected weight is copied
+        if len(waiting) == ESTIMATED_TOGETHER or place == len(kept) - 1:
+            found += with_conditions(waiting)
+            waiting.clear()
     return ExpertFactors(kept, weight, torch.stack(energies) if energies else None, *_worst(found))
 
 

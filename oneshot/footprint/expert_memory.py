@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from oneshot.compression.expert_removal import TOKENS_TOGETHER
+from oneshot.compression.experts import ESTIMATED_TOGETHER
 from oneshot.footprint import terms
 from oneshot.footprint.terms import DOUBLE, FLOAT, Term
 from oneshot.footprint.work import Work
@@ -86,7 +87,8 @@ def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
         terms.correction(work, shared, kept_shared, residual=residual).bytes,
     )
     seen = _seen_downs(work, size)
-    return Term(max(choice + seen, *corrected) + downs(work, kept).bytes, computed=True)
+    estimated = 2 * ESTIMATED_TOGETHER * DOUBLE * kept**2
+    return Term(max(choice + seen, max(corrected) + estimated) + downs(work, kept).bytes, computed=True)
 
 
 def together(work: Work) -> Work:

@@ -7,6 +7,7 @@ device were measured on an H100 (rows of `benchmarks/results/gpu.jsonl`).
 import math
 from collections import defaultdict
 
+from oneshot.compression.experts import ESTIMATED_TOGETHER
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
 from oneshot.footprint.expert_memory import num_groups
@@ -27,6 +28,10 @@ START_SECONDS = 3.0  # tokenizer, headers, report, and what libraries do when a 
 STEP_SECONDS = 2e-3  # of a layer while a device writes text token by token; to a factor of 1.3
 SOLVE_SECONDS = 7.2e-8  # for each row of a triangle that a device solves with one right-hand side
 EIGEN_SECONDS = 7.1e-9  # for each number of a matrix whose eigenvectors a device finds, in float32
+
+LAUNCH_SECONDS = 1.07e-5  # of an operation that the host launches on a device
+# operations, as counted on the pretended device: those that solve an expert, and those that sum its rows of a batch
+EXPERT_LAUNCHES, ARRIVAL_LAUNCHES = 140, 28
 
 Seconds = dict[str, float]  # by phase
 
@@ -116,7 +121,8 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     if "experts" in kinds:  # of one expert more for each token
         seconds["forward"] += layers * read * forward / rates.stream
     if rates.on_device:
-        seconds["condition"] = layers * ffns * _condition(3 / 4 * size)
+        seconds["condition"] = layers * ffns * _condition(3 / 4 * size) / _together(work)
+        seconds["launches"] = layers * _launches(work, read, 1)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
     if work.schedule.profiles_embedding:
         seconds["embedding"] = EMBEDDING_PROBES * (layers * length * forward / rates.stream + 6 * logits)
@@ -151,7 +157,7 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         seconds["solve"] += ffns * solved / rates.double
         seconds["energies"] += ffns * 4 * size**2 * hidden / rates.energies
         if rates.on_device:
-            seconds["condition"] += ffns * _condition(kept)
+            seconds["condition"] += ffns * _condition(kept) / _together(work)
     if schedule.corrects_up:
         steps = method.up_steps
         there_and_back = 2 * hidden * (3 * size + (6 + 5 * steps) * kept)
@@ -166,6 +172,8 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
     if schedule.finds_subspaces:
         seconds["solve"] += 6 * hidden * shape.layer_parameters() / rates.double
     if rates.on_device:
+        if schedule.streams:
+            seconds["launches"] += _launches(work, tokens, groups + schedule.removes_experts)
         copied = (1 + kept / size) * work.layer_bytes
         if store != "device":  # every pass reads the streams and writes what moved
             copied += 2 * (2 + method.reduces_heads + schedule.corrects_up) * sum(work.store_bytes)
@@ -192,6 +200,19 @@ def _forward(work: Work) -> float:
     shape = work.shape
     parameters = shape.layer_parameters() if shape.experts is None else shape.active_parameters()
     return 2 * parameters + 2 * work.text.sequence_length * _heads(work)
+
+
+def _launches(work: Work, tokens: float, passes: float) -> float:
+    """Return the seconds of launches for the experts of a layer, which are taken one after the other."""
+    if work.shape.experts is None:
+        return 0.0
+    batches = math.ceil(tokens / work.batch_tokens)
+    return work.shape.experts.count * (EXPERT_LAUNCHES + passes * batches * ARRIVAL_LAUNCHES) * LAUNCH_SECONDS
+
+
+def _together(work: Work) -> int:
+    """Return how many condition numbers are estimated in the time of one."""
+    return 1 if work.shape.experts is None else ESTIMATED_TOGETHER
 
 
 def _condition(size: float) -> float:

@@ -10,7 +10,7 @@ Every such Gram is a `GramNote` on this module's logger. A run collects the note
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,11 +119,14 @@ class RidgeFactor:
     Args:
         gram: `(k, k)` symmetric positive semi-definite, any float dtype.
         damping: the ridge in units of the mean diagonal, ≥ 0. of: what the Gram is of, in words.
+        estimates: whether the condition number is estimated at once; else `estimate_conditions` has to do it.
 
     Cost: k³/3 multiply-adds (Cholesky); about 30 times that for the pseudo-inverse. Deterministic.
     """
 
-    def __init__(self, gram: torch.Tensor, damping: float, of: str = "columns") -> None:
+    condition_number: float | None = None
+
+    def __init__(self, gram: torch.Tensor, damping: float, of: str = "columns", *, estimates: bool = True) -> None:
         mean = gram.diagonal().double().mean().clamp_min(0)
         found = ridged_cholesky(gram, damping, of=of)
         self.eigenvalue_fallback = found is None
@@ -132,10 +135,9 @@ class RidgeFactor:
         if found is None:
             self._inverse, self.condition_number = _pseudo_inverse(gram, of)
             return
-        self._cholesky = found[0]
-        self.condition_number = self._estimate_condition()
-        if self.condition_number > SINGULAR:
-            note(GramNote(of, "singular", self.condition_number))
+        self._cholesky, self._of = found[0], of
+        if estimates:
+            estimate_conditions([self])
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
         """Return `K⁻¹ right` in float64, `right (k, p)`."""
@@ -144,14 +146,33 @@ class RidgeFactor:
         half = torch.linalg.solve_triangular(self._cholesky, right.double(), upper=False)
         return torch.linalg.solve_triangular(self._cholesky.mT, half, upper=True)
 
-    def _estimate_condition(self) -> float:
-        """Return `λ_max / λ_min` from Lanczos steps with `K` and with `K⁻¹`; a lower bound, good to a few per cent."""
-        factor = self._cholesky
-        start = torch.linspace(1, 2, len(factor), dtype=factor.dtype, device=factor.device).unsqueeze(1)
-        largest = _tridiagonal(lambda vector: factor @ (factor.T @ vector), start)
-        smallest_inverse = _tridiagonal(self.solve, start)
-        values = torch.linalg.eigvalsh(torch.stack((largest, smallest_inverse)).cpu())[:, -1]
-        return max(1.0, float(values.prod()))
+
+def estimate_conditions(factors: Sequence[RidgeFactor]) -> None:
+    """Estimate the condition numbers of factors of one size together, where they are not known yet.
+
+    `λ_max / λ_min` come from Lanczos steps with `K` and with `K⁻¹`: a lower bound, good to a few per cent, in four
+    digits. A device takes as many kernels for several as for one, and one wait. Memory: a copy of the factors, if there
+    are several.
+    """
+    unknown = [one for one in factors if one.condition_number is None]
+    if not unknown:
+        return
+    together = [one._cholesky for one in unknown]
+    factor = together[0].unsqueeze(0) if len(together) == 1 else torch.stack(together)
+    start = torch.linspace(1, 2, factor.shape[-1], dtype=factor.dtype, device=factor.device).unsqueeze(1)
+
+    def solve(right: torch.Tensor) -> torch.Tensor:
+        half = torch.linalg.solve_triangular(factor, right, upper=False)
+        return torch.linalg.solve_triangular(factor.mT, half, upper=True)
+
+    start = start.expand(len(factor), -1, -1)
+    largest = _tridiagonal(lambda vectors: factor @ (factor.mT @ vectors), start)
+    smallest_inverse = _tridiagonal(solve, start)
+    values = torch.linalg.eigvalsh(torch.stack((largest, smallest_inverse)).cpu())[..., -1]
+    for one, condition in zip(unknown, values.prod(0).tolist(), strict=True):
+        one.condition_number = max(1.0, float(f"{condition:.4g}"))  # further digits depend on how many are together
+        if one.condition_number > SINGULAR:
+            note(GramNote(one._of, "singular", one.condition_number))
 
 
 def _pseudo_inverse(gram: torch.Tensor, of: str) -> tuple[torch.Tensor, float]:
@@ -168,22 +189,27 @@ def _pseudo_inverse(gram: torch.Tensor, of: str) -> tuple[torch.Tensor, float]:
 
 
 def _tridiagonal(product: Callable[[torch.Tensor], torch.Tensor], start: torch.Tensor) -> torch.Tensor:
-    """Return the Lanczos matrix of a symmetric `product`, `(steps, steps)`; its eigenvalues are within the product's.
+    """Return the Lanczos matrices of symmetric products, `(b, steps, steps)`; eigenvalues are within the product's.
 
-    Every vector is made orthogonal to all before it, twice; what is then only rounding becomes zero. `start (n, 1)`.
+    Every vector is made orthogonal to all before it, twice; what is then only rounding becomes zero. `start (b, n, 1)`.
     The device is not waited for.
     """
-    basis = start.new_zeros(len(start), CONDITION_STEPS)
-    projected = start.new_zeros(CONDITION_STEPS, CONDITION_STEPS)
-    vector = start / start.norm()
+    basis = start.new_zeros(*start.shape[:2], CONDITION_STEPS)
+    projected = start.new_zeros(len(start), CONDITION_STEPS, CONDITION_STEPS)
+    vector = start / _norms(start)
     for step in range(CONDITION_STEPS):
-        basis[:, step : step + 1] = vector
+        basis[..., step : step + 1] = vector
         vector = product(vector)
-        known, rounding = basis[:, : step + 1], ROUNDING * vector.norm()
-        inside = known.T @ vector
-        projected[: step + 1, step : step + 1] = inside
+        known, rounding = basis[..., : step + 1], ROUNDING * _norms(vector)
+        inside = known.mT @ vector
+        projected[:, : step + 1, step : step + 1] = inside
         vector = vector - known @ inside
-        vector = vector - known @ (known.T @ vector)
-        norm = vector.norm()
+        vector = vector - known @ (known.mT @ vector)
+        norm = _norms(vector)
         vector = vector * torch.where(norm > rounding, 1 / norm, 0.0)
-    return (projected.triu() + projected.triu(1).T).nan_to_num_()
+    return (projected.triu() + projected.triu(1).mT).nan_to_num_()
+
+
+def _norms(vectors: torch.Tensor) -> torch.Tensor:
+    """Vectors `(b, n, 1)` -> `(b, 1, 1)`."""
+    return torch.linalg.vector_norm(vectors, dim=1, keepdim=True)

@@ -110,6 +110,8 @@ STAGES = {
 }
 
 SIZES: dict[str, Any] = {"num_sequences": 16, "sequence_length": 32, "batch_size": 8, "sparsity": 0.2}
+NARROW = {"moe_intermediate_size": 32}
+GLM = NARROW | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "wide": {"width": 128},
@@ -120,6 +122,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt": {"family": "opt"},
     "qwen3": {"family": "qwen3", "tied": True, "head_dim": 8},
     "mistral": {"family": "mistral", "sliding_window": 8},
+    "mixture": {"family": "qwen3_moe", "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, **NARROW},
+    "twice the experts": {"family": "qwen3_moe", "head_dim": 8, "num_experts": 16, "num_experts_per_tok": 2, **NARROW},
+    "shared experts": {"family": "glm4_moe", "head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, **GLM},
+    "norms inside": {"family": "gemma3_text", "head_dim": 8},
+    "hybrid": {"family": "lfm2", "layer_types": ["conv", "full_attention"]},
     "large": {"hidden": 96, "width": 384, "heads": 6, "groups": 3, "vocabulary": 2048, "tied": True},
 }
 PER_LAYER = {"form": "per-layer"}
@@ -169,6 +176,12 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "smaller queries and keys": ("llama", PER_LAYER | {"query_key_size": 4}),
     "smaller queries and keys, opt": ("opt", PER_LAYER | {"query_key_size": 4}),
     "planned sizes inside heads": ("llama", PER_LAYER | {"inner_sizes": "sensitivity"}),
+    "experts": ("mixture", {}),
+    "twice the experts": ("twice the experts", {}),
+    "whole experts": ("shared experts", {"experts": "reap", "num_experts": 3, "sparsity": 0.3}),
+    "experts by a profile": ("mixture", PER_LAYER | {"experts": "effects", "sparsity": 0.3}),
+    "norms inside": ("norms inside", PER_LAYER | {"num_sequences": 8}),
+    "hybrid": ("hybrid", PER_LAYER | {"num_sequences": 8}),
     "large": ("large", {"num_sequences": 16, **LONG}),  # two streams
     "large, leverage": ("large", {"ffn": "leverage", "num_sequences": 8, **LONG}),
     "large, flap": ("large", {"recipe": "flap", "num_sequences": 8, **LONG}),

@@ -240,6 +240,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _log.kernels[site()] += 1
     if name == "addmm" and function._overloadname in ("dtype", "dtype_out"):
         result = _addmm_in_wider_dtype(*host_args, **host_kwargs)
+    elif name == "histc":  # of integers, which the host does not have
+        result = function(host_args[0].float(), *host_args[1:], **host_kwargs).to(host_args[0].dtype)
     else:
         result = function(*host_args, **host_kwargs)
     to_device = bool(device_tensors) if asked is None else _is_cuda(asked)
@@ -333,6 +335,10 @@ def _by_chance(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
         return bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
     if base == "bincount":
         return len(args) > 1 and args[1] is not None
+    if base == "histc":  # whole numbers add up to the same in any order
+        return args[0].is_floating_point()
+    if base == "median":  # the number is the same, and its place is not
+        return len(args) > 1
     if base in ("cumsum", "cumprod"):
         return args[0].is_floating_point() and args[0].numel() == args[0].shape[args[1]] > 1
     operands = (each for each in args if isinstance(each, torch.Tensor))

@@ -13,6 +13,7 @@ from pipeline_on_pretended_cuda import RUNS, table
 
 from oneshot import profiling
 from oneshot.footprint import bounds, memory
+from oneshot.footprint.seconds import ARRIVAL_LAUNCHES, EXPERT_LAUNCHES
 from oneshot.run import resources
 
 pytestmark = pytest.mark.long
@@ -54,6 +55,9 @@ WAITING = (
     "ranks, biases",
     "ranks, large",
     "ranks, no curvature",
+    "norms inside",
+    "twice the experts",  # each is solved by itself
+    "experts by a profile",
 )
 
 
@@ -134,3 +138,11 @@ def test_most_runs_wait_rarely() -> None:
 
 def _sum(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
     return {stage: left.get(stage, 0) + right.get(stage, 0) for stage in left | right}
+
+
+def test_an_expert_takes_the_kernels_that_seconds_are_predicted_from() -> None:
+    """Eight experts more in two layers; the statistics have two batches. Two waits: the Gram held, coefficients."""
+    few, many = measured()["experts"], measured()["twice the experts"]
+    kernels, waits = ((sum(many[name].values()) - sum(few[name].values())) / (8 * 2) for name in ("kernels", "waits"))
+    assert kernels == pytest.approx(EXPERT_LAUNCHES + 2 * ARRIVAL_LAUNCHES, rel=0.25)
+    assert waits < 2.2
