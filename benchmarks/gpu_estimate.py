@@ -152,10 +152,11 @@ RUNS: dict[str, dict[str, Any]] = {
 
 # 32 tokens for each neuron of an expert of mean load of Qwen3-30B-A3B
 MIXTURE_RUNS: dict[str, dict[str, Any]] = {
-    "neurons": {"num_sequences": 192},
-    "neurons, per-layer": {"num_sequences": 192, "form": "per-layer"},
+    "neurons": {"num_sequences": 192, "batch_size": 16},
+    "neurons, per-layer": {"num_sequences": 192, "batch_size": 16, "form": "per-layer"},
     "96 of 128 experts": {
         "num_sequences": 192,
+        "batch_size": 16,
         "experts": "effects",
         "num_experts": 96,
         "ffn": "none",

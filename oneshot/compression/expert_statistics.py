@@ -84,13 +84,15 @@ class ExpertAccumulator:
                 a token (`squared_gates`). with_shared: the shared expert also takes its share. scales: what tokens
                 count by beside their gates, `(tokens, 1)` (`mixture_norms`); None for one.
         """
-        squares = squared_gates(routing.gates, with_shared=with_shared)
         self._counts[: 1 if lost is None else 2] += routing.counts
-        for one in routing.arrivals(self._group):
+        weights = None
+        if lost is not None:
+            squares = squared_gates(routing.gates, with_shared=with_shared)
+            weights = (routing.gates.float().square() / squares.unsqueeze(1)).to(lost.dtype)
+        for one in routing.arrivals(self._group, weights):
             share = None
-            if lost is not None:
-                weights = one.gates.float().square() / squares[one.tokens]
-                share = lost[one.tokens] * weights.to(lost.dtype).unsqueeze(1)
+            if lost is not None and one.weights is not None:
+                share = lost[one.tokens] * one.weights.unsqueeze(1)
             rows = one.neurons * one.gates.unsqueeze(1)
             rows = rows if scales is None else rows * scales[one.tokens].to(rows)
             self._add_(self._group.index(one.expert), rows, share)

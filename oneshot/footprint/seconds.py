@@ -7,6 +7,7 @@ device were measured on an H100 (rows of `benchmarks/results/gpu.jsonl`).
 import math
 from collections import defaultdict
 
+from oneshot.compression.expert_removal import TOKENS_TOGETHER
 from oneshot.compression.experts import ESTIMATED_TOGETHER
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
@@ -30,8 +31,8 @@ SOLVE_SECONDS = 7.2e-8  # for each row of a triangle that a device solves with o
 EIGEN_SECONDS = 7.1e-9  # for each number of a matrix whose eigenvectors a device finds, in float32
 
 LAUNCH_SECONDS = 1.07e-5  # of an operation that the host launches on a device
-# operations, as counted on the pretended device: those that solve an expert, and those that sum its rows of a batch
-EXPERT_LAUNCHES, ARRIVAL_LAUNCHES = 140, 28
+# operations, as counted on the pretended device: to solve an expert, to sum its rows of a batch, and its effects
+EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 140, 21, 8
 
 Seconds = dict[str, float]  # by phase
 
@@ -122,7 +123,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
         seconds["forward"] += layers * read * forward / rates.stream
     if rates.on_device:
         seconds["condition"] = layers * ffns * _condition(3 / 4 * size) / _together(work)
-        seconds["launches"] = layers * _launches(work, read, 1)
+        seconds["launches"] = layers * _launches(work, read, 1, effects="experts" in kinds)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
     if work.schedule.profiles_embedding:
         seconds["embedding"] = EMBEDDING_PROBES * (layers * length * forward / rates.stream + 6 * logits)
@@ -173,7 +174,7 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
         seconds["solve"] += 6 * hidden * shape.layer_parameters() / rates.double
     if rates.on_device:
         if schedule.streams:
-            seconds["launches"] += _launches(work, tokens, groups + schedule.removes_experts)
+            seconds["launches"] += _launches(work, tokens, groups, effects=schedule.removes_experts)
         copied = (1 + kept / size) * work.layer_bytes
         if store != "device":  # every pass reads the streams and writes what moved
             copied += 2 * (2 + method.reduces_heads + schedule.corrects_up) * sum(work.store_bytes)
@@ -202,12 +203,13 @@ def _forward(work: Work) -> float:
     return 2 * parameters + 2 * work.text.sequence_length * _heads(work)
 
 
-def _launches(work: Work, tokens: float, passes: float) -> float:
+def _launches(work: Work, tokens: float, passes: int, *, effects: bool) -> float:
     """Return the seconds of launches for the experts of a layer, which are taken one after the other."""
     if work.shape.experts is None:
         return 0.0
-    batches = math.ceil(tokens / work.batch_tokens)
-    return work.shape.experts.count * (EXPERT_LAUNCHES + passes * batches * ARRIVAL_LAUNCHES) * LAUNCH_SECONDS
+    launches = EXPERT_LAUNCHES + passes * math.ceil(tokens / work.batch_tokens) * ARRIVAL_LAUNCHES
+    launches += effects * math.ceil(tokens / min(work.batch_tokens, TOKENS_TOGETHER)) * EFFECT_LAUNCHES
+    return work.shape.experts.count * launches * LAUNCH_SECONDS
 
 
 def _together(work: Work) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ class Arrivals:
 
     Attributes:
         expert: its number. tokens: rows of the batch, ascending int64 `(r,)`. gates: the weights `(r,)` of its output.
-        neurons: what its down projection reads, `(r, m)`.
+        neurons: what its down projection reads, `(r, m)`. weights: further numbers `(r,)` of these tokens and this
+            expert; None if none were given.
     """
 
     expert: int
     tokens: torch.Tensor
     gates: torch.Tensor
     neurons: torch.Tensor
+    weights: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -50,19 +53,26 @@ class Routing:
         """Return the number of experts that tokens can go to."""
         return len(self.experts.down_proj)
 
-    @property
+    @cached_property
     def counts(self) -> torch.Tensor:
         """Return the tokens of every expert, int64 `(E,)`."""
         return self.chosen.flatten().bincount(minlength=self.num_experts)
 
-    def arrivals(self, group: range | None = None) -> Iterator[Arrivals]:
-        """Yield the tokens of every expert that gets any, in the order of the experts; `group`: of these alone."""
-        flat, per_token = self.chosen.flatten(), self.chosen.shape[1]
-        order = flat.argsort(stable=True)
-        for expert, places in enumerate(order.split(self.counts.tolist())):
-            if len(places) and (group is None or expert in group):
-                tokens = places // per_token
-                yield Arrivals(expert, tokens, self.gates.flatten()[places], self.neurons(expert, self.inputs[tokens]))
+    def arrivals(self, group: range | None = None, weights: torch.Tensor | None = None) -> Iterator[Arrivals]:
+        """Yield the tokens of every expert that gets any, in the order of the experts; `group`: of these alone.
+
+        `weights`: numbers `(tokens, k)` of tokens and their experts. What can be is computed for all experts at once,
+        because a device takes as long to start an operation for one.
+        """
+        order, sizes = self.chosen.flatten().argsort(stable=True), self.counts.tolist()
+        tokens, gates = order // self.chosen.shape[1], self.gates.flatten()[order]
+        parts = [tokens.split(sizes), gates.split(sizes)]
+        if weights is not None:
+            parts.append(weights.flatten()[order].split(sizes))
+        for expert, (own, *numbers) in enumerate(zip(*parts, strict=True)):
+            if len(own) and (group is None or expert in group):
+                neurons = self.neurons(expert, self.inputs[own])
+                yield Arrivals(expert, own, numbers[0], neurons, *numbers[1:])
 
     def summed(self) -> torch.Tensor:
         """Return `mixed` by our own way through the experts, one after the other."""
