@@ -69,8 +69,8 @@ def mixture_estimates_table() -> str:
     return markdown(
         head,
         lines,
-        f"Predicted peaks and seconds, not measured: {row['tokens']:,} tokens, `--batch-size 16`, bfloat16, the sizes of the model's own "
-        f"config.json; neurons: `--sparsity 0.2`. The CPU has {cpu / 1e12:g} TFLOP/s.",
+        f"Predicted peaks and seconds, not measured: {row['tokens']:,} tokens, `--batch-size 16`, bfloat16, the sizes of the "
+        f"model's own config.json; neurons: `--sparsity 0.2`. The CPU has {cpu / 1e12:g} TFLOP/s.",
     )
 
 
