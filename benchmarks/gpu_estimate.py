@@ -152,17 +152,18 @@ RUNS: dict[str, dict[str, Any]] = {
 
 # 32 tokens for each neuron of an expert of mean load of Qwen3-30B-A3B
 MIXTURE_RUNS: dict[str, dict[str, Any]] = {
-    "neurons": {"num_sequences": 192, "batch_size": 16},
-    "neurons, per-layer": {"num_sequences": 192, "batch_size": 16, "form": "per-layer"},
+    "neurons": {"num_sequences": 192},
+    "neurons, per-layer": {"num_sequences": 192, "form": "per-layer"},
     "96 of 128 experts": {
         "num_sequences": 192,
-        "batch_size": 16,
         "experts": "effects",
         "num_experts": 96,
         "ffn": "none",
         "sparsity": None,
     },
 }
+# sequences of 2,048 tokens that pass together; a device starts every operation of an expert for each of such batches
+BATCHES = {"Qwen3-30B-A3B": {"batch_size": 16}}
 
 
 class Described(Checkpoint):
@@ -214,8 +215,9 @@ def in_groups(work: Work, footprint: Footprint) -> Work:
 def estimate(name: str, model: Model, card: str, run: str) -> dict[str, Any]:
     """Return the row of a model, a card or a CPU, and a run."""
     memory, rates = (None, CPU_RATES) if card == CPU else (CARDS[card].memory, CARDS[card].rates)
-    config, work = described_work(model, memory, (RUNS | MIXTURE_RUNS)[run])
+    config, work = described_work(model, memory, (RUNS | MIXTURE_RUNS)[run] | BATCHES.get(name, {}))
     row: dict[str, Any] = {"model": name, "card": card, "run": run, "tokens": work.num_tokens, "rates": asdict(rates)}
+    row["batch_size"] = config.machine.batch_size
     try:
         footprint = footprint_of(config, work, memory, None)
     except MemoryLimitError as error:
@@ -253,7 +255,7 @@ def print_plan(name: str, card_gib: float, host_gib: float) -> int:
     """Print whether a model fits a card and a host, and how."""
     model = identify(Described(name))
     for run, changes in (MIXTURE_RUNS if name in MIXTURES else RUNS).items():
-        config, work = described_work(model, round(card_gib * GIB), changes)
+        config, work = described_work(model, round(card_gib * GIB), changes | BATCHES.get(name, {}))
         try:
             found = footprint_of(config, work, round(card_gib * GIB), round(host_gib * GIB))
         except MemoryLimitError as error:

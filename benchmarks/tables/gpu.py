@@ -61,16 +61,20 @@ def mixture_estimates_table() -> str:
     for row in estimates(of_mixtures=True):
         device = f"{row['device_bytes'] / GIB:.1f} GiB" if row["device_bytes"] else "–"
         host = f"{row['host_bytes'] / GIB:.1f} GiB"
-        lines.append([row["model"], row["card"], row["run"], device, host, f"{row['expert_groups']}", *_seconds(row)])
-    head = ["model", "machine", "run", "device", "host", "groups of experts"]
+        batch = f"{row['batch_size']}"
+        lines.append(
+            [row["model"], row["card"], row["run"], batch, device, host, f"{row['expert_groups']}", *_seconds(row)]
+        )
+    head = ["model", "machine", "run", "batch", "device", "host", "groups of experts"]
     head += ["start", "forward", "sums", "pivots", "solve", "rest", "total"]
     rates = read_rows("gpu_estimate")
     cpu = next(row["rates"]["stream"] for row in rates if row["card"] == "CPU")
     return markdown(
         head,
         lines,
-        f"Predicted peaks and seconds, not measured: {row['tokens']:,} tokens, `--batch-size 16`, bfloat16, the sizes of the "
-        f"model's own config.json; neurons: `--sparsity 0.2`. The CPU has {cpu / 1e12:g} TFLOP/s.",
+        f"Predicted peaks and seconds, not measured: {row['tokens']:,} tokens, bfloat16, the sizes of the model's own "
+        "config.json; neurons: `--sparsity 0.2`. Batch: sequences of 2,048 tokens. "
+        f"The CPU has {cpu / 1e12:g} TFLOP/s.",
     )
 
 
