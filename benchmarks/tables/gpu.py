@@ -6,7 +6,6 @@ from harness import Row, latest, read_rows
 from tables.cells import markdown, origin
 
 GIB = 2**30
-REST = ("ranks", "energies", "condition", "output head", "embedding", "transfer")
 
 
 def estimates(*, of_mixtures: bool = False) -> list[Row]:
@@ -26,12 +25,12 @@ def gpu_times_table() -> str:
 
 
 def _seconds(row: Row) -> list[str]:
-    """Prepare; then every phase of the profile plus that of the layers."""
+    """Prepare; then phases of the profile plus those of the layers, and all that is left of the total."""
     phases = row["phases"]
     stages = [phases.get(stage, {}) for stage in ("profile", "layers")]
     sums = [sum(stage.get(name, 0.0) for stage in stages) for name in ("forward", "sums", "pivots", "solve")]
-    rest = sum(stage.get(name, 0.0) for stage in stages for name in REST)
-    return [f"{value:.0f}" for value in (sum(phases["prepare"].values()), *sums, rest)] + [f"**{row['total']:.0f} s**"]
+    named = (sum(phases["prepare"].values()), *sums)
+    return [*(f"{value:.0f}" for value in (*named, row["total"] - sum(named))), f"**{row['total']:.0f} s**"]
 
 
 def gpu_memory_table() -> str:
