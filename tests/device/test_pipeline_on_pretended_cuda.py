@@ -56,6 +56,7 @@ WAITING = (
     "ranks, large",
     "ranks, no curvature",
     "norms inside",
+    "hybrid",
     "twice the experts",  # each is solved by itself
     "experts by a profile",
 )
