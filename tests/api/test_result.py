@@ -19,11 +19,14 @@ SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_sequences": 8
 IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture
-def result(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> oneshot.Result:
+@pytest.fixture(scope="module")
+def result(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> oneshot.Result:
+    """Tests share it and do not write there."""
     return oneshot.compress(
         make_checkpoint(),
-        tmp_path / "out",
+        tmp_path_factory.mktemp("result") / "out",
         sparsity=0.2,
         calibration=text_file,
         form="per-layer",

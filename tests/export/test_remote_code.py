@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model, randomise
+from factories import MakeCheckpoint, MakeResult, build_model, randomise
 from transformers import AutoModelForCausalLM
 
-from oneshot import compress
 from oneshot.export.encoder import MODELLING_FILE as ENCODER
 from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 from oneshot.export.nemotron_nas import MODELLING_FILE as NEMOTRON_NAS
@@ -73,15 +72,14 @@ def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
 
 @pytest.fixture(params=["per-layer", "nemotron-nas"])
 def either(
-    request: pytest.FixtureRequest, folder: Path, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+    request: pytest.FixtureRequest, folder: Path, make_checkpoint: MakeCheckpoint, make_result: MakeResult
 ) -> Path:
     """A result of either form with a modelling file."""
     if request.param == "per-layer":
         return folder
-    config = make_config(make_checkpoint(tied=True), form=request.param, recipe="magnitude", allocation="uniform")
-    compress(config)
-    assert (Path(config.output) / NEMOTRON_NAS.name).exists()
-    return Path(config.output)
+    made = make_result(make_checkpoint(tied=True), form=request.param, recipe="magnitude", allocation="uniform")
+    assert (made / NEMOTRON_NAS.name).exists()
+    return made
 
 
 @pytest.mark.parametrize("kilobytes", [20, 60, 80])
