@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from oneshot.compression.correction import ENERGY_PANEL
 from oneshot.compression.fold import PANEL_ROWS
 from oneshot.compression.sublayer import takes_sketch
@@ -14,6 +16,7 @@ from oneshot.stream.output_head import VOCABULARY_PANEL
 
 HEAP_BLOCK_BYTES = 32 * 2**20  # smaller blocks stay in glibc's heap when they are freed
 FLOAT, DOUBLE = 4, 8
+COMPILED_BYTES, COMPILED_PRODUCTS = 0.8 * 2**20, 1024  # of a product that oneDNN compiled, and how many it keeps
 BUCKET_BYTES = 48  # of one distance: integers of 64 bits and their temporaries
 # Gaps that texts of unequal lengths leave in the heap, measured on MiniLM: shares of a batch's activations and of all
 # hidden states that are stored.
@@ -76,8 +79,17 @@ def layer(work: Work) -> tuple[Term, ...]:
     """
     stacked = () if work.shape.experts is None else (Term(work.layer_bytes),)  # files have experts one by one
     if not work.on_cuda:
-        return (Term(work.layer_bytes), *read(work.layer_bytes), *stacked)
+        return (Term(work.layer_bytes), *read(work.layer_bytes), *stacked, _compiled_products(work))
     return (*stacked, Term(3 * work.pinned_bytes), *read(work.layer_bytes), Term(work.layer_bytes, computed=True))
+
+
+def _compiled_products(work: Work) -> Term:
+    """Return what the CPU's library keeps of products of experts in bfloat16: one for every number of rows."""
+    if work.shape.experts is None or work.dtype != torch.bfloat16:
+        return Term(0)
+    batches = -(-work.num_tokens // work.batch_tokens)
+    products = 2 * work.shape.experts.count * work.shape.num_hidden_layers * batches
+    return Term(COMPILED_BYTES * min(products, COMPILED_PRODUCTS))
 
 
 def layer_copy(work: Work, share: float = 1.0) -> Term:
