@@ -143,8 +143,7 @@ class RidgeFactor:
         """Return `K⁻¹ right` in float64, `right (k, p)`."""
         if self.eigenvalue_fallback:
             return self._inverse @ right.double()
-        half = torch.linalg.solve_triangular(self._cholesky, right.double(), upper=False)
-        return torch.linalg.solve_triangular(self._cholesky.mT, half, upper=True)
+        return _solve(self._cholesky, right.double())
 
 
 def estimate_conditions(factors: Sequence[RidgeFactor]) -> None:
@@ -160,19 +159,20 @@ def estimate_conditions(factors: Sequence[RidgeFactor]) -> None:
     together = [one._cholesky for one in unknown]
     factor = together[0].unsqueeze(0) if len(together) == 1 else torch.stack(together)
     start = torch.linspace(1, 2, factor.shape[-1], dtype=factor.dtype, device=factor.device).unsqueeze(1)
-
-    def solve(right: torch.Tensor) -> torch.Tensor:
-        half = torch.linalg.solve_triangular(factor, right, upper=False)
-        return torch.linalg.solve_triangular(factor.mT, half, upper=True)
-
     start = start.expand(len(factor), -1, -1)
     largest = _tridiagonal(lambda vectors: factor @ (factor.mT @ vectors), start)
-    smallest_inverse = _tridiagonal(solve, start)
+    smallest_inverse = _tridiagonal(lambda vectors: _solve(factor, vectors), start)
     values = torch.linalg.eigvalsh(torch.stack((largest, smallest_inverse)).cpu())[..., -1]
     for one, condition in zip(unknown, values.prod(0).tolist(), strict=True):
         one.condition_number = max(1.0, float(f"{condition:.4g}"))  # further digits depend on how many are together
         if one.condition_number > SINGULAR:
             note(GramNote(one._of, "singular", one.condition_number))
+
+
+def _solve(factor: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `(L Lᵀ)⁻¹ right` of lower factors `L (…, k, k)`, `right (…, k, p)`."""
+    half = torch.linalg.solve_triangular(factor, right, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
 
 
 def _pseudo_inverse(gram: torch.Tensor, of: str) -> tuple[torch.Tensor, float]:

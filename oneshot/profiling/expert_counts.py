@@ -1,5 +1,6 @@
 """What fewer experts cost in one layer of a mixture: their joint effects on its output, for every number that stays."""
 
+import numpy as np
 import torch
 
 from oneshot.compression.expert_scores import ExpertSums, removed_experts
@@ -17,16 +18,12 @@ def count_curve(sums: ExpertSums, experts: ExpertSizes) -> torch.Tensor:
     for count in counts:
         gone = removed_experts("effects", sums, experts.count - count, torch.Generator())
         lost.append(float(effects[gone][:, gone].sum()))
-    changes = torch.tensor(lost, dtype=torch.float64).flip(0).cummax(0).values.flip(0)  # sets are local optima
-    changes = changes / changes[0].clamp_min(torch.finfo(changes.dtype).tiny)
-    curve = torch.ones(experts.count + 1, dtype=torch.float64)
-    for few, many, more, less in zip(counts, counts[1:], changes, changes[1:], strict=False):
-        steps = torch.arange(many - few + 1, dtype=torch.float64) / (many - few)
-        curve[few : many + 1] = more + steps * (less - more)
-    return curve
+    changes = np.maximum.accumulate(lost[::-1])[::-1]  # sets are local optima
+    changes = changes / max(changes[0], np.finfo(np.float64).tiny)
+    return torch.from_numpy(np.interp(range(experts.count + 1), counts, changes))
 
 
-def probed_count(errors: torch.Tensor, experts: ExpertSizes) -> int | None:
+def probed_count(experts: ExpertSizes) -> int | None:
     """Return how many experts stay in a layer's probe: about `PROBE_SHARE`; None if a layer must keep all."""
     counts = expert_counts(experts)[:-1]
     return min(counts, key=lambda count: abs(count - PROBE_SHARE * experts.count)) if counts else None

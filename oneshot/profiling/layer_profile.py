@@ -216,7 +216,7 @@ class LayerProfile:
         experts, index = self._shape.experts, self._stack.index_of("ffn")
         assert experts is not None
         errors = self.curves.expert_errors = count_curve(sums, experts)
-        kept = probed_count(errors, experts)
+        kept = probed_count(experts)
         if kept is None:
             return
         task = experts_task(self._model, self._machine, self._layer, self._shape.intermediate_size)

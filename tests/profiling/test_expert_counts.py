@@ -93,7 +93,7 @@ def test_the_sensitivity_equals_the_divergence_of_the_whole_model(
         torch.testing.assert_close(
             found.expert_errors[number], count_curve(effects, model.shape.experts), rtol=1e-4, atol=1e-6
         )
-        kept_count = probed_count(found.expert_errors[number], model.shape.experts)
+        kept_count = probed_count(model.shape.experts)
         assert kept_count is not None
         gone = removed_experts("effects", effects, 6 - kept_count, torch.Generator())
         reduced = without(folder, number, [expert for expert in range(6) if expert not in gone])
