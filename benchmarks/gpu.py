@@ -46,7 +46,7 @@ from gpu_bundle import CODER, GEMMA, packages_folder
 from gpu_common import ROOT, Job, scratch_folder
 from gpu_forms import big_forms, compiled_forms, forms, graph_forms
 from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
-from gpu_real import curvature_uses, healing, make_models, other_model, quality, stock_form
+from gpu_real import curvature_uses, flap, healing, make_models, other_model, quality, stock_form
 from gpu_runs import agree, compressed, ranks
 
 TOTAL_SECONDS = 240
@@ -56,7 +56,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu.jsonl"
 
 @dataclass(frozen=True)
 class Section:
-    """A measurement, the seconds that it may take, and its arguments: a model and a form, a seed, or a text."""
+    """A measurement, the seconds that it may take, and its arguments, such as a model, a form and settings."""
 
     measure: Callable[..., None]
     seconds: float
@@ -73,6 +73,10 @@ SECTIONS = {
     "7B stock": Section(compressed, 90, ("7B", "stock")),
     "7B per-layer": Section(compressed, 170, ("7B", "per-layer")),
     "1.1B stock": Section(compressed, 50, ("1.1B", "stock")),
+    "30B-A3B stock": Section(compressed, 90, ("30B-A3B", "stock", "batch_size=16")),
+    "30B-A3B per-layer": Section(compressed, 110, ("30B-A3B", "per-layer", "batch_size=16")),
+    "30B-A3B experts": Section(compressed, 110, ("30B-A3B", "stock", "experts=effects", "ffn=none", "batch_size=16")),
+    "30B-A3B batches": Section(compressed, 90, ("30B-A3B", "stock", "batch_size=32")),
     "quality": Section(quality, 120),
     "healing": Section(healing, 120),
     "quality, seed 1": Section(quality, 120, ("1",)),
@@ -82,10 +86,12 @@ SECTIONS = {
     "quality, coder, seed 2": Section(other_model, 220, (CODER, "general.jsonl+self", "2")),
     "quality, coder, own text": Section(other_model, 180, (CODER, "self", "0")),
     "quality, coder, stock": Section(stock_form, 220, (CODER,)),
+    "quality, coder, flap": Section(flap, 220, (CODER,)),
     "quality, gemma": Section(other_model, 220, (GEMMA, "general.jsonl+self", "0")),
     "quality, gemma, seed 1": Section(other_model, 220, (GEMMA, "general.jsonl+self", "1")),
     "quality, gemma, seed 2": Section(other_model, 220, (GEMMA, "general.jsonl+self", "2")),
     "quality, gemma, stock": Section(stock_form, 220, (GEMMA,)),
+    "quality, gemma, flap": Section(flap, 220, (GEMMA,)),
     "curvature": Section(curvature_uses, 300, ("0",)),
     "curvature, seed 1": Section(curvature_uses, 300, ("1",)),
     "curvature, seed 2": Section(curvature_uses, 300, ("2",)),
@@ -108,6 +114,7 @@ SECTIONS = {
 # with tiny models; "ranks" is left out, because tests of the package compare processes
 ONE_OF_A_KIND = {name for name, section in SECTIONS.items() if not section.arguments} - {"ranks"} | {
     "7B per-layer+self",
+    "30B-A3B experts",
     "curvature",
 }
 

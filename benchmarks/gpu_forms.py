@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_common import Job
-from gpu_models import llama_config
+from gpu_models import model_config
 from gpu_real import model_and_text
 from gpu_runs import SPARSITY
 
@@ -65,7 +65,7 @@ def big_forms(job: Job, name: str, _: str) -> None:
 
     from oneshot.export.modeling_oneshot import OneshotConfig, OneshotForCausalLM
 
-    dense = llama_config(name, job)
+    dense = model_config(name, job)
     small, layers = json.loads((_in_form(job, "per-layer") / "config.json").read_text()), dense.num_hidden_layers
     places = [round(each * (len(small["layers"]) - 1) / (layers - 1)) for each in range(layers)]
     own = dense.to_dict() | {"layers": [_scaled(small, place, dense) for place in places]}

@@ -14,7 +14,7 @@ from gpu_common import Job
 from gpu_runs import SPARSITY, random_model
 
 SPARSITIES = (0.1, 0.2, 0.3)
-LARGEST = {GEMMA: 0.2}  # of these sizes; most of its parameters are in its embedding
+LARGEST = {GEMMA: 0.2}  # of these sizes, if the embedding stays whole: most of its parameters are there
 WINDOWS = 16
 SWEEP_SHARES = (0.25, 1.0)  # of the residual
 
@@ -50,15 +50,25 @@ def other_model(job: Job, name: str, texts: str, seed: str = "0") -> None:
 
 
 def stock_form(job: Job, name: str) -> None:
-    """Judge what another real model loses with general text in the stock form.
+    """Judge what another real model loses with general text in the stock form."""
+    _whole_embedding(job, name, {"form": "stock"})
 
-    FLAP's recipe is not beside it: it adds biases to FFNs, and the configs of these models have none.
+
+def flap(job: Job, name: str) -> None:
+    """Judge what another real model loses with general text by FLAP's recipe.
+
+    Its form is per-layer: it adds biases to FFNs, and the configs of these models have none.
     """
+    _whole_embedding(job, name, {"recipe": "flap", "form": "per-layer"})
+
+
+def _whole_embedding(job: Job, name: str, settings: dict[str, Any]) -> None:
     model = real_model(job.bundle, job.scratch, name)
     if model is None:
         job.emit("quality", recipe="none", skipped=f"{name} has not arrived")
         return
-    _quality(job, model, _texts(job, "general.jsonl"), True, {"form": "stock"}, with_code=True)
+    most = LARGEST.get(name, 1)
+    _quality(job, model, _texts(job, "general.jsonl"), True, settings, with_code=True, most=most)
 
 
 def _texts(job: Job, texts: str) -> str:
@@ -67,8 +77,16 @@ def _texts(job: Job, texts: str) -> str:
 
 
 def _quality(
-    job: Job, model: Path, calibration: str, real: bool, settings: dict[str, Any], *, with_code: bool = False
+    job: Job,
+    model: Path,
+    calibration: str,
+    real: bool,
+    settings: dict[str, Any],
+    *,
+    with_code: bool = False,
+    most: float = 1,
 ) -> None:
+    """Compress a model at `SPARSITIES` up to `most`, and judge the results."""
     import torch
     from harness import own_settings
     from judging import judge, losses, score, text_records, text_scores
@@ -85,7 +103,7 @@ def _quality(
     job.emit("quality", recipe="dense", **shared, **dense, judge_seconds=time.perf_counter() - started)
     config = _config(job, model, calibration, real, folder / "compressed", settings)
     started = time.perf_counter()
-    reports = compress_sizes(config, [size for size in SPARSITIES if size <= LARGEST.get(model.name, 1)])
+    reports = compress_sizes(config, [size for size in SPARSITIES if size <= most])
     wall = time.perf_counter() - started
     job.emit("quality seconds", seconds=[report.seconds for report in reports], wall_seconds_of_all=wall)
     started = time.perf_counter()

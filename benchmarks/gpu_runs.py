@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_common import ROOT, Job
-from gpu_models import write_model
+from gpu_models import shape_of, tiny_name, write_model
 
 SPARSITY = 0.2
 TINY_TEXT = {"num_sequences": 8, "sequence_length": 64}
@@ -22,7 +22,7 @@ AGREED_LAYERS = 6
 
 def random_model(job: Job, name: str) -> tuple[Path, float]:
     """Return the folder of a model of random weights, and the seconds that making it took now."""
-    name = "tiny" if job.tiny else name
+    name = tiny_name(name) if job.tiny else name
     folder = job.scratch / name
     started = time.perf_counter()
     if not (folder / "text.txt").exists():
@@ -31,10 +31,11 @@ def random_model(job: Job, name: str) -> tuple[Path, float]:
     return folder, time.perf_counter() - started
 
 
-def compressed(job: Job, model: str, form: str) -> None:
+def compressed(job: Job, model: str, form: str, *settings: str) -> None:
     """Compress random weights of a model's shape; compare time and memory with the prediction.
 
-    `form` may end in "+self": the model writes half of the text. Progress is in `log.txt`, also of a run cut short.
+    `form` may end in "+self": the model writes half of the text. `settings` are name=value, as `--set` reads them.
+    Progress is in `log.txt`, also of a run cut short.
     """
     import torch
 
@@ -44,7 +45,9 @@ def compressed(job: Job, model: str, form: str) -> None:
     folder, made = random_model(job, model)
     output = job.scratch / "compressed"
     shutil.rmtree(output, ignore_errors=True)
-    text = TINY_TEXT if job.tiny else {"num_sequences": 128, "sequence_length": 2048}
+    sequences = shape_of(model, job).num_sequences
+    text = {"num_sequences": sequences, "sequence_length": TINY_TEXT["sequence_length"] if job.tiny else 2048}
+    more = {name: int(value) if value.isdigit() else value for name, value in (one.split("=") for one in settings)}
     config = Config.of(
         str(folder),
         str(output),
@@ -55,9 +58,10 @@ def compressed(job: Job, model: str, form: str) -> None:
         dtype="bfloat16",
         overwrite=True,
         **text,
+        **more,
     )
     predicted = asdict(predict(config))
-    job.emit("predicted", model=model, form=form, making_seconds=made, predicted=predicted)
+    job.emit("predicted", model=model, form=form, settings=more, making_seconds=made, predicted=predicted)
     started = time.perf_counter()
     report = compress(config, show_progress=True)
     wall = time.perf_counter() - started
@@ -65,6 +69,7 @@ def compressed(job: Job, model: str, form: str) -> None:
         "compress",
         model=model,
         form=form,
+        settings=more,
         wall_seconds=wall,
         tokens_per_second=text["num_sequences"] * text["sequence_length"] / wall,
         seconds=report.seconds,
