@@ -65,13 +65,14 @@ class BranchNorm:
         """Return the curvature `(D, D)` of `s γ y` from that of `s y`, as errors of `seen` weights need it; float64."""
         return curvature.to(self.gain) / (self.gain.unsqueeze(1) * self.gain)
 
-    def gradients(self, gradients: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return the gradients at `s y` from those at `y (tokens, D)`, float32, for constant scales `s (tokens, 1)`.
-
-        Outputs that are zero have none.
-        """
-        return torch.where(scales > 0, gradients.float() / scales, 0.0)
-
     def unseen(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the inverse of `seen`."""
         return weight / self.gain.unsqueeze(1)
+
+
+def at_scaled(gradients: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the gradients at `s y` from those at `y (tokens, D)`, float32, for constant scales `s (tokens, 1)`.
+
+    Outputs that are zero have none.
+    """
+    return torch.where(scales > 0, gradients.float() / scales, 0.0)

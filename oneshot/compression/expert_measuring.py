@@ -35,13 +35,13 @@ def measure_group(
     output_size = hidden if task.follows_dense or loses else None
     accumulator = ExpertAccumulator(count, size, output_size=output_size, device=task.machine.device, group=group)
     shared = shared_accumulator(task, output_size) if is_last else None
-    target, share, norms = None, 1.0, MixtureNorms.of(task, tensors)
+    target, share, norms = None, 1.0, MixtureNorms.of(task.stack, tensors, task.machine.device)
     if loses and task.follows_dense:
         arriving = round(states.num_tokens / task.shape.tokens_per_arrival)
         share = task.residual_weight(size, arriving) / states.dense_share
     for x, dense_state in states.read(again=not is_last):
         routing, lost = current.route(task.index, x), None
-        scales = None if norms is None else norms.scales(current, routing)
+        scales = None if norms is None else norms.scales(current, routing.mixed, routing.written)
         if loses:
             whole = reference.sum(task.index, x) - x
             lost = _lacking(task, whole, current, routing, norms)

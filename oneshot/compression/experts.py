@@ -206,7 +206,11 @@ def _evidence(
     """
     mixer, device = task.mixer, task.machine.device
     down, gate_up = tensors[mixer.down].to(device), tensors[mixer.gate_up].to(device)
-    curvature, norms = None if task.curvature is None else task.curvature.ffn, MixtureNorms.of(task, tensors)
+    curvature, norms = None, None
+    if task.curvature is None:
+        norms = MixtureNorms.of(task.stack, tensors, device)
+    else:
+        curvature = task.curvature.ffn  # of the output before norms
     return [
         Evidence(
             consumer=down[expert] if norms is None else norms.seen(down[expert]),

@@ -9,41 +9,48 @@ from dataclasses import dataclass, replace
 import torch
 
 from oneshot.compression.branch_norm import BranchNorm
-from oneshot.compression.tasks import ExpertsTask
-from oneshot.families import Norm
+from oneshot.families import Experts, Norm, Stack
 from oneshot.stream import Layer, Routing
 from oneshot.tensors import Tensors
 
 
 @dataclass(frozen=True)
 class MixtureNorms:
-    """The experts' own norm `N₂`, and the norm `N` of the sum of both branches."""
+    """The experts' own norm `N₂`, and the norm `N` of the sum of both branches; `index`: of their sublayer."""
 
-    task: ExpertsTask
+    mixer: Experts
+    index: int
     own: BranchNorm
     outer: BranchNorm
 
     @classmethod
-    def of(cls, task: ExpertsTask, tensors: Tensors) -> "MixtureNorms | None":
-        """Return the norms of a layer with these tensors; None if none follow its experts."""
-        branches, device = task.mixer.branches, task.machine.device
-        if branches is None:
+    def of(cls, stack: Stack, tensors: Tensors, device: torch.device) -> "MixtureNorms | None":
+        """Return the norms of a layer with these tensors; None if none follow its experts, or it has none."""
+        mixer, index = stack.experts, stack.index_of("ffn")
+        if mixer is None or mixer.branches is None:
             return None
-        own = BranchNorm.of(replace(task.sublayer, inside=Norm(branches.after)), tensors, device)
-        outer = BranchNorm.of(task.sublayer, tensors, device)
+        sublayer = stack.sublayers[index]
+        own = BranchNorm.of(replace(sublayer, inside=Norm(mixer.branches.after)), tensors, device)
+        outer = BranchNorm.of(sublayer, tensors, device)
         assert own is not None
         assert outer is not None
-        return cls(task, own, outer)
+        return cls(mixer, index, own, outer)
+
+    @property
+    def beside(self) -> str:
+        """Return the module whose output is added to that of the experts' own norm."""
+        assert self.mixer.branches is not None
+        return self.mixer.branches.shared_after
 
     @property
     def gain(self) -> torch.Tensor:
         """Return `γ γ₂ (D,)`, float64."""
         return self.own.gain * self.outer.gain
 
-    def scales(self, layer: Layer, routing: Routing) -> torch.Tensor:
-        """Return `s (tokens, 1)` of a batch, float32."""
-        own = self.own.scales(routing.mixed, layer.after_experts(self.task.mixer, routing.mixed))
-        return own * self.outer.scales(routing.written, layer.added(self.task.index, routing.written))
+    def scales(self, layer: Layer, mixed: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+        """Return `s (tokens, 1)` of a batch, float32; `mixed`, `written`: as in `Routing`."""
+        own = self.own.scales(mixed, layer.after_experts(self.mixer, mixed))
+        return own * self.outer.scales(written, layer.added(self.index, written))
 
     def taken_back(self, residual: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return what `s y` lacks for the stream to gain a residual `(tokens, D)`."""

@@ -16,11 +16,10 @@ OF_CARRIED = 12  # floats, in units of the outputs of a carried mixer's linears 
 def curvature_stages(work: Work) -> list[Stage]:
     """Return the stages; the states before every layer are stored meanwhile."""
     shape, stores = work.shape, work.curvature_store_bytes
-    sizes = (shape.hidden_size, shape.hidden_size, shape.query_key_width)
     layer = (*terms.layer(work), terms.layer_copy(work))
     batch = terms.activations(work, shape.intermediate_size)
     again = Term((not work.on_cuda) * work.layer_bytes)  # tensors that a graph may hold
-    summed = [term for size in sizes for term in terms.sums(work, size, residual=False)]
+    summed = [term for size in work.curvature_sizes for term in terms.sums(work, size, residual=False)]
     head = (*terms.read(work.outside_bytes), terms.output_head(work), *terms.predictions(work))
     return [
         Stage("the stream of the output curvature", (*layer, again, batch), own_stores=stores),

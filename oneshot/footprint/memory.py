@@ -74,7 +74,7 @@ def scratch_bytes(work: Work) -> int:
     """Return the bytes of scratch files: Grams and directions of the residual stream, and output curvature."""
     shape, size = work.shape, 0
     if work.schedule.measures_curvature:
-        size += FLOAT * shape.num_hidden_layers * (2 * shape.hidden_size**2 + shape.query_key_width**2)
+        size += FLOAT * shape.num_hidden_layers * sum(each**2 for each in work.curvature_sizes)
     if work.hidden is not None:
         size += shape.hidden_size**2 * (FLOAT * len(work.hidden.group_of) + DOUBLE * work.hidden.num_groups)
     return size

@@ -82,8 +82,8 @@ def _curvature(work: Work, forward: float, rates: Rates, store: Store) -> Second
     shape, layers = work.shape, work.shape.num_hidden_layers
     tokens = min(CURVATURE_TOKENS, work.num_tokens)
     head = tokens * shape.vocab_size * shape.hidden_size
-    grams = 2 * _gram(shape.hidden_size, tokens) + _gram(shape.query_key_width, tokens)
-    numbers = (2 * shape.hidden_size**2 + shape.query_key_width**2) / 2
+    grams = sum(_gram(size, tokens) for size in work.curvature_sizes)
+    numbers = sum(size**2 for size in work.curvature_sizes) / 2
     added = math.ceil(tokens / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
     seconds = {
         "forward": layers * tokens * forward / rates.stream,

@@ -12,6 +12,7 @@ from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity, pinned_bytes
 from oneshot.planning import Grid, HiddenPlan, Plan
 from oneshot.profiling import CURVATURE_TOKENS
+from oneshot.profiling.curvature import measured_sizes
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.recipes import Method
 from oneshot.schedule import Schedule
@@ -110,6 +111,11 @@ class Work:
             return [one * sequences]
         counted = min(STATISTICS_SEQUENCES, sequences)
         return [one * counted] if self.schedule.makes_profile else []
+
+    @property
+    def curvature_sizes(self) -> tuple[int, ...]:
+        """Return the sizes of the matrices of output curvature that are measured of a layer."""
+        return tuple(measured_sizes(self.grid.family, self.shape, self.grid.family.stack).values())
 
     @property
     def curvature_store_bytes(self) -> tuple[int, ...]:

@@ -71,8 +71,9 @@ class Grid:
 
     @property
     def has_curvature(self) -> bool:
-        """Return whether output curvature can be measured and used: as for ranks, in one stack of layers."""
-        return self.has_ranks and self.family.decoder is None
+        """Return whether output curvature can be measured and used: in this form of a decoder with its head."""
+        predicts = self.family.stack.causal and self.family.decoder is None and self.family.head is not None
+        return predicts and self.layers_differ and self.remedy is None
 
     def reason_against_heads(self) -> str | None:
         """Return a sentence why no head can be removed, with the remedy; None if heads can.

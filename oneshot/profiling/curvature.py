@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 from oneshot.checkpoint import Model
-from oneshot.compression.branch_norm import BranchNorm
+from oneshot.compression.branch_norm import BranchNorm, at_scaled
 from oneshot.compression.curvature import Curvature, shrunk
+from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.compression.statistics import GramAccumulator
-from oneshot.families import ModelShape, Stack, part_of_output
+from oneshot.families import Description, ModelShape, Stack, part_of_output
 from oneshot.machine import Machine, repeatable_attention
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned, uploaded
@@ -23,6 +24,7 @@ from oneshot.stream import ActivationStore, Layer, LayerBuilder, OutputHead
 from oneshot.text import Batch, Text, placed
 
 CURVATURE_TOKENS = 16_384
+Norms = list[BranchNorm | MixtureNorms | None]  # of a layer, by sublayer: what follows their writers
 SCORES_TOGETHER = 2**28  # numbers of attention's scores on a device, which has them whole
 LARGEST_GRADIENT = 10.0  # of a token, in units of the mean norm of its sequence
 
@@ -57,13 +59,14 @@ def measure_curvature(
         numbers = range(model.shape.num_hidden_layers)[::-1]
         for number, (layer, norms) in zip(numbers, _layers(model, machine, builder, numbers), strict=True):
             stack = model.family.stack_of(number)
-            sums = _Sums(model.shape, stack, machine.device)
+            sizes = measured_sizes(model.family, model.shape, stack)
+            sums = _Sums(sizes, machine.device)
             for batch in own:
                 behind, x = _read(gradients, batch), _read(states[-1], batch)
                 together = sequences_together(len(x), x.shape[1], model.shape.num_attention_heads, x.device)
                 before = []
                 for some, gradient in zip(x.split(together), behind.split(together), strict=True):
-                    own_before, found = _gradients(layer, norms, stack, model.shape, some, gradient)
+                    own_before, found = _gradients(layer, norms, stack, model.shape, sizes, some, gradient)
                     sums.update_(found)
                     before.append(own_before)
                 gradients.write(batch.rows, torch.cat(before))
@@ -72,6 +75,17 @@ def measure_curvature(
             states.pop().close()
         gradients.close()
     return curvature
+
+
+def measured_sizes(family: Description, shape: ModelShape, stack: Stack) -> dict[str, int]:
+    """Return the sizes `n` of the matrices `(n, n)` that are measured of a layer, by their names in `LayerCurvature`.
+
+    Only ranks of attention's linears need those of attention.
+    """
+    sizes = {"ffn": shape.hidden_size}
+    if family.may_have_ranks(shape) and any(attention.ranked for attention in stack.attentions):
+        sizes |= {"output": shape.hidden_size, "query_key": shape.query_key_width}
+    return sizes
 
 
 def sequences_together(sequences: int, length: int, heads: int, device: torch.device) -> int:
@@ -100,7 +114,7 @@ def _forward(
 
 def _layers(
     model: Model, machine: Machine, builder: LayerBuilder, numbers: Sequence[int]
-) -> Iterator[tuple[Layer, list[BranchNorm | None]]]:
+) -> Iterator[tuple[Layer, Norms]]:
     """Yield layers whose weights may be in a graph, as tensors of inference mode may not; and norms inside them."""
     upload = Uploader(machine.device)
     read = prefetch(lambda index: pinned(model.read_layer(numbers[index]), machine.device), len(numbers))
@@ -108,9 +122,11 @@ def _layers(
         tensors = {
             name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in upload(tensors).items()
         }
-        norms = [
-            BranchNorm.of(sublayer, tensors, machine.device) for sublayer in model.family.stack_of(number).sublayers
-        ]
+        stack, device = model.family.stack_of(number), machine.device
+        norms: Norms = [BranchNorm.of(sublayer, tensors, device) for sublayer in stack.sublayers]
+        mixture = MixtureNorms.of(stack, tensors, device)
+        if mixture is not None:
+            norms[mixture.index] = mixture
         layer = builder.layer(number, tensors)
         del tensors
         yield layer, norms
@@ -138,23 +154,25 @@ def _start(head: OutputHead, last: ActivationStore, batches: Sequence[Batch], fi
 
 def _gradients(
     layer: Layer,
-    norms: Sequence[BranchNorm | None],
+    norms: Norms,
     stack: Stack,
     shape: ModelShape,
+    sizes: Mapping[str, int],
     x: torch.Tensor,
     behind: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the gradient at the layer's input `x (sequences, length, D)`, and those inside it by `LayerCurvature`.
+    """Return the gradient at the layer's input `x (sequences, length, D)`, and those inside it by names of `sizes`.
 
     `behind`: the gradient behind the layer. `norms`: those inside the sublayers. All gradients are `(sequences, length,
-    …)`; those of `query_key` are at queries and keys together. A carried mixer has none.
+    …)`; those of `query_key` are at queries and keys together.
     """
-    mixer, ffn, attention = stack.mixer_index, stack.index_of("ffn"), next(iter(stack.attentions), None)
-    writers = {} if attention is None else {mixer: attention.out}
-    writers |= {ffn: stack.sublayers[ffn].writer}
-    readers = [] if attention is None else [attention.q, attention.k]
+    mixer, ffn = stack.mixer_index, stack.index_of("ffn")
+    writers = {ffn: stack.sublayers[ffn].writer}
+    writers |= {mixer: stack.attention.out} if "output" in sizes else {}
+    readers = [stack.attention.q, stack.attention.k] if "query_key" in sizes else []
     linears = list(dict.fromkeys([*writers.values(), *map(stack.stored_linear, readers)]))
-    with torch.enable_grad(), repeatable_attention(x.device), layer.outputs_of(*linears) as outputs:
+    beside = [norm.beside for norm in norms if isinstance(norm, MixtureNorms)]
+    with torch.enable_grad(), repeatable_attention(x.device), layer.outputs_of(*linears, *beside) as outputs:
         x.requires_grad_()
         moved = layer.run(ffn, layer.run(mixer, x))
     before, *others = torch.autograd.grad(moved, [x, *(outputs[linear] for linear in linears)], behind)
@@ -164,7 +182,12 @@ def _gradients(
         gradient, norm = gradients[writers[index]], norms[index]
         if norm is not None:
             written = outputs[writers[index]].detach().flatten(0, -2)
-            gradient = norm.gradients(gradient.flatten(0, -2), norm.scales(written, layer.added(index, written)))
+            if isinstance(norm, MixtureNorms):
+                others = outputs[norm.beside].detach().flatten(0, -2)
+                scales = norm.scales(layer, written, others + layer.after_experts(norm.mixer, written))
+            else:
+                scales = norm.scales(written, layer.added(index, written))
+            gradient = at_scaled(gradient.flatten(0, -2), scales)
         return gradient.reshape(x.shape)
 
     def at_reader(linear: str) -> torch.Tensor:
@@ -172,18 +195,15 @@ def _gradients(
         return part_of_output(gradients[stack.stored_linear(linear)], linear, stack, of_queries)
 
     found = {"ffn": at_writer(ffn)}
-    if attention is not None:
+    if readers:
         found |= {"output": at_writer(mixer), "query_key": torch.cat([at_reader(linear) for linear in readers], -1)}
     return before, found
 
 
 class _Sums:
-    """Sum what the curvature of one layer is made of."""
+    """Sum what the curvature of one layer is made of: a matrix of each of `sizes`."""
 
-    def __init__(self, shape: ModelShape, stack: Stack, device: torch.device) -> None:
-        sizes = {"ffn": shape.hidden_size}
-        if stack.attentions:
-            sizes |= {"output": shape.hidden_size, "query_key": shape.query_key_width}
+    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         self._grams = {name: GramAccumulator(size, output_size=None, device=device) for name, size in sizes.items()}
 
     def update_(self, gradients: Mapping[str, torch.Tensor]) -> None:

@@ -58,7 +58,7 @@ class MixtureSums:
         self._task, self._tensors = task, tensors
         count, device = task.shape.experts.count, task.machine.device
         self._effects = ExpertSums(count, device) if "experts" in probed else None
-        self._experts, self._shared, self._norms = None, None, MixtureNorms.of(task, tensors)
+        self._experts, self._shared, self._norms = None, None, MixtureNorms.of(task.stack, tensors, device)
         if "ffn" in probed:
             self._shared = shared_accumulator(task, None)
             self._experts = ExpertAccumulator(count, task.dense_units, output_size=None, device=device)
@@ -67,7 +67,7 @@ class MixtureSums:
         """Add a batch of the stream before the experts, and return what they write, `(tokens, D)`."""
         routing = layer.route(self._task.index, x)
         if self._experts is not None:
-            scales = None if self._norms is None else self._norms.scales(layer, routing)
+            scales = None if self._norms is None else self._norms.scales(layer, routing.mixed, routing.written)
             self._experts.update_(routing, scales=scales)
         if self._shared is not None:
             self._shared.update_(layer.shared_neurons(routing.inputs))
@@ -111,9 +111,9 @@ def error_curve(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistic
 def narrowed(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> tuple[Tensors, float]:
     """Return the layer with the kept neurons of every expert, corrected, and its relative squared error."""
     factors = factors_of(task, tensors, MeasuredExperts(statistics, (), torch.Generator()))
-    seen, norms, downs = _seen(task), MixtureNorms.of(task, tensors), tensors[task.mixer.down].to(task.machine.device)
-    if norms is not None:
-        assert task.curvature is None, "no form has ranks in a layer of experts and a carried mixer"
+    device, seen = task.machine.device, _seen(task)
+    norms, downs = MixtureNorms.of(task.stack, tensors, device), tensors[task.mixer.down].to(device)
+    if norms is not None and task.curvature is None:
         seen = norms.seen
     energies = [
         predicted_energies(seen(down), seen(weight), columns, statistics.of(expert))

@@ -229,8 +229,9 @@ class LayerProfile:
         """Add the probe of the layer whose FFN or experts have these tensors; the rest as in `ffn`."""
         index, reduced = self._stack.index_of("ffn"), self._builder.layer(self._layer, tensors)
         total = reduced.sum(index, attended)
-        whole = self._output(index, attended, metric)
-        energy = float(whole.cost_of(reduced)) if self._measures.ranks else 0.0
+        energy = 0.0
+        if self._measures.ranks:  # which are priced by it
+            energy = float(self._output(index, attended, metric).cost_of(reduced))
         self._probes.add(Probe("ffn", self._layer, reduced.leave(index, total), error, energy))
 
     def _add(self, kind: str, tensors: Tensors, error: float) -> None:

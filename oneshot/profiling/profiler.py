@@ -98,8 +98,8 @@ class LayerProfiler:
             if statistics.query_key_grams:
                 profile.scores(*statistics.query_key_grams)
             linears = statistics.linears.pop(mixer, {})
-            metric = None if curvature is None or not stack.attentions else curvature.output
-            profile.ranks(mixer, linears, before, metric)
+            if linears:
+                profile.ranks(mixer, linears, before, None if curvature is None else curvature.output)
         if workers.owns(stack.position(layer, ffn)):
             release_heap()
             if "sublayer" in probed:

@@ -115,13 +115,15 @@ class Run:
         return identify(Checkpoint(folder))
 
     def _settled(self, config: Config) -> Method:
-        """Return the method with every `auto` settled; a profile that was made without curvature is planned from so."""
+        """Return the method with every `auto` settled; it has the curvature of a given profile if it can."""
         method = self.grid.settle(config.method, config.target)
-        if config.profile is None:
+        if config.profile is None or config.method.curvature != AUTO:
             return method
-        origin = profile_origin(Path(config.profile).expanduser())
-        follows = config.method.curvature == AUTO and method.weighs_output and origin.curvature == "none"
-        return replace(method, curvature="none") if follows else method
+        made = profile_origin(Path(config.profile).expanduser()).curvature
+        may_weigh = self.grid.has_curvature and method.may_weigh_output
+        return (
+            replace(method, curvature="fisher") if made == "fisher" and may_weigh else replace(method, curvature="none")
+        )
 
     def _settle_tables(self) -> None:
         """Tie the tables if the user says so, or else say that two of them seem to be one."""

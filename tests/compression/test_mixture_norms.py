@@ -52,13 +52,15 @@ def moved(layer: Layer, model: Model, x: torch.Tensor) -> Callable[[torch.Tensor
 def test_tokens_and_outputs_count_as_the_stream_gets_them(model: Model, tmp_path: Path) -> None:
     tensors = model.read_layer(0)
     layer, x = layer_of(model, tmp_path, tensors)
-    routing, norms = layer.route(1, x), MixtureNorms.of(experts_task(model, cpu_machine(tmp_path), 0, 16), tensors)
+    routing, norms = layer.route(1, x), MixtureNorms.of(model.family.stack_of(0), tensors, torch.device("cpu"))
     assert norms is not None
     gain = tensors["post_feedforward_layernorm_2.weight"]
     change = without(torch.flip(routing.mixed, (0,)), routing.mixed, gain * routing.written)
     expected = moved(layer, model, x)(change)
     assert expected.norm() > 0.1 * change.norm()
-    torch.testing.assert_close(norms.scales(layer, routing) * change * norms.gain.float(), expected)
+    torch.testing.assert_close(
+        norms.scales(layer, routing.mixed, routing.written) * change * norms.gain.float(), expected
+    )
 
 
 def test_a_residual_is_taken_back_through_both_norms_to_first_order(model: Model, tmp_path: Path) -> None:
@@ -66,10 +68,10 @@ def test_a_residual_is_taken_back_through_both_norms_to_first_order(model: Model
     gains = {"post_feedforward_layernorm.weight": 1.5, "post_feedforward_layernorm_2.weight": 0.7}
     tensors = model.read_layer(0) | {name: torch.full((32,), gain) for name, gain in gains.items()}
     layer, x = layer_of(model, tmp_path, tensors)
-    routing, norms = layer.route(1, x), MixtureNorms.of(experts_task(model, cpu_machine(tmp_path), 0, 16), tensors)
+    routing, norms = layer.route(1, x), MixtureNorms.of(model.family.stack_of(0), tensors, torch.device("cpu"))
     assert norms is not None
     residual = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
-    change = norms.taken_back(residual, routing) / norms.scales(layer, routing)
+    change = norms.taken_back(residual, routing) / norms.scales(layer, routing.mixed, routing.written)
     tangent = without(without(residual, routing.written), routing.mixed)
     expected = without(tangent, routing.written) / 1.1**2  # SOFT_GAIN takes an eleventh in each
     torch.testing.assert_close(moved(layer, model, x)(change), expected, rtol=1e-3, atol=1e-4)

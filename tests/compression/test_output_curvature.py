@@ -9,6 +9,7 @@ import pytest
 import scipy.linalg
 import torch
 from factories import MakeCheckpoint, MakeConfig
+from families.cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -86,11 +87,11 @@ def test_a_curvature_of_nothing_is_still_a_metric() -> None:
     assert Ranked(torch.eye(3), Inputs(torch.eye(3)), found).errors().isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "cohere"])
 def test_a_run_reaches_its_target_with_curvature(
     family: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
-    folder = make_checkpoint(family=family, tied=True, **({"head_dim": 8} if family == "qwen3" else {}))
+    folder = make_checkpoint(**{"family": family} | CASES[family].options | {"tied": True})
     stored = []
     for curvature in ("none", "fisher"):
         options: dict[str, Any] = {"form": "per-layer", "round_to": 4, "curvature": curvature, "overwrite": True}
@@ -108,7 +109,8 @@ def test_a_run_reaches_its_target_with_curvature(
     ("model", "options"),
     [
         ({}, {}),  # the stock form
-        ({"family": "opt", "groups": 4}, {"form": "per-layer"}),
+        (CASES["deepseek_v3"].options, {}),
+        (CASES["bert"].options, {"form": "per-layer"}),  # predicts no tokens
         ({}, {"form": "per-layer", "ffn": "obs"}),
         ({}, {"form": "per-layer", "sketch": "count"}),
         ({}, {"form": "per-layer", "pivot_weights": "none"}),

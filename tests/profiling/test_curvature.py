@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens
-from families.cases import CASES, decoders
+from families.cases import CASES, decoders, variants
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -26,11 +27,14 @@ from oneshot.run import open_run
 
 Rows = np.ndarray[Any, Any]
 DOWNS = ("mlp.down_proj", "feed_forward.down_proj", "feed_forward.w2")  # of an FFN
+OTHER_DOWNS = ("fc2", "mlp.fc2", "mlp.c_proj", "mlp.dense_4h_to_h", "shared_mlp.output_linear")
 
 
 def is_carried(family: str, layer: Any) -> bool:
-    """Return whether a layer of the stock class has another mixer than plain attention."""
-    return family in ("falcon_h1", "gemma4_text", "qwen3_5_text") or not hasattr(layer, "self_attn")
+    """Return whether no linear before the FFN of a layer of the stock class may have a rank."""
+    return family in ("falcon_h1", "gemma4_text", "qwen3_5_text", *WITHOUT_RANKS) or not getattr(
+        layer, "self_attn", None
+    )
 
 
 def first(output: Any) -> torch.Tensor:
@@ -50,7 +54,7 @@ def whole_model_gradients(
     model = AutoModelForCausalLM.from_pretrained(folder, **options).eval().requires_grad_(False)
     model.get_input_embeddings().requires_grad_()
     kept: list[dict[str, torch.Tensor]] = []
-    for layer in model.model.layers:
+    for layer in next(part for part in model.modules() if isinstance(part, nn.ModuleList)):
         own: dict[str, torch.Tensor] = {}
         kept.append(own)
 
@@ -59,7 +63,12 @@ def whole_model_gradients(
             own[name] = tensor
 
         modules = dict(layer.named_modules())
-        linears = {"ffn": next(modules[path] for path in (*DOWNS, "mlp") if path in modules)}
+        paths = ("experts", *DOWNS, *OTHER_DOWNS, "mlp")
+        linears = {"ffn": next(modules[path] for path in paths if path in modules)}
+        if "post_feedforward_layernorm_2" in modules:  # a norm of experts alone, and one of their sum with an FFN
+            modules["post_feedforward_layernorm"].register_forward_pre_hook(
+                lambda _, inputs, keep=keep: keep("sum", inputs[0])
+            )
         if not is_carried(model.config.model_type, layer):
             attention = layer.self_attn
             linears |= {"output": getattr(attention, "o_proj", None) or attention.out_proj}
@@ -78,16 +87,19 @@ def whole_model_gradients(
         loss = loss + functional.cross_entropy(own_logits, drawn, reduction="sum")
     loss.backward()
     found, config = [], SimpleNamespace(**model.config.to_dict())
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = head_dim * (config.num_attention_heads + config.num_key_value_heads)  # of queries and keys
     for own in kept:
         gradients = {name: tensor.grad.numpy() for name, tensor in own.items() if tensor.grad is not None}
         for name in gradients.keys() & {"output", "ffn"} if norms_inside else ():
-            written = own[name].detach().numpy()
-            gradients[name] *= np.sqrt((written**2).mean(-1, keepdims=True) + config.rms_norm_eps)
+            normed = [own[name], own["sum"]] if name == "ffn" and "sum" in own else [own[name]]
+            for written in normed:
+                squares = written.detach().square().mean(-1, keepdim=True) + config.rms_norm_eps
+                gradients[name] *= squares.sqrt().view(*gradients[name].shape[:-1], 1).numpy()
+        gradients.pop("sum", None)
         if "output" not in gradients:
             found.append(gradients)
             continue
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = head_dim * (config.num_attention_heads + config.num_key_value_heads)  # of queries and keys
         fused = gradients.pop("qkv", None)
         queries_keys = np.concatenate((gradients.pop("q"), gradients.pop("k")), -1) if fused is None else fused
         found.append(gradients | {"query_key": queries_keys[..., :width]})
@@ -108,10 +120,13 @@ OTHERS = ("cwm", "ernie4_5", "gemma", "granite", "helium", "hunyuan_v1_dense", "
 OTHERS += ("mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
 MIXTURES = ("glm4_moe", "gpt_oss")
 HYBRIDS = ("falcon_h1", "lfm2", "qwen3_5_text")
+# attention with a latent, no gates, parallel layers, fused linears with biases, positions of their own, carried mixers
+WITHOUT_RANKS = ("deepseek_v3", "arcee", "cohere", "gpt2", "opt", "qwen3_next")
+FUSED = ("glm4", "granitemoehybrid")  # whose class cannot have ranks
 
 
-def test_every_family_with_ranks_has_it() -> None:
-    """And is compared with the stock model below, but for some mixtures."""
+def test_every_decoder_has_it() -> None:
+    """And families with ranks are compared with the stock model below, but for some mixtures."""
     found = []
     for name in decoders():
         if "per-layer form" in CASES[name].refused:
@@ -120,8 +135,8 @@ def test_every_family_with_ranks_has_it() -> None:
         shape: Any = SimpleNamespace(gated=family.stack.feed_forward.is_gated, layer_norms=family.stack.centres)
         model: Any = SimpleNamespace(family=family, shape=shape)
         grid = form_of("per-layer", family).grid(model)
+        assert grid.has_curvature, name
         if grid.has_ranks:
-            assert grid.has_curvature, name
             found.append(name)
     mixtures = {name for name in found if FAMILIES[name].stack.experts is not None}
     assert mixtures > set(MIXTURES)
@@ -135,7 +150,11 @@ def test_every_family_with_ranks_has_it() -> None:
         ("llama", {}, 1),  # of two in a batch, as on a device where scores take much memory
         ("qwen3", {"head_dim": 8, "tied": True}, 2),
         ("mistral", {"sliding_window": 8, "vocabulary": 9000}, 2),  # more than a panel of the head
-        *((family, CASES[family].options, 2) for family in (*NORMS_INSIDE, *OTHERS, *HYBRIDS, *MIXTURES)),
+        *(
+            (family, CASES[family].options, 2)
+            for family in (*NORMS_INSIDE, *OTHERS, *HYBRIDS, *MIXTURES, *WITHOUT_RANKS, *FUSED)
+        ),
+        ("gemma4_text", variants()["gemma4_text-experts"], 2),
         ("gemma2", CASES["gemma2"].options | {"final_logit_softcapping": 0.7}, 1),  # logits far beyond their bound
     ],
 )
@@ -149,9 +168,11 @@ def test_it_is_that_of_the_whole_stock_model(
 ) -> None:
     monkeypatch.setattr("oneshot.profiling.curvature.sequences_together", lambda *_: together)
     folder = make_checkpoint(**{"family": family} | model)
-    config = make_config(folder, form="per-layer", num_sequences=5, sequence_length=24, batch_size=2, seed=3)
+    sizes = {"num_sequences": 5, "sequence_length": 24, "batch_size": 2, "seed": 3}
+    config = make_config(folder, form="per-layer", curvature="fisher", **sizes)
     found, tokens = measured_curvature(config), calibration_tokens(config)
-    expected = whole_model_gradients(config.checkpoint, tokens, config.seed, norms_inside=family in NORMS_INSIDE)
+    norms_inside = family in (*NORMS_INSIDE, "glm4")
+    expected = whole_model_gradients(config.checkpoint, tokens, config.seed, norms_inside=norms_inside)
     for of_layer, gradients in zip(found, expected, strict=True):
         assert of_layer.keys() == gradients.keys()
         for name, rows in gradients.items():
@@ -190,12 +211,18 @@ def test_prices_are_divergences(
     assert 0.5 < float(found.stream_sensitivity.min()) <= float(found.stream_sensitivity.max()) < 2
 
 
-@pytest.mark.parametrize("made", ["fisher", "none"])
+@pytest.mark.parametrize(
+    ("family", "made"), [("deepseek_v3", "fisher"), ("gemma4_text-experts", "fisher"), ("llama", "none")]
+)
 def test_a_plan_follows_the_curvature_of_its_profile(
-    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, made: str
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, family: str, made: str
 ) -> None:
-    """Nobody has to say again what a profile was made with; what is said must be the same."""
-    folder, form = make_checkpoint(layers=2, tied=True), {"form": "per-layer", "round_to": 4}
+    """Nobody has to say again what a profile was made with; what is said must be the same.
+
+    Neither is the family's default.
+    """
+    options = variants()[family] | {"layers": 3, "tied": True}
+    folder, form = make_checkpoint(**options), {"form": "per-layer", "round_to": 8}
     made_with = {"curvature": made, "output": str(tmp_path / "profile")}
     profile(make_config(folder, **form, **made_with))
     planned: dict[str, Any] = form | {"profile": str(tmp_path / "profile"), "sparsity": 0.1}

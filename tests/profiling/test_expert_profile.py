@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, cpu_machine
-from families.cases import CASES
+from families.cases import CASES, variants
 
 from oneshot.checkpoint import open_model
 from oneshot.compression.curvature import Curvature
 from oneshot.compression.experts import MeasuredExperts, solve_experts
+from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.pipeline import compress, profile
 from oneshot.profiling.expert_profile import MixtureSums, error_curve, experts_task, narrowed
 from oneshot.stream import LayerBuilder
@@ -27,13 +28,16 @@ def missed(rows: torch.Tensor, weight: torch.Tensor, kept: torch.Tensor) -> tupl
     return float((rest**2).sum()), float((target**2).sum())
 
 
-@pytest.mark.parametrize(("name", "weighs"), [("glm4_moe", True), ("gpt_oss", False)])
+@pytest.mark.parametrize(("name", "weighs"), [("glm4_moe", True), ("gpt_oss", False), ("gemma4_text-experts", True)])
 @torch.inference_mode()
 def test_a_curve_is_least_squares_with_the_neurons_of_a_run(
     name: str, weighs: bool, make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
-    """At every width of a run, in the metric of output curvature; a shared expert of the same width is one more."""
-    options = CASES[name].options | ({"layers": 1, "first_k_dense_replace": 0} if name == "glm4_moe" else {})
+    """At every width of a run, in the metric of output curvature; a shared expert of the same width is one more.
+
+    Where norms follow the experts, tokens count as these scale them.
+    """
+    options = variants()[name] | ({"layers": 1, "first_k_dense_replace": 0} if name == "glm4_moe" else {})
     model, machine = open_model(str(make_checkpoint(**options)), tmp_path), cpu_machine(tmp_path)
     layer, tensors = LayerBuilder(model, machine, 24).layer(0, model.read_layer(0)), model.read_layer(0)
     x = torch.randn(120, 24, 32, generator=torch.Generator().manual_seed(0))
@@ -45,18 +49,28 @@ def test_a_curve_is_least_squares_with_the_neurons_of_a_run(
         curvature = measured.of_layer(0, machine.device)
     root = torch.linalg.cholesky(metric.double()).T
     sums = MixtureSums(experts_task(model, machine, 0, WIDTH // 2), tensors, ("ffn",))
-    torch.testing.assert_close(sums.update_(layer, x).view_as(x), layer.sum(1, x) - x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        layer.added(1, sums.update_(layer, x)).view_as(x), layer.sum(1, x) - x, rtol=1e-4, atol=1e-4
+    )
     statistics, routing = sums.statistics(machine.workers), layer.route(1, x)
     errors = error_curve(experts_task(model, machine, 0, WIDTH // 2, curvature), tensors, statistics)
     assert errors.shape == (WIDTH + 1,)
     assert float(errors[0]) == 1
     assert float(errors[-1]) == 0
-    downs = tensors["mlp.experts.down_proj"]
+    norms = MixtureNorms.of(model.family.stack_of(0), tensors, machine.device)
+    scales = torch.ones(len(routing.inputs), 1)
+    if norms is not None:
+        scales = norms.scales(layer, routing.mixed, routing.written)
+    downs = next(tensor for tensor_name, tensor in tensors.items() if tensor_name.endswith("experts.down_proj"))
     for width in (8, 16, 24):
         task = experts_task(model, machine, 0, width, curvature)
         kept, factors, _ = solve_experts(task, tensors, MeasuredExperts(statistics, (), torch.Generator()))
         parts = [
-            missed(one.neurons * one.gates.unsqueeze(1), root @ downs[one.expert].double(), kept[one.expert])
+            missed(
+                one.neurons * one.gates.unsqueeze(1) * scales[one.tokens],
+                root @ downs[one.expert].double(),
+                kept[one.expert],
+            )
             for one in routing.arrivals()
         ]
         if factors.shared is not None:
