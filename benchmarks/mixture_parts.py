@@ -45,6 +45,12 @@ def one_expert(block: Any) -> Callable[[int, torch.Tensor], torch.Tensor]:
     )
 
 
+def one_by_one(block: Any) -> Callable[[range, torch.Tensor], torch.Tensor]:
+    """Return what `outputs_of` calls: outputs of experts from their numbers and their inputs `(n, r, D)`."""
+    own = one_expert(block)
+    return lambda experts, rows: torch.stack([own(expert, each) for expert, each in zip(experts, rows, strict=True)])
+
+
 def neurons_of(block: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
     """Return an expert's neurons `(n, m)` of its inputs `(n, D)`."""
     gate, up = nn.functional.linear(rows, block.experts.gate_up_proj[expert]).chunk(2, dim=-1)
@@ -107,7 +113,7 @@ def sums_of_layers(model: Any, windows: torch.Tensor) -> list[LayerSums]:
         of_layer, pairs = ExpertSums(num_experts), PairSums(num_experts)
         energy = torch.zeros(num_experts, width, dtype=torch.float64)
         for rows, routed in routed_batches(layer.mlp, model.config, inputs):
-            outputs = outputs_of(routed, rows, one_expert(layer.mlp))
+            outputs = outputs_of(routed, rows, one_by_one(layer.mlp))
             of_layer.add_(routed, outputs)
             pairs.add_(routed, outputs)
             for expert in range(num_experts):

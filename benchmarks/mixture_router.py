@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any, Literal
 
 import torch
-from mixture_parts import BATCH, one_expert, ridge, routed_batches
+from mixture_parts import BATCH, one_by_one, one_expert, ridge, routed_batches
 from torch import nn
 
 from oneshot.compression.expert_scores import outputs_of
@@ -46,7 +46,7 @@ def gains(block: Any, config: Any, inputs: torch.Tensor, target: torch.Tensor) -
     cross = torch.zeros(num_experts, 1, dtype=torch.float64)
     for (rows, routed), wanted in zip(routed_batches(block, config, inputs), target.split(BATCH), strict=True):
         chosen = routed.experts[:, :-1]
-        parts = (routed.gates[..., None] * outputs_of(routed, rows, one_expert(block))[:, :-1]).double()
+        parts = (routed.gates[..., None] * outputs_of(routed, rows, one_by_one(block))[:, :-1]).double()
         missing = wanted.double() - parts.sum(1)
         places = nn.functional.one_hot(chosen, num_experts).double()
         gram += torch.einsum("tie,tij,tjf->ef", places, parts @ parts.mT, places)
@@ -135,7 +135,7 @@ class Slopes:
 def slopes_of(block: Any, config: Any, inputs: torch.Tensor, target: torch.Tensor) -> Iterator[Slopes]:
     """Yield the slopes of all batches."""
     for (rows, routed), wanted in zip(routed_batches(block, config, inputs), target.split(BATCH), strict=True):
-        outputs, gates = outputs_of(routed, rows, one_expert(block))[:, :-1].double(), routed.gates.double()[..., None]
+        outputs, gates = outputs_of(routed, rows, one_by_one(block))[:, :-1].double(), routed.gates.double()[..., None]
         whole = (gates * outputs).sum(1, keepdim=True)
         slopes, missing = gates * (outputs - whole), (wanted.double() - whole[:, 0])[..., None]
         yield Slopes(rows.double(), routed.experts[:, :-1], slopes @ slopes.mT, (slopes @ missing)[..., 0])

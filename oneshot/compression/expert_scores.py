@@ -14,6 +14,7 @@ import torch
 from oneshot.linalg.expert_sets import least_removal
 from oneshot.linalg.sums import add_product_
 from oneshot.machine import Workers
+from oneshot.stream import blocks, tokens_of
 
 GateRule = Literal["normalised", "softmax", "independent"]
 """How gates come from the scores of the chosen: divided by their sum (Qwen3-MoE, Mixtral, gpt-oss); a softmax over all
@@ -22,8 +23,8 @@ experts as it is (OLMoE, Qwen2-MoE), which grows if another expert is removed; o
 ExpertSelector = Literal["effects", "frequency", "reap", "man", "energy", "random"]
 """`effects` takes the set with the least joint effect, the others the experts with the smallest `EXPERT_SCORES`."""
 
-ExpertOutput = Callable[[int, torch.Tensor], torch.Tensor]
-"""An expert's outputs `(n, d)` without its gate, from its number and its inputs `(n, d)`."""
+ExpertOutput = Callable[[range, torch.Tensor], torch.Tensor]
+"""The outputs `(n, r, d)` of n experts without their gates, from their numbers and their inputs `(n, r, d)`."""
 
 OUTLIER = 10.0  # times the median peak of a layer
 
@@ -36,6 +37,7 @@ class Routed:
         experts: int64 `(t, k + 1)`, by falling preference; the last would step in.
         gates: float32 `(t, k)` of the first k.
         gates_without: float32 `(t, k, k + 1)`: of all k + 1 if the i-th is removed, whose own is 0.
+        num_experts: E.
         growth: float32 `(t, E)`: by which share the gates of a token grow if an expert that it does not have is
             removed, and 0 for its k experts; `softmax` only, else None.
     """
@@ -43,6 +45,7 @@ class Routed:
     experts: torch.Tensor
     gates: torch.Tensor
     gates_without: torch.Tensor
+    num_experts: int
     growth: torch.Tensor | None
 
 
@@ -75,16 +78,16 @@ def route(scores: torch.Tensor, top_k: int, rule: GateRule, preference: torch.Te
         without = without / (1 - gates[..., None]).clamp_min(torch.finfo(torch.float64).eps)
         others = scores.double().scatter(-1, experts[:, :top_k], 0.0)
         growth = (others / (1 - others)).float()
-    return Routed(experts, gates.float(), without.float(), growth)
+    return Routed(experts, gates.float(), without.float(), num_experts, growth)
 
 
 def outputs_of(routed: Routed, inputs: torch.Tensor, expert_output: ExpertOutput) -> torch.Tensor:
     """Return the outputs `(t, k + 1, d)` float32 of the experts of every token, from its input `(t, d)`."""
-    outputs = torch.zeros(*routed.experts.shape, inputs.shape[-1], device=inputs.device)
-    for expert in routed.experts.unique().tolist():
-        tokens, places = (routed.experts == expert).nonzero(as_tuple=True)
-        outputs[tokens, places] = expert_output(expert, inputs[tokens]).float()
-    return outputs
+    outputs = torch.zeros(routed.experts.numel() + 1, inputs.shape[-1], device=inputs.device)  # one for padded pairs
+    for block in blocks(routed.experts, routed.num_experts):
+        rows = inputs[tokens_of(block.pairs, routed.experts)]
+        outputs[block.pairs] = expert_output(block.experts, rows).float()
+    return outputs[:-1].view(*routed.experts.shape, -1)
 
 
 class ExpertSums:

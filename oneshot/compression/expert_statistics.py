@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from oneshot.compression.statistics import Statistics, refuse_overflow
-from oneshot.linalg.sums import add_gram_, add_product_, as_float32, finished_gram
+from oneshot.linalg.sums import add_grams_, add_products_, as_float32, finished_gram
 from oneshot.machine import ALONE, Workers
 from oneshot.stream import Routing
 
@@ -92,18 +92,19 @@ class ExpertAccumulator:
         for one in routing.arrivals(self._group, weights):
             share = None
             if lost is not None and one.weights is not None:
-                share = lost[one.tokens] * one.weights.unsqueeze(1)
-            rows = one.neurons * one.gates.unsqueeze(1)
+                share = lost[one.tokens] * one.weights.unsqueeze(-1)
+            rows = one.neurons * one.gates.unsqueeze(-1)
             rows = rows if scales is None else rows * scales[one.tokens].to(rows)
-            self._add_(self._group.index(one.expert), rows, share)
+            self._add_(one.experts, rows, share)
 
-    def _add_(self, place: int, rows: torch.Tensor, lost: torch.Tensor | None) -> None:
-        """Add rows of an expert: `a (r, m)`, and `lost (r, D)`, what `a Wᵀ` lacks of their target, if they have one."""
-        add_gram_(self._grams[place], rows)
+    def _add_(self, experts: range, rows: torch.Tensor, lost: torch.Tensor | None) -> None:
+        """Add rows of experts: `a (n, r, m)`; and `lost (n, r, D)`, what `a Wᵀ` lacks of a target, if there is one."""
+        places = slice(experts.start - self._group.start, experts.stop - self._group.start)
+        add_grams_(self._grams[places], rows)
         if lost is not None:
             assert self._residuals is not None
-            add_product_(self._residuals[place], rows, lost)
-            self._energies[place] += lost.float().square().sum()
+            add_products_(self._residuals[places], rows, lost)
+            self._energies[places] += lost.float().square().sum((1, 2))
 
     def finish(self, workers: Workers = ALONE) -> ExpertStatistics:
         """Return the sums over the rows of all workers as a record; residuals are scaled to all rows of their expert.

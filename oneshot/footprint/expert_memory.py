@@ -8,6 +8,7 @@ from oneshot.compression.experts import ESTIMATED_TOGETHER
 from oneshot.footprint import terms
 from oneshot.footprint.terms import DOUBLE, FLOAT, Term
 from oneshot.footprint.work import Work
+from oneshot.stream import EXPERTS_TOGETHER
 
 COPIES_BEHIND_NORMS = 4  # of the effects of experts, which pass two norms
 LOST = 3  # residuals of a batch: of the layer, towards the dense stream, and their sum
@@ -42,7 +43,9 @@ def sums(work: Work, size: int, *, residual: bool) -> tuple[Term, ...]:
     grams, residuals = _numbers(work, size, residual=residual)
     while_grams = DOUBLE * (grams + residuals) + FLOAT * grams
     while_residuals = FLOAT * grams + (DOUBLE + FLOAT) * residuals
-    panel = (FLOAT + DOUBLE) * size * max(size, residual * work.shape.hidden_size)
+    products = size * max(size, residual * work.shape.hidden_size)
+    at_once = min(EXPERTS_TOGETHER, work.machine.experts_together or _count(work))
+    panel = (FLOAT * at_once if work.on_cuda else FLOAT + DOUBLE) * products
     of_shared = terms.sums(work, _shared(work, size), residual=residual)
     return Term(max(while_grams, while_residuals), computed=True), Term(panel, computed=True), *of_shared
 

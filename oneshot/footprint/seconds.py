@@ -21,6 +21,7 @@ from oneshot.profiling import CURVATURE_TOKENS
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.probes import PROBE_SEQUENCES, probes_per_layer
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
+from oneshot.stream import EXPERTS_TOGETHER
 from oneshot.text import SELF
 from oneshot.text.self_written import DOCUMENT_TOKENS
 
@@ -31,8 +32,8 @@ SOLVE_SECONDS = 7.2e-8  # for each row of a triangle that a device solves with o
 EIGEN_SECONDS = 7.1e-9  # for each number of a matrix whose eigenvectors a device finds, in float32
 
 LAUNCH_SECONDS = 1.07e-5  # of an operation that the host launches on a device
-# operations, as counted on the pretended device: to solve an expert, to sum its rows of a batch, and its effects
-EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 140, 21, 8
+# operations: to solve an expert, as counted on the pretended device; to sum rows of several of a batch, and effects
+EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 140, 27, 16
 
 Seconds = dict[str, float]  # by phase
 
@@ -204,12 +205,14 @@ def _forward(work: Work) -> float:
 
 
 def _launches(work: Work, tokens: float, passes: int, *, effects: bool) -> float:
-    """Return the seconds of launches for the experts of a layer, which are taken one after the other."""
+    """Return the seconds of launches for the experts of a layer: solved one by one, and summed several at once."""
     if work.shape.experts is None:
         return 0.0
-    launches = EXPERT_LAUNCHES + passes * math.ceil(tokens / work.batch_tokens) * ARRIVAL_LAUNCHES
-    launches += effects * math.ceil(tokens / min(work.batch_tokens, TOKENS_TOGETHER)) * EFFECT_LAUNCHES
-    return work.shape.experts.count * launches * LAUNCH_SECONDS
+    count = work.shape.experts.count
+    of_block = passes * math.ceil(tokens / work.batch_tokens) * ARRIVAL_LAUNCHES
+    of_block += effects * math.ceil(tokens / min(work.batch_tokens, TOKENS_TOGETHER)) * EFFECT_LAUNCHES
+    blocks = math.ceil(count / EXPERTS_TOGETHER)
+    return (count * EXPERT_LAUNCHES + blocks * of_block) * LAUNCH_SECONDS
 
 
 def _together(work: Work) -> int:

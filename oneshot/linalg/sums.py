@@ -42,6 +42,30 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         _add_panel_(total[start:stop], left[:, start:stop], right)
 
 
+def add_grams_(totals: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add to each of `totals (k, n, n)` what `add_gram_` adds for its rows `(k, m, n)`; a device does all at once."""
+    if not totals.is_cuda:
+        for total, own in zip(totals, rows, strict=True):
+            add_gram_(total, own)
+        return
+    rows = _as_factors(rows)
+    for start, stop in panels(totals[0]):
+        totals[:, start:stop, start:].add_(_float32_products(rows[..., start:stop], rows[..., start:]))
+
+
+def add_products_(totals: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add to several totals `(k, n, p)` what `add_product_` adds to one; otherwise as `add_grams_`."""
+    if not totals.is_cuda:
+        for total, *factors in zip(totals, left, right, strict=True):
+            add_product_(total, *factors)
+        return
+    if left.dtype != right.dtype:
+        left, right = left.float(), right.float()
+    left, right = _as_factors(left), _as_factors(right)
+    for start, stop in panels(totals[0]):
+        totals[:, start:stop].add_(_float32_products(left[..., start:stop], right))
+
+
 def add_sketch_(total: torch.Tensor, rows: torch.Tensor, *, row_offset: int, seed: int, nonzeros: int) -> None:
     """Add a batch's `S rows` to `total (s, n)` float64, by panels of columns; arguments as in `sketch_`."""
     for start, stop in panels(total.mT):
@@ -71,6 +95,13 @@ def panels(total: torch.Tensor) -> list[tuple[int, int]]:
 def _as_factors(rows: torch.Tensor) -> torch.Tensor:
     """Return rows in float32; a device multiplies bfloat16 and float16 as they are, with float32 sums."""
     return rows if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16) else rows.float()
+
+
+def _float32_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `leftᵀ right` in float32 for each of several factors on a device."""
+    if left.dtype == torch.float32:
+        return left.mT @ right
+    return torch.bmm(left.mT, right, out_dtype=torch.float32)
 
 
 def _add_panel_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -5,11 +5,12 @@ from oneshot.stream.dense_pass import DensePass
 from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder
 from oneshot.stream.output_head import OutputHead, Prediction
-from oneshot.stream.routing import Routing
+from oneshot.stream.routing import EXPERTS_TOGETHER, Routing, blocks, tokens_of
 from oneshot.stream.states import States, Step
 from oneshot.stream.store import ActivationStore
 
 __all__ = [
+    "EXPERTS_TOGETHER",
     "ActivationStore",
     "DensePass",
     "Layer",
@@ -19,5 +20,7 @@ __all__ = [
     "Routing",
     "States",
     "Step",
+    "blocks",
     "check_family",
+    "tokens_of",
 ]

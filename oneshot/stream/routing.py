@@ -9,18 +9,79 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+EXPERTS_TOGETHER = 8  # whose rows a device multiplies in one product; a host takes expert by expert
+ROWS_MULTIPLE = 128  # of the rows of an expert on a device: a product of a new shape takes its host three times as long
+
+
+@dataclass(frozen=True)
+class Block:
+    """What comes to `n` neighbouring experts: pairs of a token and one of its experts.
+
+    Attributes:
+        experts: the numbers of these. pairs: int64 `(n, r)`, ascending places in the flattened `chosen` of `(tokens,
+            k)`; `tokens · k` where an expert of several has fewer than the longest.
+        is_padded: whether there are such.
+    """
+
+    experts: range
+    pairs: torch.Tensor
+    is_padded: bool
+
+
+def padded_rows(count: int) -> int:
+    """Return how many rows a device computes with for an expert that `count` tokens come to."""
+    return -(-count // ROWS_MULTIPLE) * ROWS_MULTIPLE
+
+
+def blocks(chosen: torch.Tensor, num_experts: int) -> Iterator[Block]:
+    """Yield what comes to the experts `chosen (tokens, k)`, in their order; none without a token.
+
+    On a host, experts come one by one; on a device several at once (`padded_blocks`), because its host takes as long to
+    start an operation for one.
+    """
+    if chosen.is_cuda:
+        yield from padded_blocks(chosen, num_experts)
+        return
+    sizes = chosen.flatten().bincount(minlength=num_experts).tolist()
+    for expert, own in enumerate(chosen.flatten().argsort(stable=True).split(sizes)):
+        if len(own):
+            yield Block(range(expert, expert + 1), own.unsqueeze(0), is_padded=False)
+
+
+def padded_blocks(chosen: torch.Tensor, num_experts: int) -> Iterator[Block]:
+    """Yield what comes to `EXPERTS_TOGETHER` experts at once, or to fewer if their rows are more than all tokens."""
+    order, counts = chosen.flatten().argsort(stable=True), chosen.flatten().bincount(minlength=num_experts)
+    sizes, ends = counts.tolist(), counts.cumsum(0)
+    places, most = torch.arange(padded_rows(max(sizes)), device=order.device), padded_rows(len(chosen))
+    for first in range(0, num_experts, EXPERTS_TOGETHER):
+        rows = padded_rows(max(sizes[first : first + EXPERTS_TOGETHER]))
+        together = EXPERTS_TOGETHER
+        while together > 1 and together * rows > most:
+            together //= 2
+        for start in range(first, min(first + EXPERTS_TOGETHER, num_experts), together):
+            experts = range(start, min(start + together, num_experts))
+            if any(sizes[start : experts.stop]):
+                own_ends = ends[start : experts.stop, None]
+                own = places[:rows] + (own_ends - counts[start : experts.stop, None])
+                pairs = order[own.clamp(max=len(order) - 1)].where(own < own_ends, len(order))
+                yield Block(experts, pairs, is_padded=True)
+
 
 @dataclass(frozen=True)
 class Arrivals:
-    """The tokens of a batch that arrive at one expert.
+    """The tokens of a batch that arrive at `n` neighbouring experts.
+
+    Where an expert of several has fewer tokens than the longest, tokens are any, and the other numbers are zero.
 
     Attributes:
-        expert: its number. tokens: rows of the batch, ascending int64 `(r,)`. gates: the weights `(r,)` of its output.
-        neurons: what its down projection reads, `(r, m)`. weights: further numbers `(r,)` of these tokens and this
-            expert; None if none were given.
+        experts: their numbers. pairs: as in `Block`. tokens: rows of the batch, int64 `(n, r)`. gates: the weights
+            `(n, r)` of their outputs.
+        neurons: what the down projections read, `(n, r, m)`. weights: further numbers `(n, r)` of these tokens and
+            experts; None if none were given.
     """
 
-    expert: int
+    experts: range
+    pairs: torch.Tensor
     tokens: torch.Tensor
     gates: torch.Tensor
     neurons: torch.Tensor
@@ -59,49 +120,69 @@ class Routing:
         return self.chosen.flatten().bincount(minlength=self.num_experts)
 
     def arrivals(self, group: range | None = None, weights: torch.Tensor | None = None) -> Iterator[Arrivals]:
-        """Yield the tokens of every expert that gets any, in the order of the experts; `group`: of these alone.
+        """Yield the tokens of every expert that gets any, in the order of the experts, by `blocks`.
 
-        `weights`: numbers `(tokens, k)` of tokens and their experts. What can be is computed for all experts at once,
-        because a device takes as long to start an operation for one.
+        Args:
+            group: of these alone. weights: numbers `(tokens, k)` of tokens and their experts.
         """
-        order, sizes = self.chosen.flatten().argsort(stable=True), self.counts.tolist()
-        tokens, gates = order // self.chosen.shape[1], self.gates.flatten()[order]
-        parts = [tokens.split(sizes), gates.split(sizes)]
-        if weights is not None:
-            parts.append(weights.flatten()[order].split(sizes))
-        for expert, (own, *numbers) in enumerate(zip(*parts, strict=True)):
-            if len(own) and (group is None or expert in group):
-                neurons = self.neurons(expert, self.inputs[own])
-                yield Arrivals(expert, own, numbers[0], neurons, *numbers[1:])
+        group = range(self.num_experts) if group is None else group
+        gates, further = _with_zero(self.gates), None if weights is None else _with_zero(weights)
+        for block in blocks(self.chosen, self.num_experts):
+            experts = range(max(block.experts.start, group.start), min(block.experts.stop, group.stop))
+            if experts:
+                pairs = block.pairs[experts.start - block.experts.start :][: len(experts)]
+                tokens = tokens_of(pairs, self.chosen)
+                inputs = self.inputs[tokens]
+                if block.is_padded:
+                    inputs.masked_fill_((pairs == self.chosen.numel()).unsqueeze(-1), 0)
+                numbers = gates[pairs], self.neurons(experts, inputs), None if further is None else further[pairs]
+                yield Arrivals(experts, pairs, tokens, *numbers)
 
     def summed(self) -> torch.Tensor:
         """Return `mixed` by our own way through the experts, one after the other."""
-        total = torch.zeros_like(self.mixed)
+        written = self.mixed.new_zeros(self.chosen.numel() + 1, self.mixed.shape[1])  # and one for padded pairs
         for one in self.arrivals():
-            total[one.tokens] += one.gates.unsqueeze(1) * self._written(one.expert, one.neurons)
-        return total
+            written[one.pairs] = one.gates.unsqueeze(-1) * self._written(one.experts, one.neurons)
+        return written[:-1].view(*self.chosen.shape, -1).sum(1)
 
-    def output(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return what an expert writes for these rows of the inputs, without its gate, `(rows, D)`."""
-        return self._written(expert, self.neurons(expert, rows))
+    def output(self, experts: range, rows: torch.Tensor) -> torch.Tensor:
+        """Return what experts write for these rows `(n, r, D)` of the inputs, without their gates."""
+        return self._written(experts, self.neurons(experts, rows))
 
-    def _written(self, expert: int, neurons: torch.Tensor) -> torch.Tensor:
-        """Return what an expert writes for its neurons `(rows, m)`."""
-        down = self.experts.down_proj[expert]
-        written: torch.Tensor = (
-            neurons @ down + self.experts.down_proj_bias[expert] if self.alternating else neurons @ down.T
-        )
-        return written
-
-    def neurons(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return what the down projection of an expert reads for these rows of the inputs, `(rows, m)`."""
+    def _written(self, experts: range, neurons: torch.Tensor) -> torch.Tensor:
+        """Return what experts write for their neurons `(n, r, m)`."""
+        own = slice(experts.start, experts.stop)
+        down = self.experts.down_proj[own]
         if self.alternating:
-            both = rows @ self.experts.gate_up_proj[expert] + self.experts.gate_up_proj_bias[expert]
+            return _products(neurons, down) + self.experts.down_proj_bias[own].unsqueeze(1)
+        return _products(neurons, down.mT)
+
+    def neurons(self, experts: range, rows: torch.Tensor) -> torch.Tensor:
+        """Return what the down projections of experts read for these rows `(n, r, D)` of the inputs, `(n, r, m)`."""
+        own = slice(experts.start, experts.stop)
+        gate_up = self.experts.gate_up_proj[own]
+        if self.alternating:
+            both = _products(rows, gate_up) + self.experts.gate_up_proj_bias[own].unsqueeze(1)
             clamped: torch.Tensor = self.experts._apply_gate(both)
             return clamped
-        gate, up = functional.linear(rows, self.experts.gate_up_proj[expert]).chunk(2, dim=-1)
+        gate, up = _products(rows, gate_up.mT).chunk(2, dim=-1)
         neurons: torch.Tensor = self.experts.act_fn(gate).mul_(up)
         return neurons
+
+
+def tokens_of(pairs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of the pairs of a block; the last one where it is padded."""
+    return (pairs // chosen.shape[1]).clamp_(max=len(chosen) - 1)
+
+
+def _with_zero(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers of pairs, and zero for what a block is padded with."""
+    return functional.pad(numbers.flatten(), (0, 1))
+
+
+def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the products of `left (n, r, a)` and `right (n, a, b)`; for one of each as for two matrices."""
+    return left @ right if len(left) > 1 else (left[0] @ right[0]).unsqueeze(0)
 
 
 def written_by(block: nn.Module, inputs: torch.Tensor) -> torch.Tensor:

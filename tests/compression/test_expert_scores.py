@@ -61,12 +61,14 @@ def output(block: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return block(inputs[None])[0]
 
 
-def expert_output(block: nn.Module) -> Callable[[int, torch.Tensor], torch.Tensor]:
+def expert_output(block: nn.Module) -> Callable[[range, torch.Tensor], torch.Tensor]:
     """Return a function that calls the stock experts with one expert for every row, at a gate of 1."""
 
-    def call(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        ones = torch.ones(len(rows), 1, dtype=rows.dtype)
-        return block.experts(rows, torch.full((len(rows), 1), expert), ones)  # type: ignore[operator]
+    def call(experts: range, rows: torch.Tensor) -> torch.Tensor:
+        count, length, size = rows.shape
+        numbers = torch.tensor(experts).repeat_interleave(length).unsqueeze(1)
+        ones = torch.ones(count * length, 1, dtype=rows.dtype)
+        return block.experts(rows.flatten(0, 1), numbers, ones).view(count, length, size)  # type: ignore[operator]
 
     return call
 

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from arrivals import by_expert
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens, cpu_machine
 from families.cases import CASES
 from safetensors.torch import load_file
@@ -13,8 +14,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from oneshot.checkpoint import Model, open_model
+from oneshot.compression import expert_scores
 from oneshot.compression.expert_removal import _check_gates
-from oneshot.compression.expert_scores import ExpertSelector, route
+from oneshot.compression.expert_scores import ExpertSelector, Routed, outputs_of, route
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.experts import ExpertFactors, MeasuredExperts, fold_experts, solve_experts
 from oneshot.compression.tasks import ExpertsTask
@@ -24,6 +26,7 @@ from oneshot.pipeline import compress, predict
 from oneshot.planning import dense_plan
 from oneshot.recipes import find_recipe
 from oneshot.stream import LayerBuilder, Routing
+from oneshot.stream.routing import padded_blocks
 
 NAME = "qwen3_moe"
 OPTIONS = CASES[NAME].options
@@ -93,6 +96,41 @@ def test_statistics_equal_sums_over_tokens(model: Model, tmp_path: Path) -> None
     torch.testing.assert_close(both.residuals.double(), residuals * scales.view(-1, 1, 1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("active", "sequences", "together"), [((0, 1, 3), 40, 2), ((0, 1, 2, 3), 40, 4), ((1,), 2, 1)])
+@torch.inference_mode()
+def test_experts_taken_together_as_on_a_device_have_the_same_sums(
+    active: tuple[int, ...],
+    sequences: int,
+    together: int,
+    model: Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Padded rows add nothing, also with an expert without a token, and in a group that cuts a block."""
+    routing, lost = routed(model, tmp_path, sequences)
+    draws = torch.randint(len(active), (len(lost), 1), generator=torch.Generator().manual_seed(0))
+    chosen = torch.tensor(active)[draws]
+    routing = replace(routing, chosen=chosen, gates=routing.gates[:, :1].contiguous())
+    alone, inputs = summed((routing, lost)), torch.randn(len(chosen), HIDDEN)
+    of_pairs = Routed(chosen, routing.gates, routing.gates, EXPERTS, None)
+    outputs = outputs_of(of_pairs, inputs, routing.output)
+    monkeypatch.setattr("oneshot.stream.routing.blocks", padded_blocks)
+    monkeypatch.setattr(expert_scores, "blocks", padded_blocks)
+    assert max(len(block.experts) for block in padded_blocks(chosen, EXPERTS)) == together
+    at_once = summed((routing, lost))
+    torch.testing.assert_close(outputs_of(of_pairs, inputs, routing.output), outputs)
+    group = ExpertAccumulator(EXPERTS, WIDTH, output_size=HIDDEN, device=torch.device("cpu"), group=range(1, 4))
+    group.update_(routing, lost)
+    parts = group.finish()
+    assert alone.residuals is not None
+    for found, own in ((at_once, slice(None)), (parts, slice(1, 4))):
+        torch.testing.assert_close(found.grams, alone.grams[own])
+        torch.testing.assert_close(found.residuals, alone.residuals[own])
+        torch.testing.assert_close(found.residual_energies, alone.residual_energies[own])
+        assert torch.equal(found.num_rows, alone.num_rows)
+    assert alone.num_rows.gt(0).nonzero().flatten().tolist() == list(active)
+
+
 def solved(
     task: ExpertsTask, tensors: dict[str, torch.Tensor], statistics: ExpertStatistics
 ) -> tuple[torch.Tensor, ExpertFactors]:
@@ -115,7 +153,7 @@ def test_downs_are_least_squares_over_the_tokens_of_their_expert(correction: str
     tensors, statistics = model.read_layer(0), summed((routing, lost))
     kept, factors = solved(task, tensors, statistics)
     errors = energies = 0.0
-    for one in routing.arrivals():
+    for one in by_expert(routing):
         columns, weight = kept[one.expert], tensors[MIXER.down][one.expert].double()
         rows = (one.gates.unsqueeze(1) * one.neurons).double()
         squares = routing.gates[one.tokens].square().sum(1)

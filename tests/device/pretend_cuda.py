@@ -240,6 +240,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _log.kernels[site()] += 1
     if name == "addmm" and function._overloadname in ("dtype", "dtype_out"):
         result = _addmm_in_wider_dtype(*host_args, **host_kwargs)
+    elif name == "bmm" and function._overloadname == "dtype":
+        result = _bmm_in_wider_dtype(*host_args, **host_kwargs)
     elif name == "histc":  # of integers, which the host does not have
         result = function(host_args[0].float(), *host_args[1:], **host_kwargs).to(host_args[0].dtype)
     else:
@@ -309,6 +311,13 @@ def _addmm_in_wider_dtype(
         raise RuntimeError("addmm with out_dtype takes bf16 or fp16 rows and sums in fp32")
     found = torch.addmm(start, left.to(out_dtype), right.to(out_dtype))
     return found if out is None else out.copy_(found)
+
+
+def _bmm_in_wider_dtype(left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return products of several matrices in `out_dtype`, otherwise as `_addmm_in_wider_dtype`."""
+    if left.dtype != right.dtype or left.dtype not in (torch.bfloat16, torch.float16) or out_dtype != torch.float32:
+        raise RuntimeError("bmm with out_dtype takes bf16 or fp16 rows and sums in fp32")
+    return torch.bmm(left.to(out_dtype), right.to(out_dtype))
 
 
 def _check_devices(name: str, args: Any, tensors: list[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from oneshot import profiling
 from oneshot.footprint import bounds, memory
 from oneshot.footprint.seconds import ARRIVAL_LAUNCHES, EXPERT_LAUNCHES
 from oneshot.run import resources
+from oneshot.stream import EXPERTS_TOGETHER
 
 pytestmark = pytest.mark.long
 
@@ -145,5 +146,5 @@ def test_an_expert_takes_the_kernels_that_seconds_are_predicted_from() -> None:
     """Eight experts more in two layers; the statistics have two batches. Two waits: the Gram held, coefficients."""
     few, many = measured()["experts"], measured()["twice the experts"]
     kernels, waits = ((sum(many[name].values()) - sum(few[name].values())) / (8 * 2) for name in ("kernels", "waits"))
-    assert kernels == pytest.approx(EXPERT_LAUNCHES + 2 * ARRIVAL_LAUNCHES, rel=0.25)
+    assert kernels == pytest.approx(EXPERT_LAUNCHES + 2 * ARRIVAL_LAUNCHES / EXPERTS_TOGETHER, rel=0.25)
     assert waits < 2.2

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from arrivals import by_expert
 from factories import MakeCheckpoint, MakeConfig, cpu_machine
 from families.cases import CASES, variants
 
@@ -71,7 +72,7 @@ def test_a_curve_is_least_squares_with_the_neurons_of_a_run(
                 root @ downs[one.expert].double(),
                 kept[one.expert],
             )
-            for one in routing.arrivals()
+            for one in by_expert(routing)
         ]
         if factors.shared is not None:
             down = root @ tensors["mlp.shared_experts.down_proj.weight"].double()

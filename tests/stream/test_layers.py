@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from arrivals import by_expert
 from factories import MakeCheckpoint, build_model, cpu_machine
 from families.cases import variants
 from strategies import TOLERANCES
@@ -72,7 +73,7 @@ def assert_experts_equal(layer: Layer, index: int, x: torch.Tensor, experts: Any
     routing = layer.route(index, x)
     assert routing.chosen.shape == routing.gates.shape == (x.shape[0] * x.shape[1], 2)
     seen = torch.zeros_like(routing.chosen)
-    for one in routing.arrivals():
+    for one in by_expert(routing):
         expected = stock_neurons(experts, one.expert, routing.inputs[one.tokens])
         torch.testing.assert_close(one.neurons, expected, rtol=1e-4, atol=1e-4)
         places = routing.chosen[one.tokens] == one.expert
