@@ -31,9 +31,9 @@ from last_states import keep_last_states
 
 T5 = CASES["t5"]
 TABLE = CASES | {"mt5": replace(T5, options=T5.options | {"model_type": "mt5"})}
-TABLE |= {  # families that are dense without
-    f"{name}-experts": replace(CASES[name], options=CASES[name].options | CASES[name].variants["experts"])
-    for name in ("gemma4_text", "granitemoehybrid")
+TABLE |= {  # families that are dense, or read their tokens once, without
+    f"{name}-{variant}": replace(CASES[name], options=CASES[name].options | CASES[name].variants[variant])
+    for name, variant in (("gemma4_text", "experts"), ("gemma4_text", "tokens"), ("granitemoehybrid", "experts"))
 }
 SHARE = 0.1
 

@@ -34,18 +34,33 @@ MISTRAL4: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
-GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+# layers that read their tokens again, with borrowed keys and values in the last two of them, as in the E4B
+GEMMA_TOKENS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "attention_k_eq_v": False,
+}
+GEMMA_EXPERTS = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 # what is beside the language model's sizes: options of the wrapper, and of the language model
 WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma4": (
         {"vision_config": VISION | {"model_type": "gemma4_vision", "head_dim": 8, "position_embedding_size": 16}},
         {
             "model_type": "gemma4_text",
-            "layer_types": ["sliding_attention", "full_attention"],
+            **GEMMA_TOKENS,
+            "num_hidden_layers": 5,
+            "vocab_size_per_layer_input": 404,
             "head_dim": 8,
             "global_head_dim": 16,
             "sliding_window": 7,
-            "hidden_size_per_layer_input": 0,
             "use_bidirectional_attention": "vision",
         },
     ),

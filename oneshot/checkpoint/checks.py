@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from oneshot.checkpoint.reader import Checkpoint
-from oneshot.checkpoint.stock import sample_model, tied_names
+from oneshot.checkpoint.stock import complete_text_config, sample_model, tied_names
 from oneshot.errors import CheckpointError, cause
 from oneshot.families import Description, ModelShape, is_text
 
@@ -42,6 +42,11 @@ def expected_outside(checkpoint: Checkpoint, family: Description) -> Outside:
         for name, tensor in model.state_dict().items()
         if not family.is_in_layers(name) and is_text(family, name)
     }
+    inputs, base = family.stack.token_inputs, f"{family.stack.base}."
+    if inputs is not None:  # the sample has fewer layers than the model
+        num_layers = complete_text_config(family, checkpoint.config)[family.sizes.num_hidden_layers]
+        of_base = {name.removeprefix(base): size for name, size in shapes.items() if name.startswith(base)}
+        shapes |= {base + name: size for name, size in inputs.of_layers(of_base, num_layers).items()}
     return Outside(shapes, tied_names(model))
 
 

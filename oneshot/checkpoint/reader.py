@@ -207,6 +207,15 @@ class Checkpoint:
             part = handle.get_slice(stored)
             yield from (part[rows].clone() for rows in panels)
 
+    def read_some(self, name: str, rows: torch.Tensor, columns: slice = slice(None)) -> torch.Tensor:
+        """Return a copy of some columns of rows in any order, which are not checked; `rows`: int64, on the host."""
+        stored = self.stored(name)
+        if stored in self._scales:
+            return self.read_one(name)[rows, columns]
+        with _open_shard(self.folder, self._shard_of[stored]) as handle:
+            some: torch.Tensor = handle.get_tensor(stored)[:, columns][rows]  # mapped, not read
+            return some
+
     def stored(self, name: str) -> str:
         """Return the name that a tensor has in the files."""
         return self._stored_names.get(name, name)

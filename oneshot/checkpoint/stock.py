@@ -171,6 +171,8 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
 
     All layers would take memory and time, only to use a few.
     """
+    lenders = set(family.lenders)
+    assert lenders <= set(layers) or not any(map(family.borrows, layers[:-1])), "borrowers are made beside lenders"
     before: tuple[int, ...] = (0,) if family.first_differs and 0 not in layers else ()
     after: tuple[int, ...] = ()
     if family.last_differs:
@@ -182,7 +184,9 @@ def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype
             modules = whole.get_submodule(stack.layers)
             whole.set_submodule(stack.layers, modules[len(before) : len(modules) - len(after)])
         return whole
-    stated = of_layers(config, layers) | family.with_dense([layer in family.dense_layers for layer in layers])
+    flags = [layer in family.dense_layers for layer in layers]
+    borrowed = [family.borrows(layer) and lenders <= set(layers) for layer in layers]
+    stated = of_layers(config, layers) | family.with_dense(flags) | family.with_borrowed(borrowed)
     decoder = {} if family.sizes.num_decoder_layers is None else {family.sizes.num_decoder_layers: len(layers)}
     fewer = with_text(family, config, stated | {family.sizes.num_hidden_layers: len(layers)} | decoder)
     shared = _without_weights(json.dumps(fewer), dtype)

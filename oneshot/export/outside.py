@@ -26,11 +26,22 @@ class OutsideNames:
 
 
 def unchanged_outside(model: Model) -> list[Part]:
-    """Return readers of the tensors outside the layers as they are: the output head apart from the rest."""
+    """Return readers of the tensors outside the layers as they are, one for each of `unchanged_parts`."""
+    return [partial(_unchanged, model, part) for part in unchanged_parts(model)]
+
+
+def unchanged_parts(model: Model) -> list[list[str]]:
+    """Return the names of the tensors outside the layers, in the parts that are held at once.
+
+    The output head is apart from the rest, and so is a table of what every layer reads of its tokens.
+    """
     prefixes = tuple(model.family.layer_prefix(layer) for layer in range(model.shape.num_hidden_layers))
-    names = {name for name in model.checkpoint.tensor_names if not name.startswith(prefixes)}
-    head = {name for name in names if name == model.family.head}
-    return [partial(_unchanged, model, part) for part in (sorted(names - head), sorted(head)) if part]
+    names, stack = {name for name in model.checkpoint.tensor_names if not name.startswith(prefixes)}, model.family.stack
+    alone = [model.family.head]
+    if stack.token_inputs is not None:
+        alone.append(f"{stack.base}.{stack.token_inputs.table}.weight")
+    parts = [sorted(names - set(alone)), *([name] for name in alone if name in names)]
+    return [part for part in parts if part]
 
 
 def _unchanged(model: Model, names: list[str]) -> Tensors:

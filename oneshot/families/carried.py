@@ -26,6 +26,8 @@ class Carried(WithoutLinears):
             in float32. Empty without such a state.
         scan: products of numbers, or of names of sizes in the config: how many numbers a token has in each kind of
             tensor that a scan by chunks has beside the outputs of linears. Empty without such a scan.
+        lends: the linear of the keys, if later layers read these keys and values. borrows: whether it reads those of
+            the last lender of its type, and has none of its own.
     """
 
     title: str
@@ -33,6 +35,8 @@ class Carried(WithoutLinears):
     attends: bool = False
     state: tuple[str, ...] = ()
     scan: tuple[tuple[str | int, ...], ...] = ()
+    lends: str | None = None
+    borrows: bool = False
 
     @property
     def kind(self) -> Literal["carried"]:
@@ -45,7 +49,8 @@ class CarriedSizes:
 
     `layers`: their numbers, ascending. `tensors`: names without the layer's prefix, and shapes. `attends`: as in
     `Carried`. `state`: numbers in the state of one layer; 0 without one. `scan`: numbers of a token in one tensor of
-    each kind of its scan.
+    each kind of its scan. `lent`: numbers of a token in keys and values that later layers read; 0 without such layers.
+    `borrows`: as in `Carried`.
     """
 
     layers: tuple[int, ...]
@@ -53,6 +58,8 @@ class CarriedSizes:
     attends: bool
     state: int = 0
     scan: int = 0
+    lent: int = 0
+    borrows: bool = False
 
     @property
     def parameters(self) -> int:

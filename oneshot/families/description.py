@@ -82,6 +82,8 @@ class Description:
             None for the mixer of the stack. carried_layers: these mixers by the numbers of their layers.
         first_differs: whether the class makes its first layer otherwise than the others. last_differs: the same of its
             last layer.
+        with_borrowed: `(flags) -> config`: what a config states of a model whose layers borrow keys and values where
+            the flags say so. alone: what it states so that layers read nothing but the stream.
         stated_width: `(config) -> width` of the FFN, if that is not the number that the config states.
         unused: ends of names of layers' tensors that old checkpoints have and transformers does not read.
         unused_prefixes: beginnings of names of tensors that transformers does not read.
@@ -118,6 +120,8 @@ class Description:
     carried_layers: Mapping[int, Carried] = field(default_factory=dict)
     first_differs: bool = False
     last_differs: bool = False
+    with_borrowed: Callable[[Sequence[bool]], dict[str, Any]] = lambda flags: {}
+    alone: Mapping[str, Any] = field(default_factory=dict)
     stated_width: Callable[[dict[str, Any]], int | None] = lambda config: None
 
     @property
@@ -146,6 +150,15 @@ class Description:
         stack = self.last_stack if layer >= self.last_stack.first_layer else self.stack
         stack = stack.dense if layer in self.dense_layers else stack
         return stack.carrying(self.carried_layers[layer]) if layer in self.carried_layers else stack
+
+    def borrows(self, layer: int) -> bool:
+        """Return whether a layer reads keys and values of earlier ones."""
+        return layer in self.carried_layers and self.carried_layers[layer].borrows
+
+    @property
+    def lenders(self) -> tuple[int, ...]:
+        """Return the layers whose keys and values later ones read, ascending."""
+        return tuple(sorted(layer for layer, mixer in self.carried_layers.items() if mixer.lends is not None))
 
     def layer_prefix(self, layer: int) -> str:
         """Return the prefix of a layer's tensors."""

@@ -1,10 +1,12 @@
 """Gemma 4 for text: attention whose heads differ by layer, which is carried, a norm inside the FFN's branch, and a
 number that multiplies the stream after every layer.
 
-The mixture has experts beside the FFN, which stays as it is. The small models, which read an embedding of the token in
-every layer and share keys between layers, are not supported.
+The mixture has experts beside the FFN, which stays as it is. The small models (E2B, E4B) read a row of a table for the
+token in every layer. Their last layers have no keys and values: they read those of the last layer before them whose
+attention is of their type.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +20,14 @@ from oneshot.families.resizing import set_ffn_width
 from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import FeedForward, Norm, Sublayer
+from oneshot.families.token_inputs import TokenInputs
 
 WINDOWS = Carried("attention within windows", "self_attn.o_proj", attends=True)
 ATTENTION = Carried("attention", "self_attn.o_proj", attends=True)
-REFUSED = {
-    "hidden_size_per_layer_input": "an embedding of the token in every layer",
-    "num_kv_shared_layers": "layers that share keys and values",
-}
+LENDING = ", whose keys and values later layers read"
+BORROWING = ", with keys and values of an earlier layer"
+TOKEN_WIDTH, BORROWERS = "hidden_size_per_layer_input", "num_kv_shared_layers"
+STOCK_TOKEN_WIDTH = 256  # of the stock class where a config does not state it
 EXPERTS = Experts(
     module="experts",
     router="router.proj",
@@ -49,23 +52,75 @@ SIZES = Sizes(
 
 
 def check(config: dict[str, Any]) -> None:
-    """Refuse models that read tokens in every layer, or that see later tokens."""
-    for name, what in REFUSED.items():
-        if config.get(name):
-            raise CheckpointError(
-                f"This Gemma 4 has {what} ({name}), which is not supported; give a larger one, such as the 31B."
-            )
+    """Refuse models that see later tokens, and what no Gemma 4 has."""
     if config.get("use_bidirectional_attention") == "all":
         raise CheckpointError("This Gemma 4 attends in both directions, which is not supported; give one that writes.")
+    if config.get(BORROWERS) and config.get("use_double_wide_mlp"):
+        raise CheckpointError(
+            "This Gemma 4 has FFNs of two widths (use_double_wide_mlp), which is not supported; give another one, such "
+            "as the E4B."
+        )
+    if config.get(BORROWERS) and not _token_width(config):
+        raise CheckpointError(
+            f"This Gemma 4 has layers that share keys and values ({BORROWERS}) and no embedding of the token in every "
+            "layer, which the class of transformers cannot run; give another one."
+        )
+    if config.get("enable_moe_block") and _token_width(config):
+        raise CheckpointError(
+            "This Gemma 4 has experts and an embedding of the token in every layer, which is not supported; give "
+            "another one, such as the 26B-A4B."
+        )
+    rows = config.get("vocab_size_per_layer_input")
+    if _token_width(config) and isinstance(rows, int) and rows < (config.get("vocab_size") or 0):
+        raise CheckpointError(
+            f"This Gemma 4 has an embedding of the token in every layer for {rows} tokens of "
+            f"{config['vocab_size']} alone, which is not supported; give another one."
+        )
+
+
+def _token_width(config: dict[str, Any]) -> int:
+    """Return how many numbers of its token every layer reads; 0 for none."""
+    width = config.get(TOKEN_WIDTH, STOCK_TOKEN_WIDTH)
+    return width if isinstance(width, int) and width > 0 else 0
 
 
 def variant(family: Description, config: dict[str, Any]) -> Description:
     """Return the family with its factor of the embedding, bound of logits, types of layers, and experts."""
     known = replace(scaled_embedding(family, config), head_cap=config.get("final_logit_softcapping"))
-    known = replace(known, carried_layers=carried_layers(config, family.mixers))
+    known = replace(known, carried_layers=_carried(config, family))
+    if width := _token_width(config):
+        known = replace(known, stack=replace(known.stack, token_inputs=TokenInputs(width)))
+    unused = tuple(
+        f"{known.layer_prefix(layer)}self_attn.{name}"
+        for layer in known.carried_layers
+        if known.borrows(layer)
+        for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    )
+    known = replace(known, unused_prefixes=unused)
     if not config.get("enable_moe_block"):
         return known
     return replace(known, stack=known.stack.with_experts(EXPERTS), resize=resized, sizes=SIZES)
+
+
+def _carried(config: dict[str, Any], family: Description) -> dict[int, Carried]:
+    """Return the carried mixers of layers whose attention is not the stack's own (`kv_sharing_modes` of the class)."""
+    carried, types, borrowers = carried_layers(config, family.mixers), config.get("layer_types"), config.get(BORROWERS)
+    if not isinstance(types, list) or not isinstance(borrowers, int) or not 0 < borrowers < len(types):
+        return carried
+    first = len(types) - borrowers
+    last = {one: number for number, one in enumerate(types[:first])}  # of each type
+    for number, one in enumerate(types):
+        own = carried.get(number, ATTENTION)
+        if number == last.get(one):
+            carried[number] = replace(own, title=own.title + LENDING, lends="self_attn.k_proj")
+        if number >= first:
+            carried[number] = replace(own, title=own.title + BORROWING, borrows=True)
+    return carried
+
+
+def _with_borrowed(flags: Sequence[bool]) -> dict[str, Any]:
+    """Return what a config states of a model whose last layers borrow keys and values where the flags say so."""
+    return {BORROWERS: sum(flags)}
 
 
 def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
@@ -93,4 +148,6 @@ GEMMA4 = Description(
     variant=variant,
     mixers={"sliding_attention": WINDOWS, "full_attention": None},
     last_differs=True,
+    with_borrowed=_with_borrowed,
+    alone={TOKEN_WIDTH: 0, BORROWERS: 0},
 )

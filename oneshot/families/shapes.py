@@ -160,6 +160,11 @@ class ModelShape:
         return {} if sizes is None else dict(sizes.tensors)
 
     @property
+    def lent(self) -> int:
+        """Return the numbers of a token in keys and values that later layers read."""
+        return sum(sizes.lent for sizes in self.carried)
+
+    @property
     def state_bytes(self) -> int:
         """Return the bytes of the states that carried mixers keep of a text, in float32."""
         return 4 * sum(len(sizes.layers) * sizes.state for sizes in self.carried)
@@ -208,7 +213,7 @@ class ModelShape:
             output_size=self.hidden_size,
             intermediate_size=width,
             num_attention_heads=self.num_attention_heads * attends,
-            num_key_value_heads=self.num_key_value_heads * attends,
+            num_key_value_heads=self.num_key_value_heads * (attends and not (carried and carried.borrows)),
             query_key_size=self.query_key_size,
             value_size=self.head_dim,
             attention_bias=self.attention_bias,

@@ -92,7 +92,9 @@ def _carried(
         scan = 0
         for factors in mixer.scan:
             scan += math.prod(_size(family, config, one, 1) if isinstance(one, str) else one for one in factors)
-        sizes.append(CarriedSizes(tuple(numbers), tuple(sorted(tensors.items())), mixer.attends, state, scan))
+        lent = 0 if mixer.lends is None else 2 * tensors.get(f"{mixer.lends}.weight", (0,))[0]
+        own_tensors = tuple(sorted(tensors.items()))
+        sizes.append(CarriedSizes(tuple(numbers), own_tensors, mixer.attends, state, scan, lent, mixer.borrows))
     return tuple(sizes)
 
 
@@ -196,8 +198,11 @@ def _num_positions(family: Description, stored: Mapping[str, tuple[int, ...]]) -
 
 
 def _further_parameters(family: Description, stored: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the parameters of what is kept as it is: a classifier, a vision tower, a norm of the embeddings."""
-    if family.head is not None and family.text_module is None:
+    """Return the parameters of what is kept as it is: a classifier, a vision tower, a norm of the embeddings.
+
+    A table of what every layer reads of its tokens is also kept.
+    """
+    if family.head is not None and family.text_module is None and family.stack.token_inputs is None:
         return 0
     stack = family.stack
     counted = {stack.embedding, stack.positions, stack.token_types, family.head}

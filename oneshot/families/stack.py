@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from oneshot.families.carried import Carried
 from oneshot.families.experts import Experts
 from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer, SublayerKind
+from oneshot.families.token_inputs import TokenInputs
 
 LLAMA_NORM = Norm("model.norm")
 
@@ -26,6 +27,7 @@ class Stack:
         embedding_scale: what the rows of the embedding are multiplied with. residual_scale: what sublayers add is
             multiplied with. layer_scale: a tensor of every layer with one number, which the stream is multiplied with
             after the layer; None without it.
+        token_inputs: what a layer adds after its last sublayer, before that; None without it.
         rotary: whether attention turns queries and keys by rotary positions.
         parallel: whether all sublayers of a layer read the same states, and add to them together.
         causal: whether a token sees only earlier ones. If not, the text is not packed but read example by example.
@@ -50,6 +52,7 @@ class Stack:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     layer_scale: str | None = None
+    token_inputs: TokenInputs | None = None
     rotary: bool = True
     parallel: bool = False
     causal: bool = True
@@ -88,6 +91,11 @@ class Stack:
     def stored_linear(self, linear: str) -> str:
         """Return the linear that the checkpoint stores a linear in."""
         return next((fused for fused, parts in self.fused.items() if linear in parts), linear)
+
+    @property
+    def base(self) -> str:
+        """Return the module that holds the layers and the embedding."""
+        return self.layers.rpartition(".")[0]
 
     @property
     def attention(self) -> Attention:

@@ -49,6 +49,15 @@ FIRST_DIFFERS: Mapping[Feature, str] = {
 LAST_DIFFERS: Mapping[Feature, str] = {
     "depth": "--set depth= is not supported for {}, whose last layer is of its own kind; leave it out.",
 }
+# features that would pass layers which also read their tokens, or keys and values of earlier layers
+TOKEN_INPUTS: Mapping[Feature, str] = {
+    "latency": "--budget latency is not supported for this {}, whose layers also read their tokens and keys of other "
+    "layers; choose another budget.",
+    "profile": "A profile of this {} is not supported, whose layers also read their tokens and keys of other layers; "
+    "use --set allocation=uniform.",
+    "per-layer form": "The per-layer form of this {} is not supported, whose layers also read their tokens and keys of "
+    "other layers; use --form stock.",
+}
 # features that take sublayers one after the other
 PARALLEL: Mapping[Feature, str] = {
     "up_proj": "--up-steps is not possible for {}, whose FFN is beside its attention; leave it out.",
@@ -68,6 +77,8 @@ def reason_against(family: "Description", feature: Feature) -> str | None:
         return FIRST_DIFFERS[feature].format(family.model_type)
     if family.last_differs and feature in LAST_DIFFERS:
         return LAST_DIFFERS[feature].format(family.model_type)
+    if stack.token_inputs is not None and feature in TOKEN_INPUTS:
+        return TOKEN_INPUTS[feature].format(family.model_type)
     if stack.parallel and feature in PARALLEL:
         return PARALLEL[feature].format(family.model_type)
     if stack.norms_inside and feature in NORMS_INSIDE:

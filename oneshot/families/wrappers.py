@@ -4,6 +4,7 @@ The language model is compressed as its family is. Everything else, such as the 
 With text alone, the wrapper computes what the language model computes (`stream/check`).
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -45,6 +46,7 @@ def within_wrapper(text: Description, wrapper: Description) -> Description:
         stack=text.stack.moved("model.", wrapper.text_module),
         classes=wrapper.classes,
         text_module=wrapper.text_module,
+        unused_prefixes=tuple(re.sub("^model[.]", wrapper.text_module, name) for name in text.unused_prefixes),
         unsupported={**text.unsupported, **UNSUPPORTED, "depth": NO_DEPTH.format(wrapper.model_type)},
         like_llama=True,
     )
@@ -99,7 +101,8 @@ def text_names(family: Description, stored: Iterable[str]) -> dict[str, str]:
             f"{family.stack.embedding}; give a complete one."
         )
     heads = {"language_model.lm_head.weight": "lm_head.weight"}
-    ours = ("layers.", "embed_tokens.", "norm.")
+    inputs = family.stack.token_inputs
+    ours = ("layers.", "embed_tokens.", "norm.", *(() if inputs is None else inputs.outside))
     renamed = {}
     for name in names:
         inner = name.removeprefix(prefix)

@@ -13,9 +13,11 @@ from oneshot.recipes import SelectorName
 from oneshot.selection import Cost, Extent, find_selector
 from oneshot.selection.evidence import neuron_gram_bytes
 from oneshot.stream.output_head import VOCABULARY_PANEL
+from oneshot.stream.token_inputs import TOKENS_TOGETHER
 
 HEAP_BLOCK_BYTES = 32 * 2**20  # smaller blocks stay in glibc's heap when they are freed
 FLOAT, DOUBLE = 4, 8
+MAPPED_BYTES = 64 * 2**10  # that Linux maps around a page of a file
 COMPILED_BYTES, COMPILED_PRODUCTS = 0.8 * 2**20, 1024  # of a product that oneDNN compiled, and how many it keeps
 BUCKET_BYTES = 48  # of one distance: integers of 64 bits and their temporaries
 # Gaps that texts of unequal lengths leave in the heap, measured on MiniLM: shares of a batch's activations and of all
@@ -78,9 +80,26 @@ def layer(work: Work) -> tuple[Term, ...]:
     On CUDA they are in pinned memory, and on the device. A finished layer waits in pinned memory for its thread.
     """
     stacked = () if work.shape.experts is None else (Term(work.layer_bytes),)  # files have experts one by one
+    stacked = (*stacked, *token_inputs(work))
     if not work.on_cuda:
         return (Term(work.layer_bytes), *read(work.layer_bytes), *stacked, _compiled_products(work))
     return (*stacked, Term(3 * work.pinned_bytes), *read(work.layer_bytes), Term(work.layer_bytes, computed=True))
+
+
+def token_inputs(work: Work) -> tuple[Term, ...]:
+    """Return what the distinct tokens of the text read in a layer beside the stream, while it is made; often nothing.
+
+    The system maps pages around a row that is read.
+    """
+    inputs, shape = work.grid.family.stack.token_inputs, work.shape
+    if inputs is None:
+        return ()
+    distinct = min(shape.vocab_size, work.num_tokens)
+    together = min(distinct, TOKENS_TOGETHER)
+    row_bytes = (inputs.width * shape.num_hidden_layers + shape.hidden_size) * work.stored_itemsize
+    pages = min(shape.vocab_size * row_bytes, 2 * MAPPED_BYTES * together)
+    made = FLOAT * together * (4 * shape.hidden_size + 6 * inputs.width)
+    return Term(pages), Term(2 * distinct * inputs.width * work.dtype.itemsize + made, computed=True)
 
 
 def _compiled_products(work: Work) -> Term:

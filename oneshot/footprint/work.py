@@ -7,6 +7,7 @@ import torch
 
 from oneshot.checkpoint import Checkpoint, Model
 from oneshot.config import Config, SaveDtype, TextOptions
+from oneshot.export.outside import unchanged_parts
 from oneshot.families import ModelShape
 from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity, pinned_bytes
@@ -31,7 +32,7 @@ class Work:
     Attributes:
         plan: None for a run that only makes a profile. exact: whether its sizes are final; a profile changes them
             otherwise.
-        layer_bytes: bytes of a layer. outside_bytes: bytes of the largest tensor outside the layers.
+        layer_bytes: bytes of a layer. outside_bytes: bytes of what is outside the layers and held at once.
         pinned_bytes: bytes of a layer in pinned memory.
         same_dtype: whether weights are stored in the compute dtype.
         device_bytes: what a CUDA device has, or may give.
@@ -100,8 +101,11 @@ class Work:
 
     @property
     def store_bytes(self) -> list[int]:
-        """Return the bytes of each activation store that exists at the same time, at most."""
-        one = self.shape.hidden_size * self.dtype.itemsize * self.text.sequence_length
+        """Return the bytes of each activation store that exists at the same time, at most.
+
+        Keys and values that later layers read are stored beside the states.
+        """
+        one = (self.shape.hidden_size + self.shape.lent) * self.dtype.itemsize * self.text.sequence_length
         sequences = self.text.num_sequences
         if self.schedule.two_streams:
             batches = math.ceil(sequences / self.machine.batch_size)
@@ -152,7 +156,7 @@ def describe_work(
         save_dtype=config.save_dtype,
         model_bytes=sum(sizes.values()),
         layer_bytes=max(map(sum, of_layers)),
-        outside_bytes=max(size for name, size in sizes.items() if not model.family.is_in_layers(name)),
+        outside_bytes=max(sum(sizes[name] for name in part) for part in unchanged_parts(model)),
         pinned_bytes=max(sum(map(pinned_bytes, of_layer)) for of_layer in of_layers),
         stored_itemsize=max(ITEMSIZES.get(dtype, 1) for dtype in model.checkpoint.dtypes.values()),
         same_dtype=set(model.checkpoint.dtypes.values()) == {DTYPE_NAMES.get(machine.dtype)},

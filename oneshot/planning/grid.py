@@ -71,9 +71,13 @@ class Grid:
 
     @property
     def has_curvature(self) -> bool:
-        """Return whether output curvature can be measured and used: in this form of a decoder with its head."""
+        """Return whether output curvature can be measured and used: in this form of a decoder with its head.
+
+        Its layers may read nothing but the stream.
+        """
         predicts = self.family.stack.causal and self.family.decoder is None and self.family.head is not None
-        return predicts and self.layers_differ and self.remedy is None
+        reads_more = self.family.stack.token_inputs is not None
+        return predicts and not reads_more and self.layers_differ and self.remedy is None
 
     def reason_against_heads(self) -> str | None:
         """Return a sentence why no head can be removed, with the remedy; None if heads can.

@@ -1,10 +1,11 @@
 """Check before any work that our way through a model is that of its stock class: a family may be described wrongly.
 
-A few tokens pass transformers' own model with one layer of every kind. Hooks keep the states before every sublayer.
-From each of them our own step has to lead to the next. It also finds a release of transformers that changed a class.
+A few tokens pass transformers' own model with one layer of every kind, and with those whose keys it borrows. Hooks keep
+the states before every sublayer. From each of them our own step has to lead to the next. It also finds a release of
+transformers that changed a class.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -12,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from oneshot.checkpoint import Model, complete_text_config, make_buffers, sample_model
 from oneshot.errors import CheckpointError
 from oneshot.families import Stack, fuse, is_text, with_text
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
-from oneshot.stream.layer import Memory
+from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder
+from oneshot.stream.memory import Memory, memory_of
 from oneshot.stream.output_head import OutputHead
 from oneshot.tensors import Tensors
 from oneshot.text import Text
@@ -64,10 +67,13 @@ def check_family(model: Model, machine: Machine) -> None:
         narrow = with_text(family, config, {"sliding_window": WINDOW})
         model = replace(model, checkpoint=model.checkpoint.stating(**narrow))
     for kind in sorted(set(model.kinds)):
-        stacks = [model.family.stack_of(max(stack.first_layer, kind)) for stack in model.family.stacks]
-        layers = {stack.layers: model.read_layer(max(stack.first_layer, kind)) for stack in stacks}
-        stock = _stock_model(model, machine, kind, layers)
-        for step in _steps(model, machine, kind, stock, layers):
+        numbers = [*model.family.lenders, kind] if model.family.borrows(kind) else [kind]
+        layers = {
+            stack.layers: [model.read_layer(max(stack.first_layer, number)) for number in numbers]
+            for stack in model.family.stacks
+        }
+        stock = _stock_model(model, machine, numbers, layers)
+        for step in _steps(model, machine, numbers, stock, layers):
             difference = step.difference()
             if not difference <= TOLERANCES[machine.dtype]:
                 raise CheckpointError(
@@ -77,23 +83,25 @@ def check_family(model: Model, machine: Machine) -> None:
                 )
 
 
-def _stock_model(model: Model, machine: Machine, kind: int, layers: Mapping[str, Tensors]) -> Any:
-    """Return the stock model of one layer of a kind with its weights, and with the first rows of the vocabulary.
+def _stock_model(
+    model: Model, machine: Machine, numbers: Sequence[int], layers: Mapping[str, Sequence[Tensors]]
+) -> Any:
+    """Return the stock model of these layers with their weights, and with the first rows of the vocabulary.
 
-    `layers`: the tensors of the layer in every stack, by its prefix.
+    `layers`: the tensors of the layers in every stack, by its prefix.
     """
-    stock = sample_model(model.checkpoint.config, model.family, machine.dtype, [kind])
+    stock = sample_model(model.checkpoint.config, model.family, machine.dtype, numbers)
     make_buffers(stock, machine.device)
-    weights = {}
+    weights = _of_tokens(model, stock, numbers)
     for name, tensor in stock.state_dict().items():
         is_outside = not model.family.is_in_layers(name) and is_text(model.family, name)
-        if is_outside and name in model.checkpoint.shapes:
+        if is_outside and name in model.checkpoint.shapes and name not in weights:
             rows = NUM_TOKENS if tensor.shape[:1] == (model.shape.vocab_size,) else max(tensor.shape, default=1)
             weights[name] = model.checkpoint.read_rows(name, slice(rows))
     for each in model.family.stacks:
-        stack = model.family.stack_of(max(each.first_layer, kind))
-        layer = fuse(layers[stack.layers], stack)
-        weights |= {f"{stack.layers}.0.{name}": tensor for name, tensor in layer.items()}
+        for place, (number, tensors) in enumerate(zip(numbers, layers[each.layers], strict=True)):
+            stack = model.family.stack_of(max(each.first_layer, number))
+            weights |= {f"{stack.layers}.{place}.{name}": tensor for name, tensor in fuse(tensors, stack).items()}
     for name, tensor in weights.items():
         module, _, part = name.rpartition(".")
         placed = uploaded(tensor, machine.device).to(machine.dtype)
@@ -103,6 +111,25 @@ def _stock_model(model: Model, machine: Machine, kind: int, layers: Mapping[str,
             module.padding_idx = None  # it may be beyond these rows
     stock.tie_weights()
     return stock.eval()
+
+
+def _of_tokens(model: Model, stock: Any, numbers: Sequence[int]) -> Tensors:
+    """Return the parts of these layers of the table of tokens' inputs and of its projection; none without one.
+
+    Layers of the stock model that were left out have zeros.
+    """
+    stack, inputs = model.family.stack, model.family.stack.token_inputs
+    if inputs is None:
+        return {}
+    checkpoint, (table, projection, _) = model.checkpoint, (f"{stack.base}.{name}" for name in inputs.outside)
+    ids, columns = torch.arange(min(NUM_TOKENS, model.shape.vocab_size)), [inputs.columns(one) for one in numbers]
+    rows = torch.cat([checkpoint.read_some(table, ids, part) for part in columns], 1)
+    projected = torch.cat(list(checkpoint.read_panels(projection, columns)))
+    further = len(stock.get_parameter(projection)) - len(projected)
+    return {
+        table: functional.pad(rows, (0, further)),
+        projection: functional.pad(projected, (0, 0, 0, further)),
+    }
 
 
 class _Watch:
@@ -125,51 +152,65 @@ class _Watch:
         self.states[f"{name}.out"] = output[0] if isinstance(output, tuple) else output
 
 
-def _entrances(stack: Stack) -> list[str]:
-    """Return the modules of a model's first layer that read the stream: the layer, and the first one of a sublayer."""
-    first = f"{stack.layers}.0"
+def _entrances(stack: Stack, place: int = 0) -> list[str]:
+    """Return the modules of a layer of the stock model that read the stream: itself, and the first of a sublayer."""
+    layer = f"{stack.layers}.{place}"
     readers = (each.readers[0] if each.before is None else each.before.name for each in stack.sublayers[1:])
-    return [first, *(f"{first}.{name}" for name in readers)]
+    return [layer, *(f"{layer}.{name}" for name in readers)]
 
 
-def _steps(model: Model, machine: Machine, kind: int, stock: Any, layers: Mapping[str, Tensors]) -> Iterator[_Step]:
-    """Yield every part of a model with one layer of a kind."""
+def _steps(
+    model: Model, machine: Machine, numbers: Sequence[int], stock: Any, layers: Mapping[str, Sequence[Tensors]]
+) -> Iterator[_Step]:
+    """Yield every part of a model with these layers."""
     family, builder = model.family, LayerBuilder(model, machine, NUM_TOKENS)
     token_ids = torch.arange(NUM_TOKENS).unsqueeze(0) % model.shape.vocab_size
     padding = model.checkpoint.config.get("pad_token_id")  # it has no position in some models
     token_ids[token_ids == padding] = 0 if padding else NUM_TOKENS // 2
     [batch] = Text(token_ids, "a check").batches(1)
-    stacks = [family.stack_of(max(stack.first_layer, kind)) for stack in family.stacks]
-    norms = [stack.final_norm.name for stack in stacks if stack.final_norm is not None]
-    watch = _Watch(stock, [*norms, *(name for stack in stacks for name in _entrances(stack))])
+    stacks = [
+        [(max(stack.first_layer, one), family.stack_of(max(stack.first_layer, one))) for one in numbers]
+        for stack in family.stacks
+    ]
+    norms = [stack.final_norm.name for stack in family.stacks if stack.final_norm is not None]
+    entrances = {
+        stack.layers: [_entrances(each, place) for place, (_, each) in enumerate(same)]
+        for stack, same in zip(family.stacks, stacks, strict=True)
+    }
+    watch = _Watch(stock, [*norms, *(name for same in entrances.values() for one in same for name in one)])
     inputs: dict[str, Any] = {"input_ids": token_ids.to(machine.device)}
     if family.decoder is not None:
         inputs["decoder_input_ids"] = inputs["input_ids"]
     if family.stack.causal:
         inputs["use_cache"] = False  # a cache of carried mixers alone does not count its tokens
     output = stock(**inputs)
-    seen, memory = watch.states, None
-    for stack in stacks:
-        number, entrances = max(stack.first_layer, kind), _entrances(stack)
-        passed = [*(seen[name] for name in entrances), seen[f"{entrances[0]}.out"]]
-        embedding = model.checkpoint.read_rows(stack.embedding, slice(NUM_TOKENS))
-        yield _Step("embedding", builder.embed(embedding, batch), passed[0])
-        layer = builder.layer(number, layers[stack.layers], memory)
-        for index, sublayer in enumerate(stack.sublayers):
-            if stack.waits(index):
-                continue
-            before, after = passed[index], passed[index + 1]
-            parts = stack.sublayers if stack.parallel else (sublayer,)
-            name = f"{' beside '.join(PART_NAMES[part.kind] for part in parts)} in layer {number}"
-            yield _Step(name, layer.run(index, before.view_as(passed[0])), after, before)
-            if stack.experts is not None and sublayer.mixer is stack.experts:
-                routing = layer.route(index, before.view_as(passed[0]))
-                yield _Step(f"experts' neurons in layer {number}", routing.summed(), routing.mixed)
-        if stack.final_norm is not None:
-            normed = seen[f"{stack.final_norm.name}.out"]
-            yield _Step("final norm", builder.final_norm(stack)(passed[-1]), normed)
+    seen, memory = watch.states, memory_of(model, machine, [batch])
+    for whole, same in zip(family.stacks, stacks, strict=True):
+        embedding = model.checkpoint.read_rows(whole.embedding, slice(NUM_TOKENS))
+        embedded = seen[entrances[whole.layers][0][0]]
+        yield _Step("embedding", builder.embed(embedding, batch), embedded)
+        for (number, stack), names, tensors in zip(same, entrances[whole.layers], layers[whole.layers], strict=True):
+            passed = [*(seen[name] for name in names), seen[f"{names[0]}.out"]]
+            yield from _sublayers(builder.layer(number, tensors, memory), stack, number, passed)
+        if whole.final_norm is not None:
+            normed = seen[f"{whole.final_norm.name}.out"]
+            yield _Step("final norm", builder.final_norm(whole)(passed[-1]), normed)
             memory = Memory(normed)
     if family.head is not None and family.reason_against("profile") is None:  # else nothing here computes logits
         own = stock.get_output_embeddings()
         head = OutputHead(builder.before_head(), own.weight, getattr(own, "bias", None), family.head_cap)
         yield _Step("output head", head.logits(passed[-1]), output.logits)
+
+
+def _sublayers(layer: Layer, stack: Stack, number: int, passed: Sequence[torch.Tensor]) -> Iterator[_Step]:
+    """Yield the parts of a layer; `passed`: the stock model's states before each sublayer, and after the layer."""
+    for index, sublayer in enumerate(stack.sublayers):
+        if stack.waits(index):
+            continue
+        before, after = passed[index], passed[index + 1]
+        parts = stack.sublayers if stack.parallel else (sublayer,)
+        name = f"{' beside '.join(PART_NAMES[part.kind] for part in parts)} in layer {number}"
+        yield _Step(name, layer.run(index, before.view_as(passed[0])), after, before)
+        if stack.experts is not None and sublayer.mixer is stack.experts:
+            routing = layer.route(index, before.view_as(passed[0]))
+            yield _Step(f"experts' neurons in layer {number}", routing.summed(), routing.mixed)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch
 from torch import nn
 
 from oneshot.families import Attention, Carried, Experts, FeedForward, Stack, Sublayer, split
+from oneshot.families.token_inputs import TokenInputs as Inputs
+from oneshot.stream.memory import Memory
 from oneshot.stream.routing import Routing, route, written_by, written_part
 
 
@@ -20,11 +21,7 @@ class _Reached(Exception):  # noqa: N818
         self.states = states
 
 
-@dataclass
-class Memory:
-    """The encoder's output for the present batch, which cross-attention reads, `(sequences, source length, D)`."""
-
-    states: torch.Tensor
+SHARED = "shared_kv_states"  # the stock layer's argument
 
 
 class Layer:
@@ -33,17 +30,26 @@ class Layer:
     A sublayer adds `writer(inner(x))` to the residual stream `x`. Norms may come before the sublayer, between its
     writer and the sum, and after the sum. In a parallel layer all sublayers read the same `x`: the stream stays `x`
     until the last of them, and moves by all of them at once.
-    `memory`: of a decoder's layer; None for others.
+    `memory`: of layers that read more than the stream; None for others. `token_inputs`: what each distinct token of
+    the text reads in this layer, `(tokens, width)`; None without.
     """
 
     def __init__(
-        self, module: nn.Module, stack: Stack, arguments: dict[str, Any], memory: Memory | None = None
+        self,
+        module: nn.Module,
+        stack: Stack,
+        arguments: dict[str, Any],
+        memory: Memory | None = None,
+        token_inputs: torch.Tensor | None = None,
     ) -> None:
         self._module, self._stack, self._arguments, self._memory = module, stack, arguments, memory
+        self._token_inputs = token_inputs
 
     def reading(self, memory: Memory | None) -> "Layer":
         """Return the same layer with another memory."""
-        return self if memory is self._memory else Layer(self._module, self._stack, self._arguments, memory)
+        if memory is self._memory:
+            return self
+        return Layer(self._module, self._stack, self._arguments, memory, self._token_inputs)
 
     def inner(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Return the activations that the sublayer's writer reads, as rows `(tokens, n)`."""
@@ -128,11 +134,25 @@ class Layer:
         return x if self._stack.waits(index) else self.leave(index, total)
 
     def leave(self, index: int, total: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the sublayer from the sum, which a norm or the layer's factor may follow."""
-        norm, factor = self._stack.sublayers[index].after, self._stack.layer_scale
+        """Return the residual stream after the sublayer from the sum.
+
+        A norm may follow the sum, and the last sublayer what the layer reads of its tokens, and its factor.
+        """
+        norm, factor, inputs = self._stack.sublayers[index].after, self._stack.layer_scale, self._stack.token_inputs
         left = total if norm is None else self._part(norm.name)(total)
-        is_last = index == len(self._stack.sublayers) - 1
-        return left * self._module.get_buffer(factor) if is_last and factor is not None else left
+        if index < len(self._stack.sublayers) - 1:
+            return left
+        left = left if inputs is None else left + self._of_tokens(inputs, left)
+        return left if factor is None else left * self._module.get_buffer(factor)
+
+    def _of_tokens(self, inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
+        """Return what the layer adds to the stream after its last sublayer, by what it reads of its tokens."""
+        assert self._token_inputs is not None
+        assert self._memory is not None
+        gate = self._part(inputs.activation)(self._part(inputs.gate)(x))
+        written: torch.Tensor = self._part(inputs.out)(gate * self._token_inputs[self._memory.places])
+        normed: torch.Tensor = self._part(inputs.after)(written)
+        return normed
 
     def run_all(self, x: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the whole layer."""
@@ -215,7 +235,8 @@ class Layer:
 
         handle = self._part(sublayer.norm.name).register_forward_pre_hook(stop)
         try:
-            self._module(x, **_shortened(self._arguments, x.shape[1]))
+            lent = {} if self._memory is None or self._memory.lent is None else {SHARED: self._memory.lent}
+            self._module(x, **_shortened(self._arguments, x.shape[1]), **lent)
         except _Reached as reached:
             return reached.states
         finally:
@@ -227,6 +248,7 @@ class Layer:
 
     def _memory_states(self) -> torch.Tensor:
         assert self._memory is not None
+        assert self._memory.states is not None
         return self._memory.states
 
     def _neurons(self, mixer: FeedForward, normed: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ from oneshot.errors import CalibrationError
 from oneshot.families import Attention, ModelShape, Stack, fuse
 from oneshot.machine import Machine
 from oneshot.machine.transfer import uploaded
-from oneshot.stream.layer import Layer, Memory, with_parts
+from oneshot.stream.layer import Layer, with_parts
+from oneshot.stream.memory import Memory
 from oneshot.stream.output_head import LastStates, OutputHead
 from oneshot.stream.template import Template
 from oneshot.tensors import Tensors
@@ -35,7 +36,7 @@ class LayerBuilder:
         """Return layer `number` with these weights, in the compute dtype on the compute device.
 
         Args:
-            memory: what its cross-attention reads.
+            memory: what it reads beside the stream.
         """
         stack, kind = self._model.family.stack_of(number), self._model.kinds[number]
         template = self._template(self._held(stack, next(iter(stack.attentions), None), tensors))
@@ -45,7 +46,8 @@ class LayerBuilder:
             module.set_submodule(attention.module, copy_modules(other.get_submodule(attention.module)))
         exact = () if stack.experts is None else (stack.experts.chosen_by,)  # float32 in every class
         module = self._with_weights(module, fuse(tensors, stack), exact)
-        return Layer(with_parts(module, stack), stack, template.arguments[kind], memory)
+        tokens = None if memory is None or memory.tokens is None else memory.tokens.of_layer(number)
+        return Layer(with_parts(module, stack), stack, template.arguments[kind], memory, tokens)
 
     def _held(self, stack: Stack, attention: Attention | None, tensors: Tensors) -> ModelShape:
         """Return the shape of a model whose layers are as wide as these tensors."""

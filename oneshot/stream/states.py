@@ -5,7 +5,7 @@ model; it exists only if a correction's target comes from it, and may have only 
 a pass over the text that has to read the states anyway also moves them through the sublayers that are waiting.
 
 An encoder–decoder is passed stack by stack. Each stream's final states of the encoder stay, as the memory that the
-decoder's cross-attention reads in that stream.
+decoder's cross-attention reads in that stream. Keys and values that later layers read again stay in the same way.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,9 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.errors import CalibrationError
 from oneshot.machine import Machine
-from oneshot.stream.layers import Layer, LayerBuilder, Memory
+from oneshot.stream.layer import Layer
+from oneshot.stream.layers import LayerBuilder
+from oneshot.stream.memory import Memory, memory_of
 from oneshot.stream.store import ActivationStore
 from oneshot.tensors import Tensors
 from oneshot.text import Batch, Text, placed
@@ -78,13 +80,16 @@ class States:
         norm = self.builder.embedding_norm
         own_norm = norm if compressed_norm is None else compressed_norm(norm)
         self._batches = placed(own)
-        self._compressed = _Stream(dict(enumerate(self._batches)), self._embedded(self._batches, first, own_norm))
+        of_compressed = self._embedded(self._batches, first, own_norm)
+        memory = memory_of(model, machine, self._batches)
+        self._compressed = _Stream(dict(enumerate(self._batches)), of_compressed, memory)
         self._dense: _Stream | None = None
         numbers = self._every(dense_every) if dense_every else []
         if numbers:
             batches = placed(own[number] for number in numbers)
             of_number = dict(zip(numbers, batches, strict=True))
-            self._dense = _Stream(of_number, self._embedded(batches, embedding, norm))
+            own_memory = memory_of(model, machine, batches, memory)
+            self._dense = _Stream(of_number, self._embedded(batches, embedding, norm), own_memory)
         self._judged = numbers[-1] if numbers else len(own) - 1
         self.dense_share = _num_tokens(everywhere[::dense_every]) / _num_tokens(everywhere) if dense_every else 0.0
         # every layer advances by all tokens, though an encoder passes only those of the source
@@ -203,13 +208,13 @@ class States:
 class _Stream:
     """The stored states of one stream's `batches`, by their number among the worker's, and its deferred steps.
 
-    `memory`: the encoder's output that belongs to the present batch; None before the decoder.
+    `memory`: what layers read of the present batch beside the stream; None if they read nothing, as before a decoder.
     """
 
-    def __init__(self, batches: dict[int, Batch], store: ActivationStore) -> None:
+    def __init__(self, batches: dict[int, Batch], store: ActivationStore, memory: Memory | None) -> None:
         self.batches, self._store, self._encoded = batches, store, list[ActivationStore]()
         self.steps: list[Step] = []
-        self.memory: Memory | None = None
+        self.memory = memory
 
     def take_steps(self) -> list[Step]:
         """Return the deferred steps; those that are deferred from now on wait for the next pass."""
@@ -220,8 +225,7 @@ class _Stream:
         """Return a batch's states after the steps, and store them unless told otherwise."""
         batch = self.batches[number]
         if self.memory is not None:
-            assert batch.source is not None
-            self.memory.states = _read(self._encoded[0], batch.source)
+            self._remember(self.memory, batch)
         x = _read(self._store, batch)
         for step in steps:
             x = step(x, is_judged)
@@ -229,17 +233,25 @@ class _Stream:
             self._store.write(batch.rows, x)
         return x
 
+    def _remember(self, memory: Memory, batch: Batch) -> None:
+        """Let the memory be what belongs to a batch."""
+        if batch.source is not None:
+            memory.states = _read(self._encoded[0], batch.source)
+        memory.enter(batch)
+
     def enter_decoder(self, norm: Any, embedded: Callable[[list[Batch]], ActivationStore]) -> None:
         """Keep the encoder's states after its final norm as memory, and go on with the targets' embeddings."""
         for batch in self.batches.values():
             self._store.write(batch.rows, norm(_read(self._store, batch)))
         batches = _of_decoder(self.batches.values())
-        self._encoded, self.memory = [self._store], Memory(torch.empty(0))
+        self._encoded, self.memory = [self._store], Memory()
         self.batches, self._store = dict(zip(self.batches, batches, strict=True)), embedded(batches)
 
     def close(self) -> None:
         for store in (self._store, *self._encoded):
             store.close()
+        if self.memory is not None:
+            self.memory.close()
 
 
 def _read(store: ActivationStore, batch: Batch) -> torch.Tensor:

@@ -1,14 +1,16 @@
 """Modules of the stock class without weights, and the arguments that the stock model calls its layers with."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from oneshot.checkpoint import Model, make_buffers, sample_model
-from oneshot.families import Carried, Stack
+from oneshot.families import Carried, Stack, with_text
 from oneshot.machine import Machine
+from oneshot.stream.layer import SHARED
 
 
 class Template:
@@ -48,7 +50,11 @@ class Template:
                 {} if isinstance(mixer, Carried) else _required(layer.get_submodule(mixer.module))
                 for mixer, layer in zip(mixers, layers, strict=True)
             ]
-            recorded = _stock_arguments(whole, stack, example.to(machine.device))
+            caller = whole
+            if family.alone:
+                plain = with_text(family, config, dict(family.alone))
+                caller = sample_model(plain, replace(family, carried_layers={}), machine.dtype, kinds)
+            recorded = _stock_arguments(caller, stack, example.to(machine.device))
             self.arguments = dict(
                 zip(kinds, [one | more for one, more in zip(needed, recorded, strict=True)], strict=True)
             )
@@ -100,4 +106,5 @@ def _stock_arguments(whole: Any, stack: Stack, example: torch.Tensor) -> list[di
         if norm is not None:
             whole.set_submodule(norm.name, nn.Identity())
     base(inputs_embeds=example, **({"use_cache": False} if stack.causal else {}))
-    return [{"attention_mask": None} | recorder.arguments for recorder in recorders]
+    recorded = [{"attention_mask": None} | recorder.arguments for recorder in recorders]
+    return [{name: one for name, one in arguments.items() if name != SHARED} for arguments in recorded]

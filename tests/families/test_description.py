@@ -172,15 +172,22 @@ def test_families_refuse_features_with_a_remedy(name: str) -> None:
 
 
 DENSE = {"hidden_size_per_layer_input": 0}
+SHARED = {"num_kv_shared_layers": 2}
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("gemma4_text", {}, "an embedding of the token in every layer"),
-        ("gemma4_text", DENSE | {"num_kv_shared_layers": 2}, "layers that share keys and values"),
+        ("gemma4_text", DENSE | SHARED, "share keys and values .* and no embedding of the token in every layer"),
+        ("gemma4_text", SHARED | {"use_double_wide_mlp": True}, "FFNs of two widths"),
+        ("gemma4_text", {"enable_moe_block": True}, "experts and an embedding of the token in every layer"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 9}, "for 9 tokens of 262144 alone"),
         ("gemma4_text", DENSE | {"use_bidirectional_attention": "all"}, "attends in both directions"),
-        ("gemma4", {}, "an embedding of the token in every layer"),
+        (
+            "gemma4",
+            {"text_config": {"model_type": "gemma4_text", "enable_moe_block": True}},
+            "experts and an embedding",
+        ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attends in both directions"),
     ],
 )

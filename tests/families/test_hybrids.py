@@ -26,6 +26,7 @@ from oneshot.stream import LayerBuilder
 CHANGED = {
     "falcon_h1": ("feed_forward",),
     "gemma4_text-experts": ("experts",),
+    "gemma4_text-tokens": ("mlp",),
     "granitemoehybrid": ("shared_mlp", "self_attn"),
     "granitemoehybrid-experts": ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
     "lfm2": ("feed_forward", "self_attn"),
@@ -55,11 +56,14 @@ def test_carried_mixers_are_the_inputs_bit_for_bit(
     assert all(any(f".{part}." in key for part in parts) for key in changed)
 
 
-@pytest.mark.parametrize(("name", "form"), [("lfm2", "stock"), ("qwen3_next", "stock"), ("lfm2", "per-layer")])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("lfm2", "stock"), ("qwen3_next", "stock"), ("lfm2", "per-layer"), ("gemma4_text-tokens", "stock")],
+)
 def test_an_interrupted_run_ends_with_the_same_bytes(
     name: str, form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
 ) -> None:
-    config = make_config(make_checkpoint(**CASES[name].options), form=form)
+    config = make_config(make_checkpoint(**variants()[name]), form=form)
     compress(config)
     again = replace(config, output=f"{config.output}-again")
     stop_before(1, partial(compress, again))
@@ -198,6 +202,28 @@ def test_other_forms_are_refused_by_one_sentence(name: str, tmp_path: Path) -> N
         refusal = form_of(form, model.family).grid(model).refusal
         assert refusal is not None
         assert "; use " in refusal
+
+
+@torch.inference_mode()
+def test_keys_of_layers_that_borrow_them_are_left_out(
+    own_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files may have them; the stock class does not read them."""
+    last = keep_last_states(monkeypatch)
+    folder = own_checkpoint(**variants()["gemma4_text-tokens"])
+    path = folder / "model.safetensors"
+    dense = load_file(path)
+    parts = ("k_proj", "v_proj", "k_norm")
+    further = {
+        f"model.layers.{layer}.self_attn.{part}.weight": dense[f"model.layers.2.self_attn.{part}.weight"].clone()
+        for layer in (3, 4)
+        for part in parts
+    }
+    save_file(dense | further, path, {"format": "pt"})
+    config = make_config(folder, sparsity=0.1, correction="two-stream")
+    compress(config)
+    assert tensors_of(Path(config.output)).keys() == dense.keys()
+    assert_passes(load(Path(config.output)), "model.layers", config, last[0])
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])

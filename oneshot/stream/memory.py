@@ -1,0 +1,58 @@
+"""What layers read of the present batch beside the stream."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from oneshot.checkpoint import Model
+from oneshot.machine import Machine
+from oneshot.stream.lent_keys import LentKeys
+from oneshot.stream.token_inputs import TokenInputs
+from oneshot.text import Batch
+
+
+@dataclass
+class Memory:
+    """What layers read of the present batch beside the stream.
+
+    Attributes:
+        states: the encoder's output, which cross-attention reads, `(sequences, source length, D)`; None without one.
+        lent: keys and values of earlier layers; None without layers that borrow them.
+        tokens, places: what tokens read in each layer, and its rows for those of the batch, int64 `(sequences,
+            length)`; None without.
+    """
+
+    states: torch.Tensor | None = None
+    lent: LentKeys | None = None
+    tokens: TokenInputs | None = None
+    places: torch.Tensor | None = None
+
+    def enter(self, batch: Batch) -> None:
+        """Go on to another batch of the stream."""
+        if self.lent is not None:
+            self.lent.enter(batch.rows, len(batch.token_ids))
+        if self.tokens is not None:
+            self.places = self.tokens.places(batch.token_ids)
+
+    def close(self) -> None:
+        """Release the keys and values."""
+        if self.lent is not None:
+            self.lent.close()
+
+
+def memory_of(model: Model, machine: Machine, batches: Sequence[Batch], beside: Memory | None = None) -> Memory | None:
+    """Return what layers of one stream read beside it; None if they read nothing.
+
+    Args:
+        batches: of the stream, one after the other. beside: of a stream with all of these tokens.
+    """
+    lends, inputs = bool(model.family.lenders), model.family.stack.token_inputs
+    if inputs is None and not lends:
+        return None
+    tokens = None if beside is None else beside.tokens
+    if tokens is None and inputs is not None:
+        tokens = TokenInputs(model, machine, torch.cat([batch.token_ids.flatten() for batch in batches]))
+    memory = Memory(lent=LentKeys(batches[-1].rows.stop, machine) if lends else None, tokens=tokens)
+    memory.enter(batches[0])
+    return memory
