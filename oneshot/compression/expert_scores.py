@@ -14,7 +14,7 @@ import torch
 from oneshot.linalg.expert_sets import least_removal
 from oneshot.linalg.sums import add_product_
 from oneshot.machine import Workers
-from oneshot.stream import blocks, tokens_of
+from oneshot.stream import Placement
 
 GateRule = Literal["normalised", "softmax", "independent"]
 """How gates come from the scores of the chosen: divided by their sum (Qwen3-MoE, Mixtral, gpt-oss); a softmax over all
@@ -84,9 +84,10 @@ def route(scores: torch.Tensor, top_k: int, rule: GateRule, preference: torch.Te
 def outputs_of(routed: Routed, inputs: torch.Tensor, expert_output: ExpertOutput) -> torch.Tensor:
     """Return the outputs `(t, k + 1, d)` float32 of the experts of every token, from its input `(t, d)`."""
     outputs = torch.zeros(routed.experts.numel() + 1, inputs.shape[-1], device=inputs.device)  # one for padded pairs
-    for block in blocks(routed.experts, routed.num_experts):
-        rows = inputs[tokens_of(block.pairs, routed.experts)]
-        outputs[block.pairs] = expert_output(block.experts, rows).float()
+    placed = Placement.of(routed.experts, routed.num_experts)
+    for block in placed.blocks:
+        written = expert_output(block.experts, inputs[block.of(placed.tokens)])
+        outputs[block.of(placed.pairs)] = written.float()
     return outputs[:-1].view(*routed.experts.shape, -1)
 
 

@@ -33,7 +33,7 @@ EIGEN_SECONDS = 7.1e-9  # for each number of a matrix whose eigenvectors a devic
 
 LAUNCH_SECONDS = 1.07e-5  # of an operation that the host launches on a device
 # operations: to solve an expert, as counted on the pretended device; to sum rows of several of a batch, and effects
-EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 140, 27, 16
+EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 140, 17, 7
 
 Seconds = dict[str, float]  # by phase
 

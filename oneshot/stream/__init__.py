@@ -5,7 +5,7 @@ from oneshot.stream.dense_pass import DensePass
 from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder
 from oneshot.stream.output_head import OutputHead, Prediction
-from oneshot.stream.routing import EXPERTS_TOGETHER, Routing, blocks, tokens_of
+from oneshot.stream.routing import EXPERTS_TOGETHER, Placement, Routing
 from oneshot.stream.states import States, Step
 from oneshot.stream.store import ActivationStore
 
@@ -16,11 +16,10 @@ __all__ = [
     "Layer",
     "LayerBuilder",
     "OutputHead",
+    "Placement",
     "Prediction",
     "Routing",
     "States",
     "Step",
-    "blocks",
     "check_family",
-    "tokens_of",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,17 +16,86 @@ ROWS_MULTIPLE = 128  # of the rows of an expert on a device: a product of a new 
 
 @dataclass(frozen=True)
 class Block:
-    """What comes to `n` neighbouring experts: pairs of a token and one of its experts.
+    """Neighbouring experts whose pairs are computed with at once.
 
     Attributes:
-        experts: the numbers of these. pairs: int64 `(n, r)`, ascending places in the flattened `chosen` of `(tokens,
-            k)`; `tokens · k` where an expert of several has fewer than the longest.
-        is_padded: whether there are such.
+        experts: their numbers. first: place of the first one's first pair in `Placement.pairs`. rows: pairs of each.
     """
 
     experts: range
+    first: int
+    rows: int
+
+    def of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the numbers `(n, rows, …)` of its `n` experts from those of all pairs of a `Placement`."""
+        count = len(self.experts)
+        return numbers[self.first : self.first + count * self.rows].unflatten(0, (count, self.rows))
+
+    def within(self, group: range) -> "Block":
+        """Return the experts of it that are in a group."""
+        experts = range(max(self.experts.start, group.start), min(self.experts.stop, group.stop))
+        return Block(experts, self.first + (experts.start - self.experts.start) * self.rows, self.rows)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The pairs of a token and one of its experts in the order of the experts, and what is computed with at once.
+
+    On a host, experts are taken one by one; on a device `EXPERTS_TOGETHER`, or fewer if their rows are more than all
+    tokens, because its host takes as long to start an operation for one.
+
+    Attributes:
+        pairs: int64, places in the flattened `chosen (tokens, k)`, ascending for every expert; `tokens · k` where an
+            expert of several has fewer than the longest. tokens: those of the pairs; any where there is no pair.
+        blocks: of all experts that get a token. is_padded: whether there are places without a pair.
+    """
+
     pairs: torch.Tensor
+    tokens: torch.Tensor
+    blocks: tuple[Block, ...]
     is_padded: bool
+
+    @staticmethod
+    def of(chosen: torch.Tensor, num_experts: int) -> "Placement":
+        """Place the experts `chosen (tokens, k)`; waits for a device once."""
+        return Placement.together(chosen, num_experts) if chosen.is_cuda else Placement.alone(chosen, num_experts)
+
+    @staticmethod
+    def alone(chosen: torch.Tensor, num_experts: int) -> "Placement":
+        """Place one expert after the other."""
+        order, sizes = chosen.flatten().argsort(stable=True), _sizes(chosen, num_experts).tolist()
+        ends = accumulate(sizes)
+        blocks = (
+            Block(range(expert, expert + 1), end - size, size)
+            for expert, (size, end) in enumerate(zip(sizes, ends, strict=True))
+            if size
+        )
+        return Placement(order, order // chosen.shape[1], tuple(blocks), is_padded=False)
+
+    @staticmethod
+    def together(chosen: torch.Tensor, num_experts: int) -> "Placement":
+        """Place several experts at once, each with as many rows as the longest of `EXPERTS_TOGETHER` neighbours."""
+        order, counts = chosen.flatten().argsort(stable=True), _sizes(chosen, num_experts)
+        sizes, most = counts.tolist(), padded_rows(len(chosen))
+        blocks, rows, total = list[Block](), list[int](), 0
+        for first in range(0, num_experts, EXPERTS_TOGETHER):
+            of_block = sizes[first : first + EXPERTS_TOGETHER]
+            longest, together = padded_rows(max(of_block)), EXPERTS_TOGETHER
+            rows += [longest] * len(of_block)
+            while together > 1 and together * longest > most:
+                together //= 2
+            for start in range(first, first + len(of_block), together):
+                experts = range(start, min(start + together, first + len(of_block)))
+                if longest:
+                    blocks.append(Block(experts, total, longest))
+                total += len(experts) * longest
+        lengths = torch.tensor(rows, device=chosen.device)
+        expert = torch.arange(num_experts, device=chosen.device).repeat_interleave(lengths, output_size=total)
+        rank = torch.arange(total, device=chosen.device) - (lengths.cumsum(0) - lengths)[expert]
+        place = (rank + (counts.cumsum(0) - counts)[expert]).clamp_(max=len(order) - 1)
+        pairs = order[place].where(rank < counts[expert], len(order))
+        tokens = (pairs // chosen.shape[1]).clamp_(max=len(chosen) - 1)
+        return Placement(pairs, tokens, tuple(blocks), is_padded=True)
 
 
 def padded_rows(count: int) -> int:
@@ -33,38 +103,9 @@ def padded_rows(count: int) -> int:
     return -(-count // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 
-def blocks(chosen: torch.Tensor, num_experts: int) -> Iterator[Block]:
-    """Yield what comes to the experts `chosen (tokens, k)`, in their order; none without a token.
-
-    On a host, experts come one by one; on a device several at once (`padded_blocks`), because its host takes as long to
-    start an operation for one.
-    """
-    if chosen.is_cuda:
-        yield from padded_blocks(chosen, num_experts)
-        return
-    sizes = chosen.flatten().bincount(minlength=num_experts).tolist()
-    for expert, own in enumerate(chosen.flatten().argsort(stable=True).split(sizes)):
-        if len(own):
-            yield Block(range(expert, expert + 1), own.unsqueeze(0), is_padded=False)
-
-
-def padded_blocks(chosen: torch.Tensor, num_experts: int) -> Iterator[Block]:
-    """Yield what comes to `EXPERTS_TOGETHER` experts at once, or to fewer if their rows are more than all tokens."""
-    order, counts = chosen.flatten().argsort(stable=True), chosen.flatten().bincount(minlength=num_experts)
-    sizes, ends = counts.tolist(), counts.cumsum(0)
-    places, most = torch.arange(padded_rows(max(sizes)), device=order.device), padded_rows(len(chosen))
-    for first in range(0, num_experts, EXPERTS_TOGETHER):
-        rows = padded_rows(max(sizes[first : first + EXPERTS_TOGETHER]))
-        together = EXPERTS_TOGETHER
-        while together > 1 and together * rows > most:
-            together //= 2
-        for start in range(first, min(first + EXPERTS_TOGETHER, num_experts), together):
-            experts = range(start, min(start + together, num_experts))
-            if any(sizes[start : experts.stop]):
-                own_ends = ends[start : experts.stop, None]
-                own = places[:rows] + (own_ends - counts[start : experts.stop, None])
-                pairs = order[own.clamp(max=len(order) - 1)].where(own < own_ends, len(order))
-                yield Block(experts, pairs, is_padded=True)
+def _sizes(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return the tokens of every expert, int64 `(E,)`."""
+    return chosen.flatten().bincount(minlength=num_experts)
 
 
 @dataclass(frozen=True)
@@ -74,7 +115,7 @@ class Arrivals:
     Where an expert of several has fewer tokens than the longest, tokens are any, and the other numbers are zero.
 
     Attributes:
-        experts: their numbers. pairs: as in `Block`. tokens: rows of the batch, int64 `(n, r)`. gates: the weights
+        experts: their numbers. pairs: as in `Placement`. tokens: rows of the batch, int64 `(n, r)`. gates: the weights
             `(n, r)` of their outputs.
         neurons: what the down projections read, `(n, r, m)`. weights: further numbers `(n, r)` of these tokens and
             experts; None if none were given.
@@ -117,26 +158,33 @@ class Routing:
     @cached_property
     def counts(self) -> torch.Tensor:
         """Return the tokens of every expert, int64 `(E,)`."""
-        return self.chosen.flatten().bincount(minlength=self.num_experts)
+        return _sizes(self.chosen, self.num_experts)
 
     def arrivals(self, group: range | None = None, weights: torch.Tensor | None = None) -> Iterator[Arrivals]:
-        """Yield the tokens of every expert that gets any, in the order of the experts, by `blocks`.
+        """Yield the tokens of every expert that gets any, in the order of the experts.
 
         Args:
             group: of these alone. weights: numbers `(tokens, k)` of tokens and their experts.
         """
-        group = range(self.num_experts) if group is None else group
-        gates, further = _with_zero(self.gates), None if weights is None else _with_zero(weights)
-        for block in blocks(self.chosen, self.num_experts):
-            experts = range(max(block.experts.start, group.start), min(block.experts.stop, group.stop))
-            if experts:
-                pairs = block.pairs[experts.start - block.experts.start :][: len(experts)]
-                tokens = tokens_of(pairs, self.chosen)
-                inputs = self.inputs[tokens]
-                if block.is_padded:
-                    inputs.masked_fill_((pairs == self.chosen.numel()).unsqueeze(-1), 0)
-                numbers = gates[pairs], self.neurons(experts, inputs), None if further is None else further[pairs]
-                yield Arrivals(experts, pairs, tokens, *numbers)
+        placed = Placement.of(self.chosen, self.num_experts)
+        gates = _with_zero(self.gates)[placed.pairs]
+        further = None if weights is None else _with_zero(weights)[placed.pairs]
+        nowhere = (placed.pairs == self.chosen.numel()).unsqueeze(1) if placed.is_padded else None
+        for whole in placed.blocks:
+            block = whole if group is None else whole.within(group)
+            if not block.experts:
+                continue
+            inputs = self.inputs[block.of(placed.tokens)]
+            if nowhere is not None:
+                inputs.masked_fill_(block.of(nowhere), 0)
+            yield Arrivals(
+                block.experts,
+                block.of(placed.pairs),
+                block.of(placed.tokens),
+                block.of(gates),
+                self.neurons(block.experts, inputs),
+                None if further is None else block.of(further),
+            )
 
     def summed(self) -> torch.Tensor:
         """Return `mixed` by our own way through the experts, one after the other."""
@@ -168,11 +216,6 @@ class Routing:
         gate, up = _products(rows, gate_up.mT).chunk(2, dim=-1)
         neurons: torch.Tensor = self.experts.act_fn(gate).mul_(up)
         return neurons
-
-
-def tokens_of(pairs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of the pairs of a block; the last one where it is padded."""
-    return (pairs // chosen.shape[1]).clamp_(max=len(chosen) - 1)
 
 
 def _with_zero(numbers: torch.Tensor) -> torch.Tensor:

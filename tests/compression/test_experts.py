@@ -14,7 +14,6 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from oneshot.checkpoint import Model, open_model
-from oneshot.compression import expert_scores
 from oneshot.compression.expert_removal import _check_gates
 from oneshot.compression.expert_scores import ExpertSelector, Routed, outputs_of, route
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
@@ -25,8 +24,7 @@ from oneshot.families import Experts
 from oneshot.pipeline import compress, predict
 from oneshot.planning import dense_plan
 from oneshot.recipes import find_recipe
-from oneshot.stream import LayerBuilder, Routing
-from oneshot.stream.routing import padded_blocks
+from oneshot.stream import LayerBuilder, Placement, Routing
 
 NAME = "qwen3_moe"
 OPTIONS = CASES[NAME].options
@@ -114,9 +112,8 @@ def test_experts_taken_together_as_on_a_device_have_the_same_sums(
     alone, inputs = summed((routing, lost)), torch.randn(len(chosen), HIDDEN)
     of_pairs = Routed(chosen, routing.gates, routing.gates, EXPERTS, None)
     outputs = outputs_of(of_pairs, inputs, routing.output)
-    monkeypatch.setattr("oneshot.stream.routing.blocks", padded_blocks)
-    monkeypatch.setattr(expert_scores, "blocks", padded_blocks)
-    assert max(len(block.experts) for block in padded_blocks(chosen, EXPERTS)) == together
+    monkeypatch.setattr(Placement, "of", Placement.together)
+    assert max(len(block.experts) for block in Placement.of(chosen, EXPERTS).blocks) == together
     at_once = summed((routing, lost))
     torch.testing.assert_close(outputs_of(of_pairs, inputs, routing.output), outputs)
     group = ExpertAccumulator(EXPERTS, WIDTH, output_size=HIDDEN, device=torch.device("cpu"), group=range(1, 4))
