@@ -129,7 +129,9 @@ class FeedForwardTask(OneWriterTask):
 
     @property
     def kept_units(self) -> int:
-        return self.dense_units if self.shape.experts is not None else self.kept.intermediate_size
+        if self.shape.experts is not None:
+            return self.dense_units
+        return self.plan.shape_of_layer(self.shape, self.layer).layer(self.layer).intermediate_size
 
     @property
     def selector(self) -> SelectorName:

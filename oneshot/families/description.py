@@ -84,6 +84,7 @@ class Description:
             last layer.
         with_borrowed: `(flags) -> config`: what a config states of a model whose layers borrow keys and values where
             the flags say so. alone: what it states so that layers read nothing but the stream.
+        narrow_layers: layers whose FFN has half the width of the others.
         stated_width: `(config) -> width` of the FFN, if that is not the number that the config states.
         unused: ends of names of layers' tensors that old checkpoints have and transformers does not read.
         unused_prefixes: beginnings of names of tensors that transformers does not read.
@@ -122,6 +123,7 @@ class Description:
     last_differs: bool = False
     with_borrowed: Callable[[Sequence[bool]], dict[str, Any]] = lambda flags: {}
     alone: Mapping[str, Any] = field(default_factory=dict)
+    narrow_layers: tuple[int, ...] = ()
     stated_width: Callable[[dict[str, Any]], int | None] = lambda config: None
 
     @property

@@ -3,7 +3,7 @@ number that multiplies the stream after every layer.
 
 The mixture has experts beside the FFN, which stays as it is. The small models (E2B, E4B) read a row of a table for the
 token in every layer. Their last layers have no keys and values: they read those of the last layer before them whose
-attention is of their type.
+attention is of their type, and in the E2B their FFNs are twice as wide as the others.
 """
 
 from collections.abc import Sequence
@@ -55,11 +55,6 @@ def check(config: dict[str, Any]) -> None:
     """Refuse models that see later tokens, and what no Gemma 4 has."""
     if config.get("use_bidirectional_attention") == "all":
         raise CheckpointError("This Gemma 4 attends in both directions, which is not supported; give one that writes.")
-    if config.get(BORROWERS) and config.get("use_double_wide_mlp"):
-        raise CheckpointError(
-            "This Gemma 4 has FFNs of two widths (use_double_wide_mlp), which is not supported; give another one, such "
-            "as the E4B."
-        )
     if config.get(BORROWERS) and not _token_width(config):
         raise CheckpointError(
             f"This Gemma 4 has layers that share keys and values ({BORROWERS}) and no embedding of the token in every "
@@ -97,6 +92,9 @@ def variant(family: Description, config: dict[str, Any]) -> Description:
         for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     )
     known = replace(known, unused_prefixes=unused)
+    if unused and config.get("use_double_wide_mlp"):
+        narrow = tuple(layer for layer in range(len(config["layer_types"])) if not known.borrows(layer))
+        known = replace(known, narrow_layers=narrow, stated_width=_double_width, resize=_with_half_width)
     if not config.get("enable_moe_block"):
         return known
     return replace(known, stack=known.stack.with_experts(EXPERTS), resize=resized, sizes=SIZES)
@@ -116,6 +114,17 @@ def _carried(config: dict[str, Any], family: Description) -> dict[int, Carried]:
         if number >= first:
             carried[number] = replace(own, title=own.title + BORROWING, borrows=True)
     return carried
+
+
+def _double_width(config: dict[str, Any]) -> int | None:
+    """Return the width of the wide FFNs: the config states that of the others."""
+    width = config.get("intermediate_size")
+    return 2 * width if isinstance(width, int) and not isinstance(width, bool) else None
+
+
+def _with_half_width(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Return the stock config of a resized model whose last FFNs are twice as wide as it states."""
+    return config | {"intermediate_size": shape.intermediate_size // 2}
 
 
 def _with_borrowed(flags: Sequence[bool]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class ModelShape:
     `num_decoder_layers`: the last layers, which have cross-attention; 0 without an encoder. `num_buckets`: of relative
     positions, in the first layer of each stack. `experts`: of every layer that has any; `intermediate_size` is that of
     one. `latent`, `sinks`: as in `LayerShape`; with a latent, `head_dim` is the size of values. `carried`: mixers that
-    stay as they are, in the place of attention.
+    stay as they are, in the place of attention. `narrow_layers`: those whose FFN has half of `intermediate_size`.
     """
 
     num_hidden_layers: int
@@ -149,6 +149,11 @@ class ModelShape:
     latent: LatentSizes | None = None
     sinks: bool = False
     carried: tuple[CarriedSizes, ...] = ()
+    narrow_layers: tuple[int, ...] = ()
+
+    def width_share(self, number: int) -> int:
+        """Return what `intermediate_size` is divided by in the FFN of a layer."""
+        return 2 if number in self.narrow_layers else 1
 
     def carried_in(self, number: int) -> CarriedSizes | None:
         """Return the carried mixer of a layer; None for attention."""
@@ -192,7 +197,7 @@ class ModelShape:
     @property
     def width_step(self) -> int:
         """Return what FFN widths must be multiples of: grouped products of experts need rows of whole 16 bytes."""
-        return 1 if self.experts is None else 8
+        return (2 if self.narrow_layers else 1) if self.experts is None else 8
 
     @property
     def query_key_width(self) -> int:
@@ -201,7 +206,7 @@ class ModelShape:
 
     def layer(self, number: int = 0) -> LayerShape:
         """Return the shape of a layer; a decoder's layers differ, and so do a mixture's layers without experts."""
-        experts, width = self.experts, self.intermediate_size
+        experts, width = self.experts, self.intermediate_size // self.width_share(number)
         if experts is not None and number in experts.dense_layers:
             width, experts = experts.dense_width, None
         carried = self.carried_in(number)

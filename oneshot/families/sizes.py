@@ -71,6 +71,7 @@ def read_shape(family: Description, config: dict[str, Any], stored: Mapping[str,
         latent=_latent(family, config) if attention is not None and attention.latent else None,
         sinks=attention is not None and attention.sinks is not None,
         carried=_carried(family, config, num_layers, stored),
+        narrow_layers=family.narrow_layers,
     )
 
 

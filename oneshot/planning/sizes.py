@@ -156,7 +156,7 @@ def _with_ffn_width(plan: Plan, shape: ModelShape, method: Method, width: int) -
         )
     if width % shape.width_step:
         raise PlanError(
-            f"--set intermediate_size={width} is not a multiple of {shape.width_step}, as widths of experts must be."
+            f"--set intermediate_size={width} is not a multiple of {shape.width_step}, as its FFN widths are."
         )
     return plan.with_sizes(intermediate_size=width)
 

@@ -28,8 +28,10 @@ def layer_table(report: Report) -> tuple[list[str], list[list[str]]]:
     shown = [name for name in COLUMNS if is_changed(name)]
     if not shown:
         return [], []
-    rows = [
-        [str(number), *("–" if layer.get(name) is None else f"{layer[name]:,}" for name in shown)]
-        for number, layer in enumerate(layers)
-    ]
+    rows = []
+    for number, layer in enumerate(layers):
+        kept = dict(layer)
+        if number in dense.get("narrow_layers", ()):
+            kept["intermediate_size"] //= 2
+        rows.append([str(number), *("–" if kept.get(name) is None else f"{kept[name]:,}" for name in shown)])
     return ["layer", *(COLUMNS[name] for name in shown)], rows

@@ -39,21 +39,22 @@ class LayerBuilder:
             memory: what it reads beside the stream.
         """
         stack, kind = self._model.family.stack_of(number), self._model.kinds[number]
-        template = self._template(self._held(stack, next(iter(stack.attentions), None), tensors))
+        template = self._template(self._held(number, next(iter(stack.attentions), None), tensors))
         module = copy_modules(template.layers[stack.layers][kind])
         for attention in stack.attentions[1:]:  # meanwhile it may have other heads than the first
-            other = self._template(self._held(stack, attention, tensors)).layers[stack.layers][kind]
+            other = self._template(self._held(number, attention, tensors)).layers[stack.layers][kind]
             module.set_submodule(attention.module, copy_modules(other.get_submodule(attention.module)))
         exact = () if stack.experts is None else (stack.experts.chosen_by,)  # float32 in every class
         module = self._with_weights(module, fuse(tensors, stack), exact)
         tokens = None if memory is None or memory.tokens is None else memory.tokens.of_layer(number)
         return Layer(with_parts(module, stack), stack, template.arguments[kind], memory, tokens)
 
-    def _held(self, stack: Stack, attention: Attention | None, tensors: Tensors) -> ModelShape:
-        """Return the shape of a model whose layers are as wide as these tensors."""
-        dense, head_dim = self._model.shape, self._model.shape.head_dim
+    def _held(self, number: int, attention: Attention | None, tensors: Tensors) -> ModelShape:
+        """Return the shape of a model in which this layer is as wide as these tensors."""
+        stack, dense, head_dim = self._model.family.stack_of(number), self._model.shape, self._model.shape.head_dim
         stays = dense.experts is not None and stack.experts is None  # the one FFN of a layer in a mixture
         held = dense if stays else stack.feed_forward.held(tensors, dense)
+        held = replace(held, intermediate_size=held.intermediate_size * dense.width_share(number))
         if attention is None:
             return held
         return replace(

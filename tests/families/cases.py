@@ -231,7 +231,10 @@ CASES: dict[str, Case] = {
         {"family": "gemma4_text", "tied": True, "layers": 3, "head_dim": 8, "global_head_dim": 16, "sliding_window": 7}
         | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 0}
         | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0},
-        {"experts": GEMMA_EXPERTS, "tokens": GEMMA_TOKENS | {"layers": 5, "vocab_size_per_layer_input": 400}},
+        {
+            "experts": GEMMA_EXPERTS,
+            "tokens": GEMMA_TOKENS | {"layers": 5, "vocab_size_per_layer_input": 400, "use_double_wide_mlp": True},
+        },
         NORMS_INSIDE | {"heads", "queries and keys", "depth"},
     ),
     "ministral": Case(

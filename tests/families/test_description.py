@@ -179,7 +179,6 @@ SHARED = {"num_kv_shared_layers": 2}
     ("name", "changes", "reason"),
     [
         ("gemma4_text", DENSE | SHARED, "share keys and values .* and no embedding of the token in every layer"),
-        ("gemma4_text", SHARED | {"use_double_wide_mlp": True}, "FFNs of two widths"),
         ("gemma4_text", {"enable_moe_block": True}, "experts and an embedding of the token in every layer"),
         ("gemma4_text", {"vocab_size_per_layer_input": 9}, "for 9 tokens of 262144 alone"),
         ("gemma4_text", DENSE | {"use_bidirectional_attention": "all"}, "attends in both directions"),

@@ -20,6 +20,7 @@ from oneshot.errors import CheckpointError
 from oneshot.export import FORMS, form_of
 from oneshot.families import Carried
 from oneshot.pipeline import compress
+from oneshot.report.layer_table import layer_table
 from oneshot.stream import LayerBuilder
 
 # what a run changes of each family: heads go where they can, but for a mixture whose attention is too small a part
@@ -208,7 +209,7 @@ def test_other_forms_are_refused_by_one_sentence(name: str, tmp_path: Path) -> N
 def test_keys_of_layers_that_borrow_them_are_left_out(
     own_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files may have them; the stock class does not read them."""
+    """Files may have them; the stock class does not read them. These layers have FFNs of twice the width."""
     last = keep_last_states(monkeypatch)
     folder = own_checkpoint(**variants()["gemma4_text-tokens"])
     path = folder / "model.safetensors"
@@ -221,8 +222,12 @@ def test_keys_of_layers_that_borrow_them_are_left_out(
     }
     save_file(dense | further, path, {"format": "pt"})
     config = make_config(folder, sparsity=0.1, correction="two-stream")
-    compress(config)
-    assert tensors_of(Path(config.output)).keys() == dense.keys()
+    report = compress(config)
+    stored = tensors_of(Path(config.output))
+    assert stored.keys() == dense.keys()
+    widths = [stored[f"model.layers.{layer}.mlp.up_proj.weight"].shape[0] for layer in range(5)]
+    assert 64 > widths[0] == widths[2] == widths[3] / 2 == widths[4] / 2
+    assert layer_table(report) == (["layer", "FFN"], [[str(layer), str(width)] for layer, width in enumerate(widths)])
     assert_passes(load(Path(config.output)), "model.layers", config, last[0])
 
 
