@@ -83,7 +83,7 @@ def measure_experts(
     *before, last = task.groups
     for group in before:
         statistics, _ = measure_group(task, group, tensors, states, current, reference, dense)
-        solved.append(_solve_group(task, tensors, statistics, generator))
+        solved.append(solve_group(task, tensors, statistics, generator))
         del statistics
         release_heap()
     statistics, target = measure_group(task, last, tensors, states, current, reference, dense)
@@ -100,19 +100,12 @@ def solve_experts(
     statistics = None if measured is None else measured.statistics
     if statistics is not None and task.method.correction != "none":
         _warn_of_rare(task, statistics)
-    factors = factors_of(task, tensors, measured)
-    return factors.kept, factors, None
-
-
-def factors_of(task: ExpertsTask, tensors: Tensors, measured: MeasuredExperts | None) -> ExpertFactors:
-    """Return the factors of `solve_experts`, without a warning of experts with few tokens."""
-    statistics = None if measured is None else measured.statistics
     before, generator = ((), _generator(task)) if measured is None else (measured.solved, measured.generator)
-    factors = _joined((*before, _solve_group(task, tensors, statistics, generator)))
+    factors = joined((*before, solve_group(task, tensors, statistics, generator)))
     if shrinks_shared(task):
         of_shared = None if statistics is None else statistics.shared
         factors = replace(factors, shared=solve_shared(task, tensors, of_shared))
-    return factors
+    return factors.kept, factors, None
 
 
 def fold_experts(task: ExpertsTask, tensors: Tensors, factors: ExpertFactors) -> Tensors:
@@ -135,7 +128,7 @@ def _generator(task: ExpertsTask) -> torch.Generator:
     return torch.Generator().manual_seed(task.seed + task.layer)
 
 
-def _solve_group(
+def solve_group(
     task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics | None, generator: torch.Generator
 ) -> ExpertFactors:
     """Return the factors of the experts that the statistics are of, or of all without any."""
@@ -153,8 +146,8 @@ def _solve_group(
     return task.shared(solution)
 
 
-def _joined(groups: Sequence[ExpertFactors]) -> ExpertFactors:
-    """Return the factors of all experts from those of groups, in their order."""
+def joined(groups: Sequence[ExpertFactors]) -> ExpertFactors:
+    """Return the factors of all experts from those of groups in their order, without a shared expert's."""
     if len(groups) == 1:
         return groups[0]
     return ExpertFactors(

@@ -16,7 +16,6 @@ from oneshot.config import MachineOptions
 from oneshot.errors import ConfigError, MemoryLimitError
 from oneshot.footprint.disk import scaffold_bytes
 from oneshot.footprint.expert_memory import group_sizes, num_groups
-from oneshot.footprint.layer_memory import layer_stages
 from oneshot.footprint.memory import (
     CUDA_SLACK_BYTES,
     DEVICE_SLACK_BYTES,
@@ -24,6 +23,7 @@ from oneshot.footprint.memory import (
     SLACK_BYTES,
     scratch_bytes,
     stages,
+    stages_of_layers,
     stages_outside_layers,
 )
 from oneshot.footprint.rates import measure_rates
@@ -188,7 +188,7 @@ def _ways(work: Work, stores: tuple[Store, ...], bounds: Bounds) -> Iterator[_Wa
     for alike in (stores[:-1], stores[-1:]) if on_cuda else (stores,):
         for together in group_sizes(work):
             grouped = replace(work, machine=replace(work.machine, experts_together=together))
-            listed = outside + layer_stages(grouped)
+            listed = outside + stages_of_layers(grouped)
             for store in alike:
                 peaks = [_peak(grouped, listed, store, bounds, computed=computed) for computed in (False, True)]
                 yield _Way(grouped, store, *peaks[0], *peaks[1])

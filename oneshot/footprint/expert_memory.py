@@ -20,14 +20,24 @@ def measures(work: Work) -> bool:
     return work.schedule.streams > 0 and (method.reduces_ffn or (loses and method.solves))
 
 
+def profiles(work: Work) -> bool:
+    """Return whether a profile measures the neurons of experts."""
+    return work.shape.experts is not None and "ffn" in work.schedule.profiled_kinds
+
+
+def as_profiled(work: Work) -> Work:
+    """Return the work as a profile sees it: no expert is gone."""
+    return replace(work, plan=None)
+
+
 def group_sizes(work: Work) -> list[int | None]:
     """Return how many experts' statistics may be held together, the most first; None: all, or there are none.
 
     They are not more than `work.machine.experts_together`.
     """
-    if work.shape.experts is None or work.plan is None or not measures(work):
+    if work.shape.experts is None or not (measures(work) or profiles(work)):
         return [None]
-    count, most = _count(work), work.machine.experts_together
+    count, most = _count(as_profiled(work) if profiles(work) else work), work.machine.experts_together
     sizes = sorted({math.ceil(count / groups) for groups in range(1, count + 1)}, reverse=True)
     return [None if size == count else size for size in sizes if most is None or size <= most]
 
@@ -94,11 +104,6 @@ def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     return Term(max(choice + seen, max(corrected) + estimated) + downs(work, kept).bytes, computed=True)
 
 
-def together(work: Work) -> Work:
-    """Return the same work where the statistics of all experts are held at once, as a profile holds them."""
-    return replace(work, machine=replace(work.machine, experts_together=None))
-
-
 def curves(work: Work, size: int) -> Term:
     """Return what the error curves of all experts are made of: their weighted Grams, and the factor of one."""
     grams, _ = _numbers(work, size, residual=False)
@@ -106,6 +111,13 @@ def curves(work: Work, size: int) -> Term:
     factors = (FLOAT + DOUBLE) * 2 * largest**2 + 3 * DOUBLE * work.shape.hidden_size * largest
     seen = _seen_downs(work, size)
     return Term((FLOAT + DOUBLE) * grams + factors + seen + terms.neuron_gram(work, largest).bytes, computed=True)
+
+
+def share_outside(work: Work) -> float:
+    """Return the share of a layer's parameters that is not in its FFN or its routed experts."""
+    shape = work.shape
+    in_experts = shape.ffns_per_layer * (2 + shape.gated) * shape.intermediate_size * shape.hidden_size
+    return 1 - in_experts / shape.layer_parameters()
 
 
 def _has_norms(work: Work) -> bool:
@@ -127,7 +139,7 @@ def _shared(work: Work, width: int) -> int:
 
 def _numbers(work: Work, size: int, *, residual: bool) -> tuple[int, int]:
     """Return the numbers in the Grams and in the residuals of the experts of a group."""
-    together = work.machine.experts_together or _count(work)
+    together = min(work.machine.experts_together or _count(work), _count(work))
     return together * size * size, together * size * work.shape.hidden_size * residual
 
 

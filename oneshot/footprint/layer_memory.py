@@ -52,8 +52,7 @@ def _layer(work: Work, kept: int) -> _Layer:
     inner = work.plan.reduces_values or work.plan.reduces_queries_keys or work.method.plans_inner_sizes
     removes_experts = work.schedule.removes_experts
     reshapes = work.method.reduces_heads or inner or work.method.plans_ranks or removes_experts
-    of_ffns = shape.ffns_per_layer * (2 + shape.gated) * width * hidden
-    attention_share = 1 - of_ffns / shape.layer_parameters()
+    attention_share = expert_memory.share_outside(work)
     share = 1 - (1 - kept / width) * (1 - attention_share)
     heads, size = shape.num_attention_heads * shape.head_dim + shape.output_bias, width + shape.mlp_bias
     corrected = 1 if shape.experts is None else shape.experts.shared_count  # routed experts have their stored dtype

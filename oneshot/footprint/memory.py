@@ -35,11 +35,16 @@ RECORD_FACTOR = 5
 
 def stages(work: Work) -> list[Stage]:
     """Return the stages of a run, without the activation stores."""
-    return stages_outside_layers(work) + layer_stages(work)
+    return stages_outside_layers(work) + stages_of_layers(work)
+
+
+def stages_of_layers(work: Work) -> list[Stage]:
+    """Return the stages that profile and compress the layers, which groups of experts change."""
+    return (profile_stages(work) if work.schedule.makes_profile else []) + layer_stages(work)
 
 
 def stages_outside_layers(work: Work) -> list[Stage]:
-    """Return the stages before the layers are compressed; it reads how large the texts are."""
+    """Return the other stages; it reads how large the texts are."""
     listed = [Stage("the libraries", ())]
     if work.source_tokens:
         for source in work.source_tokens:
@@ -54,8 +59,6 @@ def stages_outside_layers(work: Work) -> list[Stage]:
         listed.append(_latency(work))
     if work.schedule.measures_curvature:
         listed += curvature_stages(work)
-    if work.schedule.makes_profile:
-        listed += profile_stages(work)
     if work.plan is None:
         return listed
     listed.append(Stage("the report", (Term(REPORT_BYTES),)))

@@ -1,5 +1,7 @@
 """Peak bytes of the stages of a profile's dense pass."""
 
+from dataclasses import dataclass, replace
+
 from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import DOUBLE, FLOAT, LENGTH, Stage, Term
 from oneshot.footprint.work import Work
@@ -10,57 +12,86 @@ from oneshot.profiling.probes import PROBE_SEQUENCES, probes_per_layer
 def profile_stages(work: Work) -> list[Stage]:
     """Return the stages of the profile's dense pass; each layer adds probes."""
     shape, itemsize, length = work.shape, work.dtype.itemsize, work.text.sequence_length
-    size, heads = shape.intermediate_size + shape.mlp_bias, shape.num_attention_heads * shape.head_dim
+    heads = shape.num_attention_heads * shape.head_dim
     states = PROBE_SEQUENCES * length * shape.hidden_size * itemsize
     probes = Term(
         (probes_per_layer(work.schedule.profiled_kinds) * shape.num_hidden_layers + 2) * states,
         computed=True,
         knobs=LENGTH,
     )
-    of_ffn = terms if shape.experts is None else expert_memory
-    all_experts = expert_memory.together(work)
-    grams = (
-        of_ffn.gram(all_experts, size, residual=False),
-        terms.gram(work, heads + shape.output_bias, residual=False),
-    )
-    counted = (
-        *of_ffn.sums(all_experts, size, residual=False),
-        *terms.sums(work, heads + shape.output_bias, residual=False)[:1],
-    )
-    linears: tuple[Term, ...] = ()
+    ffn = _neurons(work) if shape.experts is None else _experts(expert_memory.as_profiled(work))
+    grams = (*ffn.held, terms.gram(work, heads + shape.output_bias, residual=False))
+    counted = (*ffn.summed, *terms.sums(work, heads + shape.output_bias, residual=False)[:1])
+    curves = ffn.curves
     if "rank" in work.schedule.profiled_kinds:
         columns = (heads, shape.hidden_size, shape.hidden_size)
-        linears = tuple(terms.gram(work, count, residual=False) for count in columns)
+        grams = (*grams, *(terms.gram(work, count, residual=False) for count in columns))
         counted = (*counted, *(terms.sums(work, count, residual=False)[0] for count in columns))
+        curves = max(curves, terms.directions(work), key=terms.size_of)
     layer = (*terms.layer(work), terms.layer_copy(work), probes)
     batch = terms.activations(work, shape.intermediate_size)
-    weights = 3 * DOUBLE * shape.hidden_size * size
-    weighed = terms.neuron_gram(work, size)
-    factors = max((FLOAT + DOUBLE) * size * size + weighed.bytes, DOUBLE * size * size + weights)
-    curves = Term(factors, computed=True, knobs=weighed.knobs)
-    reduced = Term(work.on_cuda * work.layer_bytes, computed=True)
-    if shape.experts is not None:
-        curves, reduced = expert_memory.curves(all_experts, size), Term(work.layer_bytes, computed=True)
-        if "experts" in work.schedule.profiled_kinds:
-            counted = (*counted, expert_memory.effects(work))
-    if linears:
-        curves = max(curves, terms.directions(work), key=terms.size_of)
-    solve = terms.correction if shape.experts is None else expert_memory.solve
-    correction = max(
-        (solve(all_experts, size, kept, residual=False) for kept in (size // 2, 3 * size // 4)), key=terms.size_of
-    )
     logits = (Term(work.outside_bytes), terms.output_head(work), *terms.predictions(work), probes)
     if work.grid.family.head is None:  # last states are compared, without a head
         logits = (Term(3 * FLOAT * length * shape.hidden_size, computed=True, knobs=LENGTH), probes)
     return [
         *(_profiled_embedding(work, probes) if work.schedule.profiles_embedding else []),
         Stage("the profile's statistics", (*layer, *counted, batch)),
-        Stage(
-            "the profile's error curves",
-            (*layer, *grams, *linears, max(curves, correction, key=terms.size_of), terms.layer_copy(work), reduced),
-        ),
+        Stage("the profile's error curves", (*layer, *grams, curves, terms.layer_copy(work), ffn.beside_curves)),
+        *(Stage(name, (*layer, *grams, terms.layer_copy(work), reduced)) for name, reduced in ffn.probes.items()),
         Stage("the profile's output divergences", logits),
     ]
+
+
+@dataclass(frozen=True)
+class _Ffn:
+    """State what a layer's FFN or experts take in a profile.
+
+    `summed`: what their statistics are summed in. `held`: the finished ones. `curves`: what error curves are made of,
+    and the probe's correction. `beside_curves`: tensors of probes beside them. `probes`: tensors of further probes, by
+    the names of stages.
+    """
+
+    summed: tuple[Term, ...]
+    held: tuple[Term, ...]
+    curves: Term
+    beside_curves: Term
+    probes: dict[str, Term]
+
+
+def _neurons(work: Work) -> _Ffn:
+    hidden, size = work.shape.hidden_size, work.shape.intermediate_size + work.shape.mlp_bias
+    weights, weighed = 3 * DOUBLE * hidden * size, terms.neuron_gram(work, size)
+    factors = max((FLOAT + DOUBLE) * size * size + weighed.bytes, DOUBLE * size * size + weights)
+    solved = (terms.correction(work, size, kept, residual=False) for kept in (size // 2, 3 * size // 4))
+    return _Ffn(
+        summed=terms.sums(work, size, residual=False),
+        held=(terms.gram(work, size, residual=False),),
+        curves=max(Term(factors, computed=True, knobs=weighed.knobs), *solved, key=terms.size_of),
+        beside_curves=Term(work.on_cuda * work.layer_bytes, computed=True),
+        probes={},
+    )
+
+
+def _experts(work: Work) -> _Ffn:
+    """Return the terms of a group of experts, beside groups before it that are corrected."""
+    size, kept = work.shape.intermediate_size + work.shape.mlp_bias, 3 * work.shape.intermediate_size // 4
+    effects, probes = tuple[Term, ...](), dict[str, Term]()
+    if "experts" in work.schedule.profiled_kinds:
+        effects = (expert_memory.effects(work),)
+        probes = {"the profile's probe of fewer experts": Term(work.layer_bytes, computed=True)}
+    beside_curves = Term(expert_memory.share_outside(work) * work.layer_bytes, computed=True)  # of attention
+    if not expert_memory.profiles(work):  # whole experts alone
+        return _Ffn(effects, (), Term(0), beside_curves, probes)
+    before, downs = expert_memory.solved(work, kept), expert_memory.downs(work, kept)
+    probes |= {"the profile's probe of narrower experts": replace(downs, bytes=3 * downs.bytes)}
+    solved = (expert_memory.solve(work, size, kept, residual=False) for kept in (size // 2, 3 * size // 4))
+    return _Ffn(
+        summed=(*expert_memory.sums(work, size, residual=False), *effects, before),
+        held=(expert_memory.gram(work, size, residual=False), before),
+        curves=max(expert_memory.curves(work, size), *solved, key=terms.size_of),
+        beside_curves=beside_curves,
+        probes=probes,
+    )
 
 
 def _profiled_embedding(work: Work, probes: Term) -> list[Stage]:

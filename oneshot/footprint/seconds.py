@@ -11,7 +11,7 @@ from oneshot.compression.expert_removal import TOKENS_TOGETHER
 from oneshot.compression.experts import ESTIMATED_TOGETHER
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
-from oneshot.footprint.expert_memory import num_groups
+from oneshot.footprint.expert_memory import as_profiled, num_groups, profiles
 from oneshot.footprint.rates import Rates
 from oneshot.footprint.terms import choice_cost
 from oneshot.footprint.work import Work
@@ -104,14 +104,17 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     read = min(STATISTICS_SEQUENCES, work.text.num_sequences) * length
     probes = PROBE_SEQUENCES * length * probes_per_layer(kinds) * layers / 2
     ffns, passed = shape.ffns_per_layer, shape.ffns_per_layer / shape.tokens_per_arrival
+    # all groups of experts have a pass, and all but the last another one
+    groups = num_groups(as_profiled(work)) if profiles(work) else 1
+    passes, summed = 2 * groups - 1, 2 - 1 / groups
     columns = (not {"heads", "inner"}.isdisjoint(kinds)) * [_heads(work)]
     columns += ("rank" in kinds) * [_heads(work), shape.hidden_size, shape.hidden_size]
-    grams = passed * _gram(size, read) + sum(_gram(count, read) for count in columns)
+    grams = summed * passed * _gram(size, read) + sum(_gram(count, read) for count in columns)
     logits = 2 * length * shape.vocab_size * shape.hidden_size / rates.energies
-    numbers = (ffns * size**2 + sum(count**2 for count in columns)) / 2
+    numbers = (summed * ffns * size**2 + sum(count**2 for count in columns)) / 2
     added = math.ceil(read / work.batch_tokens) * SUMMED_BYTES * numbers / rates.bandwidth
     seconds = {
-        "forward": layers * (read + probes) * forward / rates.stream,
+        "forward": layers * (passes * read + probes) * forward / rates.stream,
         "sums": layers * (grams / rates.sums + added),
         "pivots": layers * rates.pivots(size, size, ffns),
         "solve": layers * ffns * (size**3 / 3 + 4 * size**2 * shape.hidden_size) / rates.double,
@@ -124,7 +127,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
         seconds["forward"] += layers * read * forward / rates.stream
     if rates.on_device:
         seconds["condition"] = layers * ffns * _condition(3 / 4 * size) / _together(work)
-        seconds["launches"] = layers * _launches(work, read, 1, effects="experts" in kinds)
+        seconds["launches"] = layers * _launches(work, read, passes, effects="experts" in kinds)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
     if work.schedule.profiles_embedding:
         seconds["embedding"] = EMBEDDING_PROBES * (layers * length * forward / rates.stream + 6 * logits)

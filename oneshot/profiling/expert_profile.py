@@ -1,6 +1,7 @@
 """What narrower experts cost in one layer of a mixture: statistics of all its experts, and their one error curve.
 
-The same pass sums what whole experts do (`expert_counts`).
+The same pass sums what whole experts do (`expert_counts`). If memory does not hold the statistics of all experts, every
+group of them (`ExpertsTask.groups`) has passes of its own. The result has the same bytes.
 
 All experts of a layer keep equally many neurons, each its own, as a run chooses and corrects them. Errors of different
 experts are taken as orthogonal, so the layer's error is the sum of theirs. A shared expert that shrinks with them is
@@ -8,7 +9,7 @@ one more.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,15 +19,16 @@ from oneshot.compression.curvature import LayerCurvature, root_of
 from oneshot.compression.expert_removal import add_effects_
 from oneshot.compression.expert_scores import ExpertSums
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
-from oneshot.compression.experts import MeasuredExperts, evidence_of, factors_of, fold_experts
+from oneshot.compression.experts import ExpertFactors, evidence_of, fold_experts, joined, solve_group
 from oneshot.compression.fold import augmented_weight
 from oneshot.compression.mixture_norms import MixtureNorms
-from oneshot.compression.shared_expert import shared_accumulator
+from oneshot.compression.shared_expert import shared_accumulator, shrinks_shared, solve_shared
 from oneshot.compression.tasks import ExpertsTask
 from oneshot.linalg.interpolative import missed_energies, ordered_factor
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import ALONE, Machine, Workers
 from oneshot.planning import dense_plan
+from oneshot.profiling.probes import probe_size
 from oneshot.recipes import Method
 from oneshot.selection import pivots_of_experts
 from oneshot.stream import Layer
@@ -40,7 +42,7 @@ def experts_task(
     method = Method(ffn="id", heads="none", correction="same-layer", experts="effects")
     stack = model.family.stack_of(layer)
     plan = dense_plan(model.shape, method).with_sizes(intermediate_size=kept)
-    alone, index = replace(machine, workers=ALONE, experts_together=None), stack.index_of("ffn")
+    alone, index = replace(machine, workers=ALONE), stack.index_of("ffn")
     return ExpertsTask(
         *(method, model.shape, plan, None, alone, stack, layer, index), seed=0, curvature=curvature, has_dense=False
     )
@@ -51,17 +53,19 @@ class MixtureSums:
 
     Args:
         task: of any width below the full. tensors: the layer's. probed: the kinds of `PROBED_KINDS` that are measured.
+        group: the experts whose neurons are; None for all. The shared expert is measured with the last of all.
     """
 
-    def __init__(self, task: ExpertsTask, tensors: Tensors, probed: Sequence[str]) -> None:
+    def __init__(self, task: ExpertsTask, tensors: Tensors, probed: Sequence[str], group: range | None = None) -> None:
         assert task.shape.experts is not None
         self._task, self._tensors = task, tensors
         count, device = task.shape.experts.count, task.machine.device
         self._effects = ExpertSums(count, device) if "experts" in probed else None
         self._experts, self._shared, self._norms = None, None, MixtureNorms.of(task.stack, tensors, device)
         if "ffn" in probed:
-            self._shared = shared_accumulator(task, None)
-            self._experts = ExpertAccumulator(count, task.dense_units, output_size=None, device=device)
+            group = range(count) if group is None else group
+            self._shared = shared_accumulator(task, None) if group.stop == count else None
+            self._experts = ExpertAccumulator(count, task.dense_units, output_size=None, device=device, group=group)
 
     def update_(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         """Add a batch of the stream before the experts, and return what they write, `(tokens, D)`."""
@@ -87,17 +91,68 @@ class MixtureSums:
         return None if self._effects is None else self._effects.of_all(workers)
 
 
-def error_curve(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> torch.Tensor:
-    """Return the relative squared error of the layer's experts with their k best neurons, for every k: `(m + 1,)`.
+class NarrowerExperts:
+    """Measure what fewer neurons in every expert of a layer cost, from the statistics of one group after the other.
 
-    It is of the best correction of every expert by itself, as in `Profile.ffn_errors`. The Gram of a rare expert is the
-    one that its neurons are chosen by. An expert without tokens adds nothing.
+    All groups come once for the curve, which decides how many neurons stay in the layer's probe. The last group is
+    corrected for so many at once, and the others when they come again (`order`).
+
+    Args:
+        task: of any width below the full. tensors: the layer's.
+
+    Attributes:
+        errors: the relative squared error of the layer's experts with their k best neurons, for every k: `(m + 1,)`. It
+            is of the best correction of every expert by itself, as in `Profile.ffn_errors`. The Gram of a rare expert
+            is the one that its neurons are chosen by. An expert without tokens adds nothing.
     """
+
+    def __init__(self, task: ExpertsTask, tensors: Tensors) -> None:
+        self._task, self._tensors = task, tensors
+        self._missed = torch.zeros(task.dense_units + 1, dtype=torch.float64)
+        self._groups: list[NarrowedGroup] = []
+        self.errors = torch.empty(0, dtype=torch.float64)
+
+    @property
+    def order(self) -> list[range]:
+        """Return the groups in the order that they come in."""
+        groups = self._task.groups
+        return [*groups, *groups[:-1]]
+
+    def add_(self, statistics: ExpertStatistics) -> None:
+        """Add the next group of experts, and with the last of all the shared expert."""
+        if not len(self.errors):
+            add_missed_(self._missed, self._task, self._tensors, statistics)
+            if statistics.group.stop < len(statistics.num_rows):
+                return
+            self.errors = self._missed / self._missed[0].clamp_min(torch.finfo(self._missed.dtype).tiny)
+            width, step = self._task.shape.intermediate_size, self._task.shape.width_step
+            kept = min(width, probe_size(self.errors[::step]) * step)
+            self._task = replace(self._task, plan=self._task.plan.with_sizes(intermediate_size=kept))
+        self._groups.append(narrow(self._task, self._tensors, statistics))
+
+    def narrowed(self) -> tuple[Tensors, float]:
+        """Return the layer with the neurons of the probe in every expert, corrected, and its relative squared error."""
+        return join(self._task, self._tensors, self._groups)
+
+
+@dataclass(frozen=True)
+class NarrowedGroup:
+    """The kept neurons of a group of experts, corrected, and the energies of the error and of the output of each.
+
+    The last group has the shared expert as one more, if it shrinks with the others.
+    """
+
+    group: range
+    factors: ExpertFactors
+    energies: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def add_missed_(total: torch.Tensor, task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> None:
+    """Add to `total (m + 1,)` the squared error of a group of experts with their k best neurons, for every k."""
     evidence, seen = evidence_of(task, tensors, statistics), _seen(task)
-    total = torch.zeros(task.dense_units + 1, dtype=torch.float64)
     orders = pivots_of_experts(evidence, task.dense_units)
-    for one, order, rows in zip(evidence, orders, statistics.num_rows.tolist(), strict=True):
-        if rows:
+    for expert, one, order in zip(statistics.group, evidence, orders, strict=True):
+        if statistics.num_rows[expert]:
             total += missed_energies(ordered_factor(one.known_gram(), order), seen(one.consumer[:, order]))
     if statistics.shared is not None:
         gram = statistics.shared.gram
@@ -105,24 +160,30 @@ def error_curve(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistic
         order = weighted_pivots(*shared.neurons(), rank=len(gram))
         of_shared = missed_energies(ordered_factor(gram, order), seen(shared.consumer[:, order]))
         total += of_shared[:: len(gram) // task.dense_units]
-    return total / total[0].clamp_min(torch.finfo(total.dtype).tiny)
 
 
-def narrowed(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> tuple[Tensors, float]:
-    """Return the layer with the kept neurons of every expert, corrected, and its relative squared error."""
-    factors = factors_of(task, tensors, MeasuredExperts(statistics, (), torch.Generator()))
-    device, seen = task.machine.device, _seen(task)
+def narrow(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> NarrowedGroup:
+    """Return the kept neurons of every expert of a group, corrected."""
+    factors, device, seen = solve_group(task, tensors, statistics, torch.Generator()), task.machine.device, _seen(task)
     norms, downs = MixtureNorms.of(task.stack, tensors, device), tensors[task.mixer.down].to(device)
     if norms is not None and task.curvature is None:
         seen = norms.seen
     energies = [
-        predicted_energies(seen(down), seen(weight), columns, statistics.of(expert))
-        for expert, (down, weight, columns) in enumerate(zip(downs, factors.weight, factors.kept, strict=True))
+        predicted_energies(seen(downs[expert]), seen(weight), columns, statistics.of(expert))
+        for expert, weight, columns in zip(statistics.group, factors.weight, factors.kept, strict=True)
     ]
-    if factors.shared is not None:
-        assert statistics.shared is not None
-        down, shared = _shared_down(task, tensors), factors.shared
+    if statistics.shared is not None and shrinks_shared(task):
+        down, shared = _shared_down(task, tensors), solve_shared(task, tensors, statistics.shared)
         energies.append(predicted_energies(seen(down), seen(shared.weight), shared.kept_columns, statistics.shared))
+        factors = replace(factors, shared=shared)
+    return NarrowedGroup(statistics.group, factors, energies)
+
+
+def join(task: ExpertsTask, tensors: Tensors, groups: Sequence[NarrowedGroup]) -> tuple[Tensors, float]:
+    """Return the layer with the kept neurons of all groups of experts, and its relative squared error."""
+    in_order = sorted(groups, key=lambda one: one.group.start)
+    factors = replace(joined([one.factors for one in in_order]), shared=in_order[-1].factors.shared)
+    energies = [pair for one in in_order for pair in one.energies]
     error, energy = (torch.stack(parts).sum() for parts in zip(*energies, strict=True))
     return fold_experts(task, tensors, factors), relative(error, energy) ** 2
 

@@ -8,10 +8,9 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.correction import Factors, correct, predicted_error
-from oneshot.compression.curvature import LayerCurvature, seen_by_output
+from oneshot.compression.curvature import seen_by_output
 from oneshot.compression.expert_removal import keep_experts
 from oneshot.compression.expert_scores import ExpertSums
-from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
 from oneshot.compression.inner_heads import (
     query_key_errors,
@@ -28,7 +27,7 @@ from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import Machine
 from oneshot.planning.plan import RemovedUnit
 from oneshot.profiling.expert_counts import count_curve, probed_count
-from oneshot.profiling.expert_profile import error_curve, experts_task, narrowed
+from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
 from oneshot.profiling.layer_curves import LayerCurves, head_tail, squared_error, weighted_norm
 from oneshot.profiling.outputs import SublayerOutput
 from oneshot.profiling.probes import Probe, Probes, probe_size
@@ -198,18 +197,10 @@ class LayerProfile:
             error = predicted_error(seen, kept, factors.kept_columns, statistics) ** 2
         self._add_ffn(folded, error, attended, metric)
 
-    def experts(self, statistics: ExpertStatistics, attended: torch.Tensor, curvature: LayerCurvature | None) -> None:
-        """Measure what fewer neurons in every expert cost; `attended`: the stream before them."""
-        width, step = self._shape.intermediate_size, self._shape.width_step
-        task = experts_task(self._model, self._machine, self._layer, width // 2, curvature)
-        errors = self.curves.ffn_errors = error_curve(task, self._tensors, statistics)
-        if "ffn" not in self._measures.probed:
-            return
-        kept = min(width, probe_size(errors[::step]) * step)
-        task, metric = replace(task, plan=task.plan.with_sizes(intermediate_size=kept)), None
-        if curvature is not None:
-            metric = curvature.ffn
-        self._add_ffn(*narrowed(task, self._tensors, statistics), attended, metric)
+    def experts(self, measured: NarrowerExperts, attended: torch.Tensor, metric: torch.Tensor | None) -> None:
+        """Keep what fewer neurons in every expert cost; `attended`: the stream before them. `metric` as in `ranks`."""
+        self.curves.ffn_errors = measured.errors
+        self._add_ffn(*measured.narrowed(), attended, metric)
 
     def whole_experts(self, sums: ExpertSums, attended: torch.Tensor) -> None:
         """Measure what fewer experts cost, from their effects; `attended`: the stream before them."""

@@ -34,8 +34,8 @@ class LayerStatistics:
     Attributes:
         heads: statistics of the inputs of attention's output linear; None without attention, or if no probed kind needs
             them.
-        neurons: statistics of the inputs of the FFN's output linear, with moments, or of the experts of a mixture if
-            they may be narrower. None for one FFN where other layers have experts: it stays.
+        neurons: statistics of the inputs of the FFN's output linear, with moments, or of a group of a mixture's experts
+            if they may be narrower. None for one FFN where other layers have experts: it stays.
         effects: of whole experts, if there may be fewer; else None.
         query_key_grams: Grams of queries and of keys by head; empty if they are not probed or cannot shrink.
         linears: those that may have low rank, by the index of their sublayer; empty if ranks are not profiled.
@@ -51,7 +51,12 @@ class LayerStatistics:
 
 
 class LayerSums:
-    """A step of the dense stream through a layer that sums the layer's statistics on the way."""
+    """A step of the dense stream through a layer that sums the layer's statistics on the way.
+
+    Args:
+        number: of the layer. tensors, layer: the dense layer. probed: the kinds of `PROBED_KINDS` that are measured.
+        with_ranks: whether ranks of linears are. group: the experts whose neurons are; None for all.
+    """
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class LayerSums:
         *,
         probed: Sequence[str],
         with_ranks: bool,
+        group: range | None = None,
     ) -> None:
         self._shape, self._machine, self._tensors, self._layer = model.shape, machine, tensors, layer
         shape, device, stack = model.shape, machine.device, model.family.stack_of(number)
@@ -88,7 +94,7 @@ class LayerSums:
         self._neurons: tuple[GramAccumulator, MomentAccumulator] | None = None
         if stack.experts is not None:
             task = experts_task(model, machine, number, shape.intermediate_size // 2)
-            self._experts = MixtureSums(task, tensors, probed)
+            self._experts = MixtureSums(task, tensors, probed, group)
         elif not stays:
             moments = MomentAccumulator(shape.intermediate_size, device=device)
             self._neurons = self._accumulator(stack.sublayers[self._ffn].writer), moments

@@ -13,12 +13,14 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.compression.curvature import Curvature, LayerCurvature
 from oneshot.compression.expert_statistics import ExpertStatistics
+from oneshot.compression.statistics import Statistics
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader
 from oneshot.planning import Profile, ProfileOrigin
 from oneshot.planning.plan import RemovedUnit
 from oneshot.profiling.embedding import EmbeddingProfile
+from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
 from oneshot.profiling.layer_curves import LayerCurves
 from oneshot.profiling.layer_profile import LayerProfile, Measures
 from oneshot.profiling.layer_statistics import LayerStatistics, LayerSums
@@ -79,8 +81,13 @@ class LayerProfiler:
         dense = builder.layer(layer, tensors)
         self._probes.move(dense)
         curvature = None if self._curvature is None else self._curvature.of_layer(layer, self._machine.device)
-        statistics = self._statistics(layer, tensors, dense, curvature)
         mixer, ffn = stack.mixer_index, stack.index_of("ffn")
+        narrower: NarrowerExperts | None = None
+        if stack.experts is not None and "ffn" in probed:
+            width = self._model.shape.intermediate_size
+            task = experts_task(self._model, self._machine, layer, width // 2, curvature)
+            narrower = NarrowerExperts(task, tensors)
+        statistics = self._statistics(layer, tensors, dense, curvature, narrower)
         before = self._probes.dense
         attended = dense.run(mixer, before)
         profile = LayerProfile(self._model, self._machine, builder, self._probes, self._measures, layer, tensors, dense)
@@ -108,9 +115,11 @@ class LayerProfiler:
             profile.ranks(ffn, linears, attended, metric)
             if statistics.effects is not None:
                 profile.whole_experts(statistics.effects, attended)
-            if isinstance(statistics.neurons, ExpertStatistics):
-                profile.experts(statistics.neurons, attended, curvature)
-            elif statistics.neurons is not None:
+            if narrower is not None:
+                assert isinstance(statistics.neurons, ExpertStatistics)
+                narrower.add_(statistics.neurons)
+                profile.experts(narrower, attended, metric)
+            elif isinstance(statistics.neurons, Statistics):
                 profile.ffn(statistics.neurons, attended, metric)
         self._probes.dense = dense.run(ffn, attended)
 
@@ -145,13 +154,39 @@ class LayerProfiler:
         )
 
     def _statistics(
-        self, layer: int, tensors: Tensors, dense: Layer, curvature: LayerCurvature | None
+        self,
+        layer: int,
+        tensors: Tensors,
+        dense: Layer,
+        curvature: LayerCurvature | None,
+        narrower: NarrowerExperts | None,
     ) -> LayerStatistics:
-        """Sum the layer's statistics while its text moves through it."""
-        measures = self._measures
+        """Sum the layer's statistics while its text moves through it.
+
+        Of several groups of experts, all but the last have been summed before, in passes that do not move the text, and
+        `narrower` of the worker that computes their curve has taken them.
+        """
+        model, machine, measures, group = self._model, self._machine, self._measures, None
+        if narrower is not None:
+            *before, group = narrower.order
+            self.states.passes = len(narrower.order)
+            stack = model.family.stack_of(layer)
+            for each in before:
+                of_group = LayerSums(
+                    *(model, machine, layer, tensors, dense), probed=("ffn",), with_ranks=False, group=each
+                )
+                for x, _ in self.states.read(again=True):
+                    of_group(x, False)
+                neurons = of_group.finish().neurons
+                if machine.workers.owns(stack.position(layer, stack.index_of("ffn"))):
+                    assert isinstance(neurons, ExpertStatistics)
+                    narrower.add_(neurons)
+                del of_group, neurons
+                release_heap()
         sums = LayerSums(
-            self._model, self._machine, layer, tensors, dense, probed=measures.probed, with_ranks=measures.ranks
+            *(model, machine, layer, tensors, dense), probed=measures.probed, with_ranks=measures.ranks, group=group
         )
         self.states.defer(sums)
         self.states.settle()
+        self.states.passes = 1
         return sums.finish(curvature)

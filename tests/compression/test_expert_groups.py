@@ -19,6 +19,8 @@ from oneshot.machine import Workers
 from oneshot.pipeline import compress, predict
 from oneshot.report.records import Report
 from oneshot.report.terminal import print_footprint, print_report
+from oneshot.run import open_run
+from oneshot.schedule import profile_schedule
 from oneshot.stream import States
 
 GIB = 2**30
@@ -34,6 +36,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # more in the Grams of experts than in anything else
 LARGE = {**CASES["qwen3_moe"].options, "hidden": 64, "num_experts": 8, "moe_intermediate_size": 1024, "layers": 1}
+GRAMS = 8 * 8 * 1024**2  # bytes of their sums
 
 
 @pytest.fixture
@@ -144,7 +147,7 @@ def large(
 def test_as_few_groups_as_fit_are_planned(
     large: Callable[[int | None], Config], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    whole, least = predict(large(None)), predict(large(least_of(large)))
+    whole, least = predict(large(None)), predict(large(least_of(lambda limit: predict(large(limit)))))
     assert (whole.experts_together, whole.expert_groups) == (None, 1)
     assert least.host_bytes < whole.host_bytes
     config = large((least.host_bytes + whole.host_bytes) // 2)
@@ -160,10 +163,29 @@ def test_as_few_groups_as_fit_are_planned(
         assert f"{predicted.expert_groups} groups" in " ".join(capsys.readouterr().out.split())
 
 
-def least_of(large: Callable[[int | None], Config]) -> int:
+def test_a_profile_alone_is_also_planned_in_groups(large: Callable[[int | None], Config]) -> None:
+    """And it holds no Grams of neurons that it does not measure."""
+
+    def of_profile(limit: int | None, kind: str = "ffn") -> Footprint:
+        config = replace(large(limit), form="per-layer")
+        with open_run(config) as run:
+            schedule = replace(profile_schedule(run.grid, run.method), profiled_kinds=(kind,), measures_curvature=False)
+            return run.footprint(config, schedule, None)
+
+    whole, least = of_profile(None), least_of(of_profile)
+    assert whole.host_stage == "the profile's error curves"
+    assert whole.expert_groups == 1
+    middle = (least + whole.host_bytes) // 2
+    found = of_profile(middle)
+    assert least < found.host_bytes <= middle
+    assert 1 < found.expert_groups < 8
+    assert of_profile(None, "experts").host_bytes < whole.host_bytes - GRAMS
+
+
+def least_of(footprint: Callable[[int], Footprint]) -> int:
     """Return the least limit, which the refusal of a smaller one names."""
     with pytest.raises(MemoryLimitError) as caught:
-        predict(large(GIB // 4))
+        footprint(GIB // 4)
     assert "\n" not in str(caught.value)
     return int(str(caught.value).rpartition("--max-memory ")[2].removesuffix("MiB.")) * 2**20
 

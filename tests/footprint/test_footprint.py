@@ -125,10 +125,12 @@ def test_no_run_takes_more_than_predicted(
         "form": "per-layer",
         "embedding": "none",
         "experts": "effects",
-        "output": str(tmp_path / "experts by a profile"),
+        "curvature": "none",
+        "output": str(tmp_path / "groups by a profile"),
     }
     wide = make_checkpoint(**MEASURED_MIXTURE | FURTHER_MIXTURES["groups of experts"] | FEWER_WORDS)
-    experts["experts by a profile"] = flat_options(make_config(wide, **sizes | by_profile))
+    grouped = flat_options(make_config(wide, **sizes | by_profile)) | {"max_memory_bytes": 1}
+    experts["groups of experts by a profile"] = grouped
     inside = make_checkpoint(**MEASURED_MODEL | {"family": "gemma3_text", "head_dim": 32} | FEWER_WORDS)
     curvature = {"form": "per-layer", "dtype": "bfloat16", "output": str(tmp_path / "inside")}
     experts["norms inside, output curvature"] = flat_options(make_config(inside, **sizes | curvature))

@@ -1,7 +1,9 @@
 """Profiles of mixtures: one curve for all experts of a layer, against least squares over the tokens of each."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +12,17 @@ from arrivals import by_expert
 from factories import MakeCheckpoint, MakeConfig, cpu_machine
 from families.cases import CASES, variants
 
+from oneshot import Footprint
 from oneshot.checkpoint import open_model
 from oneshot.compression.curvature import Curvature
+from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.experts import MeasuredExperts, solve_experts
 from oneshot.compression.mixture_norms import MixtureNorms
+from oneshot.footprint import predict_footprint
+from oneshot.machine import Workers
 from oneshot.pipeline import compress, profile
-from oneshot.profiling.expert_profile import MixtureSums, error_curve, experts_task, narrowed
-from oneshot.stream import LayerBuilder
+from oneshot.profiling.expert_profile import MixtureSums, NarrowerExperts, experts_task, join, narrow
+from oneshot.stream import LayerBuilder, States
 
 WIDTH = 32
 
@@ -54,7 +60,10 @@ def test_a_curve_is_least_squares_with_the_neurons_of_a_run(
         layer.added(1, sums.update_(layer, x)).view_as(x), layer.sum(1, x) - x, rtol=1e-4, atol=1e-4
     )
     statistics, routing = sums.statistics(machine.workers), layer.route(1, x)
-    errors = error_curve(experts_task(model, machine, 0, WIDTH // 2, curvature), tensors, statistics)
+    assert statistics is not None
+    measured = NarrowerExperts(experts_task(model, machine, 0, WIDTH // 2, curvature), tensors)
+    measured.add_(statistics)
+    errors = measured.errors
     assert errors.shape == (WIDTH + 1,)
     assert float(errors[0]) == 1
     assert float(errors[-1]) == 0
@@ -80,7 +89,8 @@ def test_a_curve_is_least_squares_with_the_neurons_of_a_run(
         lost, energy = np.array(parts).sum(0)
         assert float(errors[width]) == pytest.approx(lost / energy, rel=1e-3)
         # that of the corrections with their ridges is a little more
-        assert float(errors[width]) < narrowed(task, tensors, statistics)[1] < 1.1 * float(errors[width])
+        _, corrected = join(task, tensors, [narrow(task, tensors, statistics)])
+        assert float(errors[width]) < corrected < 1.1 * float(errors[width])
 
 
 def test_a_layer_without_experts_has_no_curve_and_stays(
@@ -97,3 +107,48 @@ def test_a_layer_without_experts_has_no_curve_and_stays(
     assert layers[1]["intermediate_size"] == WIDTH
     assert layers[1]["output_rank"] is layers[1]["query_key_rank"] is None
     assert layers[0]["intermediate_size"] != layers[2]["intermediate_size"]
+
+
+# name -> what is measured; all have three layers and 4 experts
+GROUPED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"curvature": "none"},  # a shared expert, and a layer without experts
+    "gemma4_text-experts": {"curvature": "fisher"},  # norms behind the experts
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_of_experts_give_the_same_profile(
+    name: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once, in two groups, and one by one. Every layer advances once, whatever its passes are."""
+    finish, read = ExpertAccumulator.finish, States.read
+    held, advanced, found = list[int](), list[float](), {}
+
+    def finished(self: ExpertAccumulator, workers: Workers) -> ExpertStatistics:
+        statistics = finish(self, workers)
+        held.append(len(statistics.grams))
+        return statistics
+
+    def counted(self: States, *arguments: Any, **named: Any) -> Iterator[Any]:
+        advanced.append(1 / self.passes)
+        return read(self, *arguments, **named)
+
+    monkeypatch.setattr(ExpertAccumulator, "finish", finished)
+    monkeypatch.setattr(States, "read", counted)
+    folder = make_checkpoint(**variants()[name])
+    for together, sizes in ((None, [4]), (3, [3, 1, 3]), (1, [1] * 7)):
+
+        def predicted(*arguments: Any, together: int | None = together, **named: Any) -> Footprint:
+            return replace(predict_footprint(*arguments, **named), experts_together=together)
+
+        monkeypatch.setattr("oneshot.run.resources.predict_footprint", predicted)
+        output = tmp_path / str(together)
+        tied = (
+            len(profile(make_config(folder, form="per-layer", output=str(output), **GROUPED[name])).embedding_gram) > 0
+        )
+        found[together] = [path.read_bytes() for path in sorted(output.iterdir())]
+        assert held == sizes * (2 if name == "glm4_moe" else 3)
+        assert sum(advanced) == pytest.approx(3 + tied)  # once more for ranks of the embedding
+        held.clear()
+        advanced.clear()
+    assert found[1] == found[3] == found[None]
