@@ -31,6 +31,11 @@ STEP_SECONDS = 2e-3  # of a layer while a device writes text token by token; to 
 SOLVE_SECONDS = 7.2e-8  # for each row of a triangle that a device solves with one right-hand side
 EIGEN_SECONDS = 7.1e-9  # for each number of a matrix whose eigenvectors a device finds, in float32
 
+# of mixtures, from the section "30B-A3B" of benchmarks/gpu.py
+EXPERT_SECONDS = 4.5e-3  # of an expert's factorisation and solves, which are too small to fill a device
+COPIES_OF_ROWS = 12  # that the stock experts make of what they read and write, and of their neurons
+STACKED_BYTES_PER_SECOND = 3.3e9  # of a layer whose experts are read one by one and put into one tensor
+
 LAUNCH_SECONDS = 1.07e-5  # of an operation that the host launches on a device
 # operations: to solve an expert, as counted on the pretended device; to sum rows of several of a batch, and effects
 EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 140, 17, 7
@@ -47,7 +52,7 @@ def predicted_seconds(work: Work, rates: Rates, store: Store = "device") -> dict
 def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[str, Seconds]:
     """Return the seconds by stage and phase. `store`: where activations are kept."""
     shape = work.shape
-    layers, forward = shape.num_hidden_layers, _forward(work)
+    layers, forward = shape.num_hidden_layers, _forward(work, rates)
     stages: dict[str, Seconds] = {"prepare": {"start": START_SECONDS}}
     if SELF in work.source_tokens:
         stages["prepare"]["own text"] = _writing(work, forward, rates)
@@ -95,6 +100,8 @@ def _curvature(work: Work, forward: float, rates: Rates, store: Store) -> Second
     if rates.on_device:
         copied = 2 * layers * work.layer_bytes + 4 * (store != "device") * sum(work.curvature_store_bytes)
         seconds["transfer"] = copied / rates.link
+        if shape.experts is not None:  # nothing else takes as long
+            seconds["reading"] = 2 * layers * work.layer_bytes / STACKED_BYTES_PER_SECOND
     return seconds
 
 
@@ -128,6 +135,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     if rates.on_device:
         seconds["condition"] = layers * ffns * _condition(3 / 4 * size) / _together(work)
         seconds["launches"] = layers * _launches(work, read, passes, effects="experts" in kinds)
+        seconds["solve"] += 2 * layers * _latency(work)  # of the narrower experts, and of their curves
         seconds["transfer"] = layers * work.layer_bytes / rates.link
     if work.schedule.profiles_embedding:
         seconds["embedding"] = EMBEDDING_PROBES * (layers * length * forward / rates.stream + 6 * logits)
@@ -179,6 +187,8 @@ def _layer_seconds(work: Work, kept: float, forward: float, rates: Rates, store:
     if rates.on_device:
         if schedule.streams:
             seconds["launches"] += _launches(work, tokens, groups, effects=schedule.removes_experts)
+        if method.solves:
+            seconds["solve"] += _latency(work)
         copied = (1 + kept / size) * work.layer_bytes
         if store != "device":  # every pass reads the streams and writes what moved
             copied += 2 * (2 + method.reduces_heads + schedule.corrects_up) * sum(work.store_bytes)
@@ -200,11 +210,20 @@ def _low_rank(work: Work, rates: Rates) -> float:
     return (products + linears * 24 * size**3) / rates.energies
 
 
-def _forward(work: Work) -> float:
-    """Return the operations of a token in a layer."""
+def _forward(work: Work, rates: Rates) -> float:
+    """Return the operations of a token in a layer; of a device's experts, also as many as their copies take."""
     shape = work.shape
     parameters = shape.layer_parameters() if shape.experts is None else shape.active_parameters()
-    return 2 * parameters + 2 * work.text.sequence_length * _heads(work)
+    operations = 2 * parameters + 2 * work.text.sequence_length * _heads(work)
+    if shape.experts is None or not rates.on_device:
+        return operations
+    rows = shape.experts.per_token * (shape.hidden_size + shape.intermediate_size) * work.dtype.itemsize
+    return operations + COPIES_OF_ROWS * rows / rates.bandwidth * rates.stream
+
+
+def _latency(work: Work) -> float:
+    """Return the seconds in which a device solves the experts of a layer beyond those of their operations."""
+    return 0.0 if work.shape.experts is None else work.shape.experts.count * EXPERT_SECONDS
 
 
 def _launches(work: Work, tokens: float, passes: int, *, effects: bool) -> float:
