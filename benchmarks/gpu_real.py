@@ -55,11 +55,11 @@ def stock_form(job: Job, name: str) -> None:
 
 
 def flap(job: Job, name: str) -> None:
-    """Judge what another real model loses with general text by FLAP's recipe.
+    """Judge what another real model loses with general text by FLAP's choice of neurons.
 
-    Its form is per-layer: it adds biases to FFNs, and the configs of these models have none.
+    Its biases of FFNs are left out, because the configs of these models have none.
     """
-    _whole_embedding(job, name, {"recipe": "flap", "form": "per-layer"})
+    _whole_embedding(job, name, {"recipe": "flap", "form": "per-layer", "correction": "none"})
 
 
 def _whole_embedding(job: Job, name: str, settings: dict[str, Any]) -> None:
