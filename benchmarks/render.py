@@ -21,6 +21,7 @@ from tables.gpu_measured import (
     gpu_runs_table,
     gpu_sketch_table,
     gpu_speed_table,
+    mixture_runs_table,
 )
 from tables.gpu_quality import gpu_quality_table, ideas_table, models_table
 from tables.grams import singular_grams_table
@@ -150,6 +151,7 @@ TABLES = {
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),
     "mixture_estimates": (mixture_estimates_table, "gpu_estimate"),
+    "mixture_runs": (mixture_runs_table, "gpu"),
     **{
         f"minilm_{group}": (partial(minilm_table, group), "minilm")
         for group in ("ffn", "heads", "hidden", "values", "queries", "recipe", "allocation", "tokens", "text")

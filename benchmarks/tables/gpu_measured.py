@@ -1,6 +1,7 @@
 """Tables of what `gpu.py` measured on GPUs, in docs/gpu.md and the kernels' documents."""
 
 from collections.abc import Sequence
+from statistics import median
 
 from harness import Row, latest, read_rows
 
@@ -56,7 +57,7 @@ def gpu_rates_table() -> str:
 
 def gpu_runs_table() -> str:
     """Whole runs: seconds by stage and peaks, measured and predicted before the run."""
-    rows = rows_of("compress")
+    rows = [row for row in rows_of("compress") if row["model"] != MIXTURE]
     lines = []
     for row in rows:
         stages = [f"{row['seconds'][stage]:.1f}" if stage in row["seconds"] else "–" for stage in STAGES]
@@ -70,6 +71,25 @@ def gpu_runs_table() -> str:
     return markdown(head, lines, caption)
 
 
+def mixture_runs_table() -> str:
+    """Whole runs on a mixture: seconds by stage and of one layer, and peaks, measured and predicted before the run."""
+    rows = [row for row in rows_of("compress") if row["model"] == MIXTURE]
+    lines = []
+    for row in rows:
+        run = "whole experts" if "experts" in row["settings"] else f"neurons, {row['form']}"
+        stages = [f"{row['seconds'][stage]:.1f}" if stage in row["seconds"] else "–" for stage in STAGES]
+        peaks = (("peak_device_bytes", "device_bytes"), ("peak_bytes", "host_bytes"))
+        memory = [f"{row[peak] / GIB:.1f} / {row['predicted'][bound] / GIB:.1f} GiB" for peak, bound in peaks]
+        layer = f"{median(row['layer_seconds']):.1f}"
+        lines.append([run, row["commit"], *stages, layer, f"**{row['wall_seconds']:.0f} s**", *memory])
+    head = ["run", "commit", *STAGES, "one layer", "in all", "device / predicted", "host / predicted"]
+    caption = f"Measured on an {_card(rows[0])}: 8 of the 48 layers of Qwen3-30B-A3B's shape with random weights, "
+    caption += "393,216 tokens, `--sparsity 0.2 --batch-size 16`, bfloat16."
+    return markdown(head, lines, caption)
+
+
+MIXTURE = "30B-A3B"
+GIB = 2**30
 STAGES = ("prepare", "curvature", "profile", "layers", "write")
 
 
