@@ -35,6 +35,7 @@ ENGINE: tuple[Row, ...] = (
     {"experts": "reap"},
     {"experts": "effects"},
     {"form": "per-layer", "ranks": "none", "embedding": "none"},
+    {"form": "per-layer", "ranks": "none", "embedding": "none", "curvature": "fisher"},
     {"form": "per-layer"},
     {"form": "per-layer", "experts": "effects", "ffn": "none", "embedding": "none"},
     {"form": "per-layer", "experts": "effects", "ranks": "none", "embedding": "none"},
@@ -146,7 +147,8 @@ def asked_of_engine(settings: Row, dense: torch.nn.Module, share: float) -> tupl
             ("experts", "own counts") if settings.get("ffn") == "none" else ("both", "own counts and widths")
         )
         return part, selector, {"sparsity": sparsity}
-    return "neurons", "own widths" if settings.get("ranks") == "none" else "own sizes", {"sparsity": sparsity}
+    selector = "own widths" if settings.get("ranks") == "none" else "own sizes"
+    return "neurons", selector + " by curvature" * ("curvature" in settings), {"sparsity": sparsity}
 
 
 def texts_of(arguments: argparse.Namespace, tokenizer: Any, scratch: Path) -> tuple[torch.Tensor, dict[str, Any]]:

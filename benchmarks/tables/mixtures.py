@@ -18,6 +18,7 @@ SELECTORS = {
     "effects": "joint effects",
     "pivots": "pivots",
     "own widths": "pivots, own widths by layer",
+    "own widths by curvature": "pivots, own widths by layer, output curvature",
     "own counts": "joint effects, own numbers by layer",
     "own counts and widths": "joint effects and pivots, own numbers and widths by layer",
     "own sizes": "pivots, own widths and ranks by layer, output curvature",
