@@ -110,7 +110,8 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     layers, size, length = shape.num_hidden_layers, shape.intermediate_size, work.text.sequence_length
     read = min(STATISTICS_SEQUENCES, work.text.num_sequences) * length
     probes = PROBE_SEQUENCES * length * probes_per_layer(kinds) * layers / 2
-    ffns, passed = shape.ffns_per_layer, shape.ffns_per_layer / shape.tokens_per_arrival
+    ffns = shape.ffns_per_layer if shape.experts is None or profiles(work) else 0  # whose neurons are measured
+    passed = ffns / shape.tokens_per_arrival
     # all groups of experts have a pass, and all but the last another one
     groups = num_groups(as_profiled(work)) if profiles(work) else 1
     passes, summed = 2 * groups - 1, 2 - 1 / groups
@@ -123,7 +124,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     seconds = {
         "forward": layers * (passes * read + probes) * forward / rates.stream,
         "sums": layers * (grams / rates.sums + added),
-        "pivots": layers * rates.pivots(size, size, ffns),
+        "pivots": layers * rates.pivots(size, size, ffns) if ffns else 0.0,
         "solve": layers * ffns * (size**3 / 3 + 4 * size**2 * shape.hidden_size) / rates.double,
         "energies": layers * ffns * 4 * size**2 * shape.hidden_size / rates.energies,
         "output head": PROBE_SEQUENCES * (probes_per_layer(kinds) * layers + 3) * logits,
