@@ -26,8 +26,10 @@ class Carried(WithoutLinears):
             in float32. Empty without such a state.
         scan: products of numbers, or of names of sizes in the config: how many numbers a token has in each kind of
             tensor that a scan by chunks has beside the outputs of linears. Empty without such a scan.
-        lends: the linear of the keys, if later layers read these keys and values. borrows: whether it reads those of
-            the last lender of its type, and has none of its own.
+        head_norm, keys: a norm of the queries of one head, and the linear of the keys, if the sizes of its heads are
+            those of these tensors; None if they are the model's.
+        lends: whether later layers read these keys and values. borrows: whether it reads those of the last lender of
+            its type, and has none of its own.
     """
 
     title: str
@@ -35,7 +37,9 @@ class Carried(WithoutLinears):
     attends: bool = False
     state: tuple[str, ...] = ()
     scan: tuple[tuple[str | int, ...], ...] = ()
-    lends: str | None = None
+    head_norm: str | None = None
+    keys: str | None = None
+    lends: bool = False
     borrows: bool = False
 
     @property
@@ -49,8 +53,8 @@ class CarriedSizes:
 
     `layers`: their numbers, ascending. `tensors`: names without the layer's prefix, and shapes. `attends`: as in
     `Carried`. `state`: numbers in the state of one layer; 0 without one. `scan`: numbers of a token in one tensor of
-    each kind of its scan. `lent`: numbers of a token in keys and values that later layers read; 0 without such layers.
-    `borrows`: as in `Carried`.
+    each kind of its scan. `head_dim`, `groups`: of its heads, and the KV
+    heads that they share; 0 for the model's. `lends`, `borrows`: as in `Carried`.
     """
 
     layers: tuple[int, ...]
@@ -58,7 +62,9 @@ class CarriedSizes:
     attends: bool
     state: int = 0
     scan: int = 0
-    lent: int = 0
+    head_dim: int = 0
+    groups: int = 0
+    lends: bool = False
     borrows: bool = False
 
     @property

@@ -160,7 +160,7 @@ class Description:
     @property
     def lenders(self) -> tuple[int, ...]:
         """Return the layers whose keys and values later ones read, ascending."""
-        return tuple(sorted(layer for layer, mixer in self.carried_layers.items() if mixer.lends is not None))
+        return tuple(sorted(layer for layer, mixer in self.carried_layers.items() if mixer.lends))
 
     def layer_prefix(self, layer: int) -> str:
         """Return the prefix of a layer's tensors."""

@@ -22,8 +22,14 @@ from oneshot.families.stack import Stack
 from oneshot.families.sublayers import FeedForward, Norm, Sublayer
 from oneshot.families.token_inputs import TokenInputs
 
-WINDOWS = Carried("attention within windows", "self_attn.o_proj", attends=True)
-ATTENTION = Carried("attention", "self_attn.o_proj", attends=True)
+WINDOWS = Carried(
+    "attention within windows",
+    "self_attn.o_proj",
+    attends=True,
+    head_norm="self_attn.q_norm",
+    keys="self_attn.k_proj",
+)
+ATTENTION = replace(WINDOWS, title="attention")
 LENDING = ", whose keys and values later layers read"
 BORROWING = ", with keys and values of an earlier layer"
 TOKEN_WIDTH, BORROWERS = "hidden_size_per_layer_input", "num_kv_shared_layers"
@@ -110,7 +116,7 @@ def _carried(config: dict[str, Any], family: Description) -> dict[int, Carried]:
     for number, one in enumerate(types):
         own = carried.get(number, ATTENTION)
         if number == last.get(one):
-            carried[number] = replace(own, title=own.title + LENDING, lends="self_attn.k_proj")
+            carried[number] = replace(own, title=own.title + LENDING, lends=True)
         if number >= first:
             carried[number] = replace(own, title=own.title + BORROWING, borrows=True)
     return carried

@@ -167,7 +167,7 @@ class ModelShape:
     @property
     def lent(self) -> int:
         """Return the numbers of a token in keys and values that later layers read."""
-        return sum(sizes.lent for sizes in self.carried)
+        return sum(2 * sizes.groups * sizes.head_dim for sizes in self.carried if sizes.lends)
 
     @property
     def state_bytes(self) -> int:
@@ -210,7 +210,9 @@ class ModelShape:
         if experts is not None and number in experts.dense_layers:
             width, experts = experts.dense_width, None
         carried = self.carried_in(number)
-        attends = carried is None or carried.attends
+        attends, head_dim, groups = carried is None or carried.attends, 0, self.num_key_value_heads
+        if carried is not None:
+            head_dim, groups = carried.head_dim, 0 if carried.borrows else carried.groups or groups
         first_of_decoder = self.num_hidden_layers - self.num_decoder_layers
         return LayerShape(
             hidden_size=self.hidden_size,
@@ -218,9 +220,9 @@ class ModelShape:
             output_size=self.hidden_size,
             intermediate_size=width,
             num_attention_heads=self.num_attention_heads * attends,
-            num_key_value_heads=self.num_key_value_heads * (attends and not (carried and carried.borrows)),
-            query_key_size=self.query_key_size,
-            value_size=self.head_dim,
+            num_key_value_heads=groups * attends,
+            query_key_size=head_dim or self.query_key_size,
+            value_size=head_dim or self.head_dim,
             attention_bias=self.attention_bias,
             output_bias=self.output_bias,
             mlp_bias=self.mlp_bias,

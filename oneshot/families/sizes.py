@@ -93,9 +93,10 @@ def _carried(
         scan = 0
         for factors in mixer.scan:
             scan += math.prod(_size(family, config, one, 1) if isinstance(one, str) else one for one in factors)
-        lent = 0 if mixer.lends is None else 2 * tensors.get(f"{mixer.lends}.weight", (0,))[0]
-        own_tensors = tuple(sorted(tensors.items()))
-        sizes.append(CarriedSizes(tuple(numbers), own_tensors, mixer.attends, state, scan, lent, mixer.borrows))
+        head_dim = tensors.get(f"{mixer.head_norm}.weight", (0,))[0]
+        groups = tensors.get(f"{mixer.keys}.weight", (0,))[0] // max(1, head_dim)
+        stated, flags = tuple(sorted(tensors.items())), (mixer.lends, mixer.borrows)
+        sizes.append(CarriedSizes(tuple(numbers), stated, mixer.attends, state, scan, head_dim, groups, *flags))
     return tuple(sizes)
 
 

@@ -106,10 +106,11 @@ class Grid:
     def layer(self, plan: Plan, number: int) -> LayerShape:
         """Return the shape of a layer of the compressed model, by its number in the dense one."""
         shape, kept, hidden = self.shape, plan.layers[number], plan.hidden
+        layer = plan.shape_of_layer(shape, number).layer(number)
         layer = replace(
-            plan.shape_of_layer(shape, number).layer(number),
-            query_key_size=kept.query_key_size or shape.query_key_size,
-            value_size=kept.value_size or shape.head_dim,
+            layer,
+            query_key_size=kept.query_key_size or layer.query_key_size,
+            value_size=kept.value_size or layer.value_size,
             query_key_rank=kept.query_key_rank or 0,
             output_rank=kept.output_rank or 0,
             gate_rank=kept.gate_rank or 0,
