@@ -141,8 +141,11 @@ def profile_schedule(grid: Grid, method: Method, kinds: Sequence[str] = PROBED_K
         kinds = [kind for kind in kinds if kind != "heads"]
     if grid.shape.experts is None or grid.family.reason_against("experts") is not None:
         kinds = [kind for kind in kinds if kind != "experts"]
+    if grid.family.lenders:  # no layer that lends keys and values can be left out
+        kinds = [kind for kind in kinds if kind not in ("layer", "sublayer")]
+    whole = grid.family.reason_against("embedding ranks") is not None
     return Schedule(
         profiled_kinds=tuple(kinds),
-        profiles_embedding=grid.shape.tied and not grid.shape.layer_norms,
+        profiles_embedding=grid.shape.tied and not grid.shape.layer_norms and not whole,
         measures_curvature=method.weighs_output,
     )

@@ -146,7 +146,8 @@ class RankAccumulator:
             self._heads = GramAccumulator(heads * size, output_size=None, device=device)
             self._grams = [HeadGramAccumulator(count, size, device=device) for count in (heads, groups)]
         else:
-            self._energies = torch.zeros(2, shape.intermediate_size, dtype=torch.float64, device=device)
+            width = tensors[f"{sublayer.writer}.weight"].shape[1]
+            self._energies = torch.zeros(2, width, dtype=torch.float64, device=device)
 
     def update_(self, layer: Layer, x: torch.Tensor, inner: torch.Tensor | None = None) -> None:
         """Add a batch of the stream before the sublayer; `inner`: what attention's output linear reads, if known."""

@@ -138,7 +138,7 @@ def _resized(model: Model, number: int, layer: LayerShape) -> dict[str, Any]:
     stack = family.stack_of(number)
     shape = replace(
         dense,
-        intermediate_size=layer.intermediate_size,
+        intermediate_size=layer.intermediate_size * dense.width_share(number),
         num_attention_heads=layer.num_attention_heads,
         num_key_value_heads=layer.num_key_value_heads,
     )

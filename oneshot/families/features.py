@@ -11,6 +11,7 @@ Feature = Literal[
     "embedding ranks",
     "self text",
     "profile",
+    "curvature",
     "depth",
     "latency",
     "experts",

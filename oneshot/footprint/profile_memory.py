@@ -13,7 +13,7 @@ def profile_stages(work: Work) -> list[Stage]:
     """Return the stages of the profile's dense pass; each layer adds probes."""
     shape, itemsize, length = work.shape, work.dtype.itemsize, work.text.sequence_length
     heads = shape.num_attention_heads * shape.head_dim
-    states = PROBE_SEQUENCES * length * shape.hidden_size * itemsize
+    states = PROBE_SEQUENCES * length * (shape.hidden_size + shape.lent) * itemsize
     probes = Term(
         (probes_per_layer(work.schedule.profiled_kinds) * shape.num_hidden_layers + 2) * states,
         computed=True,

@@ -62,7 +62,8 @@ class Grid:
     @property
     def ranks_embedding(self) -> bool:
         """Return whether this model's embedding can have ranks: the output head must be the embedding."""
-        return self.embedding_ranks and self.shape.tied and not self.shape.layer_norms
+        can = self.family.reason_against("embedding ranks") is None
+        return can and self.embedding_ranks and self.shape.tied and not self.shape.layer_norms
 
     @property
     def has_ranks(self) -> bool:
@@ -71,13 +72,10 @@ class Grid:
 
     @property
     def has_curvature(self) -> bool:
-        """Return whether output curvature can be measured and used: in this form of a decoder with its head.
-
-        Its layers may read nothing but the stream.
-        """
+        """Return whether output curvature can be measured and used: in this form of a decoder with its head."""
         predicts = self.family.stack.causal and self.family.decoder is None and self.family.head is not None
-        reads_more = self.family.stack.token_inputs is not None
-        return predicts and not reads_more and self.layers_differ and self.remedy is None
+        can = self.family.reason_against("curvature") is None
+        return predicts and can and self.layers_differ and self.remedy is None
 
     def reason_against_heads(self) -> str | None:
         """Return a sentence why no head can be removed, with the remedy; None if heads can.
@@ -193,6 +191,8 @@ class Grid:
             raise ConfigError(self._needing("inner_sizes=sensitivity", "leave it out"))
         if method.plans_ranks and not self.has_ranks:
             raise ConfigError(self._needing("ranks=sensitivity", "leave it out"))
+        if method.weighs_output and (reason := self.family.reason_against("curvature")) is not None:
+            raise PlanError(reason)
         if method.weighs_output and not self.has_curvature:
             raise ConfigError(self._needing(f"curvature={method.curvature}", "leave it out"))
         if method.plans_experts and not self.layers_differ:
@@ -200,6 +200,8 @@ class Grid:
         if method.embedding not in (AUTO, "none"):
             if not self.embedding_ranks:
                 raise ConfigError(self._needing(f"embedding={method.embedding}", "leave it out"))
+            if (reason := self.family.reason_against("embedding ranks")) is not None:
+                raise PlanError(reason)
             if not self.ranks_embedding:
                 raise PlanError("--set embedding=low-rank needs an output head that is the embedding; leave it out.")
         if method.expert_counts == AUTO:

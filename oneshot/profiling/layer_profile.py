@@ -162,7 +162,7 @@ class LayerProfile:
         changes = []
         for kind, linear in linears.items():
             nearest = with_ranks(self._tensors, mixer, {kind: linear.nearest(ranks[kind])})
-            reduced = self._builder.layer(self._layer, nearest)
+            reduced = self._with(nearest)
             changes.append(whole.cost_of(reduced))
         for (kind, errors), energy in zip(curves.items(), torch.stack(changes).tolist(), strict=True):
             scaled = errors * (energy / float(errors[ranks[kind]].clamp_min(torch.finfo(errors.dtype).tiny)))
@@ -176,19 +176,21 @@ class LayerProfile:
         of_seen = metric
         if metric is not None and branch_norm is not None:
             of_seen = branch_norm.curvature_of_seen(metric)
-        down = weight[:, : shape.intermediate_size]
-        gram = statistics.gram[: shape.intermediate_size, : shape.intermediate_size]
+        width, share = shape.layer(self._layer).intermediate_size, shape.width_share(self._layer)
+        down, gram = weight[:, :width], statistics.gram[:width, :width]
         evidence = Evidence(down, None, gram, torch.Generator(), moments=statistics.moments, curvature=of_seen)
         order = weighted_pivots(*evidence.neurons(), rank=len(gram))
         factor = ordered_factor(gram, order)
         seen = weight if of_seen is None else seen_by_output(weight, of_seen)
-        errors = curves.ffn_errors = nested_errors(factor, seen[:, order])
-        curves.ffn_tails = trailing_norms(factor, evidence.column_weights()[order])
+        errors = nested_errors(factor, seen[:, order])
+        curves.ffn_errors = by_units(errors, share)
+        curves.ffn_tails = by_units(trailing_norms(factor, evidence.column_weights()[order]), share)
         del factor  # as large as the Gram in float64
-        curves.ffn_fluctuation = flap(evidence).cpu()
+        curves.ffn_fluctuation = flap(evidence).cpu().repeat_interleave(share)
         if "ffn" not in self._measures.probed:
             return
-        columns = order[: probe_size(errors)].sort().values
+        step = max(1, shape.width_step // share)
+        columns = order[: probe_size(errors[::step]) * step].sort().values
         factors = self._correct(weight, columns, statistics, shape.mlp_bias)
         folded = fold_sublayer(self._tensors, sublayer, shape, unseen(factors, branch_norm))
         error = squared_error(factors)
@@ -212,13 +214,13 @@ class LayerProfile:
             return
         task = experts_task(self._model, self._machine, self._layer, self._shape.intermediate_size)
         task = replace(task, plan=task.plan.with_sizes(num_experts=kept))
-        reduced = self._builder.layer(self._layer, keep_experts(task, self._tensors, sums))
+        reduced = self._with(keep_experts(task, self._tensors, sums))
         total = reduced.sum(index, attended)
         self._probes.add(Probe("experts", self._layer, reduced.leave(index, total), float(errors[kept])))
 
     def _add_ffn(self, tensors: Tensors, error: float, attended: torch.Tensor, metric: torch.Tensor | None) -> None:
         """Add the probe of the layer whose FFN or experts have these tensors; the rest as in `ffn`."""
-        index, reduced = self._stack.index_of("ffn"), self._builder.layer(self._layer, tensors)
+        index, reduced = self._stack.index_of("ffn"), self._with(tensors)
         total = reduced.sum(index, attended)
         energy = 0.0
         if self._measures.ranks:  # which are priced by it
@@ -227,8 +229,12 @@ class LayerProfile:
 
     def _add(self, kind: str, tensors: Tensors, error: float) -> None:
         """Add the probe of the layer with these tensors."""
-        reduced = self._builder.layer(self._layer, tensors)
+        reduced = self._with(tensors)
         self._probes.add(Probe(kind, self._layer, reduced.run_all(self._probes.dense), error))
+
+    def _with(self, tensors: Tensors) -> Layer:
+        """Return the layer with these tensors, which the probes pass."""
+        return self._builder.layer(self._layer, tensors, self._probes.memory)
 
     def _output(self, index: int, x: torch.Tensor, metric: torch.Tensor | None) -> SublayerOutput:
         """Return what the dense sublayer gives for the stream `x` before it; `metric` as in `ranks`."""
@@ -262,3 +268,11 @@ class LayerProfile:
 def unseen(factors: Factors, branch_norm: BranchNorm | None) -> Factors:
     """Return factors of the writer itself from those of what the stream sees of it."""
     return factors if branch_norm is None else replace(factors, weight=branch_norm.unseen(factors.weight))
+
+
+def by_units(curve: torch.Tensor, share: int) -> torch.Tensor:
+    """Return a curve over kept neurons, `(n + 1,)`, by the widths of wide FFNs, of which this one has a share.
+
+    A width stands for `1 / share` as many neurons, rounded down.
+    """
+    return curve if share == 1 else curve[torch.arange(share * (len(curve) - 1) + 1) // share]

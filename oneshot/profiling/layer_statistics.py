@@ -96,7 +96,7 @@ class LayerSums:
             task = experts_task(model, machine, number, shape.intermediate_size // 2)
             self._experts = MixtureSums(task, tensors, probed, group)
         elif not stays:
-            moments = MomentAccumulator(shape.intermediate_size, device=device)
+            moments = MomentAccumulator(shape.layer(number).intermediate_size, device=device)
             self._neurons = self._accumulator(stack.sublayers[self._ffn].writer), moments
         self._cosines, self._rows = torch.zeros((), dtype=torch.float64, device=device), 0
 

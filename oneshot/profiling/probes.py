@@ -1,12 +1,12 @@
 """Probe sequences in the dense model and in models with one sublayer reduced: what the reduction does to the output."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from oneshot.stream import Layer
+from oneshot.stream import Layer, Memory
 
 PROBE_SEQUENCES = 2
 PROBED_KINDS = ("ffn", "heads", "layer", "sublayer", "inner", "rank", "experts")
@@ -20,6 +20,7 @@ MIN_PROBE_ERROR = 1e-4  # relative and squared: below this the divergence is rou
 class Probe:
     """Hidden states `(sequences, length, D)` of the probe sequences in a model with one part reduced or left out.
 
+    `memory`: what layers read beside these states; None if they read nothing.
     `error` is the relative squared error of the reduced sublayer's own output. `energy`: its mean squared error on the
     probe sequences; only of FFNs.
     """
@@ -29,16 +30,18 @@ class Probe:
     states: torch.Tensor
     error: float = 1.0
     energy: float = 0.0
+    memory: Memory | None = None
 
 
 class Probes:
     """The probe sequences in the dense model, whose hidden states are `dense`, and the probes of reduced sublayers.
 
-    All move side by side, so every layer is read once.
+    All move side by side, so every layer is read once. `memory`: what layers read beside `dense`; None if they read
+    nothing.
     """
 
-    def __init__(self, dense: torch.Tensor) -> None:
-        self.dense = dense
+    def __init__(self, dense: torch.Tensor, memory: Memory | None = None) -> None:
+        self.dense, self.memory = dense, memory
         self._reduced: list[Probe] = []
 
     @property
@@ -47,13 +50,13 @@ class Probes:
         return self.dense.shape[0] * self.dense.shape[1]
 
     def add(self, probe: Probe) -> None:
-        """Add the probe of a layer that the others have passed."""
-        self._reduced.append(probe)
+        """Add the probe of a layer that the others have passed; keys and values that it lends are the dense ones."""
+        self._reduced.append(probe if self.memory is None else replace(probe, memory=self.memory.copied()))
 
     def move(self, layer: Layer) -> None:
         """Move the probes of earlier layers through a dense layer; `dense` stays before it."""
         for probe in self._reduced:
-            probe.states.copy_(layer.run_all(probe.states))
+            probe.states.copy_(layer.reading(probe.memory).run_all(probe.states))
 
     def sensitivities(self, output: Any, num_layers: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Return what errors cost in nats per token, float64 `(layers,)`; zeros where nothing was probed.

@@ -62,9 +62,10 @@ class LayerProfiler:
         probed_text = text.last(PROBE_SEQUENCES)
         rest = text.part(slice(max(1, text.num_sequences - probed_text.num_sequences)))
         self.text = rest.first(STATISTICS_SEQUENCES * text.longest)
-        self.states = States(model, machine, self.text, advance=advance)
         [batch] = probed_text.batches(probed_text.num_sequences)
-        self._probes = Probes(self.states.builder.embed(model.read_embedding(), batch))
+        self.states = States(model, machine, self.text, further=[batch], advance=advance)
+        embedded = self.states.builder.embed(model.read_embedding(), batch)
+        self._probes = Probes(embedded, self.states.memory_of_one(batch))
         self._curves: list[LayerCurves] = []
         self._influence: list[float] = []
 
@@ -78,7 +79,8 @@ class LayerProfiler:
         release_heap()  # of the last layer's factorisations
         tensors, stack = self._upload(tensors), self._model.family.stack_of(layer)
         builder, workers, probed = self.states.builder, self._machine.workers, self._measures.probed
-        dense = builder.layer(layer, tensors)
+        of_text = self.states.dense_layer(layer, tensors)
+        dense = of_text.reading(self._probes.memory)
         self._probes.move(dense)
         curvature = None if self._curvature is None else self._curvature.of_layer(layer, self._machine.device)
         mixer, ffn = stack.mixer_index, stack.index_of("ffn")
@@ -87,7 +89,7 @@ class LayerProfiler:
             width = self._model.shape.intermediate_size
             task = experts_task(self._model, self._machine, layer, width // 2, curvature)
             narrower = NarrowerExperts(task, tensors)
-        statistics = self._statistics(layer, tensors, dense, curvature, narrower)
+        statistics = self._statistics(layer, tensors, of_text, curvature, narrower)
         before = self._probes.dense
         attended = dense.run(mixer, before)
         profile = LayerProfile(self._model, self._machine, builder, self._probes, self._measures, layer, tensors, dense)

@@ -4,6 +4,7 @@ from oneshot.stream.check import check_family
 from oneshot.stream.dense_pass import DensePass
 from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder
+from oneshot.stream.memory import Memory
 from oneshot.stream.output_head import OutputHead, Prediction
 from oneshot.stream.routing import EXPERTS_TOGETHER, Placement, Routing
 from oneshot.stream.states import States, Step
@@ -15,6 +16,7 @@ __all__ = [
     "DensePass",
     "Layer",
     "LayerBuilder",
+    "Memory",
     "OutputHead",
     "Placement",
     "Prediction",

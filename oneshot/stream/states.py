@@ -8,7 +8,7 @@ An encoder–decoder is passed stack by stack. Each stream's final states of the
 decoder's cross-attention reads in that stream. Keys and values that later layers read again stay in the same way.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from oneshot.errors import CalibrationError
 from oneshot.machine import Machine
 from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder
-from oneshot.stream.memory import Memory, memory_of
+from oneshot.stream.memory import Memory, memory_of, memory_of_one
 from oneshot.stream.store import ActivationStore
 from oneshot.tensors import Tensors
 from oneshot.text import Batch, Text, placed
@@ -36,6 +36,7 @@ class States:
     Args:
         dense_every: the dense stream has the first of so many batches of the whole text; 0: it does not exist.
         compressed_embedding: the embedding `(N, D)` of the compressed stream; None for the dense model's.
+        further: batches that also pass the layers of the compressed stream, see `memory_of_one`.
         compressed_norm: makes the compressed stream's norm of the embeddings from the dense one; None for the same.
 
     Attributes:
@@ -57,6 +58,7 @@ class States:
         dense_every: int = 0,
         compressed_embedding: torch.Tensor | None = None,
         compressed_norm: Callable[[Any], Any] | None = None,
+        further: Sequence[Batch] = (),
         advance: Callable[[float], None] = lambda tokens: None,
     ) -> None:
         if text.num_sequences < machine.workers.size:
@@ -81,14 +83,14 @@ class States:
         own_norm = norm if compressed_norm is None else compressed_norm(norm)
         self._batches = placed(own)
         of_compressed = self._embedded(self._batches, first, own_norm)
-        memory = memory_of(model, machine, self._batches)
+        memory = memory_of(model, machine, self._batches, further=further)
         self._compressed = _Stream(dict(enumerate(self._batches)), of_compressed, memory)
         self._dense: _Stream | None = None
         numbers = self._every(dense_every) if dense_every else []
         if numbers:
             batches = placed(own[number] for number in numbers)
             of_number = dict(zip(numbers, batches, strict=True))
-            own_memory = memory_of(model, machine, batches, memory)
+            own_memory = memory_of(model, machine, batches, beside=memory)
             self._dense = _Stream(of_number, self._embedded(batches, embedding, norm), own_memory)
         self._judged = numbers[-1] if numbers else len(own) - 1
         self.dense_share = _num_tokens(everywhere[::dense_every]) / _num_tokens(everywhere) if dense_every else 0.0
@@ -125,6 +127,10 @@ class States:
         """Return layer `number` with these weights, which the dense stream passes, or the only stream."""
         stream = self._compressed if self._dense is None else self._dense
         return self.builder.layer(number, tensors, stream.memory)
+
+    def memory_of_one(self, batch: Batch) -> Memory | None:
+        """Return what layers read of a batch of `further` beside it; None if they read nothing."""
+        return memory_of_one(batch, self._compressed.memory)
 
     def as_compressed(self, dense: Layer) -> Layer:
         """Return a layer with the same weights as a dense one that the compressed stream passes."""

@@ -32,7 +32,10 @@ RESIZED = {
 }
 RESIZED |= {
     name: variants()[name]
-    for name in ("mistral-window", "phi3-window", "qwen2-windows", "granitemoehybrid-experts", "gemma4_text-experts")
+    for name in (
+        *("mistral-window", "phi3-window", "qwen2-windows", "granitemoehybrid-experts", "gemma4_text-experts"),
+        "gemma4_text-tokens",
+    )
 }
 # norms inside, caps, factors, parallel sublayers, fused and transposed linears, LayerNorms, layers without positions,
 # carried mixers; experts with a shared one behind dense layers, with biases, beside an FFN
@@ -57,6 +60,7 @@ WHOLE_RUNS += (
     "gpt_oss",
     "granitemoehybrid-experts",
     "gemma4_text-experts",
+    "gemma4_text-tokens",
 )
 FEWER_EXPERTS = ("glm4_moe", "granitemoehybrid-experts")
 
@@ -121,7 +125,7 @@ def test_the_class_without_head_opens_it(
     "name",
     [
         *("gemma3_text", "granite", "olmo2", "cohere", "smollm3", "falcon_h1", "granitemoehybrid", "lfm2"),
-        *("qwen3_next", "deepseek_v3", "gpt_oss", "mixtral", "gemma4_text-experts"),
+        *("qwen3_next", "deepseek_v3", "gpt_oss", "mixtral", "gemma4_text-experts", "gemma4_text-tokens"),
     ],
 )
 def test_any_plan_has_the_counted_parameters(name: str, make_checkpoint: MakeCheckpoint) -> None:

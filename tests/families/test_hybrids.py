@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_resume import contents, stop_before
 
 from oneshot.checkpoint import open_model
-from oneshot.errors import CheckpointError
+from oneshot.errors import CheckpointError, PlanError
 from oneshot.export import FORMS, form_of
 from oneshot.families import Carried
 from oneshot.pipeline import compress
@@ -203,6 +203,21 @@ def test_other_forms_are_refused_by_one_sentence(name: str, tmp_path: Path) -> N
         refusal = form_of(form, model.family).grid(model).refusal
         assert refusal is not None
         assert "; use " in refusal
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"form": "per-layer", "curvature": "fisher"}, "curvature= is not supported .* keys of other layers; leave it"),
+        ({"form": "per-layer", "embedding": "low-rank"}, "layers read the embedding of their tokens again; leave it"),
+        ({"budget": "latency"}, "keys of other layers; choose another budget"),
+    ],
+)
+def test_layers_that_read_more_than_the_stream_are_refused_where_only_it_is_passed(
+    changes: dict[str, Any], reason: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    with pytest.raises(PlanError, match=reason):
+        compress(make_config(make_checkpoint(**variants()["gemma4_text-tokens"]), sparsity=0.1, **changes))
 
 
 @torch.inference_mode()

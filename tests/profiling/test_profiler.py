@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens
-from families.cases import CASES
+from factories import MakeCheckpoint, MakeConfig, build_model, calibration_tokens, cpu_machine
+from families.cases import CASES, variants
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from oneshot.checkpoint import open_model
 from oneshot.cli.profile import main
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.errors import ConfigError, OutputError, PlanError, ProfileError
@@ -29,7 +30,9 @@ from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, Profile, pr
 from oneshot.planning.damages import removed_fluctuation
 from oneshot.planning.widths import meet_budget
 from oneshot.profiling import LayerProfiler, load_profile
+from oneshot.profiling.layer_profile import LayerProfile
 from oneshot.profiling.probes import MIN_PROBE_ERROR, PROBE_SHARE, probe_size
+from oneshot.text import Text
 
 
 @given(rows=st.integers(1, 40), size=st.integers(1, 12), outputs=st.integers(1, 6), seed=st.integers(0, 10**6))
@@ -382,3 +385,43 @@ def test_a_family_with_fixed_heads(make_checkpoint: MakeCheckpoint, make_config:
     assert report.predicted_divergence is not None
     assert report.predicted_divergence["plan"] > 0
     assert {layer["num_attention_heads"] for layer in report.plan["layers"]} == {4}
+
+
+@torch.inference_mode()
+def test_probes_have_the_states_of_the_stock_model_with_one_ffn_reduced(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each probe has the keys that its own layers lend to later ones; wide FFNs keep an even number of neurons."""
+    options = variants()["gemma4_text-tokens"]
+    model, reduced = open_model(str(make_checkpoint(**options)), tmp_path), dict[int, Any]()
+    add = LayerProfile._add_ffn
+
+    def keep(self: Any, tensors: Any, *further: Any) -> None:
+        reduced[self._layer] = tensors
+        add(self, tensors, *further)
+
+    monkeypatch.setattr(LayerProfile, "_add_ffn", keep)
+    ids = torch.randint(4, 400, (6, 24), generator=torch.Generator().manual_seed(0))
+    machine = cpu_machine(tmp_path, batch_size=2)
+    profiler = LayerProfiler(
+        model, machine, Text(ids, "text"), head_unit="kv-group", damping=1e-4, probed=["ffn", "rank"]
+    )
+    for number in range(5):
+        profiler.profile_layer(number, model.read_layer(number))
+    probes = profiler._probes._reduced
+    assert [probe.layer for probe in probes] == list(range(5))
+    for probe in probes:
+        stock, hidden = build_model(**options), list[torch.Tensor]()
+        stock.model.norm.register_forward_pre_hook(lambda _, inputs, hidden=hidden: hidden.append(inputs[0].clone()))
+        stock(ids[-2:])
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            linear = stock.model.layers[probe.layer].mlp.get_submodule(name)
+            linear.weight = torch.nn.Parameter(reduced[probe.layer][f"mlp.{name}.weight"], requires_grad=False)
+        stock(ids[-2:])
+        dense, expected = hidden
+        torch.testing.assert_close(probe.states, expected, rtol=1e-4, atol=1e-3)
+        assert not torch.allclose(dense, expected, atol=1e-1)
+        assert probe.energy > 0
+    torch.testing.assert_close(profiler._probes.dense, dense, rtol=1e-4, atol=1e-3)
+    assert [len(curves.ffn_errors) for curves in profiler._curves] == [129] * 5
+    assert torch.equal(profiler._curves[0].ffn_errors[:-1:2], profiler._curves[0].ffn_errors[1::2])
