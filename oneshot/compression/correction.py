@@ -1,6 +1,5 @@
 """From weights, statistics and kept columns to the corrected linear. Pure functions."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -9,7 +8,6 @@ import torch
 from oneshot.compression.statistics import Statistics
 from oneshot.errors import CalibrationError
 from oneshot.linalg.interpolative import interpolate
-from oneshot.linalg.psd import RidgeFactor, estimate_conditions
 from oneshot.recipes import Correction
 
 ENERGY_PANEL = 1024
@@ -26,7 +24,7 @@ class Factors:
         predicted_error: relative Frobenius error of the sublayer's output from the statistics; None without them.
         condition_number: the ridged skeleton Gram's. max_interpolation: `max|T|`. Both None if nothing was solved.
         damping: damping of the ridge that was used, larger if rounding required it; None if nothing was solved.
-        factor: the factor of that Gram if its condition number is not estimated yet; else None.
+        energies: float64 `(2,)`, of the error and of the output, whose root is the predicted error; None without them.
     """
 
     kept_columns: torch.Tensor
@@ -36,16 +34,7 @@ class Factors:
     max_interpolation: float | None = None
     eigenvalue_fallback: bool = False
     damping: float | None = None
-    factor: RidgeFactor | None = None
-
-
-def with_conditions(found: Sequence[Factors]) -> list[Factors]:
-    """Return factors of one size with condition numbers, which are estimated together where they are not known."""
-    estimate_conditions([one.factor for one in found if one.factor is not None])
-    return [
-        one if one.factor is None else replace(one, condition_number=one.factor.condition_number, factor=None)
-        for one in found
-    ]
+    energies: torch.Tensor | None = None
 
 
 def correct(
@@ -56,7 +45,6 @@ def correct(
     correction: Correction,
     damping: float,
     residual_weight: float = 1.0,
-    estimates: bool = True,
 ) -> Factors:
     """Return the linear over the kept columns, `y ≈ A[:, kept_columns] weight'ᵀ`.
 
@@ -68,13 +56,10 @@ def correct(
             `min ‖A Wᵀ − A[:, kept_columns] W'ᵀ‖² + λ‖W' − W[:, kept_columns]‖²` (STAT section 3.1), which is
             `W' = W Pᵀ` with the ridged interpolation matrix. `two-stream` has the target `A Wᵀ + ρ (Y − A Wᵀ)`, `Y` the
             dense stream's next hidden state less this stream's residual, `ρ = residual_weight`.
-        estimates: whether the error is predicted and the condition number estimated; else `predicted_energies` and
-            `with_conditions` have to do it.
     """
-    known = statistics if estimates else None
     if correction == "none" or (len(kept_columns) == weight.shape[1] and correction != "two-stream"):
         corrected = weight[:, kept_columns].double()
-        return Factors(kept_columns, corrected, _error_if_known(weight.double(), corrected, kept_columns, known))
+        return _with_error(Factors(kept_columns, corrected), weight.double(), statistics)
     if statistics is None:
         raise ValueError(f"the correction {correction!r} needs statistics")
     if correction == "bias":
@@ -82,25 +67,24 @@ def correct(
         means[kept_columns] = 0
         corrected = weight[:, kept_columns].double()
         corrected[:, -1] += weight.double() @ means
-        return Factors(kept_columns, corrected, predicted_error(weight.double(), corrected, kept_columns, statistics))
+        return _with_error(Factors(kept_columns, corrected), weight.double(), statistics)
     if correction != "same-layer" and correction != "two-stream":
         assert_never(correction)
     residual = statistics.residual if correction == "two-stream" else None
     if correction == "two-stream" and residual is None:
         raise ValueError("the two-stream correction needs statistics with a residual")
-    interpolation = interpolate(statistics.gram, kept_columns, damping, estimates=estimates)
+    interpolation = interpolate(statistics.gram, kept_columns, damping)
     factor, rest, coefficients = interpolation.factor, interpolation.rest, interpolation.coefficients
     max_interpolation = interpolation.max_coefficient
     step = None if residual is None else factor.solve(residual[kept_columns])
     condition_number, fallback, damping = factor.condition_number, factor.eigenvalue_fallback, factor.damping
-    unestimated = factor if condition_number is None else None
     del interpolation, factor  # as large as the Gram in float64
     dense = weight.double()
     corrected = dense[:, kept_columns].addmm_(dense[:, rest], coefficients.T)
     if step is not None:
         corrected += residual_weight * step.T
-    error = _error_if_known(dense, corrected, kept_columns, known)
-    return Factors(kept_columns, corrected, error, condition_number, max_interpolation, fallback, damping, unestimated)
+    solved = Factors(kept_columns, corrected, None, condition_number, max_interpolation, fallback, damping)
+    return _with_error(solved, dense, statistics)
 
 
 def correct_heads(
@@ -179,10 +163,12 @@ def best_damping(
     return min(DAMPINGS, key=error)
 
 
-def _error_if_known(
-    weight: torch.Tensor, corrected: torch.Tensor, kept_columns: torch.Tensor, statistics: Statistics | None
-) -> float | None:
-    return None if statistics is None else predicted_error(weight, corrected, kept_columns, statistics)
+def _with_error(factors: Factors, weight: torch.Tensor, statistics: Statistics | None) -> Factors:
+    """Return factors with the error that statistics predict, if there are any."""
+    if statistics is None:
+        return factors
+    energies = predicted_energies(weight, factors.weight, factors.kept_columns, statistics)
+    return replace(factors, predicted_error=relative(*energies), energies=torch.stack(energies))
 
 
 def predicted_error(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from oneshot.compression.correction import Factors, correct, predicted_energies, relative, with_conditions
+from oneshot.compression.correction import Factors, relative
+from oneshot.compression.expert_correction import correct_experts, solved_together
 from oneshot.compression.expert_measuring import measure_group
 from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.compression.mixture_norms import MixtureNorms
@@ -20,13 +21,13 @@ from oneshot.compression.statistics import TOKENS_PER_COLUMN
 from oneshot.compression.tasks import ExpertsTask
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import as_like
+from oneshot.recipes import Correction
 from oneshot.selection import SELECTORS, Evidence
 from oneshot.stream import DensePass, Layer, States
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 
-ESTIMATED_TOGETHER = 8  # condition numbers of experts: kernels on a device against memory for their factors
 NAMED_EXPERTS = 8
 
 
@@ -242,36 +243,50 @@ def _corrected(
     dampings: list[float],
 ) -> ExpertFactors:
     """Return the downs over the kept neurons of a group's experts, each corrected by the tokens of its expert."""
-    size, weight = task.dense_units, down.new_empty(len(kept), down.shape[1], task.kept_units)
-    found: list[Factors] = []
-    energies, waiting = [], list[Factors]()
-    for place, (expert, columns) in enumerate(zip(group, kept, strict=True)):
-        own = None if statistics is None else statistics.of(expert)
-        correction = task.method.correction
-        if correction == "same-layer" and task.loses_experts:
-            correction = "two-stream"  # of the layer's own residual
-        if own is not None and own.num_rows < size:
-            correction = "none"
-        if correction == "two-stream" and own is not None and own.residual is None:
-            correction = "same-layer"
-        dense = down[expert].to(task.machine.device)
-        factors = correct(
-            dense,
-            columns,
-            own,
-            correction=correction,
-            damping=dampings[expert],
-            residual_weight=1.0 if task.loses_experts or own is None else task.residual_weight(size, own.num_targets),
-            estimates=False,
-        )
-        weight[place] = as_like(factors.weight, weight)
-        if own is not None:
-            energies.append(torch.stack(predicted_energies(dense.double(), factors.weight, columns, own)))
-        waiting.append(replace(factors, weight=factors.weight.new_empty(0)))  # the corrected weight is copied
-        if len(waiting) == ESTIMATED_TOGETHER or place == len(kept) - 1:
-            found += with_conditions(waiting)
-            waiting.clear()
-    return ExpertFactors(kept, weight, torch.stack(energies) if energies else None, *_worst(found))
+    size, hidden, device = task.dense_units, down.shape[1], task.machine.device
+    weight = down.new_empty(len(kept), hidden, task.kept_units)
+    if statistics is None:
+        for place, columns in enumerate(kept):
+            weight[place] = as_like(down[place].to(device)[:, columns], weight)
+        return ExpertFactors(kept, weight)
+    together, found = solved_together(size, hidden, device), list[Factors]()
+    energies = torch.zeros(len(kept), 2, dtype=torch.float64, device=device)
+    kinds = [_correction(task, statistics, expert) for expert in group]
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, own in enumerate(kinds) if own == kind]
+        for first in range(0, len(places), together):
+            own = places[first : first + together]
+            experts = [group[place] for place in own]
+            solved = correct_experts(
+                torch.stack([down[expert] for expert in experts]).to(device),
+                torch.stack([kept[place] for place in own]),
+                statistics,
+                experts,
+                correction=kind,
+                dampings=[dampings[expert] for expert in experts],
+                residual_weights=[_residual_weight(task, statistics, expert) for expert in experts],
+            )
+            for place, one in zip(own, solved, strict=True):
+                weight[place] = as_like(one.weight, weight)
+                if one.energies is not None:
+                    energies[place] = one.energies
+                found.append(replace(one, weight=one.weight.new_empty(0)))  # the corrected weight is copied
+    return ExpertFactors(kept, weight, energies, *_worst(found))
+
+
+def _correction(task: ExpertsTask, statistics: ExpertStatistics, expert: int) -> Correction:
+    """Return how an expert is corrected: not if it saw fewer tokens than it has neurons."""
+    if int(statistics.num_rows[expert]) < task.dense_units:
+        return "none"
+    if not task.method.solves:
+        return task.method.correction
+    two_streams = task.loses_experts or task.method.correction == "two-stream"  # or of the layer's own residual
+    has_target = statistics.residuals is not None and int(statistics.num_targets[expert]) > 0
+    return "two-stream" if two_streams and has_target else "same-layer"
+
+
+def _residual_weight(task: ExpertsTask, statistics: ExpertStatistics, expert: int) -> float:
+    return 1.0 if task.loses_experts else task.residual_weight(task.dense_units, int(statistics.num_targets[expert]))
 
 
 def _warn_of_rare(task: ExpertsTask, statistics: ExpertStatistics) -> None:

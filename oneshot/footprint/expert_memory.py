@@ -3,13 +3,14 @@
 import math
 from dataclasses import replace
 
+from oneshot.compression.expert_correction import solved_together
 from oneshot.compression.expert_removal import TOKENS_TOGETHER
-from oneshot.compression.experts import ESTIMATED_TOGETHER
 from oneshot.footprint import terms
 from oneshot.footprint.terms import DOUBLE, FLOAT, Term
 from oneshot.footprint.work import Work
 from oneshot.stream import EXPERTS_TOGETHER
 
+COPIES_OF_DOWNS, COPIES_OF_GRAMS = 6, 4  # while experts are corrected together
 COPIES_BEHIND_NORMS = 4  # of the effects of experts, which pass two norms
 LOST = 3  # residuals of a batch: of the layer, towards the dense stream, and their sum
 
@@ -89,7 +90,7 @@ def solved(work: Work, kept: int) -> Term:
 
 
 def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
-    """Return the larger of what neurons are chosen in and what one expert is corrected in, and all new downs."""
+    """Return the larger of what neurons are chosen in and what experts are corrected in, and all new downs."""
     grams, _ = _numbers(work, size, residual=residual)
     by_text = work.schedule.streams > 0
     choice = (FLOAT + DOUBLE) * grams * by_text + terms.choice(work, size, kept, work.method.ffn).bytes
@@ -100,8 +101,14 @@ def solve(work: Work, size: int, kept: int, *, residual: bool) -> Term:
         terms.correction(work, shared, kept_shared, residual=residual).bytes,
     )
     seen = _seen_downs(work, size)
-    estimated = 2 * ESTIMATED_TOGETHER * DOUBLE * kept**2
-    return Term(max(choice + seen, max(corrected) + estimated) + downs(work, kept).bytes, computed=True)
+    return Term(max(choice + seen, *corrected, _together(work, size)) + downs(work, kept).bytes, computed=True)
+
+
+def _together(work: Work, size: int) -> int:
+    """Return the bytes in which several experts are corrected at once: copies of their downs, and of their Grams."""
+    hidden = work.shape.hidden_size
+    together = solved_together(size, hidden, work.device)
+    return (together > 1) * together * DOUBLE * size * (COPIES_OF_DOWNS * hidden + COPIES_OF_GRAMS * size)
 
 
 def curves(work: Work, size: int) -> Term:

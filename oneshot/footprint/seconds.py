@@ -7,8 +7,8 @@ device were measured on an H100 (rows of `benchmarks/results/gpu.jsonl`).
 import math
 from collections import defaultdict
 
+from oneshot.compression.expert_correction import solved_together
 from oneshot.compression.expert_removal import TOKENS_TOGETHER
-from oneshot.compression.experts import ESTIMATED_TOGETHER
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
 from oneshot.footprint.expert_memory import as_profiled, num_groups, profiles
@@ -37,8 +37,8 @@ COPIES_OF_ROWS = 12  # that the stock experts make of what they read and write, 
 STACKED_BYTES_PER_SECOND = 3.3e9  # of a layer whose experts are read one by one and put into one tensor
 
 LAUNCH_SECONDS = 1.07e-5  # of an operation that the host launches on a device
-# operations: to solve an expert, as counted on the pretended device; to sum rows of several of a batch, and effects
-EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 140, 17, 7
+# operations: to choose and solve an expert, as counted on the pretended device; to sum rows of several, and effects
+EXPERT_LAUNCHES, ARRIVAL_LAUNCHES, EFFECT_LAUNCHES = 95, 17, 7
 
 Seconds = dict[str, float]  # by phase
 
@@ -240,7 +240,8 @@ def _launches(work: Work, tokens: float, passes: int, *, effects: bool) -> float
 
 def _together(work: Work) -> int:
     """Return how many condition numbers are estimated in the time of one."""
-    return 1 if work.shape.experts is None else ESTIMATED_TOGETHER
+    shape = work.shape
+    return 1 if shape.experts is None else solved_together(shape.intermediate_size, shape.hidden_size, work.device)
 
 
 def _condition(size: float) -> float:

@@ -32,21 +32,18 @@ class Interpolation:
         return float(self.coefficients.abs().max()) if self.coefficients.numel() else 0.0
 
 
-def interpolate(
-    gram: torch.Tensor, skeleton: torch.Tensor, damping: float, of: str = "kept columns", *, estimates: bool = True
-) -> Interpolation:
+def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float, of: str = "kept columns") -> Interpolation:
     """Solve `min_T ‖A[:, rest] − A[:, skeleton] T‖² + λ‖T‖²` from `gram = AᵀA (n, n)`.
 
     STAT equation 2 with a ridge `λ = damping · mean(diag gram[skeleton, skeleton])`. With damping 0 and the
     skeleton from column-pivoted QR, `T = R11⁻¹ R12`. The ridge leaves `P[:, skeleton] = I` exact, so it shrinks
-    towards "no correction", not towards zero output. `of`: what the skeleton is, in words. `estimates`: as in
-    `RidgeFactor`.
+    towards "no correction", not towards zero output. `of`: what the skeleton is, in words.
     """
     in_skeleton = torch.zeros(len(gram), dtype=torch.uint8, device=gram.device).index_fill_(0, skeleton, 1)
     # sorted, because a device would be waited for to count them
     rest = in_skeleton.argsort(stable=True)[: len(gram) - len(skeleton)]
     rows = skeleton.unsqueeze(1)  # entries are gathered at once, so that no copy of whole rows is made
-    factor = RidgeFactor(gram[rows, skeleton], damping, of, estimates=estimates)
+    factor = RidgeFactor(gram[rows, skeleton], damping, of)
     return Interpolation(skeleton, rest, factor.solve(gram[rows, rest]), factor)
 
 

@@ -10,7 +10,7 @@ Every such Gram is a `GramNote` on this module's logger. A run collects the note
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,14 +119,13 @@ class RidgeFactor:
     Args:
         gram: `(k, k)` symmetric positive semi-definite, any float dtype.
         damping: the ridge in units of the mean diagonal, ≥ 0. of: what the Gram is of, in words.
-        estimates: whether the condition number is estimated at once; else `estimate_conditions` has to do it.
 
     Cost: k³/3 multiply-adds (Cholesky); about 30 times that for the pseudo-inverse. Deterministic.
     """
 
-    condition_number: float | None = None
+    condition_number: float
 
-    def __init__(self, gram: torch.Tensor, damping: float, of: str = "columns", *, estimates: bool = True) -> None:
+    def __init__(self, gram: torch.Tensor, damping: float, of: str = "columns") -> None:
         mean = gram.diagonal().double().mean().clamp_min(0)
         found = ridged_cholesky(gram, damping, of=of)
         self.eigenvalue_fallback = found is None
@@ -135,41 +134,50 @@ class RidgeFactor:
         if found is None:
             self._inverse, self.condition_number = _pseudo_inverse(gram, of)
             return
-        self._cholesky, self._of = found[0], of
-        if estimates:
-            estimate_conditions([self])
+        self._cholesky = found[0]
+        [self.condition_number] = condition_numbers(self._cholesky.unsqueeze(0), of)
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
         """Return `K⁻¹ right` in float64, `right (k, p)`."""
         if self.eigenvalue_fallback:
             return self._inverse @ right.double()
-        return _solve(self._cholesky, right.double())
+        return solve_with(self._cholesky, right.double())
 
 
-def estimate_conditions(factors: Sequence[RidgeFactor]) -> None:
-    """Estimate the condition numbers of factors of one size together, where they are not known yet.
+def cholesky_together(grams: torch.Tensor, dampings: torch.Tensor) -> torch.Tensor | None:
+    """Return the lower factors of several ridged Grams `(b, n, n)`, float64; None if one needs a larger ridge.
+
+    Otherwise as `ridged_cholesky`; `dampings (b,)`. A device takes as long as for one, and is waited for once.
+    """
+    squares = grams.to(torch.float64, copy=True)
+    ridges = dampings * squares.diagonal(dim1=1, dim2=2).mean(1)
+    squares.diagonal(dim1=1, dim2=2).add_(ridges.unsqueeze(1))
+    factors, failed_at = torch.linalg.cholesky_ex(squares)
+    smallest = factors.diagonal(dim1=1, dim2=2).amin(1)
+    trusted = (failed_at == 0) & (smallest > 0) & (smallest.square() >= TRUSTED * ridges)
+    return factors if bool(trusted.all()) else None
+
+
+def condition_numbers(factors: torch.Tensor, of: str) -> list[float]:
+    """Estimate the condition numbers of several Grams from their lower factors `(b, k, k)`.
 
     `λ_max / λ_min` come from Lanczos steps with `K` and with `K⁻¹`: a lower bound, good to a few per cent, in four
-    digits. A device takes as many kernels for several as for one, and one wait. Memory: a copy of the factors, if there
-    are several.
+    digits. A device takes as many kernels for several as for one, and one wait. `of`: what the Grams are of, in words.
     """
-    unknown = [one for one in factors if one.condition_number is None]
-    if not unknown:
-        return
-    together = [one._cholesky for one in unknown]
-    factor = together[0].unsqueeze(0) if len(together) == 1 else torch.stack(together)
-    start = torch.linspace(1, 2, factor.shape[-1], dtype=factor.dtype, device=factor.device).unsqueeze(1)
-    start = start.expand(len(factor), -1, -1)
-    largest = _tridiagonal(lambda vectors: factor @ (factor.mT @ vectors), start)
-    smallest_inverse = _tridiagonal(lambda vectors: _solve(factor, vectors), start)
+    start = torch.linspace(1, 2, factors.shape[-1], dtype=factors.dtype, device=factors.device).unsqueeze(1)
+    start = start.expand(len(factors), -1, -1)
+    largest = _tridiagonal(lambda vectors: factors @ (factors.mT @ vectors), start)
+    smallest_inverse = _tridiagonal(lambda vectors: solve_with(factors, vectors), start)
     values = torch.linalg.eigvalsh(torch.stack((largest, smallest_inverse)).cpu())[..., -1]
-    for one, condition in zip(unknown, values.prod(0).tolist(), strict=True):
-        one.condition_number = max(1.0, float(f"{condition:.4g}"))  # further digits depend on how many are together
-        if one.condition_number > SINGULAR:
-            note(GramNote(one._of, "singular", one.condition_number))
+    # further digits depend on how many are together
+    found = [max(1.0, float(f"{condition:.4g}")) for condition in values.prod(0).tolist()]
+    for condition in found:
+        if condition > SINGULAR:
+            note(GramNote(of, "singular", condition))
+    return found
 
 
-def _solve(factor: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def solve_with(factor: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return `(L Lᵀ)⁻¹ right` of lower factors `L (…, k, k)`, `right (…, k, p)`."""
     half = torch.linalg.solve_triangular(factor, right, upper=False)
     return torch.linalg.solve_triangular(factor.mT, half, upper=True)

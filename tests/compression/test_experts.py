@@ -169,6 +169,36 @@ def test_downs_are_least_squares_over_the_tokens_of_their_expert(correction: str
         assert factors.predicted_error == pytest.approx((errors / energies) ** 0.5, rel=1e-3)
 
 
+@pytest.mark.parametrize("correction", ["same-layer", "two-stream"])
+@pytest.mark.parametrize("trouble", ["", "a singular Gram", "a rare expert", "no target"])
+@torch.inference_mode()
+def test_experts_solved_together_are_those_solved_alone(
+    trouble: str, correction: str, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, tensors = task_of(model, tmp_path, correction=correction, expert_damping=0.0), model.read_layer(0)
+    statistics = summed(routed(model, tmp_path, 60))
+    if trouble == "a singular Gram":
+        statistics.grams[1] = torch.outer(statistics.grams[1, 0], statistics.grams[1, 0])
+    elif trouble == "a rare expert":
+        statistics.num_rows[1] = WIDTH - 1
+    elif trouble == "no target":
+        statistics.num_targets[1] = 0
+        for sums in (statistics.residuals, statistics.residual_energies):
+            assert sums is not None
+            sums[1] = 0
+    found = []
+    for together in (1, 3):
+        monkeypatch.setattr("oneshot.compression.experts.solved_together", lambda *_, together=together: together)
+        found.append(solved(task, tensors, statistics)[1])
+    alone, at_once = found
+    assert torch.equal(alone.kept, at_once.kept)
+    torch.testing.assert_close(at_once.weight, alone.weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(at_once.energies, alone.energies, rtol=1e-6, atol=1e-6)
+    for one in ("condition_number", "max_interpolation", "damping", "eigenvalue_fallback"):
+        assert getattr(at_once, one) == pytest.approx(getattr(alone, one), rel=1e-3), one
+    assert alone.eigenvalue_fallback == (trouble == "a singular Gram")
+
+
 @torch.inference_mode()
 def test_kept_neurons_keep_their_rows(model: Model, tmp_path: Path) -> None:
     task, tensors = task_of(model, tmp_path), model.read_layer(0)
