@@ -6,7 +6,8 @@ from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder
 from oneshot.stream.memory import Memory
 from oneshot.stream.output_head import OutputHead, Prediction
-from oneshot.stream.routing import EXPERTS_TOGETHER, Placement, Routing
+from oneshot.stream.placement import EXPERTS_TOGETHER, Placement
+from oneshot.stream.routing import Routing
 from oneshot.stream.states import States, Step
 from oneshot.stream.store import ActivationStore
 
