@@ -207,6 +207,15 @@ class Checkpoint:
             part = handle.get_slice(stored)
             yield from (part[rows].clone() for rows in panels)
 
+    def map_one(self, name: str) -> torch.Tensor:
+        """Return one tensor in the mapped file, which is not checked; a copy of weights in FP8."""
+        stored = self.stored(name)
+        if not self._has_values or stored in self._scales:
+            return self.read_one(name)
+        with _open_shard(self.folder, self._shard_of[stored]) as handle:
+            mapped: torch.Tensor = handle.get_tensor(stored)
+            return mapped
+
     def read_some(self, name: str, rows: torch.Tensor, columns: slice = slice(None)) -> torch.Tensor:
         """Return a copy of some columns of rows in any order, which are not checked; `rows`: int64, on the host."""
         stored = self.stored(name)

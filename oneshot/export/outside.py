@@ -26,22 +26,34 @@ class OutsideNames:
 
 
 def unchanged_outside(model: Model) -> list[Part]:
-    """Return readers of the tensors outside the layers as they are, one for each of `unchanged_parts`."""
-    return [partial(_unchanged, model, part) for part in unchanged_parts(model)]
+    """Return readers of the tensors outside the layers as they are, one for each of `unchanged_parts`.
+
+    A table of what every layer reads of its tokens is not copied from the mapped file.
+    """
+    readers: list[Part] = [partial(_unchanged, model, part) for part in unchanged_parts(model)]
+    return readers if token_table(model) is None else [*readers, partial(_mapped, model)]
 
 
 def unchanged_parts(model: Model) -> list[list[str]]:
     """Return the names of the tensors outside the layers, in the parts that are held at once.
 
-    The output head is apart from the rest, and so is a table of what every layer reads of its tokens.
+    The output head is apart from the rest. A table of what every layer reads of its tokens (`token_table`) is missing.
     """
     prefixes = tuple(model.family.layer_prefix(layer) for layer in range(model.shape.num_hidden_layers))
-    names, stack = {name for name in model.checkpoint.tensor_names if not name.startswith(prefixes)}, model.family.stack
-    alone = [model.family.head]
-    if stack.token_inputs is not None:
-        alone.append(f"{stack.base}.{stack.token_inputs.table}.weight")
-    parts = [sorted(names - set(alone)), *([name] for name in alone if name in names)]
-    return [part for part in parts if part]
+    names = {name for name in model.checkpoint.tensor_names if not name.startswith(prefixes)} - {token_table(model)}
+    head = {name for name in names if name == model.family.head}
+    return [part for part in (sorted(names - head), sorted(head)) if part]
+
+
+def token_table(model: Model) -> str | None:
+    """Return the name of a table of what every layer reads of its tokens; None without one."""
+    stack = model.family.stack
+    return None if stack.token_inputs is None else f"{stack.base}.{stack.token_inputs.table}.weight"
+
+
+def _mapped(model: Model) -> Tensors:
+    name = str(token_table(model))
+    return as_in_input(model, {name: model.checkpoint.map_one(name)})
 
 
 def _unchanged(model: Model, names: list[str]) -> Tensors:

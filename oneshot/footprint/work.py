@@ -7,7 +7,7 @@ import torch
 
 from oneshot.checkpoint import Checkpoint, Model
 from oneshot.config import Config, SaveDtype, TextOptions
-from oneshot.export.outside import unchanged_parts
+from oneshot.export.outside import token_table, unchanged_parts
 from oneshot.families import ModelShape
 from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity, pinned_bytes
@@ -33,6 +33,7 @@ class Work:
         plan: None for a run that only makes a profile. exact: whether its sizes are final; a profile changes them
             otherwise.
         layer_bytes: bytes of a layer. outside_bytes: bytes of what is outside the layers and held at once.
+        token_table_bytes: bytes of a table of what every layer reads of its tokens; 0 without one.
         pinned_bytes: bytes of a layer in pinned memory.
         same_dtype: whether weights are stored in the compute dtype.
         device_bytes: what a CUDA device has, or may give.
@@ -52,6 +53,7 @@ class Work:
     pinned_bytes: int
     stored_itemsize: int
     same_dtype: bool
+    token_table_bytes: int = 0
     device_bytes: int = 0
     measures_latency: bool = False
 
@@ -157,6 +159,7 @@ def describe_work(
         model_bytes=sum(sizes.values()),
         layer_bytes=max(map(sum, of_layers)),
         outside_bytes=max(sum(sizes[name] for name in part) for part in unchanged_parts(model)),
+        token_table_bytes=sizes.get(str(token_table(model)), 0),
         pinned_bytes=max(sum(map(pinned_bytes, of_layer)) for of_layer in of_layers),
         stored_itemsize=max(ITEMSIZES.get(dtype, 1) for dtype in model.checkpoint.dtypes.values()),
         same_dtype=set(model.checkpoint.dtypes.values()) == {DTYPE_NAMES.get(machine.dtype)},
