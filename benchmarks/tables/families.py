@@ -23,7 +23,6 @@ NAMES = {
     "queries and keys": "smaller queries and keys",
     "self text": "`self` text",
     "profile": "a profile",
-    "curvature": "output curvature",
     "depth": "fewer layers",
     "latency": "a latency budget",
     "sketch": "a sketch",

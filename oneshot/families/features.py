@@ -11,7 +11,6 @@ Feature = Literal[
     "embedding ranks",
     "self text",
     "profile",
-    "curvature",
     "depth",
     "latency",
     "experts",

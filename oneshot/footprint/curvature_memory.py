@@ -7,6 +7,7 @@ from oneshot.profiling.curvature import sequences_together
 
 # Numbers of a token that the graph of a layer and its gradients hold, in units of the sizes of its activations.
 OF_NEURONS, OF_HEADS, OF_HIDDEN = 8, 12, 10
+OF_LENT = 6  # lent keys and values, their gradients in this layer and from later ones, each read and written
 OF_EXPERTS = 1.5  # in units of what a pass without a graph takes
 FLOATS_OF_HIDDEN = 10  # norms and the gradients that are summed
 FLOATS_OF_NORMS_INSIDE = 10
@@ -37,7 +38,7 @@ def _graph(work: Work) -> Term:
     floats = FLOATS_OF_HIDDEN + work.grid.family.stack.norms_inside * FLOATS_OF_NORMS_INSIDE
     floats = floats * shape.hidden_size + 3 * shape.query_key_width
     floats += OF_CARRIED * max((one.width for one in shape.carried), default=0)
-    numbers = OF_HEADS * heads + OF_HIDDEN * shape.hidden_size
+    numbers = OF_HEADS * heads + OF_HIDDEN * shape.hidden_size + OF_LENT * shape.lent
     if shape.experts is None:
         numbers += OF_NEURONS * shape.intermediate_size
     needed: float = tokens * (work.dtype.itemsize * numbers + FLOAT * floats)

@@ -125,11 +125,15 @@ class Work:
 
     @property
     def curvature_store_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of each activation store while output curvature is measured."""
+        """Return the bytes of each activation store while output curvature is measured.
+
+        Beside the states there are lent keys and values, and the gradients at them.
+        """
         length = self.text.sequence_length
         sequences = min(math.ceil(CURVATURE_TOKENS / length), self.text.num_sequences)
-        one = self.shape.hidden_size * self.dtype.itemsize * length * sequences
-        return (one,) * (self.shape.num_hidden_layers + 1)
+        number = self.dtype.itemsize * length * sequences
+        lent = (self.shape.lent * number,) * 2 if self.shape.lent else ()
+        return (self.shape.hidden_size * number,) * (self.shape.num_hidden_layers + 1) + lent
 
     @property
     def kept_widths(self) -> list[int]:

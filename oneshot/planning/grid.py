@@ -74,8 +74,7 @@ class Grid:
     def has_curvature(self) -> bool:
         """Return whether output curvature can be measured and used: in this form of a decoder with its head."""
         predicts = self.family.stack.causal and self.family.decoder is None and self.family.head is not None
-        can = self.family.reason_against("curvature") is None
-        return predicts and can and self.layers_differ and self.remedy is None
+        return predicts and self.layers_differ and self.remedy is None
 
     def reason_against_heads(self) -> str | None:
         """Return a sentence why no head can be removed, with the remedy; None if heads can.
@@ -191,8 +190,6 @@ class Grid:
             raise ConfigError(self._needing("inner_sizes=sensitivity", "leave it out"))
         if method.plans_ranks and not self.has_ranks:
             raise ConfigError(self._needing("ranks=sensitivity", "leave it out"))
-        if method.weighs_output and (reason := self.family.reason_against("curvature")) is not None:
-            raise PlanError(reason)
         if method.weighs_output and not self.has_curvature:
             raise ConfigError(self._needing(f"curvature={method.curvature}", "leave it out"))
         if method.plans_experts and not self.layers_differ:

@@ -20,7 +20,8 @@ from oneshot.families import Description, ModelShape, Stack, part_of_output
 from oneshot.machine import Machine, repeatable_attention
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned, uploaded
-from oneshot.stream import ActivationStore, Layer, LayerBuilder, OutputHead
+from oneshot.profiling.lent_gradients import Beside, LentGradients
+from oneshot.stream import ActivationStore, Layer, LayerBuilder, Memory, OutputHead, memory_of
 from oneshot.text import Batch, Text, placed
 
 CURVATURE_TOKENS = 16_384
@@ -53,11 +54,13 @@ def measure_curvature(
     curvature = Curvature(Path(tempfile.mkdtemp(prefix="curvature-", dir=machine.scratch)))
     with torch.inference_mode(False), torch.no_grad():
         builder = LayerBuilder(model, machine, text.longest)
-        states = _forward(model, machine, builder, own, advance)
+        memory = memory_of(model, machine, own)
+        states = _forward(model, machine, builder, own, memory, advance)
+        lent = LentGradients(memory, machine, own)
         gradients = states.pop()  # what is behind the last layer gives way to its gradients
         _start(builder.output_head(), gradients, own, first, seed)
         numbers = range(model.shape.num_hidden_layers)[::-1]
-        for number, (layer, norms) in zip(numbers, _layers(model, machine, builder, numbers), strict=True):
+        for number, (layer, norms) in zip(numbers, _layers(model, machine, builder, numbers, memory), strict=True):
             stack = model.family.stack_of(number)
             sizes = measured_sizes(model.family, model.shape, stack)
             sums = _Sums(sizes, machine.device)
@@ -65,8 +68,9 @@ def measure_curvature(
                 behind, x = _read(gradients, batch), _read(states[-1], batch)
                 together = sequences_together(len(x), x.shape[1], model.shape.num_attention_heads, x.device)
                 before = []
-                for some, gradient in zip(x.split(together), behind.split(together), strict=True):
-                    own_before, found = _gradients(layer, norms, stack, model.shape, sizes, some, gradient)
+                parts = lent.parts(batch, together, borrows=model.family.borrows(number))
+                for some, gradient, beside in zip(x.split(together), behind.split(together), parts, strict=True):
+                    own_before, found = _gradients(layer, norms, stack, model.shape, sizes, some, gradient, beside)
                     sums.update_(found)
                     before.append(own_before)
                 gradients.write(batch.rows, torch.cat(before))
@@ -74,6 +78,7 @@ def measure_curvature(
             sums.save(curvature, number, machine, text.num_tokens)
             states.pop().close()
         gradients.close()
+        lent.close()
     return curvature
 
 
@@ -96,24 +101,34 @@ def sequences_together(sequences: int, length: int, heads: int, device: torch.de
 
 
 def _forward(
-    model: Model, machine: Machine, builder: LayerBuilder, batches: Sequence[Batch], advance: Callable[[float], None]
+    model: Model,
+    machine: Machine,
+    builder: LayerBuilder,
+    batches: Sequence[Batch],
+    memory: Memory | None,
+    advance: Callable[[float], None],
 ) -> list[ActivationStore]:
-    """Return the states before every layer, and behind the last one."""
+    """Return the states before every layer, and behind the last one.
+
+    The `memory` has the keys and values that layers have lent.
+    """
     num_layers, num_tokens = model.shape.num_hidden_layers, sum(batch.token_ids.numel() for batch in batches)
     states = [ActivationStore(num_tokens, model.shape.hidden_size, machine) for _ in range(num_layers + 1)]
     embedding = model.read_embedding()
     for batch in batches:
         states[0].write(batch.rows, builder.embed(embedding, batch))
     del embedding
-    for number, (layer, _) in enumerate(_layers(model, machine, builder, range(num_layers))):
+    for number, (layer, _) in enumerate(_layers(model, machine, builder, range(num_layers), memory)):
         for batch in batches:
+            if memory is not None:
+                memory.enter(batch)
             states[number + 1].write(batch.rows, layer.run_all(_read(states[number], batch)))
             advance(batch.token_ids.numel())
     return states
 
 
 def _layers(
-    model: Model, machine: Machine, builder: LayerBuilder, numbers: Sequence[int]
+    model: Model, machine: Machine, builder: LayerBuilder, numbers: Sequence[int], memory: Memory | None
 ) -> Iterator[tuple[Layer, Norms]]:
     """Yield layers whose weights may be in a graph, as tensors of inference mode may not; and norms inside them."""
     upload = Uploader(machine.device)
@@ -127,7 +142,7 @@ def _layers(
         mixture = MixtureNorms.of(stack, tensors, device)
         if mixture is not None:
             norms[mixture.index] = mixture
-        layer = builder.layer(number, tensors)
+        layer = builder.layer(number, tensors, memory)
         del tensors
         yield layer, norms
         del layer  # free before the next one is waited for
@@ -160,23 +175,33 @@ def _gradients(
     sizes: Mapping[str, int],
     x: torch.Tensor,
     behind: torch.Tensor,
+    beside: Beside | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the gradient at the layer's input `x (sequences, length, D)`, and those inside it by names of `sizes`.
 
     `behind`: the gradient behind the layer. `norms`: those inside the sublayers. All gradients are `(sequences, length,
-    …)`; those of `query_key` are at queries and keys together.
+    …)`; those of `query_key` are at queries and keys together. `beside`: what the layer reads beside the stream; its
+    sums get the gradients at keys and values that it borrows.
     """
     mixer, ffn = stack.mixer_index, stack.index_of("ffn")
     writers = {ffn: stack.sublayers[ffn].writer}
     writers |= {mixer: stack.attention.out} if "output" in sizes else {}
     readers = [stack.attention.q, stack.attention.k] if "query_key" in sizes else []
     linears = list(dict.fromkeys([*writers.values(), *map(stack.stored_linear, readers)]))
-    beside = [norm.beside for norm in norms if isinstance(norm, MixtureNorms)]
-    with torch.enable_grad(), repeatable_attention(x.device), layer.outputs_of(*linears, *beside) as outputs:
-        x.requires_grad_()
+    others_of = [norm.beside for norm in norms if isinstance(norm, MixtureNorms)]
+    layer = layer if beside is None else layer.reading(beside.memory)
+    leaves = [] if beside is None else beside.leaves
+    with torch.enable_grad(), repeatable_attention(x.device), layer.outputs_of(*linears, *others_of) as outputs:
+        for leaf in (x, *leaves):
+            leaf.requires_grad_()
         moved = layer.run(ffn, layer.run(mixer, x))
-    before, *others = torch.autograd.grad(moved, [x, *(outputs[linear] for linear in linears)], behind)
-    gradients = dict(zip(linears, others, strict=True))
+    lent, behind_lent = ([], []) if beside is None else beside.lent()
+    asked = [x, *(outputs[linear] for linear in linears), *leaves]
+    ahead = [behind, *behind_lent]
+    before, *found_at = torch.autograd.grad([moved, *lent], asked, ahead, allow_unused=bool(leaves))
+    gradients = dict(zip(linears, found_at, strict=False))
+    if beside is not None:
+        beside.add_(found_at[len(linears) :])
 
     def at_writer(index: int) -> torch.Tensor:
         gradient, norm = gradients[writers[index]], norms[index]

@@ -4,7 +4,8 @@ from oneshot.stream.check import check_family
 from oneshot.stream.dense_pass import DensePass
 from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder
-from oneshot.stream.memory import Memory
+from oneshot.stream.lent_keys import LentKeys
+from oneshot.stream.memory import Memory, memory_of
 from oneshot.stream.output_head import OutputHead, Prediction
 from oneshot.stream.placement import EXPERTS_TOGETHER, Placement
 from oneshot.stream.routing import Routing
@@ -17,6 +18,7 @@ __all__ = [
     "DensePass",
     "Layer",
     "LayerBuilder",
+    "LentKeys",
     "Memory",
     "OutputHead",
     "Placement",
@@ -25,4 +27,5 @@ __all__ = [
     "States",
     "Step",
     "check_family",
+    "memory_of",
 ]

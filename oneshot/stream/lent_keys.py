@@ -23,6 +23,11 @@ class LentKeys:
         """Go on to another batch, which has these rows of the stream's tokens."""
         self._rows, self._sequences = rows, sequences
 
+    @property
+    def names(self) -> list[str]:
+        """Return the types of attention that have lent keys and values."""
+        return list(self._stores)
+
     def __setitem__(self, name: str, lent: KeysValues) -> None:
         by_token = torch.cat([one.transpose(1, 2).flatten(2) for one in lent], -1)
         if name not in self._stores:

@@ -208,7 +208,6 @@ def test_other_forms_are_refused_by_one_sentence(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"form": "per-layer", "curvature": "fisher"}, "curvature= is not supported .* keys of other layers; leave it"),
         ({"form": "per-layer", "embedding": "low-rank"}, "layers read the embedding of their tokens again; leave it"),
         ({"budget": "latency"}, "keys of other layers; choose another budget"),
     ],

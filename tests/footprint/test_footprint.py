@@ -152,6 +152,7 @@ def test_no_run_takes_more_than_predicted(
         assert name.startswith("groups") != stage.endswith(" 1 groups of experts")
         print(name, measured / predicted, predicted / 2**20, stage)
         print(name, measured / predicted, predicted / 2**20, stage)
+        print(name, measured / predicted, predicted / 2**20, stage)
         assert 0.6 < measured / predicted <= 1, f"{name}: {measured / predicted:.2f}, {stage}"
 
 

@@ -155,6 +155,7 @@ def test_every_decoder_has_it() -> None:
             for family in (*NORMS_INSIDE, *OTHERS, *HYBRIDS, *MIXTURES, *WITHOUT_RANKS, *FUSED)
         ),
         ("gemma4_text", variants()["gemma4_text-experts"], 2),
+        ("gemma4_text", variants()["gemma4_text-tokens"], 1),
         ("gemma2", CASES["gemma2"].options | {"final_logit_softcapping": 0.7}, 1),  # logits far beyond their bound
     ],
 )
