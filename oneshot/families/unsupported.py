@@ -51,6 +51,8 @@ LAST_DIFFERS: Mapping[Feature, str] = {
 }
 # features that would pass layers which also read their tokens, or keys and values of earlier layers
 TOKEN_INPUTS: Mapping[Feature, str] = {
+    "latency": "--budget latency is not supported for this {}, whose layers also read their tokens and keys of other "
+    "layers; choose another budget.",
     "embedding ranks": "--set embedding=low-rank is not possible for this {}, whose layers read the embedding of their "
     "tokens again; leave it out.",
 }
