@@ -41,6 +41,17 @@ GEMMA_TOKENS: dict[str, Any] = {
     "hidden_size_per_layer_input": 16,
     "attention_k_eq_v": False,
 }
+# with bounds of what linears read, which are infinite
+AUDIO: dict[str, Any] = {
+    "model_type": "gemma4_audio",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [4, 2],
+    "attention_chunk_size": 4,
+    "attention_context_left": 5,
+    "output_proj_dims": 16,
+}
 GEMMA_EXPERTS = {
     "hidden_size_per_layer_input": 0,
     "num_kv_shared_layers": 0,
@@ -52,7 +63,10 @@ GEMMA_EXPERTS = {
 # what is beside the language model's sizes: options of the wrapper, and of the language model
 WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma4": (
-        {"vision_config": VISION | {"model_type": "gemma4_vision", "head_dim": 8, "position_embedding_size": 16}},
+        {
+            "audio_config": AUDIO,
+            "vision_config": VISION | {"model_type": "gemma4_vision", "head_dim": 8, "position_embedding_size": 16},
+        },
         {
             "model_type": "gemma4_text",
             **GEMMA_TOKENS,

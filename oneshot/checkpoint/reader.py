@@ -246,7 +246,12 @@ class Checkpoint:
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is NaN or Inf; the extremes need no temporary of the tensor's size."""
+    """Return whether no value is NaN or Inf; the extremes need no temporary of the tensor's size.
+
+    A tensor without dimensions may be Inf: it is a bound of values (the audio tower of Gemma 4).
+    """
+    if tensor.ndim == 0:
+        return not bool(tensor.isnan())
     return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
 
 

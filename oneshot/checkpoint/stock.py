@@ -98,9 +98,15 @@ def resized_config(family: Description, config: dict[str, Any], shape: ModelShap
     return with_text(family, config, {name: value for name, value in resized.items() if value != complete.get(name)})
 
 
-def attention_of(model_class: Any) -> str:
-    """Return the implementation of attention: scaled dot product attention, or the class's own if it lacks that."""
-    return "sdpa" if model_class._supports_sdpa else "eager"
+def attention_of(model_class: Any) -> str | dict[str, str]:
+    """Return the implementation of attention: scaled dot product attention, or the class's own if it lacks that.
+
+    In a model of images and text it is that of the language model; other towers have their own.
+    """
+    implementation = "sdpa" if model_class._supports_sdpa else "eager"
+    if "text_config" not in model_class.config_class.sub_configs:
+        return implementation
+    return {"": implementation, "text_config": implementation}
 
 
 def tied_names(model: Any) -> set[str]:
