@@ -48,7 +48,7 @@ from tables.pareto import (
     pareto_speed_table,
     pareto_table,
 )
-from tables.prose import faster_7b, half_of_a_mixture, seconds_of_7b, seconds_of_coder
+from tables.prose import faster_7b, half_of_a_mixture, seconds_of_7b, seconds_of_coder, stock_of_others
 from tables.quality import (
     combined_table,
     forms_table,
@@ -175,6 +175,7 @@ VALUES = {
     "seconds_of_coder": seconds_of_coder,
     "faster_7b": faster_7b,
     "half_of_a_mixture": half_of_a_mixture,
+    "stock_of_others": stock_of_others,
 }
 WITHOUT_ROWS = {"families": families_table, "opened": opened_table}
 

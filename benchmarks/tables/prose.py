@@ -22,6 +22,12 @@ def seconds_of_coder() -> str:
     return f"{sum(one['total'] for one in row['seconds']):.0f} seconds"
 
 
+def stock_of_others() -> str:
+    """Return the scores of the coder and of Gemma in the stock form at −20 %."""
+    rows = {row["section"]: row for row in rows_of("quality") if row.get("form") == "stock" and row["asked"] == 0.2}
+    return " and ".join(f"{rows[f'quality, {name}, stock']['score']:.2f}" for name in ("coder", "gemma"))
+
+
 def faster_7b() -> str:
     """Return how much faster a smaller 7B in the per-layer form is in CUDA graphs, as it is opened and expanded."""
     rows = [row for row in rows_of("speed") if row.get("model") == "7B" and row["how"] == "CUDA graph"]
