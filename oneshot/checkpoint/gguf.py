@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,11 @@ class GgufCheckpoint(Checkpoint):
         """Return the dtype of the stored weights; bfloat16 for quantised ones."""
         return FLOAT_KINDS.get(self.kind, "bfloat16")
 
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the named tensors, dequantised to float32. Raises `CheckpointError` for NaN, Inf and unknown types."""
+    def read(self, names: Iterable[str], into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """Return the named tensors, dequantised to float32; `into` as in `Checkpoint.read`.
+
+        Raises `CheckpointError` for NaN, Inf and unknown types.
+        """
         tensors = {}
         for name in names:
             try:
@@ -109,7 +112,8 @@ class GgufCheckpoint(Checkpoint):
             tensor = torch.from_numpy(self._as_transformers(name, values))
             if not all_finite(tensor):
                 raise CheckpointError(f"{name} in {self._path} holds NaN or Inf; give an undamaged file.")
-            tensors[name] = tensor
+            place = None if into is None else into.get(name)
+            tensors[name] = tensor if place is None else place.copy_(tensor)
         return tensors
 
     def read_panels(self, name: str, panels: Iterable[slice]) -> Iterator[torch.Tensor]:

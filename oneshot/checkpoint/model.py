@@ -76,8 +76,13 @@ class Model:
         """Return the tensors of a layer, without its prefix, and the table of positions that its stack shares."""
         with torch.inference_mode():  # the mode belongs to a thread, and a prefetching thread also reads
             stack = self.family.stack_of(layer)
-            tensors = self.checkpoint.read_prefix(stack.layer_prefix(layer))
-            tensors = from_files({name: one for name, one in tensors.items() if "rotary_emb" not in name}, stack)
+            prefix, whole, places = stack.layer_prefix(layer), Tensors(), Tensors()
+            if stack.experts is not None and self.checkpoint.has_values:  # experts are read to where they are stacked
+                described = self.checkpoint.without_values().read_prefix(prefix)
+                whole, places = stack.experts.stacked(described, torch.device("cpu"))
+            read = self.checkpoint.read_prefix(prefix, places)
+            left = {name: one for name, one in read.items() if name not in places and "rotary_emb" not in name}
+            tensors = from_files(left | whole, stack)
             if stack.relative_bias is not None:
                 tensors[stack.relative_bias] = self.read_relative_bias(stack)
             if self.shape.mlp_bias:  # zeros if the checkpoint stores no biases, see `with_ffn_biases`

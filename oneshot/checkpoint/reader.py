@@ -51,7 +51,7 @@ class Checkpoint:
         self.config = read_config(folder)
         check_readable(folder)
         self._shard_of = self._find_shards()
-        self._has_values = True
+        self.has_values = True
         self._stored_names: dict[str, str] = {}  # of tensors that are called otherwise, see `renamed`
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
@@ -141,7 +141,7 @@ class Checkpoint:
     def without_values(self) -> "Checkpoint":
         """Return a view of the same files whose tensors have a dtype and a shape only (torch's meta device)."""
         view = copy.copy(self)
-        view._has_values = False
+        view.has_values = False
         return view
 
     def content_hash(self) -> str:
@@ -156,8 +156,11 @@ class Checkpoint:
                     digest.update(first.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def read(self, names: Iterable[str], into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Return copies of the named tensors; the files are closed again.
+
+        Args:
+            into: tensors that take the values of these names, in place of new ones.
 
         Raises `CheckpointError` for an unknown name and for weights with NaN or Inf.
         """
@@ -172,11 +175,11 @@ class Checkpoint:
                 if shard not in handles:
                     handles[shard] = stack.enter_context(_open_shard(self.folder, shard))
                 tensor = handles[shard].get_tensor(stored)  # mapped, not read
-                if not self._has_values:
+                if not self.has_values:
                     dtype = torch.bfloat16 if stored in self._scales else tensor.dtype
                     tensors[name] = torch.empty_like(tensor, dtype=dtype, device="meta")
                     continue
-                tensor = self._values(stored, tensor)
+                tensor = self._values(stored, tensor, None if into is None else into.get(name))
                 if tensor.is_floating_point() and not all_finite(tensor):
                     raise CheckpointError(
                         f"{name} in {self.folder / shard} holds NaN or Inf; give an undamaged checkpoint."
@@ -184,13 +187,15 @@ class Checkpoint:
                 tensors[name] = tensor
         return tensors
 
-    def _values(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a mapped tensor, in one piece and dequantised."""
-        if stored not in self._scales:
+    def _values(self, stored: str, tensor: torch.Tensor, place: torch.Tensor | None) -> torch.Tensor:
+        """Return a copy of a mapped tensor, dequantised: in a place, or in one piece of its own."""
+        if stored in self._scales:
+            scale = self._scales[stored]
+            with _open_shard(self.folder, self._shard_of[scale]) as handle:
+                tensor = dequantised(tensor, handle.get_tensor(scale), self._block)
+        elif place is None:
             return tensor.clone(memory_format=torch.contiguous_format)
-        scale = self._scales[stored]
-        with _open_shard(self.folder, self._shard_of[scale]) as handle:
-            return dequantised(tensor, handle.get_tensor(scale), self._block)
+        return tensor if place is None else place.copy_(tensor)
 
     def read_rows(self, name: str, rows: slice) -> torch.Tensor:
         """Return a copy of some rows of a tensor, which are not checked."""
@@ -210,7 +215,7 @@ class Checkpoint:
     def map_one(self, name: str) -> torch.Tensor:
         """Return one tensor in the mapped file, which is not checked; a copy of weights in FP8."""
         stored = self.stored(name)
-        if not self._has_values or stored in self._scales:
+        if not self.has_values or stored in self._scales:
             return self.read_one(name)
         with _open_shard(self.folder, self._shard_of[stored]) as handle:
             mapped: torch.Tensor = handle.get_tensor(stored)
@@ -239,10 +244,11 @@ class Checkpoint:
         view.config = self.config | values
         return view
 
-    def read_prefix(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Return all tensors whose names begin with `prefix`, under their names without it."""
+    def read_prefix(self, prefix: str, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """Return all tensors whose names begin with `prefix`, under their names without it; `into` as in `read`."""
         names = [name for name in self.shapes if name.startswith(prefix)]
-        return {name.removeprefix(prefix): tensor for name, tensor in self.read(names).items()}
+        places = {f"{prefix}{name}": place for name, place in (into or {}).items()}
+        return {name.removeprefix(prefix): tensor for name, tensor in self.read(names, places).items()}
 
 
 def all_finite(tensor: torch.Tensor) -> bool:

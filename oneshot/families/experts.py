@@ -172,16 +172,42 @@ class Experts(WithoutLinears):
 
         Raises `CheckpointError` if experts of a layer have different dtypes.
         """
-        named = self._renamed(tensors, {stored: name for name, stored in self.stored_names.items()})
+        whole, places = self.stacked(tensors)
+        for name, place in places.items():
+            place.copy_(tensors[name])
+        return self._in_class({name: one for name, one in tensors.items() if name not in places}) | whole
+
+    def stacked(
+        self, tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
+    ) -> tuple[Tensors, Tensors]:
+        """Return parameters for the experts that files have one by one, without values yet, and where each goes.
+
+        Args:
+            tensors: of a layer, as files have them; only their shapes and dtypes count. device: of the parameters;
+                None for that of the tensors.
+
+        Returns the parameters by the names of the stock class, and parts of them by the names in files; nothing for a
+        layer without such experts. Raises as `from_files`.
+        """
         if self.stored_linears is None:
-            return named
+            return {}, {}
         gate, up, down = self.stored_linears
-        count = sum(name.startswith(f"{self.experts}.") and name.endswith(f".{down}.weight") for name in named)
-        if not count:  # a layer with one FFN
-            return named
-        named[self.gate_up] = self._stacked(named, count, gate, up)
-        named[self.down] = self._stacked(named, count, down)
-        return named
+        stored = dict(zip(self._in_class(tensors), tensors, strict=True))  # by the name after it is read
+        count = sum(name.startswith(f"{self.experts}.") and name.endswith(f".{down}.weight") for name in stored)
+        whole, places = Tensors(), Tensors()
+        for parameter, linears in ((self.gate_up, (gate, up)), (self.down, (down,))) if count else ():
+            names = [[stored[self._stored(number, linear)] for linear in linears] for number in range(count)]
+            first = [tensors[name] for name in names[0]]
+            rows = [len(one) for one in first]
+            whole[parameter] = first[0].new_empty(count, sum(rows), first[0].shape[1], device=device)
+            for parts, own in zip(names, whole[parameter], strict=True):
+                if any(tensors[name].dtype != own.dtype for name in parts):
+                    raise CheckpointError(
+                        f"The experts of a layer are stored in different dtypes ({parts[0]}); save the checkpoint in "
+                        "one dtype first."
+                    )
+                places |= zip(parts, own.split(rows), strict=True)
+        return whole, places
 
     def to_files(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """Return the inverse of `from_files`; what is stored by itself is a view."""
@@ -206,21 +232,8 @@ class Experts(WithoutLinears):
     def _stored(self, number: int, linear: str) -> str:
         return f"{self.experts}.{number}.{linear}.weight"
 
-    def _stacked(self, named: Tensors, count: int, *linears: str) -> torch.Tensor:
-        """Return linears of all experts as one tensor `(E, rows, columns)`; they are gone from `named`."""
-        first = [named[self._stored(0, linear)] for linear in linears]
-        rows, columns = sum(len(one) for one in first), first[0].shape[1]
-        stacked = first[0].new_empty(count, rows, columns)
-        for number in range(count):
-            parts = [named.pop(self._stored(number, linear)) for linear in linears]
-            if any(part.dtype != stacked.dtype for part in parts):
-                raise CheckpointError(
-                    f"The experts of a layer are stored in different dtypes ({self._stored(number, linears[0])}); save "
-                    "the checkpoint in one dtype first."
-                )
-            for place, part in zip(stacked[number].split([len(part) for part in parts]), parts, strict=True):
-                place.copy_(part)
-        return stacked
+    def _in_class(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        return self._renamed(tensors, {stored: name for name, stored in self.stored_names.items()})
 
     @staticmethod
     def _renamed(tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> Tensors:

@@ -79,11 +79,10 @@ def layer(work: Work) -> tuple[Term, ...]:
 
     On CUDA they are in pinned memory, and on the device. A finished layer waits in pinned memory for its thread.
     """
-    stacked = () if work.shape.experts is None else (Term(work.layer_bytes),)  # files have experts one by one
-    stacked = (*stacked, *token_inputs(work))
+    beside = token_inputs(work)
     if not work.on_cuda:
-        return (Term(work.layer_bytes), *read(work.layer_bytes), *stacked, _compiled_products(work))
-    return (*stacked, Term(3 * work.pinned_bytes), *read(work.layer_bytes), Term(work.layer_bytes, computed=True))
+        return (Term(work.layer_bytes), *read(work.layer_bytes), *beside, _compiled_products(work))
+    return (*beside, Term(3 * work.pinned_bytes), *read(work.layer_bytes), Term(work.layer_bytes, computed=True))
 
 
 def token_inputs(work: Work) -> tuple[Term, ...]:

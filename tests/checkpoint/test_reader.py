@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint
+from families.cases import CASES
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from oneshot.checkpoint import Checkpoint
+from oneshot.checkpoint import Checkpoint, open_model
 from oneshot.errors import CheckpointError
+from oneshot.families import from_files
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -48,6 +50,25 @@ def test_a_prefix_is_not_confused_with_a_longer_number(tmp_path: Path) -> None:
     save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     assert list(Checkpoint(tmp_path).read_prefix("model.layers.1.")) == ["a"]
+
+
+@torch.inference_mode()
+def test_experts_are_read_to_where_they_are_stacked(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """A layer that is read is what its tensors by themselves become, and no second copy of the experts is made."""
+    model = open_model(str(make_checkpoint(**CASES["mixtral"].options)), tmp_path)
+    stack = model.family.stack_of(1)
+    apart = model.checkpoint.read_prefix(stack.layer_prefix(1))
+    read, expected = model.read_layer(1), from_files(apart, stack)
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in read.items())
+    assert stack.experts is not None
+    whole, places = stack.experts.stacked(apart)
+    found = model.checkpoint.read_prefix(stack.layer_prefix(1), places)
+    assert all(found[name] is place for name, place in places.items())
+    assert whole.keys() == {stack.experts.gate_up, stack.experts.down}
+    name = next(iter(places))
+    with pytest.raises(CheckpointError, match="different dtypes"):
+        stack.experts.stacked(apart | {name: apart[name].half()})
 
 
 def test_an_unknown_name_is_named(make_checkpoint: MakeCheckpoint) -> None:
