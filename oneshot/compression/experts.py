@@ -76,7 +76,8 @@ def measure_experts(
     """Sum the statistics of every expert; also return what the sublayer should add to the judged batch.
 
     If memory does not hold the statistics of all experts, every group of them (`ExpertsTask.groups`) has a pass of its
-    own and is solved after it. The result has the same bytes.
+    own and is solved after it. The result has the same bytes on a CPU; a device, which takes several experts at once,
+    rounds otherwise.
 
     Arguments and None as in `measuring.measure`.
     """

@@ -1,7 +1,7 @@
 """What narrower experts cost in one layer of a mixture: statistics of all its experts, and their one error curve.
 
 The same pass sums what whole experts do (`expert_counts`). If memory does not hold the statistics of all experts, every
-group of them (`ExpertsTask.groups`) has passes of its own. The result has the same bytes.
+group of them (`ExpertsTask.groups`) has passes of its own. On a CPU the result has the same bytes.
 
 All experts of a layer keep equally many neurons, each its own, as a run chooses and corrects them. Errors of different
 experts are taken as orthogonal, so the layer's error is the sum of theirs. A shared expert that shrinks with them is
