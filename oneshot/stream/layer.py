@@ -1,5 +1,6 @@
 """One layer with its weights, callable by its sublayers."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -235,13 +236,19 @@ class Layer:
 
         handle = self._part(sublayer.norm.name).register_forward_pre_hook(stop)
         try:
-            lent = {} if self._memory is None or self._memory.lent is None else {SHARED: self._memory.lent}
-            self._module(x, **_shortened(self._arguments, x.shape[1]), **lent)
+            self._module(x, **_shortened(self._arguments, x.shape[1]), **self._lent())
         except _Reached as reached:
             return reached.states
         finally:
             handle.remove()
         raise AssertionError("the stock layer calls the norm")
+
+    def _lent(self) -> dict[str, Any]:
+        """Return where the stock layer writes and reads keys and values that layers share, if its class has that."""
+        if SHARED not in inspect.signature(self._module.forward).parameters:
+            return {}
+        known = None if self._memory is None else self._memory.lent
+        return {SHARED: {} if known is None else known}  # some releases always write there
 
     def _arguments_of(self, mixer: Attention) -> dict[str, Any]:
         return self._arguments | ({"key_value_states": self._memory_states()} if mixer.memory else {})

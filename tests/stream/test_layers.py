@@ -98,7 +98,8 @@ def left_of_gemma4(stock: Any, number: int, total: torch.Tensor) -> torch.Tensor
     """Return what the stream is after a layer that multiplies it with a number, from the sum of its last sublayer."""
     layer, base = stock.model.layers[number], stock.model
     if layer.hidden_size_per_layer_input:
-        read = base.project_per_layer_inputs(base.embed_tokens(TOKEN_IDS), base.get_per_layer_inputs(TOKEN_IDS))
+        embedded = base.embed_tokens(TOKEN_IDS)
+        read = base.project_per_layer_inputs(embedded, base.get_per_layer_inputs(TOKEN_IDS, embedded))
         gated = layer.act_fn(layer.per_layer_input_gate(total)) * read[:, :, number]
         total = total + layer.post_per_layer_input_norm(layer.per_layer_projection(gated))
     left: torch.Tensor = total * layer.layer_scalar
