@@ -13,12 +13,11 @@ def profile_stages(work: Work) -> list[Stage]:
     """Return the stages of the profile's dense pass; each layer adds probes."""
     shape, itemsize, length = work.shape, work.dtype.itemsize, work.text.sequence_length
     heads = shape.num_attention_heads * shape.head_dim
-    states = PROBE_SEQUENCES * length * (shape.hidden_size + shape.lent) * itemsize
-    probes = Term(
-        (probes_per_layer(work.schedule.profiled_kinds) * shape.num_hidden_layers + 2) * states,
-        computed=True,
-        knobs=LENGTH,
-    )
+    count = probes_per_layer(work.schedule.profiled_kinds) * shape.num_hidden_layers
+    number = PROBE_SEQUENCES * length * itemsize
+    # the dense states, and those of the probe that moves; keys and values that later layers read are not stored
+    probes = Term((2 * shape.hidden_size + (count + 2) * shape.lent) * number, computed=True, knobs=LENGTH)
+    stores = (*work.store_bytes, count * shape.hidden_size * number)
     ffn = _neurons(work) if shape.experts is None else _experts(expert_memory.as_profiled(work))
     grams = (*ffn.held, terms.gram(work, heads + shape.output_bias, residual=False))
     counted = (*ffn.summed, *terms.sums(work, heads + shape.output_bias, residual=False)[:1])
@@ -33,13 +32,14 @@ def profile_stages(work: Work) -> list[Stage]:
     logits = (Term(work.outside_bytes), terms.output_head(work), *terms.predictions(work), probes)
     if work.grid.family.head is None:  # last states are compared, without a head
         logits = (Term(3 * FLOAT * length * shape.hidden_size, computed=True, knobs=LENGTH), probes)
-    return [
+    listed = [
         *(_profiled_embedding(work, probes) if work.schedule.profiles_embedding else []),
         Stage("the profile's statistics", (*layer, *counted, batch)),
         Stage("the profile's error curves", (*layer, *grams, curves, terms.layer_copy(work), ffn.beside_curves)),
         *(Stage(name, (*layer, *grams, terms.layer_copy(work), reduced)) for name, reduced in ffn.probes.items()),
         Stage("the profile's output divergences", logits),
     ]
+    return [replace(stage, own_stores=stores) for stage in listed]
 
 
 @dataclass(frozen=True)

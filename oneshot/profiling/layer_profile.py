@@ -216,7 +216,7 @@ class LayerProfile:
         task = replace(task, plan=task.plan.with_sizes(num_experts=kept))
         reduced = self._with(keep_experts(task, self._tensors, sums))
         total = reduced.sum(index, attended)
-        self._probes.add(Probe("experts", self._layer, reduced.leave(index, total), float(errors[kept])))
+        self._probes.add(Probe("experts", self._layer, float(errors[kept])), reduced.leave(index, total))
 
     def _add_ffn(self, tensors: Tensors, error: float, attended: torch.Tensor, metric: torch.Tensor | None) -> None:
         """Add the probe of the layer whose FFN or experts have these tensors; the rest as in `ffn`."""
@@ -225,12 +225,12 @@ class LayerProfile:
         energy = 0.0
         if self._measures.ranks:  # which are priced by it
             energy = float(self._output(index, attended, metric).cost_of(reduced))
-        self._probes.add(Probe("ffn", self._layer, reduced.leave(index, total), error, energy))
+        self._probes.add(Probe("ffn", self._layer, error, energy), reduced.leave(index, total))
 
     def _add(self, kind: str, tensors: Tensors, error: float) -> None:
         """Add the probe of the layer with these tensors."""
         reduced = self._with(tensors)
-        self._probes.add(Probe(kind, self._layer, reduced.run_all(self._probes.dense), error))
+        self._probes.add(Probe(kind, self._layer, error), reduced.run_all(self._probes.dense))
 
     def _with(self, tensors: Tensors) -> Layer:
         """Return the layer with these tensors, which the probes pass."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from oneshot.stream import Layer, Memory
+from oneshot.machine import Machine
+from oneshot.stream import ActivationStore, Layer, Memory
 
 PROBE_SEQUENCES = 2
 PROBED_KINDS = ("ffn", "heads", "layer", "sublayer", "inner", "rank", "experts")
@@ -18,16 +19,14 @@ MIN_PROBE_ERROR = 1e-4  # relative and squared: below this the divergence is rou
 
 @dataclass(frozen=True)
 class Probe:
-    """Hidden states `(sequences, length, D)` of the probe sequences in a model with one part reduced or left out.
+    """State what is reduced or left out in a model that the probe sequences pass.
 
-    `memory`: what layers read beside these states; None if they read nothing.
     `error` is the relative squared error of the reduced sublayer's own output. `energy`: its mean squared error on the
-    probe sequences; only of FFNs.
+    probe sequences; only of FFNs. `memory`: what layers read beside the hidden states; None if they read nothing.
     """
 
     kind: str
     layer: int
-    states: torch.Tensor
     error: float = 1.0
     energy: float = 0.0
     memory: Memory | None = None
@@ -36,27 +35,52 @@ class Probe:
 class Probes:
     """The probe sequences in the dense model, whose hidden states are `dense`, and the probes of reduced sublayers.
 
-    All move side by side, so every layer is read once. `memory`: what layers read beside `dense`; None if they read
-    nothing.
+    All move side by side, so every layer is read once. Their states `(sequences, length, D)` are stored as those of the
+    text are.
+
+    Args:
+        machine: where they are stored. most: how many probes there may be. memory: what layers read beside `dense`;
+            None if they read nothing.
     """
 
-    def __init__(self, dense: torch.Tensor, memory: Memory | None = None) -> None:
+    def __init__(self, dense: torch.Tensor, machine: Machine, most: int, memory: Memory | None = None) -> None:
         self.dense, self.memory = dense, memory
         self._reduced: list[Probe] = []
+        self._store = ActivationStore(most * self.num_tokens, dense.shape[-1], machine)
 
     @property
     def num_tokens(self) -> int:
         """Return the tokens that divergences are means over."""
         return self.dense.shape[0] * self.dense.shape[1]
 
-    def add(self, probe: Probe) -> None:
-        """Add the probe of a layer that the others have passed; keys and values that it lends are the dense ones."""
+    def add(self, probe: Probe, states: torch.Tensor) -> None:
+        """Add the probe of a layer that the others have passed, and its states behind the layer.
+
+        Keys and values that the layer lends are the dense ones.
+        """
+        self._store.write(self._rows(len(self._reduced)), states)
         self._reduced.append(probe if self.memory is None else replace(probe, memory=self.memory.copied()))
+
+    def states(self, index: int, sequence: int | None = None) -> torch.Tensor:
+        """Return the states of a probe `(sequences, length, D)`, or of one of its sequences `(length, D)`."""
+        rows = self._store.read(self._rows(index, sequence))
+        return rows.view_as(self.dense if sequence is None else self.dense[sequence])
+
+    def _rows(self, index: int, sequence: int | None = None) -> slice:
+        first, count = index * self.num_tokens, self.num_tokens
+        if sequence is not None:
+            count = self.dense.shape[1]
+            first += sequence * count
+        return slice(first, first + count)
+
+    def close(self) -> None:
+        """Release the memory or the file."""
+        self._store.close()
 
     def move(self, layer: Layer) -> None:
         """Move the probes of earlier layers through a dense layer; `dense` stays before it."""
-        for probe in self._reduced:
-            probe.states.copy_(layer.reading(probe.memory).run_all(probe.states))
+        for index, probe in enumerate(self._reduced):
+            self._store.write(self._rows(index), layer.reading(probe.memory).run_all(self.states(index)))
 
     def sensitivities(self, output: Any, num_layers: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Return what errors cost in nats per token, float64 `(layers,)`; zeros where nothing was probed.
@@ -79,8 +103,8 @@ class Probes:
         totals = torch.zeros(len(self._reduced), dtype=torch.float64, device=self.dense.device)
         for sequence, dense_state in enumerate(self.dense):
             dense = output.prediction(dense_state)
-            for index, probe in enumerate(self._reduced):
-                totals[index] += output.divergence(dense, probe.states[sequence]).double().mean()
+            for index in range(len(self._reduced)):
+                totals[index] += output.divergence(dense, self.states(index, sequence)).double().mean()
         return [max(0.0, total / len(self.dense)) for total in totals.tolist()]
 
 

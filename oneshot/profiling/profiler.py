@@ -24,7 +24,7 @@ from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
 from oneshot.profiling.layer_curves import LayerCurves
 from oneshot.profiling.layer_profile import LayerProfile, Measures
 from oneshot.profiling.layer_statistics import LayerStatistics, LayerSums
-from oneshot.profiling.probes import PROBE_SEQUENCES, PROBED_KINDS, Probe, Probes
+from oneshot.profiling.probes import PROBE_SEQUENCES, PROBED_KINDS, Probe, Probes, probes_per_layer
 from oneshot.stream import Layer, States
 from oneshot.tensors import Tensors
 from oneshot.text import Text
@@ -65,7 +65,8 @@ class LayerProfiler:
         [batch] = probed_text.batches(probed_text.num_sequences)
         self.states = States(model, machine, self.text, further=[batch], advance=advance)
         embedded = self.states.builder.embed(model.read_embedding(), batch)
-        self._probes = Probes(embedded, self.states.memory_of_one(batch))
+        most = probes_per_layer(probed) * model.shape.num_hidden_layers
+        self._probes = Probes(embedded, machine, most, self.states.memory_of_one(batch))
         self._curves: list[LayerCurves] = []
         self._influence: list[float] = []
 
@@ -97,9 +98,9 @@ class LayerProfiler:
         self._influence.append(statistics.influence)
         if workers.owns(stack.position(layer, mixer)):
             if "layer" in probed:
-                self._probes.add(Probe("layer", layer, before.clone()))
+                self._probes.add(Probe("layer", layer), before)
             if "sublayer" in probed:
-                self._probes.add(Probe("no heads", layer, dense.run(ffn, before)))
+                self._probes.add(Probe("no heads", layer), dense.run(ffn, before))
             if statistics.heads is not None and "heads" in probed:
                 profile.heads(statistics.heads)
             if statistics.heads is not None and "inner" in probed:
@@ -112,7 +113,7 @@ class LayerProfiler:
         if workers.owns(stack.position(layer, ffn)):
             release_heap()
             if "sublayer" in probed:
-                self._probes.add(Probe("no ffn", layer, attended.clone()))
+                self._probes.add(Probe("no ffn", layer), attended)
             linears, metric = statistics.linears.pop(ffn, {}), None if curvature is None else curvature.ffn
             profile.ranks(ffn, linears, attended, metric)
             if statistics.effects is not None:
@@ -129,6 +130,7 @@ class LayerProfiler:
         """Return the profile; the probes pass the final norm and the output head."""
         by_kind, of_stream = self._probes.sensitivities(self.states.builder.output(), len(self._curves))
         self.states.close()
+        self._probes.close()
         names = [field.name for field in fields(LayerCurves)]
         curves = {name: torch.stack([getattr(layer, name) for layer in self._curves]) for name in names}
         measured = (*curves.values(), of_stream, *by_kind.values())

@@ -410,7 +410,7 @@ def test_probes_have_the_states_of_the_stock_model_with_one_ffn_reduced(
         profiler.profile_layer(number, model.read_layer(number))
     probes = profiler._probes._reduced
     assert [probe.layer for probe in probes] == list(range(5))
-    for probe in probes:
+    for index, probe in enumerate(probes):
         stock, hidden = build_model(**options), list[torch.Tensor]()
         stock.model.norm.register_forward_pre_hook(lambda _, inputs, hidden=hidden: hidden.append(inputs[0].clone()))
         stock(ids[-2:])
@@ -419,7 +419,7 @@ def test_probes_have_the_states_of_the_stock_model_with_one_ffn_reduced(
             linear.weight = torch.nn.Parameter(reduced[probe.layer][f"mlp.{name}.weight"], requires_grad=False)
         stock(ids[-2:])
         dense, expected = hidden
-        torch.testing.assert_close(probe.states, expected, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(profiler._probes.states(index), expected, rtol=1e-4, atol=1e-3)
         assert not torch.allclose(dense, expected, atol=1e-1)
         assert probe.energy > 0
     torch.testing.assert_close(profiler._probes.dense, dense, rtol=1e-4, atol=1e-3)
