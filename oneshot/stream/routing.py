@@ -143,10 +143,18 @@ def written_part(output: Any) -> torch.Tensor:
     return written
 
 
+def _logits(output: Any, num_experts: int) -> torch.Tensor:
+    """Return the numbers `(tokens, E)` of a router's output: releases of transformers return them at other places."""
+    parts = output if isinstance(output, tuple) else (output,)
+    found = (part for part in parts if part.is_floating_point() and part.shape[-1:] == (num_experts,))
+    logits: torch.Tensor = next(found, parts[0])
+    return logits
+
+
 def route(
     block: Callable[[torch.Tensor], torch.Tensor],
     router: nn.Module,
-    experts: nn.Module,
+    experts: Any,
     x: torch.Tensor,
     *,
     alternating: bool = False,
@@ -154,7 +162,7 @@ def route(
     """Let stock modules route a batch `(…, D)`: the experts are told which tokens they get, and with which weights.
 
     Args:
-        block: what the whole mixture writes. router: the module whose output, or its first part, are logits.
+        block: what the whole mixture writes. router: the module whose output, or a part of it, are logits.
     """
     logits: list[torch.Tensor] = []
     told: list[tuple[torch.Tensor, ...]] = []
@@ -164,7 +172,7 @@ def route(
 
     handles = [
         experts.register_forward_hook(listen, with_kwargs=True),
-        router.register_forward_hook(lambda _, __, output: logits.append(written_part(output))),
+        router.register_forward_hook(lambda _, __, output: logits.append(_logits(output, len(experts.down_proj)))),
     ]
     try:
         written = block(x)
