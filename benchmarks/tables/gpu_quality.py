@@ -90,7 +90,7 @@ def models_table(*, per_layer_only: bool = False) -> str:
 def _form(row: Row) -> str:
     """Return the form of a row, or the recipe if it is not ours; families gained output curvature one by one."""
     if row["recipe"] != "oneshot":
-        return RECIPES[row["recipe"]]
+        return "FLAP's choice, uncorrected" if row["settings"] else RECIPES[row["recipe"]]
     return row["form"] if row["form"] == "stock" or row["settings"] else f"{row['form']} without output curvature"
 
 
