@@ -514,10 +514,10 @@ def test_no_more_than_a_layer_is_read_at_a_time(
     requests: list[set[str]] = []
     original = Checkpoint.read
 
-    def watched(self: Checkpoint, names: Any) -> dict[str, torch.Tensor]:
+    def watched(self: Checkpoint, names: Any, *into: Any) -> dict[str, torch.Tensor]:
         names = list(names)
         requests.append({".".join(name.split(".")[:3]) if ".layers." in name else name for name in names})
-        return original(self, names)
+        return original(self, names, *into)
 
     monkeypatch.setattr(Checkpoint, "read", watched)
     compress(make_config(make_checkpoint(layers=3), recipe="stat"))
