@@ -42,16 +42,12 @@ def other_model(job: Job, name: str, texts: str, seed: str = "0") -> None:
     Args:
         texts: names of `--calibration`, joined by `+`; `general.jsonl` is the bundle's.
     """
-    model = real_model(job.bundle, job.scratch, name)
-    if model is None:
-        job.emit("quality", recipe="none", skipped=f"{name} has not arrived")
-        return
-    _quality(job, model, _texts(job, texts), True, {"seed": int(seed)}, with_code=True)
+    _other(job, name, texts, {"seed": int(seed)})
 
 
 def stock_form(job: Job, name: str) -> None:
     """Judge what another real model loses with general text in the stock form."""
-    _whole_embedding(job, name, {"form": "stock"})
+    _other(job, name, "general.jsonl", {"form": "stock"}, most=LARGEST.get(name, 1))
 
 
 def flap(job: Job, name: str) -> None:
@@ -59,16 +55,17 @@ def flap(job: Job, name: str) -> None:
 
     Its biases of FFNs are left out, because the configs of these models have none.
     """
-    _whole_embedding(job, name, {"recipe": "flap", "form": "per-layer", "correction": "none"})
+    settings = {"recipe": "flap", "form": "per-layer", "correction": "none"}
+    _other(job, name, "general.jsonl", settings, most=LARGEST.get(name, 1))
 
 
-def _whole_embedding(job: Job, name: str, settings: dict[str, Any]) -> None:
+def _other(job: Job, name: str, texts: str, settings: dict[str, Any], *, most: float = 1) -> None:
+    """Compress and judge another real model, if its file has arrived."""
     model = real_model(job.bundle, job.scratch, name)
     if model is None:
         job.emit("quality", recipe="none", skipped=f"{name} has not arrived")
         return
-    most = LARGEST.get(name, 1)
-    _quality(job, model, _texts(job, "general.jsonl"), True, settings, with_code=True, most=most)
+    _quality(job, model, _texts(job, texts), True, settings, with_code=True, most=most)
 
 
 def _texts(job: Job, texts: str) -> str:

@@ -6,9 +6,10 @@ from statistics import median
 from harness import Row, latest, read_rows
 
 from tables.cells import markdown
-from tables.gpu import estimates
+from tables.gpu import GIB, estimates
 
 GB = 1e9
+MIXTURE = "30B-A3B"  # the model of the sections on a mixture
 
 
 def rows_of(*kinds: str) -> list[Row]:
@@ -88,8 +89,6 @@ def mixture_runs_table() -> str:
     return markdown(head, lines, caption)
 
 
-MIXTURE = "30B-A3B"
-GIB = 2**30
 STAGES = ("prepare", "curvature", "profile", "layers", "write")
 
 

@@ -101,7 +101,7 @@ def resized_config(family: Description, config: dict[str, Any], shape: ModelShap
 def attention_of(model_class: Any) -> str | dict[str, str]:
     """Return the implementation of attention: scaled dot product attention, or the class's own if it lacks that.
 
-    In a model of images and text it is that of the language model; other towers have their own.
+    A model of images and text states it for the language model; other towers have implementations of their own.
     """
     implementation = "sdpa" if model_class._supports_sdpa else "eager"
     if "text_config" not in model_class.config_class.sub_configs:

@@ -47,8 +47,7 @@ def unchanged_parts(model: Model) -> list[list[str]]:
 
 def token_table(model: Model) -> str | None:
     """Return the name of a table of what every layer reads of its tokens; None without one."""
-    stack = model.family.stack
-    return None if stack.token_inputs is None else f"{stack.base}.{stack.token_inputs.table}.weight"
+    return next(iter(model.family.stack.token_tensors), None)
 
 
 def _mapped(model: Model) -> Tensors:

@@ -53,8 +53,8 @@ class CarriedSizes:
 
     `layers`: their numbers, ascending. `tensors`: names without the layer's prefix, and shapes. `attends`: as in
     `Carried`. `state`: numbers in the state of one layer; 0 without one. `scan`: numbers of a token in one tensor of
-    each kind of its scan. `head_dim`, `groups`: of its heads, and the KV
-    heads that they share; 0 for the model's. `lends`, `borrows`: as in `Carried`.
+    each kind of its scan. `head_dim`, `groups`: the size of its heads, and the number of its KV heads; 0 for the
+    model's. `lends`, `borrows`: as in `Carried`.
     """
 
     layers: tuple[int, ...]

@@ -183,8 +183,8 @@ class Experts(WithoutLinears):
         """Return parameters for the experts that files have one by one, without values yet, and where each goes.
 
         Args:
-            tensors: of a layer, as files have them; only their shapes and dtypes count. device: of the parameters;
-                None for that of the tensors.
+            tensors: a layer's tensors, as files have them; only shapes and dtypes count.
+            device: the parameters' device; None for that of the tensors.
 
         Returns the parameters by the names of the stock class, and parts of them by the names in files; nothing for a
         layer without such experts. Raises as `from_files`.

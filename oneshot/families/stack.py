@@ -98,6 +98,11 @@ class Stack:
         return self.layers.rpartition(".")[0]
 
     @property
+    def token_tensors(self) -> tuple[str, ...]:
+        """Return the names of the table, the projection and the norm of `token_inputs`; none without them."""
+        return () if self.token_inputs is None else tuple(f"{self.base}.{name}" for name in self.token_inputs.outside)
+
+    @property
     def attention(self) -> Attention:
         mixer = self.sublayers[self.index_of("heads")].mixer
         assert isinstance(mixer, Attention)

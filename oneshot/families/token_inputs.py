@@ -1,4 +1,4 @@
-"""What a layer reads of its tokens beside the stream: a row of a table for every token in every layer (Gemma 4 E2B)."""
+"""Names of a layer's inputs beside the stream: a row of a table for every token in every layer (Gemma 4 E2B)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -136,7 +136,8 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     if rates.on_device:
         seconds["condition"] = layers * ffns * _condition(3 / 4 * size) / _together(work)
         seconds["launches"] = layers * _launches(work, read, passes, effects="experts" in kinds)
-        seconds["solve"] += 2 * layers * _latency(work)  # of the narrower experts, and of their curves
+        if ffns:  # of the narrower experts, and of their curves
+            seconds["solve"] += 2 * layers * _latency(work)
         seconds["transfer"] = layers * work.layer_bytes / rates.link
     if work.schedule.profiles_embedding:
         seconds["embedding"] = EMBEDDING_PROBES * (layers * length * forward / rates.stream + 6 * logits)
@@ -228,7 +229,7 @@ def _latency(work: Work) -> float:
 
 
 def _launches(work: Work, tokens: float, passes: int, *, effects: bool) -> float:
-    """Return the seconds of launches for the experts of a layer: solved one by one, and summed several at once."""
+    """Return the seconds of launches for the experts of a layer, of which several are solved and summed at once."""
     if work.shape.experts is None:
         return 0.0
     count = work.shape.experts.count

@@ -80,8 +80,7 @@ def ridged_cholesky(
         # a view in LAPACK's column order is factorised where it lies, so that no second n × n matrix is made
         factor = square.mT
         torch.linalg.cholesky_ex(factor, out=(factor, failed_at))
-        smallest = factor.diagonal().amin()
-        if bool((failed_at == 0) & (smallest > 0) & (smallest.square() >= TRUSTED * ridge)):
+        if bool(_trusted(factor, failed_at, ridge)):
             break
         if largest is None:
             largest = LARGEST_RIDGE * _finite_norm(gram, of)
@@ -94,6 +93,12 @@ def ridged_cholesky(
     if damping > asked:
         note(GramNote(of, "raised", damping))
     return factor, damping
+
+
+def _trusted(factor: torch.Tensor, failed_at: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:
+    """Return whether no pivot of factors `(…, n, n)` is rounding, bool `(…,)`; `failed_at`: as LAPACK says it."""
+    smallest = factor.diagonal(dim1=-2, dim2=-1).amin(-1)
+    return (failed_at == 0) & (smallest > 0) & (smallest.square() >= TRUSTED * ridge)
 
 
 def note(found: GramNote) -> None:
@@ -153,9 +158,7 @@ def cholesky_together(grams: torch.Tensor, dampings: torch.Tensor) -> torch.Tens
     ridges = dampings * squares.diagonal(dim1=1, dim2=2).mean(1)
     squares.diagonal(dim1=1, dim2=2).add_(ridges.unsqueeze(1))
     factors, failed_at = torch.linalg.cholesky_ex(squares)
-    smallest = factors.diagonal(dim1=1, dim2=2).amin(1)
-    trusted = (failed_at == 0) & (smallest > 0) & (smallest.square() >= TRUSTED * ridges)
-    return factors if bool(trusted.all()) else None
+    return factors if bool(_trusted(factors, failed_at, ridges).all()) else None
 
 
 def condition_numbers(factors: torch.Tensor, of: str) -> list[float]:

@@ -54,7 +54,7 @@ class LayerSums:
     """A step of the dense stream through a layer that sums the layer's statistics on the way.
 
     Args:
-        number: of the layer. tensors, layer: the dense layer. probed: the kinds of `PROBED_KINDS` that are measured.
+        number: the layer's number. tensors, layer: the dense layer. probed: the measured kinds of `PROBED_KINDS`.
         with_ranks: whether ranks of linears are. group: the experts whose neurons are; None for all.
     """
 

@@ -121,9 +121,7 @@ class Run:
             return method
         made = profile_origin(Path(config.profile).expanduser()).curvature
         may_weigh = self.grid.has_curvature and method.may_weigh_output
-        return (
-            replace(method, curvature="fisher") if made == "fisher" and may_weigh else replace(method, curvature="none")
-        )
+        return replace(method, curvature="fisher" if made == "fisher" and may_weigh else "none")
 
     def _settle_tables(self) -> None:
         """Tie the tables if the user says so, or else say that two of them seem to be one."""

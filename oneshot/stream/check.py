@@ -121,7 +121,7 @@ def _of_tokens(model: Model, stock: Any, numbers: Sequence[int]) -> Tensors:
     stack, inputs = model.family.stack, model.family.stack.token_inputs
     if inputs is None:
         return {}
-    checkpoint, (table, projection, _) = model.checkpoint, (f"{stack.base}.{name}" for name in inputs.outside)
+    checkpoint, (table, projection, _) = model.checkpoint, stack.token_tensors
     ids, columns = torch.arange(min(NUM_TOKENS, model.shape.vocab_size)), [inputs.columns(one) for one in numbers]
     rows = torch.cat([checkpoint.read_some(table, ids, part) for part in columns], 1)
     projected = torch.cat(list(checkpoint.read_panels(projection, columns)))

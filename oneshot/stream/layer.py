@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -243,9 +243,13 @@ class Layer:
             handle.remove()
         raise AssertionError("the stock layer calls the norm")
 
+    @cached_property
+    def _shares_keys(self) -> bool:
+        return SHARED in inspect.signature(self._module.forward).parameters
+
     def _lent(self) -> dict[str, Any]:
         """Return where the stock layer writes and reads keys and values that layers share, if its class has that."""
-        if SHARED not in inspect.signature(self._module.forward).parameters:
+        if not self._shares_keys:
             return {}
         known = None if self._memory is None else self._memory.lent
         return {SHARED: {} if known is None else known}  # some releases always write there

@@ -1,4 +1,4 @@
-"""What layers read of the present batch beside the stream."""
+"""Inputs of layers beside the stream, for the present batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from oneshot.text import Batch
 
 @dataclass
 class Memory:
-    """What layers read of the present batch beside the stream.
+    """Hold the inputs of layers beside the stream, for the present batch.
 
     Attributes:
         states: the encoder's output, which cross-attention reads, `(sequences, source length, D)`; None without one.

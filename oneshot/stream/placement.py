@@ -1,4 +1,4 @@
-"""Which tokens come to which experts of a mixture, and which experts are computed with at once."""
+"""Tokens in the order of the experts of a mixture that they go to, and the experts that are computed with at once."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -34,7 +34,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Placement:
-    """The pairs of a token and one of its experts in the order of the experts, and what is computed with at once.
+    """Hold the pairs of a token and one of its experts in the order of the experts, and what is computed at once.
 
     On a host, experts are taken one by one; on a device `EXPERTS_TOGETHER`, or fewer if their rows are more than all
     tokens, because its host takes as long to start an operation for one.
@@ -42,11 +42,13 @@ class Placement:
     Attributes:
         pairs: int64, places in the flattened `chosen (tokens, k)`, ascending for every expert; `tokens · k` where an
             expert of several has fewer than the longest. tokens: those of the pairs; any where there is no pair.
+        counts: int64 `(E,)`, the tokens of every expert.
         blocks: of all experts that get a token. is_padded: whether there are places without a pair.
     """
 
     pairs: torch.Tensor
     tokens: torch.Tensor
+    counts: torch.Tensor
     blocks: tuple[Block, ...]
     is_padded: bool
 
@@ -58,19 +60,20 @@ class Placement:
     @staticmethod
     def alone(chosen: torch.Tensor, num_experts: int) -> "Placement":
         """Place one expert after the other."""
-        order, sizes = chosen.flatten().argsort(stable=True), sizes_of(chosen, num_experts).tolist()
+        order, counts = _in_order(chosen, num_experts)
+        sizes = counts.tolist()
         ends = accumulate(sizes)
         blocks = (
             Block(range(expert, expert + 1), end - size, size)
             for expert, (size, end) in enumerate(zip(sizes, ends, strict=True))
             if size
         )
-        return Placement(order, order // chosen.shape[1], tuple(blocks), is_padded=False)
+        return Placement(order, order // chosen.shape[1], counts, tuple(blocks), is_padded=False)
 
     @staticmethod
     def together(chosen: torch.Tensor, num_experts: int) -> "Placement":
         """Place several experts at once, each with as many rows as the longest of `EXPERTS_TOGETHER` neighbours."""
-        order, counts = chosen.flatten().argsort(stable=True), sizes_of(chosen, num_experts)
+        order, counts = _in_order(chosen, num_experts)
         sizes, most = counts.tolist(), padded_rows(len(chosen))
         blocks, rows, total = list[Block](), list[int](), 0
         for first in range(0, num_experts, EXPERTS_TOGETHER):
@@ -90,7 +93,7 @@ class Placement:
         place = (rank + (counts.cumsum(0) - counts)[expert]).clamp_(max=len(order) - 1)
         pairs = order[place].where(rank < counts[expert], len(order))
         tokens = (pairs // chosen.shape[1]).clamp_(max=len(chosen) - 1)
-        return Placement(pairs, tokens, tuple(blocks), is_padded=True)
+        return Placement(pairs, tokens, counts, tuple(blocks), is_padded=True)
 
 
 def padded_rows(count: int) -> int:
@@ -98,6 +101,7 @@ def padded_rows(count: int) -> int:
     return -(-count // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 
-def sizes_of(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the tokens of every expert, int64 `(E,)`."""
-    return chosen.flatten().bincount(minlength=num_experts)
+def _in_order(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pairs in the order of the experts, and the tokens of every expert `(E,)`, both int64."""
+    pairs = chosen.flatten()
+    return pairs.argsort(stable=True), pairs.bincount(minlength=num_experts)

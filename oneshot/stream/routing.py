@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from oneshot.stream.placement import Placement, sizes_of
+from oneshot.stream.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,14 @@ class Routing:
         return len(self.experts.down_proj)
 
     @cached_property
+    def placed(self) -> Placement:
+        """Return the tokens in the order of the experts that they go to."""
+        return Placement.of(self.chosen, self.num_experts)
+
+    @property
     def counts(self) -> torch.Tensor:
         """Return the tokens of every expert, int64 `(E,)`."""
-        return sizes_of(self.chosen, self.num_experts)
+        return self.placed.counts
 
     def arrivals(self, group: range | None = None, weights: torch.Tensor | None = None) -> Iterator[Arrivals]:
         """Yield the tokens of every expert that gets any, in the order of the experts.
@@ -70,7 +75,7 @@ class Routing:
         Args:
             group: of these alone. weights: numbers `(tokens, k)` of tokens and their experts.
         """
-        placed = Placement.of(self.chosen, self.num_experts)
+        placed = self.placed
         gates = _with_zero(self.gates)[placed.pairs]
         further = None if weights is None else _with_zero(weights)[placed.pairs]
         nowhere = (placed.pairs == self.chosen.numel()).unsqueeze(1) if placed.is_padded else None

@@ -1,4 +1,4 @@
-"""What every token of a text reads in each layer beside the stream, from the stock model's own table and projection.
+"""Inputs of layers beside the stream, for every token of a text, by the stock model's own table and projection.
 
 The table of all layers is a large part of a small model. Only the rows of tokens that occur are read, layer by layer.
 """
@@ -27,7 +27,7 @@ class TokenInputs:
     def __init__(self, model: Model, machine: Machine, token_ids: torch.Tensor) -> None:
         inputs, stack = model.family.stack.token_inputs, model.family.stack
         assert inputs is not None
-        self._model, self._machine, self._inputs, self._base = model, machine, inputs, f"{stack.base}."
+        self._model, self._machine, self._inputs = model, machine, inputs
         self._ids = token_ids.unique()
         sample = sample_model(model.checkpoint.config, model.family, machine.dtype)
         make_buffers(sample, machine.device)
@@ -47,9 +47,9 @@ class TokenInputs:
         return self._layer[1]
 
     def _read(self, ids: torch.Tensor, number: int) -> torch.Tensor:
-        inputs, checkpoint = self._inputs, self._model.checkpoint
-        columns, (table, projection, norm) = inputs.columns(number), (self._base + name for name in inputs.outside)
-        self._place(self._stock.embed_tokens, checkpoint.read_some(self._model.family.stack.embedding, ids))
+        inputs, checkpoint, stack = self._inputs, self._model.checkpoint, self._model.family.stack
+        columns, (table, projection, norm) = inputs.columns(number), stack.token_tensors
+        self._place(self._stock.embed_tokens, checkpoint.read_some(stack.embedding, ids))
         self._place(self._stock.get_submodule(inputs.table), checkpoint.read_some(table, ids, columns))
         self._place(self._stock.get_submodule(inputs.projection), checkpoint.read_rows(projection, columns))
         self._place(self._stock.get_submodule(inputs.norm), checkpoint.read_one(norm))
