@@ -1,10 +1,11 @@
-"""Cut the FFNs of SmolLM2-135M into experts: a mixture with real weights and states, and a router in closed form.
+"""Cut the FFNs of a real model into experts: a mixture with real weights and states, and a router in closed form.
 
 As CMoE (2502.04416): the neurons that are among a token's strongest most often make a shared expert, the others are
 clustered by the tokens where they are strong, into experts of one size, and the router predicts the experts' energies
 by ridge regression. Then the downs are fitted by least squares to the dense FFN's output. The result is a Qwen2-MoE,
-whose attention is Llama's if it has no biases, or without shared neurons a Mixtral. One row of `mixture_split.jsonl`
-has its perplexities beside the dense model's.
+whose attention is Llama's if it has no biases and Qwen2's with them, or without shared neurons a Mixtral. One row of
+`mixture_split.jsonl` has its perplexities beside the dense model's. A head that a GGUF file stores beside its embedding
+is the embedding in the mixture.
 """
 
 import argparse
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_bundle import tied
 from harness import Row, append_row, parser, provenance, smollm2_gguf
 from judging import judging_windows, losses, score, text_records
 from mixture_parts import load_stock, ridge
+from real_models import FOLDER, MODELS, fetch
 from scipy.cluster.vq import kmeans2
 from scipy.optimize import linear_sum_assignment
 from torch import nn
@@ -132,7 +135,7 @@ def mixture(dense: Any, ffns: list[SplitFfn], top_k: int) -> nn.Module:
             num_experts=num_experts,
             shared_expert_intermediate_size=len(first.shared),
             norm_topk_prob=True,
-            qkv_bias=False,
+            qkv_bias=dense.model.layers[0].self_attn.q_proj.bias is not None,
         )
         if len(first.shared)
         else MixtralConfig(**common, intermediate_size=width, num_local_experts=num_experts, sliding_window=None)
@@ -160,6 +163,7 @@ def main() -> None:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("folder", type=Path, help="where the checkpoint goes")
     options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
+    options.add_argument("--model", choices=sorted(MODELS), help="of real_models.py (default: SmolLM2-135M)")
     options.add_argument("--num-experts", type=int, default=8)
     options.add_argument("--top-k", type=int, default=3)
     options.add_argument("--num-shared", type=int, default=512, help="shared neurons; 0 makes a Mixtral")
@@ -171,7 +175,10 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     sizes = {name: getattr(arguments, name) for name in ("num_experts", "top_k", "num_shared", "seed")}
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
-        source = locate_checkpoint(str(smollm2_gguf()), Path(scratch))
+        file = smollm2_gguf()
+        if arguments.model is not None:
+            file = tied(fetch(arguments.model, FOLDER), Path(scratch) / "tied.gguf")
+        source = locate_checkpoint(str(file), Path(scratch))
         dense, tokenizer = load_stock(source), load_tokenizer(source)
         general = str(arguments.data_dir / "general.jsonl")
         text = load_windows(general, tokenizer, sequence_length=512, max_windows=None)
@@ -188,7 +195,8 @@ def main() -> None:
         scores = {name: score_windows(models, ids) for name, ids in windows.items()}
     dense_losses, split_losses = (losses({name: both[place] for name, both in scores.items()}) for place in (0, 1))
     shares = [count / text.numel() for ffn in ffns for count in ffn.tokens]
-    row = sizes | split_losses | score(split_losses["perplexity"], dense_losses["perplexity"])
+    named = {"model": arguments.model or "SmolLM2-135M-Instruct", "expert_width": ffns[0].experts.shape[1]}
+    row = named | sizes | split_losses | score(split_losses["perplexity"], dense_losses["perplexity"])
     row |= {"dense_perplexity": dense_losses["perplexity"], "texts": text_records(windows)}
     row |= {"split_tokens": text.numel(), "least_share": min(shares), "largest_share": max(shares)}
     row |= {

@@ -154,12 +154,14 @@ def _cell(values: list[float]) -> str:
 
 def mixture_split_table() -> str:
     """Return the mixtures that were cut from a dense model."""
-    rows = latest(read_rows("mixture_split"), "num_experts", "top_k", "num_shared")
+    rows = latest(read_rows("mixture_split"), "model", "num_experts", "top_k", "num_shared")
     lines = [
         [
+            row["model"],
+            f"{row['num_shared'] + row['num_experts'] * row['expert_width']:,}",
             "Qwen2-MoE" if row["num_shared"] else "Mixtral",
             f"{row['top_k']} of {row['num_experts']}",
-            f"{row['num_shared']}",
+            f"{row['num_shared']:,}",
             *(rounded(row["perplexity"][kind] / row["dense_perplexity"][kind]) for kind in KINDS),
             rounded(row["score"]),
             f"{row['captured_energy']:.0%} of {row['best_energy']:.0%}",
@@ -169,6 +171,8 @@ def mixture_split_table() -> str:
     ]
     return markdown(
         (
+            "model",
+            "neurons",
             "class",
             "active experts",
             "shared neurons",
@@ -178,9 +182,9 @@ def mixture_split_table() -> str:
             "tokens of an expert",
         ),
         lines,
-        "SmolLM2-135M-Instruct with its FFNs of 1,536 neurons cut into experts: perplexity ÷ the dense model's, and "
-        "the share of the routed neurons' energy that the router's experts have, beside the best experts of every "
-        f"token. Fitted on {token_span(row['split_tokens'] for row in rows)} tokens; {origin(rows)}.",
+        "Dense models whose FFNs were cut into experts: perplexity ÷ the dense model's, and the share of the routed "
+        "neurons' energy that the router's experts have, beside the best experts of every token. "
+        f"Fitted on {token_span(row['split_tokens'] for row in rows)} tokens; {origin(rows)}.",
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scipy.optimize import minimize
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 TINY: dict[str, Any] = {
     "hidden_size": 16,
@@ -77,16 +77,25 @@ def test_a_trained_mixture_is_a_stock_checkpoint(
     assert kept == sum(parameter.numel() for parameter in narrow.parameters())
 
 
-@pytest.mark.parametrize("num_shared", [0, 16])
+@pytest.mark.parametrize(
+    ("dense_class", "num_shared"), [(LlamaForCausalLM, 0), (LlamaForCausalLM, 16), (Qwen2ForCausalLM, 16)]
+)
 def test_a_split_model_with_all_experts_active_is_the_dense_model(
-    benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, num_shared: int, ids: torch.Tensor
+    benchmark_module: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    dense_class: type[Any],
+    num_shared: int,
+    ids: torch.Tensor,
 ) -> None:
     module = benchmark_module("split_mixture")
     monkeypatch.setattr(module, "SPREAD", 1e-6)
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=40, intermediate_size=32, initializer_range=0.3, tie_word_embeddings=True, **TINY)
-    dense = LlamaForCausalLM(config).eval()
+    sizes = TINY | {"vocab_size": 40, "intermediate_size": 32, "initializer_range": 0.3, "tie_word_embeddings": True}
+    dense = dense_class(dense_class.config_class(**sizes)).eval()
     with torch.inference_mode():
+        for name, parameter in dense.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
         inputs = module.ffn_inputs(dense, ids)
         sizes = {"num_experts": 4, "num_shared": num_shared, "seed": 0}
         ffns = [
