@@ -48,7 +48,16 @@ from tables.pareto import (
     pareto_speed_table,
     pareto_table,
 )
-from tables.prose import faster_7b, half_of_a_mixture, seconds_of_7b, seconds_of_coder, stock_of_others
+from tables.prose import (
+    faster_7b,
+    half_of_a_mixture,
+    laid_out_decoding,
+    seconds_of_7b,
+    seconds_of_coder,
+    speed_by_parameters,
+    speed_by_time,
+    stock_of_others,
+)
 from tables.quality import (
     combined_table,
     forms_table,
@@ -179,6 +188,9 @@ VALUES = {
     "faster_7b": faster_7b,
     "half_of_a_mixture": half_of_a_mixture,
     "stock_of_others": stock_of_others,
+    "speed_by_time": speed_by_time,
+    "speed_by_parameters": speed_by_parameters,
+    "laid_out_decoding": laid_out_decoding,
 }
 WITHOUT_ROWS = {"families": families_table, "opened": opened_table}
 

@@ -2,10 +2,11 @@
 
 from statistics import fmean
 
-from harness import latest
+from harness import Row, latest
 
 from tables.gpu_measured import rows_of
 from tables.mixtures import rows_of_mixture, usual_tokens
+from tables.speed import newest_rows
 
 FORMS = ("per-layer", "per-layer, expanded")
 
@@ -40,6 +41,37 @@ def faster_7b() -> str:
         ]
         spans.append(f"{what} {min(ratios):.2f} to {max(ratios):.2f} times")
     return " and ".join(spans)
+
+
+def speed_by_time() -> str:
+    """Return the prefill and the score of −20 % in the per-layer form planned by time, and in the stock form."""
+    planned, stock = _eager("per-layer", budget="latency"), _eager("stock")
+    return (
+        f"{planned['prefill_ratio']:.2f} of the dense model's seconds of prefill at a score of {planned['score']:.2f}, "
+        f"and the stock form {stock['prefill_ratio']:.2f} at {stock['score']:.2f}"
+    )
+
+
+def speed_by_parameters() -> str:
+    """Return the prefill and the score of −20 % in the per-layer form planned by parameters, also of many tokens."""
+    short, long = _eager("per-layer"), _eager("per-layer", batch=16, length=2048)
+    return (
+        f"{short['prefill_ratio']:.2f} at {short['score']:.2f}, but {long['prefill_ratio']:.2f} with 16 × 2,048 tokens"
+    )
+
+
+def laid_out_decoding() -> str:
+    """Return how long decoding takes after `lay_out_()` beside before, planned by parameters."""
+    before, after = _eager("per-layer"), _eager("per-layer", laid_out=True)
+    return f"{after['decode_ratio'] / before['decode_ratio']:.2f}"
+
+
+def _eager(form: str, *, budget: str = "parameters", batch: int = 1, length: int = 512, laid_out: bool = False) -> Row:
+    """Return the row of a file without a fifth, on a CPU in float32 and eager mode."""
+    wanted: Row = {"place": "cpu", "dtype": "float32", "mode": "eager", "asked": 0.2, "expanded": None}
+    wanted |= {"form": form, "budget": budget, "batch": batch, "length": length, "laid_out": laid_out}
+    [row] = (row for row in newest_rows() if wanted.items() <= row.items())
+    return row
 
 
 def half_of_a_mixture() -> str:

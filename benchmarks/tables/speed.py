@@ -14,7 +14,7 @@ CASE = ("place", "device", "dtype", "mode", "batch", "length")
 
 def speed_table() -> str:
     """Return the README's table: eager mode and the shortest measured length."""
-    rows = [row for row in _newest() if row["mode"] == "eager"]
+    rows = [row for row in newest_rows() if row["mode"] == "eager"]
     if not rows:
         return "Not measured yet."
     length = min(row["length"] for row in rows)
@@ -28,13 +28,13 @@ def speed_table() -> str:
 def every_speed_table() -> str:
     """Return the same files in every measured case."""
     return _table(
-        _newest(),
+        newest_rows(),
         lambda row: f"{_place(row)}, {row['dtype']}, {row['mode']}, {row['batch']} × {row['length']}",
         "Prefill · decoding of a token in transformers (mode, batch × length)",
     )
 
 
-def _newest() -> list[Row]:
+def newest_rows() -> list[Row]:
     """Return the newest row of every file and case, by form and size, each with the score of its file."""
     every = read_rows("speed")
     scores = {key_of(row, *FILE): {"score": row["score"]} for row in every if "score" in row}
