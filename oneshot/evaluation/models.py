@@ -50,10 +50,11 @@ def measure_latency(
             ids = token_ids.to(next(model.parameters()).device)
             output, seconds = _timed(partial(model, ids, use_cache=True, logits_to_keep=1))
             prefills[position].append(seconds)
-            cache, step = output.past_key_values, ids[:, -1:]
+            name = "cache" if "cache" in output else "past_key_values"  # as transformers had it before 5.24
+            cache, step = {name: output[name]}, ids[:, -1:]
             started = time.perf_counter()
             for _ in range(decode_tokens):
-                step = model(step, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+                step = model(step, **cache, use_cache=True).logits[:, -1:].argmax(-1)
             step.tolist()  # waits for the device
             decodes[position].append((time.perf_counter() - started) / decode_tokens)
     # the first round warms up

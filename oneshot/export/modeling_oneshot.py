@@ -93,6 +93,12 @@ def coordinates_of(width: int, rank: int) -> nn.Module:
     return OneshotCoordinates(width, rank) if rank else nn.Identity()
 
 
+def take_cache(arguments: dict[str, Any]) -> Any:
+    """Take the cache out of a call; its name is `cache`, and in transformers before 5.24 `past_key_values`."""
+    before, now = arguments.pop("past_key_values", None), arguments.pop("cache", None)
+    return before if now is None else now
+
+
 class OneshotAttention(nn.Module):
     """Grouped-query attention with sizes of its own, and rotary pairs chosen by each KV group where they are fewer."""
 
@@ -127,7 +133,6 @@ class OneshotAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape = hidden_states.shape[:-1]
@@ -138,8 +143,9 @@ class OneshotAttention(nn.Module):
         if self.rotary:
             cos, sin = (self.of_group(table) for table in position_embeddings)
             queries, keys = self.rotate(queries, cos, sin), self.rotate(keys, cos, sin)
-        if past_key_values is not None:
-            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        cache = take_cache(kwargs)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
@@ -344,7 +350,6 @@ class OneshotModel(LlamaModel):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple:
@@ -352,7 +357,8 @@ class OneshotModel(LlamaModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if self.embed_positions is not None:
             if position_ids is None:
-                past = past_key_values.get_seq_length() if past_key_values is not None else 0
+                cache = take_cache(dict(kwargs))
+                past = cache.get_seq_length() if cache is not None else 0
                 position_ids = past + torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
             inputs_embeds = inputs_embeds + self.embed_positions(position_ids)
         if self.config.centred_embedding:
@@ -360,7 +366,6 @@ class OneshotModel(LlamaModel):
         output = super().forward(
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
