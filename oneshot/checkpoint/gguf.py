@@ -17,7 +17,7 @@ from oneshot.checkpoint.gguf_config import architecture_of, config_of
 from oneshot.checkpoint.gguf_file import GgufFile
 from oneshot.checkpoint.gguf_rotary import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from oneshot.checkpoint.gguf_tokenizer import read_tokenizer
-from oneshot.checkpoint.reader import INDEX_NAME, Checkpoint, all_finite
+from oneshot.checkpoint.reader import INDEX_NAME, Checkpoint, is_damaged
 from oneshot.checkpoint.stock import stock_classes, stock_config, tied_names
 from oneshot.config import SaveDtype
 from oneshot.errors import CheckpointError, OutputError, cause
@@ -110,7 +110,7 @@ class GgufCheckpoint(Checkpoint):
             except Exception as error:  # of types that gguf cannot read; the cause is named and chained
                 raise _unreadable(self._path, error) from error
             tensor = torch.from_numpy(self._as_transformers(name, values))
-            if not all_finite(tensor):
+            if is_damaged(name, tensor):
                 raise CheckpointError(f"{name} in {self._path} holds NaN or Inf; give an undamaged file.")
             place = None if into is None else into.get(name)
             tensors[name] = tensor if place is None else place.copy_(tensor)

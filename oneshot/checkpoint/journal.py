@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from oneshot.checkpoint.durable import UNFINISHED, checksum, make_durable, read_whole, write_whole
 from oneshot.checkpoint.layout import Place, lay_out
-from oneshot.checkpoint.reader import all_finite
+from oneshot.checkpoint.reader import is_damaged
 from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.checkpoint.work_folder import WorkFolder, refuse_output
 from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OutputError, PlanError, ProfileError, cause
@@ -195,7 +195,7 @@ class Journal:
         try:
             self._weights.layout.refuse_other(number, tensors)
             for name, tensor in tensors.items():
-                if tensor.is_floating_point() and not all_finite(tensor):
+                if is_damaged(name, tensor):
                     raise OutputError(
                         f"{name} became NaN or Inf and is not written; run with --dtype float32, a larger --set "
                         "damping= or another --save-dtype."

@@ -27,6 +27,12 @@ UNMAPPABLE = "unable to mmap"  # torch's words if the address space is too small
 INDICES = {INDEX_NAME: "safetensors", f"{TORCH_NAME}.index.json": "bin"}  # with the ending of the files they name
 WEIGHT_NAMES = (SINGLE_NAME, INDEX_NAME, TORCH_NAME, f"{TORCH_NAME}.index.json")  # in transformers' order
 SHARD_NAME = re.compile(r"[^/\\\0]+")
+BOUNDS = (
+    "input_min",
+    "input_max",
+    "output_min",
+    "output_max",
+)  # of linears in Gemma 4's audio tower; Inf bounds nothing
 
 
 class Checkpoint:
@@ -180,7 +186,7 @@ class Checkpoint:
                     tensors[name] = torch.empty_like(tensor, dtype=dtype, device="meta")
                     continue
                 tensor = self._values(stored, tensor, None if into is None else into.get(name))
-                if tensor.is_floating_point() and not all_finite(tensor):
+                if is_damaged(name, tensor):
                     raise CheckpointError(
                         f"{name} in {self.folder / shard} holds NaN or Inf; give an undamaged checkpoint."
                     )
@@ -251,14 +257,15 @@ class Checkpoint:
         return {name.removeprefix(prefix): tensor for name, tensor in self.read(names, places).items()}
 
 
-def all_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is NaN or Inf; the extremes need no temporary of the tensor's size.
+def is_damaged(name: str, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of this name holds NaN, or Inf without being a bound of values.
 
-    A tensor without dimensions may be Inf: it is a bound of values (the audio tower of Gemma 4).
+    The extremes need no temporary of the tensor's size.
     """
-    if tensor.ndim == 0:
-        return not bool(tensor.isnan())
-    return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return False
+    extremes = torch.stack(tensor.aminmax())
+    return bool(extremes.isnan().any() if name.rpartition(".")[2] in BOUNDS else ~extremes.isfinite().all())
 
 
 def read_weight_map(folder: Path, index: str) -> dict[str, str]:

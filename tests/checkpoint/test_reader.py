@@ -53,6 +53,26 @@ def test_a_prefix_is_not_confused_with_a_longer_number(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("name", "may_be_infinite"), [("a.input_max", True), ("a.scale", False), ("input_max.a", False)]
+)
+@pytest.mark.parametrize("size", [(), (2, 3)])
+def test_damaged_values_are_refused_and_bounds_may_be_infinite(
+    value: float, name: str, may_be_infinite: bool, size: tuple[int, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tensor = torch.zeros(size)
+    tensor.view(-1)[-1] = value
+    save_file({name: tensor}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    if may_be_infinite and value == value:
+        assert torch.equal(checkpoint.read([name])[name], tensor)
+    else:
+        with pytest.raises(CheckpointError, match=f"{name}.*NaN or Inf"):
+            checkpoint.read([name])
+
+
 def test_experts_are_read_to_where_they_are_stacked(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """A layer that is read is what its tensors by themselves become, and no second copy of the experts is made."""
     model = open_model(str(make_checkpoint(**CASES["mixtral"].options)), tmp_path)
