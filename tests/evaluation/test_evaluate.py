@@ -185,7 +185,7 @@ def test_latency_is_measured_with_a_growing_cache() -> None:
     lengths: list[tuple[int, int]] = []
 
     def watch(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        cache = named.get("past_key_values")
+        cache = named.get("cache", named.get("past_key_values"))
         lengths.append((positional[0].shape[1], 0 if cache is None else int(cache.get_seq_length())))
 
     model.register_forward_pre_hook(watch, with_kwargs=True)
