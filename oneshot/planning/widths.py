@@ -10,7 +10,7 @@ from oneshot.planning.budget import Budget, default_round_to
 from oneshot.planning.damages import Damages, predicted_damage
 from oneshot.planning.grid import Grid
 from oneshot.planning.heads import head_options
-from oneshot.planning.own_sizes import spread, spread_with_equal_heads
+from oneshot.planning.own_sizes import out_of_reach, spread, spread_with_equal_heads
 from oneshot.planning.plan import Plan
 from oneshot.planning.vocabulary import equal_tables
 
@@ -78,7 +78,7 @@ def meet_budget(
             reduce_experts=reduce_experts,
         )
     if not reduce_heads:
-        return _with_width(grid, plan, budget, step, reduce_embedding=reduce_embedding)
+        return _with_width(grid, plan, budget, step, reduce_heads=False, reduce_embedding=reduce_embedding)
     options = head_options(shape, plan)
     if not reduce_ffn:
         return _nearest_heads(grid, plan, options, budget, surplus)
@@ -102,10 +102,13 @@ def _nearest_heads(grid: Grid, plan: Plan, options: list[Plan], budget: Budget, 
     return min(options, key=lambda option: abs(budget.measure(grid.stack(option)) - budget.target))
 
 
-def _with_width(grid: Grid, plan: Plan, budget: Budget, step: int, *, reduce_embedding: bool = False) -> Plan:
+def _with_width(
+    grid: Grid, plan: Plan, budget: Budget, step: int, *, reduce_heads: bool = True, reduce_embedding: bool = False
+) -> Plan:
     """Return the plan whose equal FFN widths, multiples of `step`, come nearest to the budget.
 
     If the smallest width is not small enough and the embedding may be reduced, its ranges also get equal ranks.
+    `reduce_heads`: whether the plan is one with fewer heads.
     """
     width = grid.shape.intermediate_size
     widths = [*range(step, width, step), width]
@@ -118,10 +121,7 @@ def _with_width(grid: Grid, plan: Plan, budget: Budget, step: int, *, reduce_emb
         measures = [budget.measure(grid.stack(option)) for option in options]
         lowest = measures[0]
     if budget.target < lowest:
-        raise PlanError(
-            f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(measures[0])} at "
-            "best; ask for a smaller --sparsity, or allow --set heads=id as well."
-        )
+        raise out_of_reach(grid, budget, measures[0], reduce_heads=reduce_heads)
     return min(zip(options, measures, strict=True), key=lambda pair: abs(pair[1] - budget.target))[0]
 
 
