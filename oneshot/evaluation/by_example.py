@@ -10,6 +10,7 @@ from oneshot.errors import CalibrationError
 from oneshot.evaluation.comparison import Evaluation, TextRecord
 from oneshot.evaluation.examples import Reading, examples_record
 from oneshot.evaluation.kinds import Examples, Kind, load_as, read_examples
+from oneshot.evaluation.tokenizers import refuse_other_tokenizers
 from oneshot.export import stated_shape
 from oneshot.families import FAMILIES, StackShape
 from oneshot.text import load_tokenizer
@@ -41,6 +42,7 @@ def evaluate_examples(
     tokenizer = load_tokenizer(checkpoints[0].folder)
     reading = Reading(tokenizer, _longest(checkpoints, tokenizer, longest), limit, checkpoints[0].config)
     examples = {source: read_examples(kind, source, reading) for source in sources}
+    refuse_other_tokenizers(checkpoints, tokenizer, (token for read in examples.values() for token in read.tokens))
     records = {source: examples_record(read.count, read.tokens) for source, read in examples.items()}
     measures: dict[int, dict[str, dict[str, float]]] = {}
     dense: dict[str, Any] = dict.fromkeys(sources)

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint import Checkpoint, identify
-from oneshot.errors import CalibrationError
+from oneshot.errors import CalibrationError, ConfigError
 from oneshot.evaluation.comparison import Evaluation, TextRecord, text_record
 from oneshot.evaluation.models import load_model, measure_latency
 from oneshot.evaluation.scoring import TextScore, relative_score, score_windows
 from oneshot.evaluation.tasks import run_tasks, task_manager
+from oneshot.evaluation.tokenizers import refuse_other_tokenizers
 from oneshot.export import stated_shape
 from oneshot.families import StackShape
 from oneshot.text import chat_renderer, iter_documents, load_tokenizer, pack
@@ -55,17 +56,25 @@ def evaluate_windows(
     """
     manager = task_manager(tasks, include_path) if tasks else None  # a wrong name is refused before hours of scoring
     shapes = [_shape(checkpoint) for checkpoint in checkpoints]
+    if texts:
+        _refuse_beyond_positions(checkpoints, sequence_length, f"--sequence-length {sequence_length}")
+    if decode_tokens > 0:
+        lengths = f"--prefill-tokens {prefill_tokens} with --decode-tokens {decode_tokens}"
+        _refuse_beyond_positions(checkpoints, prefill_tokens + decode_tokens, lengths)
     tokenizer = load_tokenizer(checkpoints[0].folder)
     windows = {
         text: load_windows(text, tokenizer, sequence_length=sequence_length, max_windows=max_windows) for text in texts
     }
     _refuse_unknown_tokens(checkpoints, shapes, windows)
+    tokens = (token for ids in windows.values() for token in ids.unique().tolist())
+    refuse_other_tokenizers(checkpoints, tokenizer, tokens)
     models = [load_model(checkpoint.folder, device=device, dtype=dtype) for checkpoint in checkpoints]
     scores = _scores(models, windows, with_baseline=with_baseline)
     latencies: Sequence[tuple[float | None, float | None]] = [(None, None)] * len(models)
     if decode_tokens > 0:
-        whole = next(iter(windows.values())) if windows else torch.ones(1, prefill_tokens).long()
-        latencies = measure_latency(models, whole[:1, :prefill_tokens], decode_tokens=decode_tokens)
+        ids = next(iter(windows.values())).flatten() if windows else torch.ones(1).long()
+        ids = ids.repeat(-(-prefill_tokens // len(ids)))[:prefill_tokens]  # a short text several times
+        latencies = measure_latency(models, ids.unsqueeze(0), decode_tokens=decode_tokens)
     del models
     records = {text: text_record(ids) for text, ids in windows.items()}
     results = []
@@ -87,6 +96,14 @@ def evaluate_windows(
         return results
     *compared, dense = results
     return [*(_beside(result, dense) for result in compared), dense]
+
+
+def _refuse_beyond_positions(checkpoints: Sequence[Checkpoint], length: int, option: str) -> None:
+    """Raise `ConfigError` if a model has learned positions, and fewer than the tokens that an option asks for."""
+    for checkpoint in checkpoints:
+        positions = (stated_shape(checkpoint.config) or identify(checkpoint).shape).num_positions
+        if 0 < positions < length:
+            raise ConfigError(f"{option} is beyond the {positions} positions of {checkpoint.folder}; give less.")
 
 
 def _refuse_unknown_tokens(

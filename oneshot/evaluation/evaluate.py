@@ -44,6 +44,10 @@ def evaluate(
     """
     if baseline is None and baseline_revision is not None:
         raise ConfigError(f"--baseline-revision {baseline_revision} needs a --baseline; give one, or leave it out.")
+    if prefill_tokens < 1:
+        raise ConfigError(f"--prefill-tokens {prefill_tokens} is out of range: give at least 1.")
+    if decode_tokens < 0:
+        raise ConfigError(f"--decode-tokens {decode_tokens} is out of range: give 0 or more.")
     where = resolve_device(device)
     compute = resolve_dtype(dtype, where)
     names = [*checkpoints, baseline] if baseline is not None else [*checkpoints]

@@ -20,7 +20,7 @@ from oneshot.text.pairs import load_pairs
 from oneshot.text.self_written import SELF, documents_together, write_text
 from oneshot.text.sources import SHORT_NAMES, check_source, iter_documents, iter_pairs, read_rows, whole_letters
 from oneshot.text.token_files import has_tokens, load_token_ids, save_token_ids
-from oneshot.text.tokenizers import load_tokenizer, needs_conversion
+from oneshot.text.tokenizers import holds_tokenizer, load_tokenizer, needs_conversion
 
 __all__ = [
     "PIECE_BYTES",
@@ -36,6 +36,7 @@ __all__ = [
     "encode",
     "ending_of",
     "has_tokens",
+    "holds_tokenizer",
     "iter_documents",
     "iter_pairs",
     "load_examples",

@@ -47,6 +47,9 @@ def check_file(path: Path, *further: str) -> None:
         if path.is_dir():
             raise CalibrationError(f"{path} is a folder; {READABLE}.")
         if not path.is_file():
+            file, _, column = str(path).rpartition(":")
+            if Path(file).is_file():
+                raise CalibrationError(f"A column of {file} cannot be named; rename the column {column!r} to 'text'.")
             raise CalibrationError(f"{path} does not exist; {READABLE}.")
         if ending_of(path.name) is None and not path.name.endswith(further):
             raise CalibrationError(f"{path} has an ending that is not read; {READABLE}.")

@@ -187,13 +187,18 @@ def tokenise(tokenizer: Any, source: str, *texts: Any, **options: Any) -> Any:
 
 
 def split_sources(calibration: str) -> list[str]:
-    """Split `"c4+self"` into `["c4", "self"]`; plus signs in the name of an existing file do not split it."""
+    """Split `"c4+self"` into `["c4", "self"]`; plus signs in the name of an existing file do not split it.
+
+    Raises `CalibrationError` for a source without a name.
+    """
     sources, parts = [], calibration.split("+")
     while parts:
         files = [count for count in range(2, len(parts) + 1) if Path("+".join(parts[:count])).exists()]
         count = max(files, default=1)
         sources.append("+".join(parts[:count]))
         parts = parts[count:]
+    if not all(sources):
+        raise CalibrationError(f"--calibration {calibration!r} has a source without a name; give one, such as builtin.")
     return sources
 
 

@@ -17,7 +17,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    if not any((folder / name).exists() for name in (FAST, *VOCABULARIES)):
+    if not holds_tokenizer(folder):
         raise CalibrationError(f"{folder} does not hold a tokenizer; copy the model's tokenizer files there.")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -32,6 +32,11 @@ def load_tokenizer(folder: Path) -> Any:
         raise CalibrationError(
             f"The tokenizer in {folder} cannot be read ({cause(error)}); copy the model's files again."
         ) from error
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Return whether a file of a tokenizer lies beside the weights."""
+    return any((folder / name).exists() for name in (FAST, *VOCABULARIES))
 
 
 def needs_conversion(folder: Path) -> bool:

@@ -13,9 +13,10 @@ from factories import MakeCheckpoint, MakeConfig, build_model
 from safetensors.torch import load_file
 from scipy.special import log_softmax, rel_entr
 from strategies import TOLERANCES
+from transformers import AutoConfig
 
 from oneshot.cli.evaluate import main
-from oneshot.errors import CheckpointError, OutputError
+from oneshot.errors import CheckpointError, ConfigError, OutputError
 from oneshot.evaluation import (
     evaluate,
     load_windows,
@@ -193,6 +194,42 @@ def test_latency_is_measured_with_a_growing_cache() -> None:
     assert prefill > 0
     assert decode > 0
     assert lengths == [(20, 0), (1, 20), (1, 21), (1, 22)] * 3
+
+
+def test_the_timed_prefill_is_as_long_as_is_asked_for(
+    make_checkpoint: MakeCheckpoint, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the windows of the text are shorter, or there is no text."""
+    timed: list[torch.Size] = []
+
+    def measure(models: list[Any], token_ids: torch.Tensor, **_: Any) -> list[tuple[float, float]]:
+        timed.append(token_ids.shape)
+        return [(1.0, 1.0) for _ in models]
+
+    monkeypatch.setattr("oneshot.evaluation.by_window.measure_latency", measure)
+    for texts in ([str(text_file)], []):
+        evaluate([str(make_checkpoint())], texts, sequence_length=16, max_windows=1, prefill_tokens=40, device="cpu")
+    assert timed == [(1, 40), (1, 40)]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_learned_positions_bound_the_lengths(family: str, make_checkpoint: MakeCheckpoint, text_file: Path) -> None:
+    checkpoint = make_checkpoint(family=family)
+    positions = AutoConfig.from_pretrained(checkpoint).max_position_embeddings
+    options: dict[str, Any] = {"max_windows": 1, "device": "cpu"}
+    (found,) = evaluate(
+        [str(checkpoint)],
+        [str(text_file)],
+        sequence_length=positions,
+        prefill_tokens=positions - 2,
+        decode_tokens=2,
+        **options,
+    )
+    assert found.decode_seconds is not None
+    with pytest.raises(ConfigError, match=f"--sequence-length {positions + 1} is beyond the {positions} positions"):
+        evaluate([str(checkpoint)], [str(text_file)], sequence_length=positions + 1, decode_tokens=0, **options)
+    with pytest.raises(ConfigError, match=f"--prefill-tokens {positions} with --decode-tokens 1 is beyond"):
+        evaluate([str(checkpoint)], [], prefill_tokens=positions, decode_tokens=1, **options)
 
 
 def test_the_command_line_prints_a_table_and_writes_json(

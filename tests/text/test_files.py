@@ -87,6 +87,14 @@ def test_a_dry_run_checks_the_text(make_checkpoint: MakeCheckpoint, make_config:
     predict(make_config(make_checkpoint(), calibration="wikitext2+self"))
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_a_column_of_a_file_cannot_be_named(name: str, tmp_path: Path) -> None:
+    """Data sets of the hub have `name:config:split:column`, so a file with a column is a likely guess."""
+    (tmp_path / name).write_text("text")
+    with pytest.raises(CalibrationError, match=rf"A column of .*{name} cannot be named; rename the column 'answer'"):
+        check_source(f"{tmp_path / name}:answer")
+
+
 @given(text=st.text(min_size=1), size=st.integers(4, 9))
 def test_pieces_are_the_whole_text(text: str, size: int) -> None:
     """In any order: no letter is lost or cut, whatever its bytes; a BOM at the beginning is not text."""

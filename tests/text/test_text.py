@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,26 @@ def test_a_plus_sign_may_be_part_of_a_files_name(tmp_path: Path) -> None:
     path.write_text("text")
     assert split_sources(str(path)) == [str(path)]
     assert split_sources(f"c4+{path}+self") == ["c4", str(path), "self"]
+
+
+@pytest.mark.parametrize("calibration", ["", "self+", "+self", "c4++self"])
+def test_a_source_has_a_name(calibration: str) -> None:
+    with pytest.raises(CalibrationError, match=f"{re.escape(repr(calibration))} has a source without a name"):
+        split_sources(calibration)
+
+
+@pytest.mark.parametrize(("length", "warned"), [(512, False), (513, True)])
+def test_sequences_longer_than_the_models_positions_are_told(
+    length: int,
+    warned: bool,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Rotary positions have no end, so nothing fails; the tiny Llama's config states 512."""
+    with open_run(make_config(make_checkpoint(), num_sequences=1, sequence_length=length)) as run:
+        assert run.text.token_ids.shape == (1, length)
+    assert (f"--sequence-length {length} is beyond the 512 positions" in caplog.text) is warned
 
 
 def test_text_from_a_file_and_from_the_model(

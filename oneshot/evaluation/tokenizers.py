@@ -1,0 +1,24 @@
+"""The tokenizers of models that are compared: one text must be the same tokens to all."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from oneshot.checkpoint import Checkpoint
+from oneshot.errors import CalibrationError
+from oneshot.text import holds_tokenizer, load_tokenizer
+
+
+def refuse_other_tokenizers(checkpoints: Sequence[Checkpoint], tokenizer: Any, tokens: Iterable[int]) -> None:
+    """Raise `CalibrationError` if one of these tokens is another piece of text to another model than to the first.
+
+    Models that lie without a tokenizer are taken to have the first one's, which is `tokenizer`.
+    """
+    ids = sorted(set(tokens))
+    for checkpoint in checkpoints[1:]:
+        if not holds_tokenizer(checkpoint.folder):
+            continue
+        if load_tokenizer(checkpoint.folder).convert_ids_to_tokens(ids) != tokenizer.convert_ids_to_tokens(ids):
+            raise CalibrationError(
+                f"The tokenizers in {checkpoints[0].folder} and {checkpoint.folder} differ, so the same numbers are "
+                "other texts to the two models; compare models of one tokenizer, or evaluate each alone."
+            )
