@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from oneshot.checkpoint import Journal, Model, card_metadata, complete_config
+from oneshot.checkpoint import GgufCheckpoint, Journal, Model, card_metadata, complete_config
 from oneshot.checkpoint.durable import UNFINISHED, make_durable
 from oneshot.checkpoint.gguf_rotary import FACTORS, reason_against_rotary, rotary_factors, rotary_metadata
 from oneshot.checkpoint.layout import Place
@@ -85,7 +85,8 @@ class GgufForm(LlamaLayers):
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return a config.json that states the sizes. Raises `PlanError` if llama.cpp lacks the tokenizer."""
-        self._vocabulary(model)
+        if not isinstance(model.checkpoint, GgufCheckpoint):  # of which a prediction reads no tokenizer
+            self._vocabulary(model)
         stack = self.grid(model).stack(plan)
         if model.shape.query_key_norms and not _is_uniform(stack):
             raise PlanError(

@@ -10,12 +10,15 @@ from oneshot.report.terminal import WIDTH
 NAME_WIDTH = 14
 
 
-def summary(report: Report, *, weights: tuple[int | None, int | None], check: Check | None, source: str) -> str:
+def summary(
+    report: Report, *, weights: tuple[int | None, int | None], check: Check | None, source: str, gguf: str | None = None
+) -> str:
     """Return the summary of a run in lines of at most 80 columns.
 
     Args:
         weights: bytes of the weight files before and after, None if they are not known.
-        check: None without one. source: the checkpoint as it was given.
+        check: None without one. source: the checkpoint as it was given. gguf: the result's GGUF file, which llama.cpp
+            measures; None if the result has none.
     """
     stored, output = report.stored_parameters, str(report.config["output"])
     removed = 1 - stored["compressed"] / stored["dense"]
@@ -23,12 +26,17 @@ def summary(report: Report, *, weights: tuple[int | None, int | None], check: Ch
     lines.append(("parameters", f"{amount(stored['dense'])} → {amount(stored['compressed'])} (−{removed:.1%})"))
     before, after = weights
     if before is not None and after is not None:
-        lines.append(("weight files", f"{before / 1e6:,.0f} MB → {after / 1e6:,.0f} MB"))
+        dtype = str(report.config["save_dtype"])
+        stored_as = "" if dtype == "keep" else f", stored as {dtype}"  # a quantised input may be the smaller file
+        lines.append(("weight files", f"{before / 1e6:,.0f} MB → {after / 1e6:,.0f} MB{stored_as}"))
     lines.append(("time", f"{report.seconds['total']:,.0f} s, peak memory {report.peak_bytes / 2**30:.2f} GiB"))
     lines += check_lines(check)
     warnings = {*report.warnings, *(warning for layer in report.layers for warning in layer.warnings)}
     lines += [("warning", warning) for warning in sorted(warnings)]
-    lines.append(("next", f"oneshot evaluate {shlex.quote(output)} --baseline {shlex.quote(source)} --text YOUR_TEXT"))
+    measures = f"oneshot evaluate {shlex.quote(output)} --baseline {shlex.quote(source)} --text YOUR_TEXT"
+    if gguf is not None:
+        measures = f"llama-perplexity -m {shlex.quote(gguf)} -f YOUR_TEXT"
+    lines.append(("next", measures))
     return "\n".join(_wrapped(name, value) for name, value in lines)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Model, load_whole, peek_saved
+from oneshot.checkpoint import Model, complete_text_config, load_whole, peek_saved
 from oneshot.config import Config
 from oneshot.errors import CalibrationError
 from oneshot.machine import Machine
@@ -72,6 +72,18 @@ class Calibration:
                 "an FFN" if shape.experts is None else f"{shape.experts.count} experts",
                 shape.intermediate_size,
                 needed,
+            )
+
+    def warn_if_long(self) -> None:
+        """Warn if a model that writes text reads longer sequences than its config is for."""
+        length = self._config.text.sequence_length
+        complete = complete_text_config(self._model.family, self._model.checkpoint.config)
+        positions = complete.get("max_position_embeddings") or length
+        if self._model.family.stack.causal and length > positions:
+            logger.warning(
+                "--sequence-length %d is beyond the %d positions that the model is made for; give a smaller one.",
+                length,
+                positions,
             )
 
     def read(self) -> Text:

@@ -160,6 +160,7 @@ class Run:
         text = self.machine.workers.share(0, self._calibration.read)
         release_heap()  # of the tokeniser
         self._calibration.warn_if_few(text)
+        self._calibration.warn_if_long()
         return text
 
     @property

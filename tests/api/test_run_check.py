@@ -123,6 +123,12 @@ def test_the_summary_of_long_names_and_answers_fits(run: tuple[Config, Report]) 
     assert "× 1.50" in text
     assert "--baseline 'a model'" in " ".join(text.split())
     assert "weight files" not in text
+    report.config["save_dtype"] = "bfloat16"
+    text = summary(report, weights=(98_400_000, 216_000_000), check=None, source="a model")
+    assert "weight files  98 MB → 216 MB, stored as bfloat16\n" in text
+    text = summary(report, weights=(None, None), check=None, source="a model", gguf="an out/model.gguf")
+    assert "llama-perplexity -m 'an out/model.gguf' -f" in text
+    assert "oneshot evaluate" not in text
 
 
 def test_weight_bytes(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

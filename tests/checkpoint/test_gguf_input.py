@@ -337,6 +337,16 @@ def test_the_result_has_the_files_dtype(stored: str, result: str, as_gguf: Edit,
     assert f"Weights are stored as `{result}`." in (folder / "README.md").read_text()
 
 
+def test_a_gguf_file_becomes_a_smaller_one(as_gguf: Edit, make_config: MakeConfig, tmp_path: Path) -> None:
+    """A prediction reads headers only, so it asks for no tokenizer beside the file."""
+    path = Path(shutil.copy(as_gguf(), tmp_path / "alone.gguf"))
+    tokenizer = path.with_name("tokenizer.json")
+    assert not tokenizer.exists()
+    config = make_config(path, sparsity=0.05, form="gguf")
+    predicted = predict(config).stored_parameters
+    assert compress(config).stored_parameters == predicted
+
+
 def test_several_weight_files(as_gguf: Edit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = as_gguf()
     whole = logits(locate_checkpoint(str(path), tmp_path / "whole"))

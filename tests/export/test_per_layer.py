@@ -13,6 +13,7 @@ from factories import MakeCheckpoint, MakeConfig, MakeResult, build_model
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from transformers import DynamicCache
 
 from oneshot import OneshotError
 from oneshot.checkpoint import Checkpoint
@@ -201,6 +202,16 @@ def test_the_cache_changes_nothing(compressed: Path) -> None:
         half = model(with_cache[:, :7], use_cache=True)
         rest = model(with_cache[:, 7:], past_key_values=half.past_key_values).logits
     torch.testing.assert_close(torch.cat((half.logits, rest), 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_layer_takes_its_cache_by_either_name(name: str, compressed: Path) -> None:
+    """As it is called since transformers 5.24, and before."""
+    model = load_model(compressed, device=CPU, dtype=torch.float32)
+    layer, cache = model.model.layers[0], DynamicCache()
+    states = torch.randn(1, 3, layer.hidden_size)
+    layer(states, position_embeddings=model.model.rotary_emb(states, torch.arange(3)[None]), **{name: cache})
+    assert cache.get_seq_length() == 3
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
