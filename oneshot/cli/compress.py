@@ -32,7 +32,7 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
     parser = Parser(
         prog,
         "CHECKPOINT --sparsity 0.2 [-o OUT] [options]",
-        "Compress a Llama-like checkpoint into a smaller one, in one shot, without training.",
+        "Make a checkpoint of a language model smaller, in one run and without training.",
     )
     add_checkpoint(parser)
     parser.add_argument(
@@ -58,7 +58,9 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
         metavar="BUDGET",
         help=f"what --sparsity is a share of: {', '.join(budgets)} (default: parameters)",
     )
-    target.add_argument("--params", metavar="P", help="stored parameters to keep, such as 900M or 5.5B")
+    target.add_argument(
+        "--params", metavar="P", help="stored parameters to keep, such as 900M or 5.5B, instead of --sparsity"
+    )
     method = parser.add_argument_group("method")
     method.add_argument("--recipe", metavar="NAME", help=f"one of {', '.join(RECIPES)} (default: oneshot)")
     add_form(method)
@@ -76,7 +78,7 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print predicted memory, disk, parameters and time, and do nothing (only headers are fetched)",
+        help="print predicted memory, disk, parameters and time, and write nothing (only headers are fetched)",
     )
     return parser
 
@@ -105,6 +107,8 @@ def _finish(config: Config, report: "Report", arguments: argparse.Namespace) -> 
     """Check a result, show what came out, and upload it if that is asked for."""
     from oneshot.api.check import quick_check, weight_bytes
     from oneshot.api.hub import push
+    from oneshot.export import FORMS
+    from oneshot.export.gguf import FILE_NAME
     from oneshot.report.card import add_check
     from oneshot.report.progress import announce
     from oneshot.report.summary import summary
@@ -119,7 +123,8 @@ def _finish(config: Config, report: "Report", arguments: argparse.Namespace) -> 
         if arguments.verbose:
             print_report(report)
         weights = weight_bytes(config.checkpoint), weight_bytes(config.output)
-        print(summary(report, weights=weights, check=check, source=config.checkpoint))
+        gguf = str(Path(config.output) / FILE_NAME) if FORMS[config.form].opened_by == "llama.cpp" else None
+        print(summary(report, weights=weights, check=check, source=config.checkpoint, gguf=gguf))
     if arguments.push_to_hub is not None:
         address = push(Path(config.output).expanduser(), report, arguments.push_to_hub)
         print(f"uploaded to {address}")

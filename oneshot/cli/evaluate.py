@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from oneshot.cli.options import begin_work, run_command
+from oneshot.cli.options import AUTO_DTYPE, CHECKPOINT_HELP, begin_work, run_command
 from oneshot.cli.parser import OneOf, Parser
 from oneshot.config import Dtype, Kind
 from oneshot.errors import CalibrationError, ConfigError, OutputError
@@ -18,10 +18,12 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
         "CHECKPOINT --baseline DENSE [options]",
         "Measure quality, sizes and latency of a checkpoint, beside a baseline.",
     )
-    parser.add_argument("checkpoint", help="a folder of safetensors, a .gguf file, or a hub name")
+    parser.add_argument("checkpoint", help=CHECKPOINT_HELP)
     parser.add_argument("--revision", help="branch, tag or commit of a hub name")
     parser.add_argument("--baseline", help="the checkpoint to compare it with, usually the dense one")
-    parser.add_argument("--baseline-revision", metavar="REVISION", help="the same of the baseline's hub name")
+    parser.add_argument(
+        "--baseline-revision", metavar="REVISION", help="branch, tag or commit of the baseline's hub name"
+    )
     parser.add_argument(
         "--text",
         action="append",
@@ -35,7 +37,9 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
         metavar="KIND",
         help=f"what the model is asked: {', '.join(get_args(Kind))} (default: what the class in config.json is for)",
     )
-    parser.add_argument("--batch-size", type=int, default=8, help="examples at a time (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, help="examples at a time, for encoders and T5 (default: %(default)s)"
+    )
     parser.add_argument(
         "--sequence-length", type=int, default=1024, help="tokens in a window or of an example (default: %(default)s)"
     )
@@ -49,11 +53,24 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     parser.add_argument(
         "--include-path", help="folder with task YAML files of your own; they replace lm-eval's of the same name"
     )
-    parser.add_argument("--prefill-tokens", type=int, default=512, help="(default: %(default)s)")
-    parser.add_argument("--decode-tokens", type=int, default=32, help="0 leaves latency out (default: %(default)s)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", type=OneOf(get_args(Dtype)), metavar="DTYPE", default="auto")
-    parser.add_argument("--output", help="also write the numbers and their provenance as JSON")
+    parser.add_argument(
+        "--prefill-tokens", type=int, default=512, help="tokens of the timed prefill (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--decode-tokens",
+        type=int,
+        default=32,
+        help="tokens of the timed decoding; 0 leaves latency out (default: %(default)s)",
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        type=OneOf(get_args(Dtype)),
+        metavar="DTYPE",
+        default="auto",
+        help=f"dtype of the forward passes: {', '.join(get_args(Dtype))} (default: %(default)s, {AUTO_DTYPE})",
+    )
+    parser.add_argument("--output", metavar="FILE", help="also write the numbers and their origin to this JSON file")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
@@ -71,6 +88,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
             raise ConfigError(f"--batch-size {arguments.batch_size} is too small; give at least 1.")
         if arguments.output and not Path(arguments.output).absolute().parent.is_dir():
             raise OutputError(f"{arguments.output} cannot be written: its folder does not exist; create it first.")
+        if arguments.output and Path(arguments.output).is_dir():
+            raise OutputError(f"{arguments.output} is a folder; name the JSON file to write.")
         begin_work(arguments)
         from oneshot.evaluation import evaluate, print_evaluations, write_json
 

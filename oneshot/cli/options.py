@@ -15,6 +15,8 @@ from oneshot.recipes import RECIPES, Method
 from oneshot.settings import parse_setting, read_recipe, settings
 
 TEXT, MACHINE = TextOptions(), MachineOptions()
+CHECKPOINT_HELP = "a folder of safetensors or pytorch_model.bin, a .gguf file, or a hub name such as org/model"
+AUTO_DTYPE = "bfloat16 if the hardware multiplies it, else float32"
 COMMAND_ONLY = (
     "config",
     "quiet",
@@ -31,7 +33,7 @@ COMMAND_ONLY = (
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint to read, and a file with options."""
-    parser.add_argument("checkpoint", nargs="?", help="a folder of safetensors, a .gguf file, or a hub name")
+    parser.add_argument("checkpoint", nargs="?", help=CHECKPOINT_HELP)
     parser.add_argument("--revision", help="branch, tag or commit of a hub name")
     parser.add_argument("--config", metavar="FILE", help="recipe file with options; those given here replace its own")
 
@@ -46,15 +48,23 @@ def add_text(parser: argparse.ArgumentParser) -> None:
         "self (the model writes it); sources joined by + give equally many sequences, twice as many if named twice "
         f"(default: {TEXT.calibration})",
     )
-    text.add_argument("--num-sequences", type=int, metavar="N", help=f"(default: {TEXT.num_sequences})")
-    text.add_argument("--sequence-length", type=int, metavar="N", help=f"(default: {TEXT.sequence_length})")
-    text.add_argument("--seed", type=int, metavar="N", help="of all random choices (default: 0)")
+    text.add_argument(
+        "--num-sequences", type=int, metavar="N", help=f"sequences to read (default: {TEXT.num_sequences})"
+    )
+    text.add_argument(
+        "--sequence-length", type=int, metavar="N", help=f"tokens of each (default: {TEXT.sequence_length})"
+    )
+    text.add_argument("--seed", type=int, metavar="N", help="seed of all random choices (default: 0)")
 
 
 def add_settings(group: Any) -> None:
     """Add `--set`, and the list of its keys."""
     group.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other choice; may be repeated"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other choice, such as heads=id; may be repeated",
     )
     group.add_argument("--help-methods", action=_HelpMethods, help="list recipes and the keys of --set, and exit")
 
@@ -65,15 +75,22 @@ def add_machine(parser: argparse.ArgumentParser) -> Any:
     dtypes = get_args(Dtype)
     machine.add_argument("--device", help=f"auto, cpu, cuda or cuda:N (default: {MACHINE.device})")
     machine.add_argument(
-        "--dtype", type=OneOf(dtypes), metavar="DTYPE", help=f"of the forward passes: {', '.join(dtypes)}"
+        "--dtype",
+        type=OneOf(dtypes),
+        metavar="DTYPE",
+        help=f"dtype of the forward passes: {', '.join(dtypes)} (default: {MACHINE.dtype}, {AUTO_DTYPE})",
     )
     machine.add_argument(
-        "--batch-size", type=int, metavar="N", help=f"sequences at a time (default: {MACHINE.batch_size})"
+        "--batch-size", type=int, metavar="N", help=f"sequences in one forward pass (default: {MACHINE.batch_size})"
     )
     machine.add_argument(
-        "--max-memory", metavar="SIZE", help="bound of the host memory, such as 8GiB; activations then go to disk"
+        "--max-memory",
+        metavar="SIZE",
+        help="bound of the host memory, such as 8GiB; activations go to disk if they have to (default: what is free)",
     )
-    machine.add_argument("--max-device-memory", metavar="SIZE", help="bound of the memory on a CUDA device")
+    machine.add_argument(
+        "--max-device-memory", metavar="SIZE", help="bound of the memory on a CUDA device (default: what is free)"
+    )
     machine.add_argument(
         "--offload-dir", metavar="FOLDER", help="for scratch files (default: the system's temporary folder)"
     )
@@ -85,9 +102,9 @@ def add_machine(parser: argparse.ArgumentParser) -> Any:
 def add_output_form(group: Any) -> None:
     """Add how weights are written."""
     dtypes = get_args(SaveDtype)
-    shown = f"of the stored weights: {', '.join(dtypes)}"
+    shown = f"dtype of the stored weights: {', '.join(dtypes)} (default: keep, the input's; bfloat16 if quantised)"
     group.add_argument("--save-dtype", type=OneOf(dtypes), metavar="DTYPE", help=shown)
-    group.add_argument("--max-shard-size", metavar="SIZE", help="of one weight file, such as 2GB (default: 5GB)")
+    group.add_argument("--max-shard-size", metavar="SIZE", help="largest weight file, such as 2GB (default: 5GB)")
     group.add_argument("--tie", action="store_true", help="store one table for a head that is a copy of the embedding")
     group.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     group.add_argument("--resume", action="store_true", help="continue an interrupted run if there is one")
@@ -195,6 +212,7 @@ def begin_work(arguments: argparse.Namespace) -> None:
 
 def silence_libraries() -> None:
     """Turn off the progress bars and messages of transformers, datasets and the hub; errors of ours say as much."""
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # read when datasets is imported, with the first table
     from huggingface_hub.utils import disable_progress_bars
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging

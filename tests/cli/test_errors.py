@@ -262,6 +262,19 @@ def test_a_tokenizer_of_another_model(own_checkpoint: MakeCheckpoint, fails: Che
     fails(folder, "tokenizer", "50")
 
 
+def test_a_target_out_of_reach_names_the_most_that_can_go(make_checkpoint: MakeCheckpoint, fails: Check) -> None:
+    """What the message names can be reached, and a little more cannot."""
+    checkpoint = make_checkpoint()
+    told = fails(checkpoint, "at best", sparsity=0.9)
+    (most,) = re.findall(r"ask for --sparsity (\S+) or less, or allow --set heads=id as well\.$", told)
+    assert main([str(checkpoint), f"--sparsity={most}", "--calibration=builtin", "--dry-run", "--device=cpu"]) == 0
+    told = fails(checkpoint, "at best", sparsity=0.95, settings=["heads=id"])
+    (more,) = re.findall(r"ask for --sparsity (\S+) or less\.$", told)
+    assert float(more) > float(most)
+    options = [f"--sparsity={more}", "--set=heads=id", "--calibration=builtin", "--dry-run", "--device=cpu"]
+    assert main([str(checkpoint), *options]) == 0
+
+
 @pytest.mark.parametrize(
     ("content", "reason"), [(None, "does not exist"), ("", "empty"), ("  \n", "0 tokens"), ("Few words.", "less than")]
 )
@@ -311,7 +324,8 @@ def test_sparsity_out_of_range(sparsity: str, make_checkpoint: MakeCheckpoint, f
         ({"sparsity": None, "params": "10T"}, ("10T",)),
         ({"sparsity": None, "params": "0"}, ("--params 0",)),
         ({"sparsity": None, "params": "1B"}, ("1,000,000,000", "above the dense model")),
-        ({"sparsity": 0.99}, ("at best",)),
+        ({"sparsity": 0.99}, ("at best", "ask for --sparsity 0.")),
+        ({"calibration": "self+"}, ("'self+'", "without a name")),
         ({"settings": ["ffn=none"]}, ("Nothing may be reduced",)),
         ({"recipe": "magic"}, ("magic", "oneshot, stat")),
         ({"device": "cuda:7"}, ("cuda:7", "--device cpu")),
@@ -546,6 +560,9 @@ def test_a_good_run_of_the_command_line(make_checkpoint: MakeCheckpoint, output:
         (["--text={text}", "--sequence-length=100000000"], ("less than one sequence",)),
         (["--text={text}", "--output=/no/such/folder/out.json"], ("/no/such/folder/out.json",)),
         (["--text={text}", "--max-windows=0"], ("--max-windows",)),
+        (["--output=/tmp"], ("/tmp is a folder",)),
+        (["--prefill-tokens=0"], ("--prefill-tokens 0",)),
+        (["--decode-tokens=-1"], ("--decode-tokens -1",)),
         (["--tasks=piqa", "--include-path=/no/such/folder"], ("--include-path /no/such/folder",)),
     ],
 )
@@ -586,6 +603,30 @@ def test_evaluation_with_a_tokenizer_of_another_model(
     shrink_vocabulary(folder)
     assert evaluate.main([str(folder), f"--text={text_file}", "--decode-tokens=0", "--sequence-length=16"]) == 1
     assert "tokenizer" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("has_baselines", [True, False])
+def test_a_baseline_with_another_tokenizer(
+    has_baselines: bool,
+    make_checkpoint: MakeCheckpoint,
+    own_checkpoint: MakeCheckpoint,
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All its tokens are rows of the embedding, but two of them have changed places; one without any is accepted."""
+    folder, other = make_checkpoint(), own_checkpoint()
+    if has_baselines:
+        content = json.loads((other / "tokenizer.json").read_text())
+        tokens = {number: token for token, number in content["model"]["vocab"].items()}
+        content["model"]["vocab"] |= {tokens[5]: 6, tokens[6]: 5}
+        (other / "tokenizer.json").write_text(json.dumps(content))
+    else:
+        (other / "tokenizer.json").unlink()
+    options = [f"--text={text_file}", "--decode-tokens=0", "--sequence-length=16"]
+    code = evaluate.main([str(folder), f"--baseline={other}", *options])
+    told = capsys.readouterr().err
+    assert code == has_baselines
+    assert ("tokenizers in" in told and "differ" in told) is has_baselines
 
 
 def test_evaluation_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

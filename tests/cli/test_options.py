@@ -1,5 +1,6 @@
 """The command `oneshot` and its options: help, `--set`, the old name of `--form`, tables, and a silent stderr."""
 
+import argparse
 import importlib
 import inspect
 import os
@@ -21,6 +22,7 @@ import oneshot
 from oneshot.cli.compress import build_parser
 from oneshot.cli.main import COMMANDS, main
 from oneshot.cli.options import describe_methods, parse_config
+from oneshot.cli.parser import OneOf
 from oneshot.config import Config, Target
 from oneshot.evaluation import evaluate, print_evaluations
 from oneshot.fields import FLAGS
@@ -144,6 +146,17 @@ def test_help_shows_at_most_32_options() -> None:
     assert {"--output", "--sparsity", "--form", "--set", "--dry-run", "--help", "--help-methods"} <= shown
     assert len(shown - {"--help", "--help-methods"}) <= 32
     assert "--tier" not in build_parser().format_help()
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "completion"])
+def test_every_option_says_what_it_is(name: str) -> None:
+    """Not its default alone; a choice also names its default or what stands for it."""
+    for action in importlib.import_module(f"oneshot.cli.{name}").build_parser()._actions:
+        if action.help == argparse.SUPPRESS:
+            continue
+        assert re.match(r"[a-z]\w*-?\w*[ ,]", str(action.help), re.IGNORECASE), action.dest
+        if isinstance(action.type, OneOf):
+            assert "(default: " in action.help, action.dest
 
 
 def test_help_methods_lists_every_recipe_and_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +314,18 @@ def test_a_gguf_input_shows_no_bars_of_other_libraries(
     assert printed == ""
     left = [path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own
     assert not left
+
+
+def test_a_table_that_cannot_be_read_is_one_sentence(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """The reader of tables also writes the error to its log."""
+    table = tmp_path / "rows.parquet"
+    table.write_bytes(b"no table")
+    options = ["--sparsity=0.1", "--device=cpu", f"--calibration={table}", f"--output={tmp_path / 'out'}"]
+    code, told, _ = run_forked("compress", str(make_checkpoint()), *options, folder=tmp_path)
+    assert code == 1
+    assert [line for line in told.splitlines() if not line.startswith(("opening ", "reading the text "))] == [
+        line for line in told.splitlines() if line.startswith(f"error: {table} cannot be read as parquet")
+    ]
 
 
 def test_an_evaluation_shows_no_bars_of_other_libraries(
