@@ -82,3 +82,24 @@ def test_a_result_is_a_draft(result: Path) -> None:
     exec(code_of("engines.md", "A result as a draft"), found)
     alone = found["model"].generate(**found["inputs"], do_sample=False, max_new_tokens=40)
     assert torch.equal(found["written"], alone)
+
+
+def test_the_quick_start_from_python(
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It begins with the GGUF file that `make setup` installs, as the page's other commands do."""
+    config = make_config(make_checkpoint(), form="gguf", sparsity=0)
+    compress(config)
+    place = tmp_path / ".venv" / "lib" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    place.parent.mkdir(parents=True)
+    place.symlink_to(Path(config.output) / "model.gguf")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code_of("quick-start.md", "From Python", **{"512": "32"}), names)
+    assert names["smaller"].num_parameters() == names["result"].report.stored_parameters["compressed"]
+    assert (tmp_path / "smaller-again" / "model.safetensors").exists()
+    assert "parameters" in capsys.readouterr().out

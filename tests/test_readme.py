@@ -56,7 +56,8 @@ def test_the_command_line_page_has_every_option() -> None:
     text = (ROOT / "docs" / "command-line.md").read_text()
     options = {
         option
-        for action in compress_parser()._actions
+        for parser in (compress_parser(), evaluate_parser(), profile_parser())
+        for action in parser._actions
         for option in action.option_strings
         if action.help != "==SUPPRESS==" and option.startswith("--")
     }

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def evaluate(
         tokenizer: tokenizer of models in memory; None: the one that lies where the model came from.
         options: keywords of `evaluation.evaluate`, such as `sequence_length`, `max_windows`, `tasks`, `decode_tokens`.
 
-    Returns the numbers of the model, then the baseline's. A list of strings counts as sources if each is a file or the
-    short name of a data set.
+    Returns the numbers of the model, then the baseline's; text in memory is called `given-text.jsonl` there. A list of
+    strings counts as sources if each is a file or the short name of a data set.
     """
     with tempfile.TemporaryDirectory(prefix="oneshot-") as name:
         scratch = Path(name)
@@ -38,12 +39,27 @@ def evaluate(
             (scratch / place).mkdir()
             return str(save_model(given, tokenizer, scratch / place))
 
-        return evaluate_checkpoints(
+        evaluations = evaluate_checkpoints(
             [named(model, "model")],
             _sources(text, scratch),
             baseline=None if baseline is None else named(baseline, "baseline"),
             **options,
         )
+        return [_without(scratch, evaluation) for evaluation in evaluations]
+
+
+def _without(scratch: Path, evaluation: Evaluation) -> Evaluation:
+    """Return an evaluation whose names of objects in memory are not paths in the scratch folder, which is gone."""
+
+    def short(name: str) -> str:
+        return name.removeprefix(f"{scratch}{os.sep}")
+
+    changes: dict[str, Any] = {"checkpoint": short(evaluation.checkpoint)}
+    for field in fields(evaluation):
+        value = getattr(evaluation, field.name)
+        if isinstance(value, dict):
+            changes[field.name] = {short(name): found for name, found in value.items()}
+    return replace(evaluation, **changes)
 
 
 def _sources(text: Any, scratch: Path) -> list[str]:

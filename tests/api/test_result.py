@@ -72,6 +72,8 @@ def test_evaluation_takes_texts_and_models_in_memory(
     from_memory = oneshot.evaluate(build_model(), [text], baseline=result.load(), tokenizer=tokenizer, **options)
     for left, right in zip(from_file, from_memory, strict=True):
         assert list(left.perplexity.values()) == list(right.perplexity.values())
+        assert list(right.perplexity) == list(right.texts) == ["given-text.jsonl"], "no path of a folder that is gone"
+    assert [one.checkpoint for one in from_memory] == ["model/LlamaForCausalLM", "baseline/out"]
     with pytest.raises(oneshot.OneshotError, match="give evaluate the texts"):
         oneshot.evaluate(make_checkpoint(), IDS)
 
