@@ -92,22 +92,30 @@ RESIZED_CASES: dict[str, tuple[str, Sizes]] = {
     NO_RANKS: ("gemma3_text", {"ranks": "none"}),  # opened without the plugin
     FEWER_HEADS: ("granite", {"heads": "id", "sparsity": 0.3}),  # refused
 }
-# mixtures whose layers have their own sizes; numbers of their own are refused
-OWN_NUMBERS = "qwen3_moe, own numbers of experts"
+# mixtures whose layers have their own sizes
+MIXTURE_FAMILIES: dict[str, Sizes] = {
+    "qwen3_moe": QWEN3,
+    "mixtral": {"family": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"family": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {"family": "qwen2_moe", "num_experts": 8, "shared_expert_intermediate_size": 64, **EXPERTS},
+    "granitemoe": {"family": "granitemoe", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe": GLM4,
+    "gpt_oss": {"family": "gpt_oss", "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+SHARED_EXPERTS = "qwen2_moe, own numbers of experts, no ranks"  # also opened by two processes
+OWN_NUMBERS: dict[str, tuple[Sizes, Sizes]] = {
+    "qwen3_moe, own numbers of experts alone": (QWEN3, {"experts": "effects", "ffn": "none"}),
+    SHARED_EXPERTS: (MIXTURE_FAMILIES["qwen2_moe"], {"experts": "effects", "ranks": "none"}),
+    **{
+        f"{name}, own numbers of experts": (options, {"experts": "effects", "sparsity": 0.3})
+        for name, options in MIXTURE_FAMILIES.items()
+    },
+}
 MIXTURES_BY_LAYER: dict[str, tuple[Sizes, Sizes]] = {
-    "qwen3_moe": (QWEN3, {}),
+    **{name: (options, {}) for name, options in MIXTURE_FAMILIES.items()},
     "qwen3_moe, a dense layer, no ranks": (QWEN3 | {"mlp_only_layers": [1]}, {"ranks": "none"}),
     "qwen3_moe, fewer experts": (QWEN3, {"experts": "effects", "num_experts": 6, "sparsity": 0.3}),
-    "mixtral": ({"family": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}, {}),
-    "olmoe": ({"family": "olmoe", "num_experts": 8, "num_experts_per_tok": 2}, {}),
-    "qwen2_moe": (
-        {"family": "qwen2_moe", "num_experts": 8, "shared_expert_intermediate_size": 64, **EXPERTS},
-        {},
-    ),
-    "granitemoe": ({"family": "granitemoe", "num_local_experts": 8, "num_experts_per_tok": 2}, {}),
-    "glm4_moe": (GLM4, {}),
-    "gpt_oss": ({"family": "gpt_oss", "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2}, {}),
-    OWN_NUMBERS: (QWEN3, {"experts": "effects", "ffn": "none"}),
+    **OWN_NUMBERS,
 }
 SERVED = "llama"  # SmolLM2
 # methods of a tool, and the forms of a Llama that it takes

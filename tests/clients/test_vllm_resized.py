@@ -8,14 +8,14 @@ import pytest
 from conftest import ask_vllm_together
 from engines import BY_LAYER, NEW_TOKENS, SIZES, Expected
 from families.cases import variants
-from opened import FEWER_HEADS, MIXTURES_BY_LAYER, NO_RANKS, OWN_NUMBERS, RESIZED_CASES
+from opened import FEWER_HEADS, MIXTURES_BY_LAYER, NO_RANKS, OWN_NUMBERS, RESIZED_CASES, SHARED_EXPERTS
 
 from oneshot import Config
 from oneshot.pipeline import compress
 
 Answered = tuple[Expected, Any]
-REFUSED = (FEWER_HEADS, OWN_NUMBERS)
 HYBRID = "a hybrid"
+TWO_PROCESSES, EXPERT_PARALLEL = "tensors of experts are shared", "whole experts are shared"
 CASES = RESIZED_CASES | {HYBRID: ("falcon_h1", {"ranks": "none", "embedding": "none"})}
 
 
@@ -38,13 +38,25 @@ def answered(
             "max_tokens": NEW_TOKENS,
             "implementation": "transformers" if name in (NO_RANKS, HYBRID) else "auto",
         }
+    shared = {TWO_PROCESSES: {"processes": 2}, EXPERT_PARALLEL: {"expert_parallel": True}}
+    requests |= {name: requests[SHARED_EXPERTS] | further for name, further in shared.items()}
+    expected |= dict.fromkeys(shared, expected[SHARED_EXPERTS])
     answers = ask_vllm_together([*requests.values()], folder)
     return {name: (expected[name], answer) for name, answer in zip(requests, answers, strict=True)}
 
 
-@pytest.mark.parametrize("name", [name for name in RESIZED_CASES | MIXTURES_BY_LAYER if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in RESIZED_CASES | MIXTURES_BY_LAYER if name != FEWER_HEADS])
 def test_it_answers_as_transformers(name: str, answered: dict[str, Answered]) -> None:
     expected, answers = answered[name]
+    assert not isinstance(answers, str), answers[-4000:]
+    if name in OWN_NUMBERS:
+        layers = expected.model.config.sizes["layers"]
+        assert len({layer["experts"]["count"] for layer in layers if layer["experts"]}) > 1
+    expected.agrees_with_vllm(answers)
+
+
+def test_two_processes_answer_as_transformers(answered: dict[str, Answered]) -> None:
+    expected, answers = answered[TWO_PROCESSES]
     assert not isinstance(answers, str), answers[-4000:]
     expected.agrees_with_vllm(answers)
 
@@ -55,9 +67,9 @@ def test_heads_of_their_own_are_refused(answered: dict[str, Answered]) -> None:
     assert "compress with --set heads=none" in error
 
 
-def test_numbers_of_experts_of_their_own_are_refused(answered: dict[str, Answered]) -> None:
-    _, error = answered[OWN_NUMBERS]
-    assert "experts where the config has 8" in error
+def test_expert_parallelism_is_refused_for_own_numbers_of_experts(answered: dict[str, Answered]) -> None:
+    _, error = answered[EXPERT_PARALLEL]
+    assert "experts, which vLLM's expert parallelism cannot hold" in error
     assert "compress with --set expert_counts=equal" in error
 
 

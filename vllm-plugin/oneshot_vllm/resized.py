@@ -5,13 +5,16 @@ and norms. It has no linears that read through coordinates, and no embedding of 
 """
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fused_moe import FusedMoEFactory, MoERunner
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
+from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM, moe
+from vllm.model_executor.models.utils import extract_layer_index
 
 
 def refuse_own_heads(config: Any) -> None:
@@ -25,27 +28,14 @@ def refuse_own_heads(config: Any) -> None:
             )
 
 
-class WithExpertWidths:
-    """A config that states the width of the experts of every layer, 0 where there are none; configs check types."""
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-        layers = config.sizes["layers"]
-        self.moe_intermediate_size = [layer["intermediate_size"] if layer["experts"] else 0 for layer in layers]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
-def refuse_own_numbers(config: Any, count: int) -> None:
-    """Raise `ValueError` if a layer has another number of experts than the config, whose `count` the backend takes."""
-    for number, layer in enumerate(config.sizes["layers"]):
-        if layer["experts"] and layer["experts"]["count"] != count:
-            raise ValueError(
-                f"Layer {number} has {layer['experts']['count']} experts where the config has {count}, which vLLM's "
-                "Transformers backend cannot hold; open this folder with transformers, or compress with --set "
-                "expert_counts=equal."
-            )
+def refuse_expert_parallelism(config: Any, parallel: ParallelConfig) -> None:
+    """Raise `ValueError` if processes share whole experts, which vLLM counts once for all layers, and counts differ."""
+    counts = {layer["experts"]["count"] for layer in config.sizes["layers"] if layer["experts"]}
+    if parallel.enable_expert_parallel and len(counts) > 1:
+        raise ValueError(
+            f"Layers have {min(counts)} to {max(counts)} experts, which vLLM's expert parallelism cannot hold; leave "
+            "out --enable-expert-parallel, or compress with --set expert_counts=equal."
+        )
 
 
 def logit_factor(config: Any) -> float:
@@ -111,17 +101,21 @@ class OneshotResizedForCausalLM(Resized, TransformersForCausalLM):
 
 
 class OneshotResizedMoEForCausalLM(Resized, TransformersMoEForCausalLM):
-    """A mixture of experts, whose layers have their own width of experts; vLLM's fused experts compute them."""
+    """A mixture, whose layers have their own number and width of experts; vLLM's fused experts compute them."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config: Any = vllm_config.model_config.hf_config
-        refuse_own_numbers(config, vllm_config.model_config.get_num_experts())
+        refuse_expert_parallelism(config, vllm_config.parallel_config)
         config.engine_has_own_widths = True  # which the modelling file asks for
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def recursive_replace(self) -> None:
-        """Give the model vLLM's layers, with the width of each layer's experts."""
-        config = self.text_config
-        self.text_config = WithExpertWidths(config)
-        super().recursive_replace()
-        self.text_config = config
+        """Give the model vLLM's layers, with the number and the width of each layer's experts."""
+        # the backend asks for one number of experts and passes it on for every layer
+        with patch.object(moe, "FusedMoEFactory", self._fused_experts):
+            super().recursive_replace()
+
+    def _fused_experts(self, *, prefix: str, **of_all_layers: Any) -> MoERunner:
+        sizes = self.config.sizes["layers"][extract_layer_index(prefix)]
+        own = {"num_experts": sizes["experts"]["count"], "intermediate_size": sizes["intermediate_size"]}
+        return FusedMoEFactory(prefix=prefix, **of_all_layers | own)
