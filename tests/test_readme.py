@@ -24,7 +24,8 @@ DOCUMENTS = [
 FOREIGN = {
     *("--model", "--model_args", "--multi_gpu", "--num_processes", "--nproc-per-node"),  # lm_eval, accelerate, torchrun
     *("--outtype", "--outfile", "--pure"),  # llama.cpp
-    *("--enforce-eager", "--model-impl", "--trust-remote-code", "--tensor-parallel-size"),  # vLLM
+    *("--enforce-eager", "--model-impl", "--trust-remote-code"),  # vLLM
+    *("--tensor-parallel-size", "--enable-expert-parallel"),
     *("--tiny", "--sections", "--card-gib", "--host-gib"),  # scripts in benchmarks/
 }
 EXTERNAL = re.compile(r"(?:https?|mailto):")
