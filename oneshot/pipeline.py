@@ -89,7 +89,10 @@ def predict(config: Config) -> Footprint:
         target = config.target
         if target.budget == "latency":
             target = replace(target, budget="flops")
-        return with_conversion(Job(config, run, target=target, dry=True).footprint, gguf)
+        job = Job(config, run, target=target, dry=True)
+        if job.schedule.reads_text:
+            run.warn_of_text()
+        return with_conversion(job.footprint, gguf)
 
 
 def profile(config: Config, *, show_progress: Shown = False) -> Profile:

@@ -60,15 +60,15 @@ class Calibration:
             if source != SELF:
                 check_source(source)
 
-    def warn_if_few(self, text: Text) -> None:
-        """Warn if the text has too few tokens for the width of the FFNs."""
+    def warn_if_few(self, num_tokens: int) -> None:
+        """Warn if a text has too few tokens for the width of the FFNs."""
         shape = self._model.shape
         needed = math.ceil(TOKENS_PER_NEURON * shape.intermediate_size * shape.tokens_per_arrival)
-        if text.num_tokens < needed:
+        if num_tokens < needed:
             logger.warning(
                 "%d calibration tokens are few for %s of width %d: the correction will fit the text, not the "
                 "model; give at least %d (--num-sequences).",
-                text.num_tokens,
+                num_tokens,
                 "an FFN" if shape.experts is None else f"{shape.experts.count} experts",
                 shape.intermediate_size,
                 needed,

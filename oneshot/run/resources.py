@@ -143,6 +143,11 @@ class Run:
         """Raise `CalibrationError` if a file of the calibration text cannot be read; nothing is read yet."""
         self._calibration.check()
 
+    def warn_of_text(self) -> None:
+        """Warn as for the calibration text that a run would read, if its sources hold what is asked for."""
+        self._calibration.warn_if_few(self._config.text.num_tokens)
+        self._calibration.warn_if_long()
+
     def check_family(self) -> None:
         """Refuse a model that its family's description does not fit; it is checked once, by reading a layer."""
         if not self._is_checked:
@@ -159,7 +164,7 @@ class Run:
         """Return the calibration text, all of it in every process."""
         text = self.machine.workers.share(0, self._calibration.read)
         release_heap()  # of the tokeniser
-        self._calibration.warn_if_few(text)
+        self._calibration.warn_if_few(text.num_tokens)
         self._calibration.warn_if_long()
         return text
 

@@ -108,7 +108,7 @@ def _checked(text: Any, source: str) -> str | None:
     """Return a text of a source; None if it is missing or blank."""
     if text is not None and not isinstance(text, str):
         raise CalibrationError(
-            f"{source} holds {reprlib.repr(text)} where text should be; choose the column with the text."
+            f"{source} holds {reprlib.repr(text)} where text should be; give rows whose column of text holds text."
         )
     if text is None or not text.strip():
         return None

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oneshot.errors import CalibrationError, MemoryLimitError
-from oneshot.pipeline import compress, open_run
+from oneshot.pipeline import compress, open_run, predict
 from oneshot.text import (
     Text,
     iter_documents,
@@ -322,10 +322,25 @@ def test_sequences_longer_than_the_models_positions_are_told(
     make_config: MakeConfig,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Rotary positions have no end, so nothing fails; the tiny Llama's config states 512."""
-    with open_run(make_config(make_checkpoint(), num_sequences=1, sequence_length=length)) as run:
+    """Rotary positions have no end, so nothing fails; the tiny Llama's config states 512. So does a prediction."""
+    config = make_config(make_checkpoint(), num_sequences=1, sequence_length=length)
+    with open_run(config) as run:
         assert run.text.token_ids.shape == (1, length)
     assert (f"--sequence-length {length} is beyond the 512 positions" in caplog.text) is warned
+    told = list(caplog.messages)
+    caplog.clear()
+    predict(config)
+    assert caplog.messages == told
+
+
+def test_a_prediction_tells_of_too_few_tokens(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    predict(make_config(make_checkpoint(), num_sequences=3, sequence_length=20, calibration="c4+self"))
+    assert "60 calibration tokens are few for an FFN of width 64" in caplog.text
+    caplog.clear()
+    predict(make_config(make_checkpoint(), num_sequences=3, sequence_length=20, ffn="magnitude", correction="none"))
+    assert not caplog.messages, "weights alone choose, so nothing is read"
 
 
 def test_text_from_a_file_and_from_the_model(
