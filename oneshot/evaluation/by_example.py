@@ -42,7 +42,8 @@ def evaluate_examples(
     tokenizer = load_tokenizer(checkpoints[0].folder)
     reading = Reading(tokenizer, _longest(checkpoints, tokenizer, longest), limit, checkpoints[0].config)
     examples = {source: read_examples(kind, source, reading) for source in sources}
-    refuse_other_tokenizers(checkpoints, tokenizer, (token for read in examples.values() for token in read.tokens))
+    tokens = (token for read in examples.values() for token in read.tokens)
+    refuse_other_tokenizers(names, checkpoints, tokenizer, tokens)
     records = {source: examples_record(read.count, read.tokens) for source, read in examples.items()}
     measures: dict[int, dict[str, dict[str, float]]] = {}
     dense: dict[str, Any] = dict.fromkeys(sources)

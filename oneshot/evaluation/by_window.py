@@ -57,17 +57,17 @@ def evaluate_windows(
     manager = task_manager(tasks, include_path) if tasks else None  # a wrong name is refused before hours of scoring
     shapes = [_shape(checkpoint) for checkpoint in checkpoints]
     if texts:
-        _refuse_beyond_positions(checkpoints, sequence_length, f"--sequence-length {sequence_length}")
+        _refuse_beyond_positions(names, checkpoints, sequence_length, f"--sequence-length {sequence_length}")
     if decode_tokens > 0:
         lengths = f"--prefill-tokens {prefill_tokens} with --decode-tokens {decode_tokens}"
-        _refuse_beyond_positions(checkpoints, prefill_tokens + decode_tokens, lengths)
+        _refuse_beyond_positions(names, checkpoints, prefill_tokens + decode_tokens, lengths)
     tokenizer = load_tokenizer(checkpoints[0].folder)
     windows = {
         text: load_windows(text, tokenizer, sequence_length=sequence_length, max_windows=max_windows) for text in texts
     }
-    _refuse_unknown_tokens(checkpoints, shapes, windows)
+    _refuse_unknown_tokens(names, shapes, windows)
     tokens = (token for ids in windows.values() for token in ids.unique().tolist())
-    refuse_other_tokenizers(checkpoints, tokenizer, tokens)
+    refuse_other_tokenizers(names, checkpoints, tokenizer, tokens)
     models = [load_model(checkpoint.folder, device=device, dtype=dtype) for checkpoint in checkpoints]
     scores = _scores(models, windows, with_baseline=with_baseline)
     latencies: Sequence[tuple[float | None, float | None]] = [(None, None)] * len(models)
@@ -98,22 +98,22 @@ def evaluate_windows(
     return [*(_beside(result, dense) for result in compared), dense]
 
 
-def _refuse_beyond_positions(checkpoints: Sequence[Checkpoint], length: int, option: str) -> None:
+def _refuse_beyond_positions(names: Sequence[str], checkpoints: Sequence[Checkpoint], length: int, option: str) -> None:
     """Raise `ConfigError` if a model has learned positions, and fewer than the tokens that an option asks for."""
-    for checkpoint in checkpoints:
+    for name, checkpoint in zip(names, checkpoints, strict=True):
         positions = (stated_shape(checkpoint.config) or identify(checkpoint).shape).num_positions
         if 0 < positions < length:
-            raise ConfigError(f"{option} is beyond the {positions} positions of {checkpoint.folder}; give less.")
+            raise ConfigError(f"{option} is beyond the {positions} positions of {name}; give less.")
 
 
 def _refuse_unknown_tokens(
-    checkpoints: Sequence[Checkpoint], shapes: Sequence[StackShape], windows: dict[str, torch.Tensor]
+    names: Sequence[str], shapes: Sequence[StackShape], windows: dict[str, torch.Tensor]
 ) -> None:
-    for checkpoint, shape in zip(checkpoints, shapes, strict=True):
+    for name, shape in zip(names, shapes, strict=True):
         for text, ids in windows.items():
             if int(ids.max()) >= shape.vocab_size:
                 raise CalibrationError(
-                    f"The tokenizer in {checkpoints[0].folder} gives tokens of {text} that {checkpoint.folder} has no "
+                    f"The tokenizer of {names[0]} gives tokens of {text} that {name} has no "
                     "embedding for; give models with one tokenizer, the one that belongs to them."
                 )
 

@@ -8,17 +8,19 @@ from oneshot.errors import CalibrationError
 from oneshot.text import holds_tokenizer, load_tokenizer
 
 
-def refuse_other_tokenizers(checkpoints: Sequence[Checkpoint], tokenizer: Any, tokens: Iterable[int]) -> None:
+def refuse_other_tokenizers(
+    names: Sequence[str], checkpoints: Sequence[Checkpoint], tokenizer: Any, tokens: Iterable[int]
+) -> None:
     """Raise `CalibrationError` if one of these tokens is another piece of text to another model than to the first.
 
     Models that lie without a tokenizer are taken to have the first one's, which is `tokenizer`.
     """
     ids = sorted(set(tokens))
-    for checkpoint in checkpoints[1:]:
+    for name, checkpoint in zip(names[1:], checkpoints[1:], strict=True):
         if not holds_tokenizer(checkpoint.folder):
             continue
         if load_tokenizer(checkpoint.folder).convert_ids_to_tokens(ids) != tokenizer.convert_ids_to_tokens(ids):
             raise CalibrationError(
-                f"The tokenizers in {checkpoints[0].folder} and {checkpoint.folder} differ, so the same numbers are "
+                f"The tokenizers of {names[0]} and {name} differ, so the same numbers are "
                 "other texts to the two models; compare models of one tokenizer, or evaluate each alone."
             )

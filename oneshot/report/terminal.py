@@ -88,7 +88,7 @@ def print_footprint(footprint: Footprint) -> None:
     table.add_row("peak on disk", gibibytes(footprint.disk_bytes), "at --output, with what --resume needs")
     table.add_row("scratch files", gibibytes(footprint.scratch_bytes), "in --offload-dir, removed at the end")
     dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
-    table.add_row("stored parameters", f"{compressed:,}", f"of {dense:,}")
+    table.add_row("stored parameters", f"{compressed:,}", f"of {dense:,} (−{1 - compressed / dense:.1%})")
     for stage, seconds in footprint.seconds.items():
         remark = "may be wrong by a factor of two" if stage == "total" else ""
         table.add_row(f"seconds: {stage}", f"{seconds:,.0f}", remark)
