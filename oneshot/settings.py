@@ -64,6 +64,8 @@ def read_recipe(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as YAML ({cause(error)}); oneshot init writes an example.") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} does not hold lines of option: value; oneshot init writes an example.")
+    if "set" in values:
+        raise ConfigError(f"{path} has a line set:, but keys of --set have lines of their own, such as heads: id.")
     options: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")

@@ -158,6 +158,7 @@ def test_what_is_given_replaces_the_recipe(tmp_path: Path) -> None:
         ("checkpoint: a\nsparsty: 0.2\n", ("sparsty is not an option", "did you mean sparsity?")),
         ("checkpoint: a\nsparsity: 0.2\ncalibration: null\n", ("leaves calibration empty",)),
         ("checkpoint: null\nsparsity: 0.2\n", ("leaves checkpoint empty",)),
+        ("checkpoint: here\nset: heads=id\n", ("line set:", "heads: id")),
         ("sparsity: 0.2\n", ("No checkpoint is given",)),
         ("checkpoint: a\nsparsity: a fifth\n", ("--sparsity", "a fifth")),
     ],

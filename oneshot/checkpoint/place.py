@@ -12,6 +12,8 @@ def output_folder(output: str) -> Path:
     """Return the folder of the result. Raises `OutputError` for an impossible name."""
     try:
         folder = Path(output).expanduser()
+        if not folder.name:
+            raise OutputError(f"--output {output} is not a new folder; name one that does not exist yet.")
         folder.resolve().exists()
         WorkFolder(folder).path.exists()  # its name is longer
     except (OSError, RuntimeError, ValueError) as error:  # too long, unknown user, a zero byte

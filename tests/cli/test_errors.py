@@ -386,6 +386,8 @@ def test_an_output_that_cannot_be_written(make_checkpoint: MakeCheckpoint, tmp_p
     target = file / "out"
     fails(make_checkpoint(), str(target), "cannot be written", output=target)
     fails(make_checkpoint(), "cannot be written", output=Path("/proc/no-such/out"))
+    for place in (".", "/"):
+        fails(make_checkpoint(), f"--output {place} is not a new folder", output=place)
     assert file.read_text() == "a file, not a folder"
 
 
