@@ -16,6 +16,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -94,9 +95,9 @@ def coordinates_of(width: int, rank: int) -> nn.Module:
 
 
 def take_cache(arguments: dict[str, Any]) -> Any:
-    """Take the cache out of a call; its name is `cache`, and in transformers before 5.24 `past_key_values`."""
-    before, now = arguments.pop("past_key_values", None), arguments.pop("cache", None)
-    return before if now is None else now
+    """Take the cache out of a call, whatever its name is there; transformers has changed it once."""
+    name = next((name for name, one in arguments.items() if isinstance(one, Cache)), None)
+    return None if name is None else arguments.pop(name)
 
 
 class OneshotAttention(nn.Module):

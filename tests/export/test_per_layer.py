@@ -204,8 +204,8 @@ def test_the_cache_changes_nothing(compressed: Path) -> None:
     torch.testing.assert_close(torch.cat((half.logits, rest), 1), whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_layer_takes_its_cache_by_either_name(name: str, compressed: Path) -> None:
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "a_name_to_come"])
+def test_a_layer_takes_its_cache_by_any_name(name: str, compressed: Path) -> None:
     """As it is called since transformers 5.24, and before."""
     model = load_model(compressed, device=CPU, dtype=torch.float32)
     layer, cache = model.model.layers[0], DynamicCache()
