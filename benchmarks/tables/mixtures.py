@@ -7,6 +7,7 @@ from harness import Row, latest, read_rows
 from judging import KINDS
 
 from tables.cells import markdown, origin, rounded, token_span
+from tables.gpu_quality import MODEL_TITLES
 
 SELECTORS = {
     "frequency": "frequency",
@@ -157,7 +158,7 @@ def mixture_split_table() -> str:
     rows = latest(read_rows("mixture_split"), "model", "num_experts", "top_k", "num_shared")
     lines = [
         [
-            row["model"],
+            MODEL_TITLES.get(row["model"], row["model"]),
             f"{row['num_shared'] + row['num_experts'] * row['expert_width']:,}",
             "Qwen2-MoE" if row["num_shared"] else "Mixtral",
             f"{row['top_k']} of {row['num_experts']}",
