@@ -27,12 +27,8 @@ UNMAPPABLE = "unable to mmap"  # torch's words if the address space is too small
 INDICES = {INDEX_NAME: "safetensors", f"{TORCH_NAME}.index.json": "bin"}  # with the ending of the files they name
 WEIGHT_NAMES = (SINGLE_NAME, INDEX_NAME, TORCH_NAME, f"{TORCH_NAME}.index.json")  # in transformers' order
 SHARD_NAME = re.compile(r"[^/\\\0]+")
-BOUNDS = (
-    "input_min",
-    "input_max",
-    "output_min",
-    "output_max",
-)  # of linears in Gemma 4's audio tower; Inf bounds nothing
+# tensors that bound the values of linears in Gemma 4's audio tower, where Inf bounds nothing
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
 class Checkpoint:

@@ -184,7 +184,7 @@ class Experts(WithoutLinears):
 
         Args:
             tensors: a layer's tensors, as files have them; only shapes and dtypes count.
-            device: the parameters' device; None for that of the tensors.
+            device: the parameters' device; None for the tensors' device.
 
         Returns the parameters by the names of the stock class, and parts of them by the names in files; nothing for a
         layer without such experts. Raises as `from_files`.

@@ -263,7 +263,7 @@ def test_a_tokenizer_of_another_model(own_checkpoint: MakeCheckpoint, fails: Che
 
 
 def test_a_target_out_of_reach_names_the_most_that_can_go(make_checkpoint: MakeCheckpoint, fails: Check) -> None:
-    """What the message names can be reached, and a little more cannot."""
+    """Check that what the message names can be reached, and a little more cannot."""
     checkpoint = make_checkpoint()
     told = fails(checkpoint, "at best", sparsity=0.9)
     (most,) = re.findall(r"ask for --sparsity (\S+) or less, or allow --set heads=id as well\.$", told)
