@@ -74,7 +74,7 @@ def gpu_runs_table() -> str:
 
 def mixture_runs_table() -> str:
     """Whole runs on a mixture: seconds by stage and of one layer, and peaks, measured and predicted before the run."""
-    rows = [row for row in rows_of("compress") if row["model"] == MIXTURE]
+    rows = latest([row for row in rows_of("compress") if row["model"] == MIXTURE], "section")
     lines = []
     for row in rows:
         run = "whole experts" if "experts" in row["settings"] else f"neurons, {row['form']}"
@@ -82,8 +82,9 @@ def mixture_runs_table() -> str:
         peaks = (("peak_device_bytes", "device_bytes"), ("peak_bytes", "host_bytes"))
         memory = [f"{row[peak] / GIB:.1f} / {row['predicted'][bound] / GIB:.1f} GiB" for peak, bound in peaks]
         layer = f"{median(row['layer_seconds']):.1f}"
-        lines.append([run, row["commit"], *stages, layer, f"**{row['wall_seconds']:.0f} s**", *memory])
-    head = ["run", "commit", *STAGES, "one layer", "in all", "device / predicted", "host / predicted"]
+        in_all = f"**{row['wall_seconds']:.0f} s** / {row['predicted']['seconds']['total']:.0f} s"
+        lines.append([run, row["commit"], *stages, layer, in_all, *memory])
+    head = ["run", "commit", *STAGES, "one layer", "in all / predicted", "device / predicted", "host / predicted"]
     caption = f"Measured on an {_card(rows[0])}: 8 of the 48 layers of Qwen3-30B-A3B's shape with random weights, "
     caption += "393,216 tokens, `--sparsity 0.2 --batch-size 16`, bfloat16."
     return markdown(head, lines, caption)

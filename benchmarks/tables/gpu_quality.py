@@ -21,7 +21,7 @@ def gpu_quality_table() -> str:
     lines = [
         [
             row["model"],
-            row["form"],
+            _form(row),
             row["calibration"],
             f"−{row['asked']:.0%}",
             settings(row) or "–",

@@ -233,6 +233,16 @@ def test_partial_rank(factorise: Callable[..., PivotedFactor]) -> None:
     assert factorise(gram(matrix), rank=0).r.shape == (0, 30)
 
 
+@pytest.mark.parametrize("name", [name for name in ALL if name != "randomized, blocks of 4"])  # no entry of its own
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_matrix_without_columns(name: str, rows: int) -> None:
+    """The hypothesis tests reach this on a GPU, where a chosen set may be empty."""
+    factor = ALL[name](torch.zeros(rows, 0, dtype=torch.float64))
+    assert factor.r.shape == (0, 0)
+    assert factor.pivots.tolist() == []
+    assert factor.trailing_errors.tolist() == [0.0]
+
+
 @pytest.mark.parametrize("method", ["lapack", "randomized", "cqrrpt"])
 def test_partial_rank_of_a_matrix(method: str) -> None:
     matrix = low_rank(30)

@@ -123,6 +123,8 @@ def blocked_pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, blo
 
 
 def _blocked_pivoted_cholesky(gram: torch.Tensor, rank: int, block_size: int) -> PivotedFactor:
+    if gram.numel() == 0:
+        return empty_factor(0, gram.dtype, gram.device)
     rows = gram.new_empty(rank, gram.shape[0])
     done = eliminate_(gram.clone(), rank, rows=rows, width=block_size)
     found, pivots = int(done.found()), done.pivots()

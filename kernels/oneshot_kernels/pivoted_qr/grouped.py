@@ -71,7 +71,7 @@ def _tournament(columns: Columns, candidates: torch.Tensor, width: int) -> torch
 
 def _shares(sizes: list[int], total: int) -> list[int]:
     """Divide `total` in proportion to `sizes`, whole numbers by largest remainder (ties: the earlier group)."""
-    whole = sum(sizes)
+    whole = max(1, sum(sizes))
     shares = [total * size // whole for size in sizes]
     remainders = [total * size % whole for size in sizes]
     by_remainder = sorted(range(len(sizes)), key=lambda i: (-remainders[i], i))

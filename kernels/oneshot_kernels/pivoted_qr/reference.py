@@ -12,7 +12,7 @@ def pivoted_qr(matrix: torch.Tensor, rank: int) -> PivotedFactor:
     """Factorise as Businger–Golub by modified Gram–Schmidt, twice, every norm computed anew. Ties: the lower index."""
     rest = matrix.double().cpu().numpy().copy()
     num_columns = rest.shape[1]
-    smallest = np.finfo(float).eps * max(rest.shape) * np.linalg.norm(rest, axis=0).max()
+    smallest = np.finfo(float).eps * max(rest.shape) * np.linalg.norm(rest, axis=0).max(initial=0)
     directions: list[np.ndarray] = []
     pivots: list[int] = []
     for _ in range(rank):
@@ -29,7 +29,8 @@ def pivoted_qr(matrix: torch.Tensor, rank: int) -> PivotedFactor:
         directions.append(direction)
         pivots.append(pivot)
     order = pivots + [column for column in range(num_columns) if column not in pivots]
-    r = np.array([direction @ matrix.double().cpu().numpy() for direction in directions]).reshape(-1, num_columns)
+    r = np.array([direction @ matrix.double().cpu().numpy() for direction in directions])
+    r = r.reshape(len(directions), num_columns)
     return _factor(matrix, order, np.triu(r[:, order]), (rest[:, order] ** 2).sum(axis=0)[len(pivots) :])
 
 
@@ -52,7 +53,7 @@ def pivoted_cholesky(gram: torch.Tensor, rank: int) -> PivotedFactor:
         rows.append(row)
         pivots.append(pivot)
     order = pivots + [column for column in range(num_columns) if column not in pivots]
-    r = np.array(rows).reshape(-1, num_columns)[:, order]
+    r = np.array(rows).reshape(len(rows), num_columns)[:, order]
     return _factor(gram, order, np.triu(r), schur.diagonal()[order][len(pivots) :])
 
 
