@@ -44,8 +44,9 @@ def add_text(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--calibration",
         metavar="TEXT",
-        help="c4, wikitext2, org/name:config:split:column, a .txt, .md, .jsonl, .csv or .parquet file, builtin, or "
-        "self (the model writes it); sources joined by + give equally many sequences, twice as many if named twice "
+        help="c4, wikitext2, org/name:config:split:column, a .txt, .md, .jsonl, .csv or .parquet file, file:column, "
+        "builtin, or self (the model writes it); sources joined by + give equally many sequences, twice as many if "
+        "named twice "
         f"(default: {TEXT.calibration})",
     )
     text.add_argument(

@@ -35,7 +35,7 @@ from oneshot.machine.memory import peak_bytes, peak_device_bytes, pinned_bytes
 from oneshot.report.records import Footprint
 from oneshot.report.terminal import gibibytes
 from oneshot.stream import LayerBuilder
-from oneshot.text import TABLES, ending_of, split_sources
+from oneshot.text import TABLES, ending_of, file_of, split_sources
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def current_bounds(options: MachineOptions, device: torch.device) -> Bounds:
 def load_libraries(model: Model, machine: Machine, calibration: str) -> None:
     """Load what the run will need: libraries, the family's model class, the workspaces of BLAS."""
     LayerBuilder(model, machine, sequence_length=2).load_classes()
-    if any(ending_of(source) in TABLES for source in split_sources(calibration)):
+    if any(ending_of(file_of(source)[0].name) in TABLES for source in split_sources(calibration)):
         import datasets  # noqa: F401
     for each in {machine.dtype, torch.float32, torch.float64}:
         square = torch.eye(64, dtype=each, device=machine.device)

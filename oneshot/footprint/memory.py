@@ -5,8 +5,6 @@ for what torch, BLAS, the tokenizer and the heap keep.
 """
 
 import math
-import os
-from pathlib import Path
 
 from oneshot.compression.fold import PANEL_ROWS
 from oneshot.footprint import terms
@@ -16,7 +14,7 @@ from oneshot.footprint.profile_memory import profile_stages
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term
 from oneshot.footprint.work import Work
 from oneshot.profiling.latency import RANKS, WIDTHS
-from oneshot.text import PIECE_BYTES, RECORDS, TABLES, ending_of, size_of_records
+from oneshot.text import PIECE_BYTES, RECORDS, TABLES, ending_of, file_of, size_of_records
 from oneshot.text.self_written import DOCUMENT_TOKENS, SELF, document_bytes
 
 SLACK_BYTES = 128 * 2**20
@@ -85,16 +83,16 @@ def scratch_bytes(work: Work) -> int:
 
 def _reading(source: str) -> Stage:
     """Return the stage that reads and tokenises a text."""
-    size = HUB_TEXT_BYTES
+    size, (path, _) = HUB_TEXT_BYTES, file_of(source)
     if source == "builtin":
         size = 0
-    elif ending_of(source) in RECORDS and os.path.isfile(source):
-        number, longest, total = size_of_records(Path(source))
+    elif ending_of(path.name) in RECORDS and path.is_file():
+        number, longest, total = size_of_records(path)
         size = RECORD_BYTES * number + RECORD_FACTOR * total + TEXT_FACTOR * min(longest, PIECE_BYTES)
-    elif ending_of(source) in TABLES and os.path.isfile(source):
-        size = TEXT_FACTOR * os.path.getsize(source)
-    elif os.path.isfile(source):
-        size = TEXT_FACTOR * min(os.path.getsize(source), PIECE_BYTES)
+    elif ending_of(path.name) in TABLES and path.is_file():
+        size = TEXT_FACTOR * path.stat().st_size
+    elif path.is_file():
+        size = TEXT_FACTOR * min(path.stat().st_size, PIECE_BYTES)
     return Stage("reading the text", (Term(size, knobs=("--calibration",)),), has_states=False)
 
 

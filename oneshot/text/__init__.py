@@ -2,7 +2,7 @@
 
 from oneshot.text.chats import chat_renderer
 from oneshot.text.examples import encode, load_examples, padded
-from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, size_of_records
+from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, file_of, size_of_records
 from oneshot.text.packing import (
     Batch,
     Text,
@@ -35,6 +35,7 @@ __all__ = [
     "documents_together",
     "encode",
     "ending_of",
+    "file_of",
     "has_tokens",
     "holds_tokenizer",
     "iter_documents",

@@ -27,8 +27,17 @@ def ending_of(source: str) -> str | None:
     return next((ending for ending in (*TEXTS, *RECORDS, *TABLES) if name.endswith(ending)), None)
 
 
+def file_of(source: str) -> tuple[Path, tuple[str, ...]]:
+    """Return the path that a source means, and the columns that it names behind it: `rows.csv:question,answer`."""
+    name, _, columns = source.rpartition(":")
+    if not columns or Path(source).exists() or ending_of(name) is None:
+        return Path(source), ()
+    return Path(name), tuple(columns.split(","))
+
+
 def is_file_name(source: str) -> bool:
     """Return whether a source means a local path: by its ending or beginning, or because it or its folder exists."""
+    source = str(file_of(source)[0])
     begins = source.startswith(("/", "./", "../", "~"))
     folder = Path(source).parent
     try:
@@ -47,9 +56,6 @@ def check_file(path: Path, *further: str) -> None:
         if path.is_dir():
             raise CalibrationError(f"{path} is a folder; {READABLE}.")
         if not path.is_file():
-            file, _, column = str(path).rpartition(":")
-            if Path(file).is_file():
-                raise CalibrationError(f"A column of {file} cannot be named; rename the column {column!r} to 'text'.")
             raise CalibrationError(f"{path} does not exist; {READABLE}.")
         if ending_of(path.name) is None and not path.name.endswith(further):
             raise CalibrationError(f"{path} has an ending that is not read; {READABLE}.")

@@ -15,6 +15,7 @@ from oneshot.text.files import (
     check_file,
     cut,
     ending_of,
+    file_of,
     file_rows,
     is_file_name,
     seeded_order,
@@ -39,7 +40,9 @@ Pair = tuple[Any, Any]  # a text and its second one, not checked yet
 def check_source(source: str) -> None:
     """Raise `CalibrationError` for a source that is a local path and cannot be read; nothing else is opened."""
     if source not in SHORT_NAMES and is_file_name(source):
-        check_file(Path(source), TOKENS_ENDING)
+        path, columns = file_of(source)
+        check_file(path, TOKENS_ENDING)
+        _check_columns(path, columns)
     elif source not in SHORT_NAMES:
         _parse_hub_source(source)
 
@@ -50,8 +53,8 @@ def iter_documents(source: str, seed: int | None, render: Render | None = None) 
     Documents that are too long to be tokenised at once are yielded in pieces.
 
     Args:
-        source: `builtin`, a local file with an ending of `files`, `wikitext2`, `c4`, or a hub data set as
-            `org/name[:config[:split[:column]]]`.
+        source: `builtin`, a local file with an ending of `files` (`file[:column]` if it has rows), `wikitext2`, `c4`,
+            or a hub data set as `org/name[:config[:split[:column]]]`.
         render: makes text of conversations, see `chats`; None if the model takes none.
 
     Raises `CalibrationError` if the source cannot be read.
@@ -64,13 +67,13 @@ def iter_pairs(
 ) -> Iterator[tuple[str, str | None]]:
     """Yield the documents of a source as `iter_documents`, each with its second text, or None.
 
-    Second texts are in a column `second` beside `text`, or in the second of two columns that a hub source names,
-    `org/name:config:split:first,second`.
+    Second texts are in a column `second` beside `text`, or in the second of two columns that a source names,
+    `file:first,second` or `org/name:config:split:first,second`.
     """
     if source == "builtin":
         documents: Iterable[Pair] = ((text, None) for text in _shuffled(_builtin_documents(), seed))
     elif is_file_name(source):
-        documents = _file_documents(Path(source), seed, second, render)
+        documents = _file_documents(source, seed, second, render)
     else:
         documents = _hub_documents(source, seed, second, render)
     for text, pair in documents:
@@ -94,13 +97,16 @@ def read_rows(source: str, limit: int | None = None) -> list[dict[str, Any]]:
 
     Raises `CalibrationError` if the source cannot be read or holds no rows.
     """
-    if source == "builtin" or ending_of(source) in TEXTS:
-        raise CalibrationError(f"{source} holds no columns; give a .jsonl or .parquet file with one example per row.")
+    file, columns = file_of(source)
+    if source == "builtin" or ending_of(file.name) in TEXTS:
+        raise CalibrationError(f"{file} holds no columns; give a .jsonl or .parquet file with one example per row.")
+    if columns:
+        raise CalibrationError(_fixed_columns(source, ",".join(columns)))
     if is_file_name(source):
-        return file_rows(Path(source))[:limit]
+        return file_rows(file)[:limit]
     path, config, split, column = _parse_hub_source(source, "validation")
     if column is not None:
-        raise CalibrationError(f"{source} names columns, but examples have fixed ones; leave out :{column}.")
+        raise CalibrationError(_fixed_columns(source, column))
     return list(itertools.islice(_hub_rows(path, config, split, None), limit))
 
 
@@ -127,12 +133,28 @@ def _builtin_documents() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _file_documents(path: Path, seed: int | None, second: str, render: Render | None) -> Iterable[Pair]:
+def _fixed_columns(source: str, named: str) -> str:
+    return f"{source} names columns, but examples have fixed ones; leave out :{named}."
+
+
+def _check_columns(path: Path, columns: Sequence[str]) -> None:
+    """Raise `CalibrationError` if columns are named of a file that has none."""
+    if columns and ending_of(path.name) in TEXTS:
+        raise CalibrationError(f"{path} holds no columns; leave out :{','.join(columns)}.")
+
+
+def _file_documents(source: str, seed: int | None, second: str, render: Render | None) -> Iterable[Pair]:
+    path, columns = file_of(source)
     check_file(path)
+    _check_columns(path, columns)
     if ending_of(path.name) in TEXTS:
         return ((piece, None) for piece in text_pieces(path, seed))
     rows = file_rows(path)
-    read = _reader(rows, str(path), second, render)
+    names = list(dict.fromkeys(name for row in rows for name in row))  # in the order of the file
+    if columns:
+        read = _column_reader(names, columns, str(path), second, render)
+    else:
+        read = _reader(rows, names, str(path), second, render)
     return _shuffled([piece for row in rows for piece in _pieces(*read(row), seed)], seed)
 
 
@@ -144,10 +166,9 @@ def _pieces(text: Any, pair: Any, seed: int | None) -> list[Pair]:
 
 
 def _reader(
-    rows: Sequence[dict[str, Any]], source: str, second: str, render: Render | None
+    rows: Sequence[dict[str, Any]], names: Sequence[str], source: str, second: str, render: Render | None
 ) -> Callable[[dict[str, Any]], Pair]:
     """Return the function that reads text and second text of a row, from a column of text or from a conversation."""
-    names = list(dict.fromkeys(name for row in rows for name in row))  # in the order of the file
     chat = None if "text" in names or render is None else chat_column(names)
     if chat is None or render is None:
         column = _text_column(rows, names, source)
@@ -166,20 +187,20 @@ def _hub_documents(source: str, seed: int | None, second: str, render: Render | 
     rows = _hub_rows(path, config, split, seed)
     first = next(rows)
     if column is None:
-        read = _reader([first], path, second, render)
+        read = _reader([first], list(first), path, second, render)
     else:
-        read = _column_reader(first, column.split(","), path, second, render)
+        read = _column_reader(list(first), column.split(","), path, second, render)
     for row in itertools.chain([first], rows):
         yield read(row)
 
 
 def _column_reader(
-    first: dict[str, Any], columns: list[str], path: str, second: str, render: Render | None
+    names: Sequence[str], columns: Sequence[str], path: str, second: str, render: Render | None
 ) -> Callable[[dict[str, Any]], Pair]:
     """Return the function that reads the named columns of a row, also one of conversations."""
     for name in columns:
-        if name not in first:
-            raise CalibrationError(f"{path} has no column {name!r}; it has {', '.join(first)}.")
+        if name not in names:
+            raise CalibrationError(f"{path} has no column {name!r}; it has {', '.join(names)}.")
     beside = columns[1] if len(columns) > 1 else second
 
     def read(row: dict[str, Any]) -> Pair:
@@ -241,7 +262,7 @@ def _text_column(rows: Sequence[dict[str, Any]], names: Sequence[str], source: s
     if len(columns) != 1 or nested:
         raise CalibrationError(
             f"{source} has no column 'text' but {reprlib.repr(', '.join(names))}; "
-            "rename the one with the text to 'text'."
+            "name the one with the text, as in file:column or org/name:config:split:column."
         )
     return columns[0]
 

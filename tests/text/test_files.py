@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from oneshot.errors import CalibrationError
 from oneshot.pipeline import predict
 from oneshot.text import files, iter_documents, load_text, read_rows
-from oneshot.text.sources import check_source
+from oneshot.text.files import file_of
+from oneshot.text.sources import check_source, iter_pairs
 
 DOCUMENTS = [f"Document {number}, with a comma: " + topics(number, number + 1)[:200] for number in range(12)]
 
@@ -87,12 +88,63 @@ def test_a_dry_run_checks_the_text(make_checkpoint: MakeCheckpoint, make_config:
     predict(make_config(make_checkpoint(), calibration="wikitext2+self"))
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
-def test_a_column_of_a_file_cannot_be_named(name: str, tmp_path: Path) -> None:
-    """Data sets of the hub have `name:config:split:column`, so a file with a column is a likely guess."""
-    (tmp_path / name).write_text("text")
-    with pytest.raises(CalibrationError, match=rf"A column of .*{name} cannot be named; rename the column 'answer'"):
-        check_source(f"{tmp_path / name}:answer")
+ROWS = [{"id": "one", "question": "What?", "answer": "This."}, {"id": "two", "question": "Who?", "answer": "Me."}]
+ENDINGS = ["csv", "jsonl", "json", "jsonl.gz", "parquet"]
+
+
+def rows_file(folder: Path, ending: str) -> Path:
+    """Write `ROWS` in one of the kinds of file with rows."""
+    import datasets
+
+    path, lines = folder / f"rows: v1.0.{ending}", [json.dumps(row) for row in ROWS]
+    if ending == "jsonl.gz":
+        path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    elif ending in ("csv", "parquet"):
+        table = datasets.Dataset.from_list(ROWS)
+        table.to_csv(str(path)) if ending == "csv" else table.to_parquet(str(path))
+    else:
+        path.write_text("\n".join(lines) if ending == "jsonl" else json.dumps(ROWS))
+    return path
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_column_of_a_file_is_named_behind_it(ending: str, tmp_path: Path) -> None:
+    """As behind data sets of the hub; one column is text, two are pairs. A name may have colons of its own."""
+    path = rows_file(tmp_path, ending)
+    check_source(f"{path}:answer")
+    assert list(iter_documents(f"{path}:answer", None)) == ["This.", "Me."]
+    assert list(iter_pairs(f"{path}:question,answer", None)) == [("What?", "This."), ("Who?", "Me.")]
+    with pytest.raises(CalibrationError, match="has no column 'reply'; it has id, question, answer"):
+        list(iter_documents(f"{path}:reply", None))
+    with pytest.raises(CalibrationError, match=r"no column 'text' but.*name the one with the text, as in file:column"):
+        list(iter_documents(str(path), None))
+    with pytest.raises(CalibrationError, match="examples have fixed ones; leave out :answer"):
+        read_rows(f"{path}:answer")
+
+
+def test_the_column_of_a_file_does_not_change_what_is_predicted(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    path, checkpoint = write(tmp_path / "text.jsonl"), make_checkpoint()
+    named, whole = (predict(make_config(checkpoint, calibration=source)) for source in (f"{path}:text", str(path)))
+    assert named.host_bytes == pytest.approx(whole.host_bytes, abs=2**26)  # what the process holds differs
+
+
+def test_a_name_with_a_colon_is_a_file_if_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    (tmp_path / "a.jsonl:text").write_text('{"text": "two"}')
+    assert file_of(f"{tmp_path}/a.jsonl:text") == (tmp_path / "a.jsonl:text", ())
+    assert file_of("org/name:config:split:column") == (Path("org/name:config:split:column"), ())
+
+
+@pytest.mark.parametrize("name", ["none.jsonl:answer", "rows.txt:answer", "rows.md:first,second"])
+def test_columns_of_files_that_have_none(name: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("text")
+    (tmp_path / "rows.md").write_text("text")
+    message = "none.jsonl does not exist" if name.startswith("none") else "holds no columns"
+    for read in (check_source, lambda source: list(iter_documents(source, 0))):
+        with pytest.raises(CalibrationError, match=message):
+            read(str(tmp_path / name))
 
 
 @given(text=st.text(min_size=1), size=st.integers(4, 9))
