@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from hypothesis import settings
 gc.disable()  # until all tests are collected: imports leave a million objects, which the collector would pass over
 
 if TYPE_CHECKING:
-    from factories import MakeCheckpoint, MakeConfig, MakeResult
+    from factories import Fails, MakeCheckpoint, MakeConfig, MakeResult
 
     from oneshot.config import Config
 
@@ -178,6 +178,57 @@ def make_result(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Ma
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Where `fails` writes: in a folder of its own, which shows what is left beside it."""
+    return tmp_path / "results" / "out"
+
+
+@pytest.fixture
+def fails(output: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> Fails:
+    """Run the command line with valid options and `changes`, check that it fails, and return its message.
+
+    It is one line with every one of `names`; the exit code is 1, and nothing is left at the output or beside it.
+    `settings`: values of `--set`. `keeps`: whether finished layers stay for `--resume`.
+    """
+    from oneshot.cli.compress import main
+
+    def run(
+        checkpoint: Path | str, *names: str, settings: Sequence[str] = (), keeps: bool = False, **changes: Any
+    ) -> str:
+        options: dict[str, Any] = {
+            "output": output,
+            "sparsity": 0.2,
+            "calibration": text_file,
+            "num_sequences": 4,
+            "sequence_length": 16,
+            "device": "cpu",
+        }
+        arguments = [str(checkpoint), "--quiet", *(f"--set={setting}" for setting in settings)]
+        for name, value in (options | changes).items():
+            if value is not None:
+                arguments.append(f"--{name.replace('_', '-')}={value}")
+        before = sorted(output.parent.iterdir()) if output.parent.exists() else []
+        capsys.readouterr()
+        code = main(arguments)
+        captured = capsys.readouterr()
+        assert code == 1
+        lines = captured.err.splitlines()
+        assert len(lines) == 1, captured.err
+        if keeps:
+            shutil.rmtree(output.parent / "out.incomplete")
+        assert lines[0].startswith("error: ")
+        assert captured.out == ""
+        for name in names:
+            assert name in lines[0]
+        assert lines[0].endswith(".")
+        after = sorted(output.parent.iterdir()) if output.parent.exists() else []
+        assert after == before, "nothing is left at the output or beside it"
+        return lines[0]
+
+    return run
 
 
 @pytest.fixture(scope="session")

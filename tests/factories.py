@@ -29,6 +29,7 @@ ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta", "camembert", "electr
 MakeCheckpoint = Callable[..., Path]
 MakeConfig = Callable[..., Config]
 MakeResult = Callable[..., Path]
+Fails = Callable[..., str]
 
 
 def topics(start: int = 0, stop: int | None = None) -> str:
@@ -52,6 +53,12 @@ def small_config(checkpoint: Path, text: Path, *, output: Path | str, **changes:
     if not changes.keys() & stated:
         options["sparsity"] = 0.2
     return Config.of(str(checkpoint), str(output), **options | changes)
+
+
+def small_arguments(checkpoint: Path, output: Path, text: Path) -> list[str]:
+    """Return the arguments of a small compression for the command line."""
+    options = ["--sparsity=0.2", "--num-sequences=4", "--sequence-length=16", "--device=cpu"]
+    return [str(checkpoint), f"--output={output}", f"--calibration={text}", *options]
 
 
 def tiny_tokenizer() -> Any:

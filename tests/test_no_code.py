@@ -1,4 +1,7 @@
-"""No code from a checkpoint runs: not from pickles (tests/cli/test_errors.py), not from files named by `auto_map`."""
+"""No code from a checkpoint runs: not from files named by `auto_map`.
+
+That pickles are refused, tests/cli/test_checkpoint_errors.py tests.
+"""
 
 import json
 from pathlib import Path
