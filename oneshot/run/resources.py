@@ -128,6 +128,12 @@ class Run:
         model, checkpoint = self.model, self.model.checkpoint
         if self._config.tie:
             self.model = identify(tied(checkpoint, model.family))
+            logger.warning(
+                "--tie stores one table for embedding and output head: removed shares count from %s parameters, "
+                "and the checkpoint has %s.",
+                f"{self.model.checkpoint.num_parameters:,}",
+                f"{checkpoint.num_parameters:,}",
+            )
             return
         difference = sampled_difference(checkpoint, model.family)
         if difference is not None and difference <= NOISE:
