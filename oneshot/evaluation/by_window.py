@@ -55,12 +55,13 @@ def evaluate_windows(
     Raises `CheckpointError`, `CalibrationError` and `ConfigError`.
     """
     manager = task_manager(tasks, include_path) if tasks else None  # a wrong name is refused before hours of scoring
-    shapes = [_shape(checkpoint) for checkpoint in checkpoints]
+    sizes = [_sizes(checkpoint) for checkpoint in checkpoints]
+    shapes, positions = [shape for shape, _ in sizes], [most for _, most in sizes]
     if texts:
-        _refuse_beyond_positions(names, checkpoints, sequence_length, f"--sequence-length {sequence_length}")
+        _refuse_beyond_positions(names, positions, sequence_length, f"--sequence-length {sequence_length}")
     if decode_tokens > 0:
         lengths = f"--prefill-tokens {prefill_tokens} with --decode-tokens {decode_tokens}"
-        _refuse_beyond_positions(names, checkpoints, prefill_tokens + decode_tokens, lengths)
+        _refuse_beyond_positions(names, positions, prefill_tokens + decode_tokens, lengths)
     tokenizer = load_tokenizer(checkpoints[0].folder)
     windows = {
         text: load_windows(text, tokenizer, sequence_length=sequence_length, max_windows=max_windows) for text in texts
@@ -98,12 +99,11 @@ def evaluate_windows(
     return [*(_beside(result, dense) for result in compared), dense]
 
 
-def _refuse_beyond_positions(names: Sequence[str], checkpoints: Sequence[Checkpoint], length: int, option: str) -> None:
+def _refuse_beyond_positions(names: Sequence[str], positions: Sequence[int], length: int, option: str) -> None:
     """Raise `ConfigError` if a model has learned positions, and fewer than the tokens that an option asks for."""
-    for name, checkpoint in zip(names, checkpoints, strict=True):
-        positions = (stated_shape(checkpoint.config) or identify(checkpoint).shape).num_positions
-        if 0 < positions < length:
-            raise ConfigError(f"{option} is beyond the {positions} positions of {name}; give less.")
+    for name, most in zip(names, positions, strict=True):
+        if 0 < most < length:
+            raise ConfigError(f"{option} is beyond the {most} positions of {name}; give less.")
 
 
 def _refuse_unknown_tokens(
@@ -162,6 +162,13 @@ def _beside(result: Evaluation, baseline: Evaluation) -> Evaluation:
     return replace(result, score=score, worst_ratio=worst_ratio)
 
 
-def _shape(checkpoint: Checkpoint) -> StackShape:
-    """Return the sizes of a checkpoint; one with layers of different sizes states them itself."""
-    return stated_shape(checkpoint.config) or identify(checkpoint).shape.stack()
+def _sizes(checkpoint: Checkpoint) -> tuple[StackShape, int]:
+    """Return the sizes of a checkpoint, and how many learned positions its tokens may have; 0 without a table of them.
+
+    A checkpoint with layers of different sizes states them itself. The table of a stock model may have unused rows.
+    """
+    stated = stated_shape(checkpoint.config)
+    if stated is not None:
+        return stated, stated.num_positions
+    shape = identify(checkpoint).shape
+    return shape.stack(), shape.num_positions
