@@ -94,10 +94,9 @@ def coordinates_of(width: int, rank: int) -> nn.Module:
     return OneshotCoordinates(width, rank) if rank else nn.Identity()
 
 
-def take_cache(arguments: dict[str, Any]) -> Any:
-    """Take the cache out of a call, whatever its name is there; transformers has changed it once."""
-    name = next((name for name, one in arguments.items() if isinstance(one, Cache)), None)
-    return None if name is None else arguments.pop(name)
+def cache_name(arguments: dict[str, Any]) -> str | None:
+    """Return what a call names its cache, None without one; transformers has changed the name once."""
+    return next((name for name, one in arguments.items() if isinstance(one, Cache)), None)
 
 
 class OneshotAttention(nn.Module):
@@ -144,9 +143,9 @@ class OneshotAttention(nn.Module):
         if self.rotary:
             cos, sin = (self.of_group(table) for table in position_embeddings)
             queries, keys = self.rotate(queries, cos, sin), self.rotate(keys, cos, sin)
-        cache = take_cache(kwargs)
+        cache = cache_name(kwargs)
         if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
+            keys, values = kwargs.pop(cache).update(keys, values, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
@@ -358,8 +357,8 @@ class OneshotModel(LlamaModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if self.embed_positions is not None:
             if position_ids is None:
-                cache = take_cache(dict(kwargs))
-                past = cache.get_seq_length() if cache is not None else 0
+                cache = cache_name(kwargs)
+                past = 0 if cache is None else kwargs[cache].get_seq_length()
                 position_ids = past + torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
             inputs_embeds = inputs_embeds + self.embed_positions(position_ids)
         if self.config.centred_embedding:
