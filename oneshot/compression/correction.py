@@ -187,24 +187,43 @@ def predicted_energies(
     weight: torch.Tensor, corrected: torch.Tensor, kept_columns: torch.Tensor, statistics: Statistics
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `‖Y − A[:, kept_columns] W'ᵀ‖²` and `‖Y‖²`, as `predicted_error` compares them."""
-    difference = weight.T.clone()
-    difference[kept_columns] -= corrected.T
-    error = _energy(statistics.gram, difference)
-    energy = _energy(statistics.gram, weight.T)
-    if statistics.residual is not None:
-        residual = statistics.residual.double()
-        error += 2 * (difference * residual).sum() + statistics.residual_energy
-        energy += 2 * (weight.T * residual).sum() + statistics.residual_energy
+    return energies_of(
+        weight, corrected, kept_columns, statistics.gram, statistics.residual, statistics.residual_energy
+    )
+
+
+def energies_of(
+    weight: torch.Tensor,
+    corrected: torch.Tensor,
+    kept_columns: torch.Tensor,
+    gram: torch.Tensor,
+    residual: torch.Tensor | None,
+    residual_energy: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `predicted_energies` returns, `(…)`, of one linear or of several.
+
+    Args:
+        weight: `(…, d, n)` float64. corrected: `(…, d, k)`. kept_columns: `(…, k)`.
+        gram, residual, residual_energy: `(…, n, n)`, `(…, n, d)` and `(…)`, as in `Statistics`.
+    """
+    columns = kept_columns.unsqueeze(-2).expand(corrected.shape)
+    missed = weight.clone()
+    missed.scatter_(-1, columns, missed.gather(-1, columns) - corrected)
+    error, energy = _energy(gram, missed.mT), _energy(gram, weight.mT)
+    if residual is not None:
+        residual = residual.double()
+        error += 2 * (missed.mT * residual).sum((-2, -1)) + residual_energy
+        energy += 2 * (weight.mT * residual).sum((-2, -1)) + residual_energy
     return error, energy
 
 
 def _energy(gram: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return `tr(Cᵀ G C) = ‖A C‖²`, by panels of the Gram's rows to avoid a float64 copy.
+    """Return `tr(Cᵀ G C) = ‖A C‖²` of `C (…, n, d)`, by panels of the Gram's rows to avoid a float64 copy.
 
     It is only reported. So on CUDA products are float32, 20 to 60 times as fast as float64 on many cards; sums are not.
     """
     products = torch.float32 if gram.is_cuda else torch.float64
     columns = columns.to(products)
-    panels = zip(gram.split(ENERGY_PANEL), columns.split(ENERGY_PANEL), strict=True)
-    energies = [(part * (panel.to(products) @ columns)).sum(dtype=torch.float64) for panel, part in panels]
-    return torch.stack(energies).sum()
+    panels = zip(gram.split(ENERGY_PANEL, -2), columns.split(ENERGY_PANEL, -2), strict=True)
+    energies = [(part * (panel.to(products) @ columns)).sum((-2, -1), dtype=torch.float64) for panel, part in panels]
+    return torch.stack(energies).sum(0)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from oneshot.compression.correction import Factors, correct
+from oneshot.compression.correction import Factors, correct, energies_of
 from oneshot.compression.expert_statistics import ExpertStatistics
+from oneshot.linalg.interpolative import other_columns
 from oneshot.linalg.psd import cholesky_together, condition_numbers, solve_with
 from oneshot.recipes import Correction
 
@@ -59,9 +60,7 @@ def _solved(
     """Solve several at once; None if the Gram of one needs a larger ridge, which `correct` finds."""
     places = torch.tensor([statistics.group.index(expert) for expert in experts]).to(kept.device)
     at, rows = places.view(-1, 1, 1), kept.unsqueeze(2)
-    size, count = downs.shape[2], kept.shape[1]
-    in_kept = torch.zeros(len(kept), size, dtype=torch.uint8, device=kept.device).scatter_(1, kept, 1)
-    rest = in_kept.argsort(dim=1, stable=True)[:, : size - count]
+    rest = other_columns(kept, downs.shape[2])
     factors = cholesky_together(statistics.grams[at, rows, kept.unsqueeze(1)], dampings.to(kept.device))
     if factors is None:
         return None
@@ -74,7 +73,9 @@ def _solved(
         del steps
     conditions = condition_numbers(factors, "kept columns")
     del factors
-    energies = _energies(dense, weights, kept, statistics, places)
+    residuals = None if statistics.residuals is None else statistics.residuals[places]
+    grams, residual_energies = statistics.grams[places], statistics.residual_energies[places]
+    energies = torch.stack(energies_of(dense, weights, kept, grams, residuals, residual_energies), dim=1)
     largest = coefficients.abs().amax((1, 2)) if coefficients.numel() else torch.zeros(len(kept))
     return [
         Factors(columns, weight, None, condition, coefficient, damping=damping, energies=own)
@@ -87,25 +88,3 @@ def _solved(
 def _columns(matrices: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Return columns `(b, k)` of `matrices (b, D, m)`."""
     return matrices.gather(2, columns.unsqueeze(1).expand(-1, matrices.shape[1], -1))
-
-
-def _energies(
-    dense: torch.Tensor,
-    weights: torch.Tensor,
-    kept: torch.Tensor,
-    statistics: ExpertStatistics,
-    places: torch.Tensor,
-) -> torch.Tensor:
-    """Return what `predicted_energies` returns of one expert for several, float64 `(b, 2)`."""
-    products = torch.float32 if dense.is_cuda else torch.float64  # as there
-    grams, columns = statistics.grams[places].to(products), kept.unsqueeze(1).expand(-1, dense.shape[1], -1)
-    missed = dense.scatter(2, columns, dense.gather(2, columns) - weights)
-    energies = []
-    for outputs in (missed, dense):
-        rows = outputs.to(products)
-        energy = (rows * (rows @ grams)).sum((1, 2), dtype=torch.float64)
-        if statistics.residuals is not None:
-            crossed = (outputs * statistics.residuals[places].double().mT).sum((1, 2))
-            energy += 2 * crossed + statistics.residual_energies[places]
-        energies.append(energy)
-    return torch.stack(energies, dim=1)
