@@ -137,7 +137,7 @@ def python_usage(task: str, *, runs_code: bool = False) -> str:
 
 name = "..."  # this folder, or its name on the hub
 model = {auto}.from_pretrained(name{remote})
-tokenizer = AutoTokenizer.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name{remote})
 ```"""
 
 

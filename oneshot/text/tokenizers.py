@@ -20,7 +20,8 @@ def load_tokenizer(folder: Path) -> Any:
     if not holds_tokenizer(folder):
         raise CalibrationError(f"{folder} does not hold a tokenizer; copy the model's tokenizer files there.")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = _config_of_unknown_type(folder)
+        return AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the readers of tokenizers raise many unrelated types; the cause is named and chained
         pieces = [name for name in PIECES if needs_conversion(folder) and (folder / name).exists()]
         missing = _missing_packages()
@@ -32,6 +33,14 @@ def load_tokenizer(folder: Path) -> Any:
         raise CalibrationError(
             f"The tokenizer in {folder} cannot be read ({cause(error)}); copy the model's files again."
         ) from error
+
+
+def _config_of_unknown_type(folder: Path) -> Any:
+    """Return what transformers would read of a model type that it does not know, after a warning; None for others."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    config, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    return None if config.get("model_type") in CONFIG_MAPPING else PreTrainedConfig.from_dict(config)
 
 
 def holds_tokenizer(folder: Path) -> bool:

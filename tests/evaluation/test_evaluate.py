@@ -232,6 +232,28 @@ def test_learned_positions_bound_the_lengths(family: str, make_checkpoint: MakeC
         evaluate([str(checkpoint)], [], prefill_tokens=positions, decode_tokens=1, **options)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_windows_beyond_rotary_positions_are_told(
+    family: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, text_file: Path, caplog: Any
+) -> None:
+    """As `compress` tells of them; of every checkpoint, also of one of the per-layer form."""
+    checkpoint = make_checkpoint(family=family)
+    config = make_config(checkpoint, form="per-layer", sparsity=0.03)
+    compress(config)
+    positions = json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]
+    options: dict[str, Any] = {"max_windows": 1, "decode_tokens": 0, "device": "cpu"}
+    caplog.clear()
+    evaluate([str(checkpoint), config.output], [str(text_file)], sequence_length=positions, **options)
+    assert caplog.text == ""
+    evaluate([str(checkpoint), config.output], [str(text_file)], sequence_length=positions + 1, **options)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        f"--sequence-length {positions + 1} is beyond the {positions} positions that {name} is made for; give a "
+        "smaller one."
+        for name in (checkpoint, config.output)
+    ]
+
+
 def test_the_command_line_prints_a_table_and_writes_json(
     make_checkpoint: MakeCheckpoint,
     make_config: MakeConfig,

@@ -14,6 +14,7 @@ from oneshot.checkpoint import card_metadata
 from oneshot.export import FORMS
 from oneshot.pipeline import compress
 from oneshot.report.card import CODE_NEEDS, model_card
+from oneshot.text import load_tokenizer
 
 OURS = {
     "library_name": "transformers",
@@ -82,9 +83,15 @@ def test_a_result_inherits_licence_languages_and_data_sets(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_code_of_the_card_opens_the_result(
-    form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+    form: str,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = make_config(make_checkpoint(), recipe="magnitude", form=form)
+    """Without a question whether to run code, and without a warning of transformers."""
+    checkpoint = make_checkpoint()
+    config = make_config(checkpoint, recipe="magnitude", form=form)
     compress(config)
     [code] = re.findall(r"```(?:python)?\n(.*?)```", (Path(config.output) / "README.md").read_text(), re.DOTALL)
     if FORMS[config.form].opened_by == "llama.cpp":
@@ -92,9 +99,14 @@ def test_the_code_of_the_card_opens_the_result(
         return
     assert (f"needs transformers {CODE_NEEDS} or later" in code) == ("trust_remote_code" in code) == (form != "stock")
     found: dict[str, Any] = {}
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks something"))
+    caplog.clear()
     exec(code.replace('"..."', repr(config.output)), found)
     assert found["model"].config.num_hidden_layers == 2
-    assert len(found["tokenizer"]) > 0
+    wanted = load_tokenizer(checkpoint)("Some text.").input_ids
+    assert found["tokenizer"]("Some text.").input_ids == wanted
+    assert load_tokenizer(Path(config.output))("Some text.").input_ids == wanted
+    assert caplog.text == ""
 
 
 def test_without_a_card_of_the_input_there_is_only_our_own_metadata(
