@@ -26,8 +26,8 @@ from oneshot.linalg.psd import RidgeFactor
 from oneshot.machine import Machine
 from oneshot.machine.device import resolve_device
 from oneshot.machine.workers import ALONE
+from oneshot.method import DAMPING
 from oneshot.profiling.layer_curves import mean_energy
-from oneshot.recipes import DAMPING
 from oneshot.stream import Layer, LayerBuilder
 from oneshot.text import Text, load_text, load_tokenizer
 

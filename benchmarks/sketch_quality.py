@@ -21,7 +21,7 @@ from oneshot.compression.measuring import NONZEROS
 from oneshot.compression.statistics import GramAccumulator, SketchAccumulator
 from oneshot.evaluation import perplexity
 from oneshot.machine import Machine
-from oneshot.recipes import DAMPING
+from oneshot.method import DAMPING
 from oneshot.selection import Evidence, select_neurons
 from oneshot.stream import LayerBuilder
 from oneshot.text import Text, load_text, load_tokenizer

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from oneshot.config import Config, MachineOptions, Target, TextOptions
 from oneshot.errors import OneshotError
-from oneshot.recipes import RECIPES, Method
+from oneshot.method import Method
+from oneshot.recipes import RECIPES
 from oneshot.version import __version__
 
 if TYPE_CHECKING:

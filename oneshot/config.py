@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from oneshot.errors import ConfigError
 from oneshot.fields import check_minimum, check_values, display, field_names
+from oneshot.method import Method
 from oneshot.parsing import did_you_mean, full_dtype, parse_count, parse_size
-from oneshot.recipes import RECIPE_FORMS, RECIPES, Method, find_recipe
+from oneshot.recipes import RECIPE_FORMS, RECIPES, find_recipe
 
 BudgetUnit = Literal["parameters", "bytes", "flops", "latency"]
 FormName = Literal["stock", "per-layer", "nemotron-nas", "gguf"]

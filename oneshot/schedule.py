@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from oneshot.compression import needs_statistics
 from oneshot.compression.sublayer import trusted_share
+from oneshot.method import Method
 from oneshot.planning import Grid, Plan
 from oneshot.profiling import PROBED_KINDS
-from oneshot.recipes import Method
 
 # With much text the dense stream has only half of it: the residual is a small part of the target (docs/experiments.md).
 DENSE_EVERY = 2

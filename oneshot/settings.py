@@ -7,8 +7,8 @@ from typing import Any, get_args, get_type_hints
 from oneshot.config import PARTS, SPELLINGS, Config, Target, part_of
 from oneshot.errors import ConfigError, cause
 from oneshot.fields import FLAGS, display, field_names
+from oneshot.method import Method
 from oneshot.parsing import did_you_mean
-from oneshot.recipes import Method
 
 RECIPE_NAME = "recipe.yaml"
 TARGETS = ("sparsity", "params", "parameters")  # one replaces another

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from oneshot.families import LLAMA
 from oneshot.linalg.elimination import eliminate
 from oneshot.linalg.psd import RidgeFactor
+from oneshot.method import Correction, Pivoting, SelectorName, Sketch
 from oneshot.pipeline import compress
-from oneshot.recipes import Correction, Pivoting, SelectorName, Sketch
 
 WIDTH = 64
 MASSIVE_TOKENS = slice(60, 90)

@@ -21,8 +21,9 @@ from oneshot.cli.compress import main
 from oneshot.compression import LayerCompressor
 from oneshot.compression.correction import DAMPINGS
 from oneshot.evaluation import load_model
+from oneshot.method import SelectorName
 from oneshot.pipeline import compress, compress_sizes
-from oneshot.recipes import RECIPES, SelectorName, find_recipe
+from oneshot.recipes import RECIPES, find_recipe
 from oneshot.stream import Layer
 
 pytestmark = pytest.mark.long

@@ -14,10 +14,11 @@ from oneshot.errors import OneshotError
 from oneshot.export import FORMS
 from oneshot.families import LLAMA, ModelShape
 from oneshot.families.opt import OPT
+from oneshot.method import Correction, SelectorName
 from oneshot.pipeline import compress
 from oneshot.planning import Grid, Plan, make_plan
 from oneshot.profiling import PROBED_KINDS, LayerProfiler
-from oneshot.recipes import Correction, SelectorName, find_recipe
+from oneshot.recipes import find_recipe
 from oneshot.schedule import Schedule, make_schedule, profile_schedule
 from oneshot.stream import States
 from oneshot.text import load_text

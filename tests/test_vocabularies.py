@@ -13,9 +13,9 @@ from oneshot.errors import ConfigError
 from oneshot.export.forms import FORMS, STATED_SHAPES
 from oneshot.export.own_classes import OWN_CLASSES
 from oneshot.families.refusals import COMPRESSED
+from oneshot.method import Allocation, Experts, Hidden, SelectorName, Sketch
 from oneshot.pipeline import predict
 from oneshot.planning.damages import ALLOCATIONS
-from oneshot.recipes import Allocation, Experts, Hidden, SelectorName, Sketch
 from oneshot.selection import SELECTORS, needs_of
 from oneshot.selection.selector import Need
 

@@ -11,7 +11,8 @@ from typing import Any, get_args, get_type_hints
 from oneshot.cli.parser import OneOf
 from oneshot.config import Config, Dtype, FormName, MachineOptions, SaveDtype, TextOptions
 from oneshot.errors import ConfigError, OneshotError
-from oneshot.recipes import RECIPES, Method
+from oneshot.method import Method
+from oneshot.recipes import RECIPES
 from oneshot.settings import parse_setting, read_recipe, settings
 
 TEXT, MACHINE = TextOptions(), MachineOptions()

@@ -8,7 +8,7 @@ import torch
 from oneshot.compression.statistics import Statistics
 from oneshot.errors import CalibrationError
 from oneshot.linalg.interpolative import interpolate
-from oneshot.recipes import Correction
+from oneshot.method import Correction
 
 ENERGY_PANEL = 1024
 DAMPINGS = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1)

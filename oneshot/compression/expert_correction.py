@@ -11,7 +11,7 @@ from oneshot.compression.correction import Factors, correct, energies_of
 from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.linalg.interpolative import other_columns
 from oneshot.linalg.psd import cholesky_together, condition_numbers, solve_with
-from oneshot.recipes import Correction
+from oneshot.method import Correction
 
 MOST_TOGETHER = 8
 MOST_NUMBERS = 2**26  # in the downs of those that are solved at once

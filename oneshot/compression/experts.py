@@ -21,7 +21,7 @@ from oneshot.compression.statistics import TOKENS_PER_COLUMN
 from oneshot.compression.tasks import ExpertsTask
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import as_like
-from oneshot.recipes import Correction
+from oneshot.method import Correction
 from oneshot.selection import SELECTORS, Evidence
 from oneshot.stream import DensePass, Layer, States
 from oneshot.tensors import Tensors

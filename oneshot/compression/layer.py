@@ -23,8 +23,8 @@ from oneshot.compression.ways import steps_of, way_of
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader, to_host
+from oneshot.method import Method
 from oneshot.planning import Grid, Plan
-from oneshot.recipes import Method
 from oneshot.report.records import SublayerReport
 from oneshot.stream import DensePass, Layer, States
 from oneshot.tensors import Tensors

@@ -9,7 +9,7 @@ from oneshot.compression.experts import ExpertFactors
 from oneshot.compression.measuring import relative_error
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.compression.subspaces import StreamSubspaces, weighted_rows
-from oneshot.recipes import TokenWeighting
+from oneshot.method import TokenWeighting
 from oneshot.report.records import SublayerReport
 from oneshot.stream import Layer
 

@@ -14,8 +14,8 @@ from oneshot.families import ModelShape
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned
+from oneshot.method import SelectorName
 from oneshot.planning import Plan
-from oneshot.recipes import SelectorName
 from oneshot.selection import SELECTORS, Evidence, SharedSelector
 from oneshot.stream import States
 from oneshot.text import Text

@@ -18,8 +18,8 @@ from oneshot.compression.ranks import Ranks
 from oneshot.compression.subspaces import StreamSubspaces
 from oneshot.families import ModelShape, RankedKind, Stack, Sublayer
 from oneshot.machine import Machine
+from oneshot.method import TOKENS_PER_NEURON, Method, SelectorName
 from oneshot.planning import LayerPlan, Plan
-from oneshot.recipes import TOKENS_PER_NEURON, Method, SelectorName
 from oneshot.selection import Need, find_selector, needs_of, reads_activations
 
 Solution = TypeVar("Solution")

@@ -20,8 +20,8 @@ from oneshot.linalg.pca import coordinate_directions, energies_along, principal_
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned
+from oneshot.method import Hidden, TokenWeighting
 from oneshot.planning import HiddenPlan
-from oneshot.recipes import Hidden, TokenWeighting
 from oneshot.stream import DensePass, States
 from oneshot.text import Text
 
@@ -30,7 +30,7 @@ DIRECTIONS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "coordinates": lambda gram, _: coordinate_directions(gram),
     "random": random_directions,
 }
-"""Directions `(D, D)` from a Gram and a seed, by name in `recipes.Hidden`."""
+"""Directions `(D, D)` from a Gram and a seed, by name in `method.Hidden`."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from oneshot.compression.inner_heads import InnerMaps, keep_heads
 from oneshot.compression.ranks import Ranks
 from oneshot.compression.sublayer import SublayerTask, takes_sketch
 from oneshot.families import Attention, Carried, Experts, FeedForward, Mixer
-from oneshot.recipes import SelectorName
+from oneshot.method import SelectorName
 from oneshot.selection import Evidence, select_heads, select_neurons
 from oneshot.tensors import Tensors
 

@@ -11,7 +11,7 @@ from oneshot.compression.sublayer import SublayerTask
 from oneshot.linalg.conjugate_gradients import conjugate_gradients
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.linalg.sums import add_gram_, add_product_, as_float32, finished_gram
-from oneshot.recipes import TOKENS_PER_NEURON
+from oneshot.method import TOKENS_PER_NEURON
 from oneshot.stream import Layer, States
 from oneshot.tensors import Tensors
 

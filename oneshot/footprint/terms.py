@@ -9,7 +9,7 @@ from oneshot.compression.fold import PANEL_ROWS
 from oneshot.compression.sublayer import takes_sketch
 from oneshot.footprint.work import Work
 from oneshot.linalg.sums import DEVICE_PANEL_WIDTH, PANEL_WIDTH
-from oneshot.recipes import SelectorName
+from oneshot.method import SelectorName
 from oneshot.selection import Cost, Extent, find_selector
 from oneshot.selection.evidence import neuron_gram_bytes
 from oneshot.stream.output_head import VOCABULARY_PANEL

@@ -11,11 +11,11 @@ from oneshot.export.outside import token_table, unchanged_parts
 from oneshot.families import ModelShape
 from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity, pinned_bytes
+from oneshot.method import Method
 from oneshot.planning import Grid, HiddenPlan, Plan
 from oneshot.profiling import CURVATURE_TOKENS
 from oneshot.profiling.curvature import measured_sizes
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
-from oneshot.recipes import Method
 from oneshot.schedule import Schedule
 from oneshot.text import documents_together, shares, split_sources
 

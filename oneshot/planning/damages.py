@@ -7,10 +7,10 @@ from functools import partial
 import torch
 
 from oneshot.families import RANKED_KINDS, ModelShape
+from oneshot.method import Allocation
 from oneshot.planning.curves import Profile
 from oneshot.planning.grid import Grid
 from oneshot.planning.plan import Plan
-from oneshot.recipes import Allocation
 
 # On other kinds of text a smaller embedding costs 1.7 times as much as on the calibration text, and no later layer
 # corrects that loss (docs/experiments.md).
@@ -137,7 +137,7 @@ ALLOCATIONS: dict[str, Callable[[Profile, Grid], Damages]] = {
     "flap": flap_damages,
     "sensitivity": sensitivity_damages,
 }
-"""The predicted losses by which layers share a target, by name in `recipes.Allocation`."""
+"""The predicted losses by which layers share a target, by name in `method.Allocation`."""
 
 
 def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:

@@ -3,11 +3,11 @@
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
 from oneshot.families import ExpertSizes
+from oneshot.method import Method
 from oneshot.planning.budget import Budget
 from oneshot.planning.damages import Damages
 from oneshot.planning.grid import Grid
 from oneshot.planning.plan import Plan
-from oneshot.recipes import Method
 
 LARGEST_STEP = 8  # so that experts can be shared among devices
 STEPS = 16  # of a model's experts, at least

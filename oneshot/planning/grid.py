@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
 from oneshot.families import Description, Feature, LayerShape, ModelShape, StackShape
+from oneshot.method import AUTO, Allocation, Method
 from oneshot.planning.plan import Plan
-from oneshot.recipes import AUTO, Allocation, Method
 from oneshot.selection import SharedSelector, find_selector, needs_of
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, TableShape
-from oneshot.recipes import Method
+from oneshot.method import Method
 
 
 @dataclass(frozen=True)

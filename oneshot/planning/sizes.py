@@ -8,6 +8,7 @@ from typing import Any
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
 from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, StackShape
+from oneshot.method import Method
 from oneshot.planning.budget import Budget
 from oneshot.planning.curves import Profile
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
@@ -17,7 +18,6 @@ from oneshot.planning.grid import Grid
 from oneshot.planning.hidden_size import plan_hidden
 from oneshot.planning.plan import Plan, dense_plan
 from oneshot.planning.widths import meet_budget
-from oneshot.recipes import Method
 
 
 def parameter_budget(target: Target, dense: StackShape) -> Budget:

@@ -27,9 +27,9 @@ from oneshot.compression.tasks import ExpertsTask
 from oneshot.linalg.interpolative import missed_energies, ordered_factor
 from oneshot.linalg.pivoted_qr import weighted_pivots
 from oneshot.machine import ALONE, Machine, Workers
+from oneshot.method import Method
 from oneshot.planning import dense_plan
 from oneshot.profiling.probes import probe_size
-from oneshot.recipes import Method
 from oneshot.selection import pivots_of_experts
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors

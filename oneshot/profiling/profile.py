@@ -7,10 +7,10 @@ from oneshot.compression import Curvature
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import pinned
+from oneshot.method import Method
 from oneshot.planning import Profile, ProfileOrigin, removed_unit
 from oneshot.profiling.embedding import no_embedding_profile, profile_embedding
 from oneshot.profiling.profiler import LayerProfiler
-from oneshot.recipes import Method
 from oneshot.report.progress import ProgressBar, Shown, announce
 from oneshot.report.provenance import versions
 from oneshot.tensors import Tensors

@@ -7,8 +7,8 @@ from typing import Any
 from oneshot.config import Config
 from oneshot.families import ModelShape, StackShape
 from oneshot.machine.memory import peak_bytes, peak_device_bytes
+from oneshot.method import Method
 from oneshot.planning import Plan
-from oneshot.recipes import Method
 from oneshot.report.provenance import versions
 from oneshot.report.records import LayerReport, Report
 from oneshot.text import Text

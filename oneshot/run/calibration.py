@@ -13,7 +13,7 @@ from oneshot.config import Config
 from oneshot.errors import CalibrationError
 from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity
-from oneshot.recipes import TOKENS_PER_NEURON
+from oneshot.method import TOKENS_PER_NEURON
 from oneshot.report.progress import ProgressBar, Shown, announce
 from oneshot.text import (
     SELF,

@@ -37,6 +37,7 @@ from oneshot.machine import (
     resolve_dtype,
 )
 from oneshot.machine.memory import release_heap, reset_peak
+from oneshot.method import AUTO, Method
 from oneshot.planning import Budget, Plan, Profile, parameter_budget
 from oneshot.profiling import (
     CURVATURE_TOKENS,
@@ -47,7 +48,6 @@ from oneshot.profiling import (
     profile_origin,
     refuse_other,
 )
-from oneshot.recipes import AUTO, Method
 from oneshot.report.progress import ProgressBar, Shown, WarningLog, announce
 from oneshot.report.provenance import versions
 from oneshot.report.records import Footprint

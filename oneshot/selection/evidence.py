@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from oneshot.linalg.pivoted_qr import GROUP_SIZE
-from oneshot.recipes import Pivoting, PivotWeights
+from oneshot.method import Pivoting, PivotWeights
 
 
 @dataclass(frozen=True)

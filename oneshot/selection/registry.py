@@ -1,14 +1,14 @@
 """The selectors by name, and their use for neurons and heads.
 
 To add one: a file with a class that has the methods of `Selector`, or a function of a score; an entry of `SELECTORS`;
-and its name in `recipes.SelectorName`, which the command line offers.
+and its name in `method.SelectorName`, which the command line offers.
 """
 
 import torch
 
 from oneshot.errors import ConfigError
+from oneshot.method import SelectorName
 from oneshot.parsing import did_you_mean
-from oneshot.recipes import SelectorName
 from oneshot.selection import scores
 from oneshot.selection.elimination import Elimination
 from oneshot.selection.evidence import Evidence

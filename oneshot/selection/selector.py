@@ -6,7 +6,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-from oneshot.recipes import Pivoting
+from oneshot.method import Pivoting
 from oneshot.selection.evidence import Evidence
 
 SELECTION_DAMPING = 1e-2  # of `obs` and `leverage`

@@ -26,8 +26,9 @@ from oneshot.cli.parser import OneOf
 from oneshot.config import Config, Target
 from oneshot.evaluation import evaluate, print_evaluations
 from oneshot.fields import FLAGS
+from oneshot.method import Hidden, Method, SelectorName
 from oneshot.pipeline import compress, predict, profile
-from oneshot.recipes import RECIPES, Hidden, Method, SelectorName
+from oneshot.recipes import RECIPES
 from oneshot.report.terminal import print_footprint, print_profile, print_report
 from oneshot.settings import settings
 from oneshot.text.files import READABLE

@@ -13,7 +13,7 @@ from strategies import TOLERANCES, Matrix, matrices
 from oneshot.compression.correction import DAMPINGS, Factors, best_damping, correct
 from oneshot.compression.statistics import GramAccumulator, Statistics, with_constant_column
 from oneshot.errors import CalibrationError
-from oneshot.recipes import Correction
+from oneshot.method import Correction
 
 ROWS, NEURONS, OUTPUTS = 120, 16, 6
 

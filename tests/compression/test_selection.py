@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from oneshot.compression.statistics import MomentAccumulator
 from oneshot.linalg.elimination import eliminate
-from oneshot.recipes import SelectorName
+from oneshot.method import SelectorName
 from oneshot.selection import SELECTION_DAMPING, Evidence, select_heads, select_neurons
 
 Matrix = NDArray[np.float64]

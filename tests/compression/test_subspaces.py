@@ -22,9 +22,9 @@ from oneshot.export.per_layer import per_layer_shape
 from oneshot.families import FAMILIES as KNOWN_FAMILIES
 from oneshot.families import LLAMA, ModelShape
 from oneshot.linalg.pca import energies_along, principal_directions
+from oneshot.method import TokenWeighting
 from oneshot.pipeline import compress
 from oneshot.planning import Grid, HiddenPlan, LayerPlan, Plan, groups_of_positions, spread_hidden_sizes
-from oneshot.recipes import TokenWeighting
 from oneshot.text import Text
 
 FAMILIES: dict[str, dict[str, Any]] = {

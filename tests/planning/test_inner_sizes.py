@@ -19,11 +19,11 @@ from oneshot.errors import ConfigError, OneshotError
 from oneshot.evaluation import load_model
 from oneshot.export.per_layer import PerLayerForm
 from oneshot.families import LLAMA, ModelShape
+from oneshot.method import DAMPING
 from oneshot.pipeline import compress, predict, profile
 from oneshot.planning import Budget, Damages, LayerPlan, Plan
 from oneshot.planning.widths import meet_budget
 from oneshot.profiling.probes import MIN_PROBE_ERROR, probe_size
-from oneshot.recipes import DAMPING
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 51).view(2, 24)
