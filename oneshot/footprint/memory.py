@@ -5,6 +5,7 @@ for what torch, BLAS, the tokenizer and the heap keep.
 """
 
 import math
+import os
 
 from oneshot.compression.fold import PANEL_ROWS
 from oneshot.footprint import terms
@@ -86,12 +87,12 @@ def _reading(source: str) -> Stage:
     size, (path, _) = HUB_TEXT_BYTES, file_of(source)
     if source == "builtin":
         size = 0
-    elif ending_of(path.name) in RECORDS and path.is_file():
+    elif ending_of(path.name) in RECORDS and os.path.isfile(path):
         number, longest, total = size_of_records(path)
         size = RECORD_BYTES * number + RECORD_FACTOR * total + TEXT_FACTOR * min(longest, PIECE_BYTES)
-    elif ending_of(path.name) in TABLES and path.is_file():
+    elif ending_of(path.name) in TABLES and os.path.isfile(path):
         size = TEXT_FACTOR * path.stat().st_size
-    elif path.is_file():
+    elif os.path.isfile(path):
         size = TEXT_FACTOR * min(path.stat().st_size, PIECE_BYTES)
     return Stage("reading the text", (Term(size, knobs=("--calibration",)),), has_states=False)
 

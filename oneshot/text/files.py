@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import reprlib
 import tempfile
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def ending_of(source: str) -> str | None:
 def file_of(source: str) -> tuple[Path, tuple[str, ...]]:
     """Return the path that a source means, and the columns that it names behind it: `rows.csv:question,answer`."""
     name, _, columns = source.rpartition(":")
-    if not columns or Path(source).exists() or ending_of(name) is None:
+    if not columns or ending_of(name) is None or os.path.exists(source):
         return Path(source), ()
     return Path(name), tuple(columns.split(","))
 
