@@ -84,6 +84,8 @@ def models_table(*, per_layer_only: bool = False) -> str:
         "the text says so as much of the model's own (`+self`). In bfloat16 on an H100, in float32 on a CPU, each "
         "judged on so many windows of a text"
     )
+    seeds = sorted({str(len(row["scores"])) for row in rows if "scores" in row})
+    caption += f"; ± is the standard deviation over {' or '.join(seeds)} seeds" if seeds else ""
     return markdown(head, lines, f"{caption}; {made_by(rows)}.")
 
 
