@@ -5,7 +5,7 @@ from oneshot_kernels.count_sketch import sketch_
 from oneshot_kernels.gram import cross_gram_, gram_, mirror_
 from oneshot_kernels.pivoted_qr import PivotedFactor, pivoted_qr
 from oneshot_kernels.pivoted_qr.cholesky import blocked_pivoted_cholesky, cholesky_pivots_, pivoted_cholesky
-from oneshot_kernels.pivoted_qr.factor import suffix_sums
+from oneshot_kernels.pivoted_qr.factor import columns_without, suffix_sums
 from oneshot_kernels.pivoted_qr.grouped import grouped_pivots, tournament_pivots
 from oneshot_kernels.pivoted_qr.interpolation import (
     interpolation_from_data,
@@ -20,6 +20,7 @@ __all__ = [
     "PivotedFactor",
     "blocked_pivoted_cholesky",
     "cholesky_pivots_",
+    "columns_without",
     "cross_gram_",
     "gram_",
     "grouped_pivots",

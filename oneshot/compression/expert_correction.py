@@ -6,10 +6,10 @@ A device solves several at once, because one is too small to fill it.
 from collections.abc import Sequence
 
 import torch
+from oneshot_kernels import columns_without
 
 from oneshot.compression.correction import Factors, correct, energies_of
 from oneshot.compression.expert_statistics import ExpertStatistics
-from oneshot.linalg.interpolative import other_columns
 from oneshot.linalg.psd import cholesky_together, condition_numbers, solve_with
 from oneshot.method import Correction
 
@@ -60,7 +60,7 @@ def _solved(
     """Solve several at once; None if the Gram of one needs a larger ridge, which `correct` finds."""
     places = torch.tensor([statistics.group.index(expert) for expert in experts]).to(kept.device)
     at, rows = places.view(-1, 1, 1), kept.unsqueeze(2)
-    rest = other_columns(kept, downs.shape[2])
+    rest = columns_without(kept, downs.shape[2])
     factors = cholesky_together(statistics.grams[at, rows, kept.unsqueeze(1)], dampings.to(kept.device))
     if factors is None:
         return None

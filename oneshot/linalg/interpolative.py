@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from oneshot_kernels import suffix_sums
+from oneshot_kernels import columns_without, suffix_sums
 
 from oneshot.linalg.psd import RidgeFactor, ridged_cholesky
 
@@ -39,17 +39,10 @@ def interpolate(gram: torch.Tensor, skeleton: torch.Tensor, damping: float, of: 
     skeleton from column-pivoted QR, `T = R11⁻¹ R12`. The ridge leaves `P[:, skeleton] = I` exact, so it shrinks
     towards "no correction", not towards zero output. `of`: what the skeleton is, in words.
     """
-    rest = other_columns(skeleton, len(gram))
+    rest = columns_without(skeleton, len(gram))
     rows = skeleton.unsqueeze(1)  # entries are gathered at once, so that no copy of whole rows is made
     factor = RidgeFactor(gram[rows, skeleton], damping, of)
     return Interpolation(skeleton, rest, factor.solve(gram[rows, rest]), factor)
-
-
-def other_columns(columns: torch.Tensor, size: int) -> torch.Tensor:
-    """Return which of `size` columns are not among `columns (…, k)`, ascending, int64 `(…, size − k)`."""
-    among = torch.zeros(*columns.shape[:-1], size, dtype=torch.uint8, device=columns.device).scatter_(-1, columns, 1)
-    # sorted, because a device would be waited for to count them
-    return among.argsort(dim=-1, stable=True)[..., : size - columns.shape[-1]]
 
 
 def spanning_columns(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

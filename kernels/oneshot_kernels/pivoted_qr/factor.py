@@ -59,6 +59,9 @@ def trailing_errors(r: torch.Tensor, residual_squares: torch.Tensor) -> torch.Te
 
 
 def columns_without(taken: torch.Tensor, count: int) -> torch.Tensor:
-    """Return columns 0 … count - 1 less the distinct `taken`, in index order, int64; does not wait for the device."""
-    flags = torch.zeros(count, dtype=torch.uint8, device=taken.device).index_fill_(0, taken, 1)
-    return flags.argsort(stable=True)[: count - taken.numel()]
+    """Return columns 0 … count - 1 less the distinct `taken (…, k)`, in index order, int64 `(…, count - k)`.
+
+    The device is not waited for, as counting them would.
+    """
+    flags = torch.zeros(*taken.shape[:-1], count, dtype=torch.uint8, device=taken.device).scatter_(-1, taken, 1)
+    return flags.argsort(dim=-1, stable=True)[..., : count - taken.shape[-1]]
