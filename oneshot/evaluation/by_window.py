@@ -1,6 +1,5 @@
 """Evaluation on windows of text, of models that write it: quality, tasks, sizes and latency."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,9 +15,7 @@ from oneshot.evaluation.tasks import run_tasks, task_manager
 from oneshot.evaluation.tokenizers import refuse_other_tokenizers
 from oneshot.export import stated_shape
 from oneshot.families import StackShape
-from oneshot.text import chat_renderer, iter_documents, load_tokenizer, pack
-
-logger = logging.getLogger(__name__)
+from oneshot.text import chat_renderer, iter_documents, load_tokenizer, pack, warn_if_long
 
 
 def load_windows(text: str, tokenizer: Any, *, sequence_length: int, max_windows: int | None) -> torch.Tensor:
@@ -73,8 +70,8 @@ def evaluate_windows(
     tokens = (token for ids in windows.values() for token in ids.unique().tolist())
     refuse_other_tokenizers(names, checkpoints, tokenizer, tokens)
     models = [load_model(checkpoint.folder, device=device, dtype=dtype) for checkpoint in checkpoints]
-    if texts:
-        _warn_beyond_positions(names, models, sequence_length)
+    for name, model in zip(names, models, strict=True) if texts else ():
+        warn_if_long(sequence_length, getattr(model.config.get_text_config(), "max_position_embeddings", None), name)
     scores = _scores(models, windows, with_baseline=with_baseline)
     latencies: Sequence[tuple[float | None, float | None]] = [(None, None)] * len(models)
     if decode_tokens > 0:
@@ -109,19 +106,6 @@ def _refuse_beyond_positions(names: Sequence[str], positions: Sequence[int], len
     for name, most in zip(names, positions, strict=True):
         if 0 < most < length:
             raise ConfigError(f"{option} is beyond the {most} positions of {name}; give less.")
-
-
-def _warn_beyond_positions(names: Sequence[str], models: Sequence[Any], length: int) -> None:
-    """Warn if a window is longer than the sequences that a model was made for, which rotary positions allow."""
-    for name, model in zip(names, models, strict=True):
-        most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
-        if most < length:
-            logger.warning(
-                "--sequence-length %d is beyond the %d positions that %s is made for; give a smaller one.",
-                length,
-                most,
-                name,
-            )
 
 
 def _refuse_unknown_tokens(

@@ -29,6 +29,7 @@ from oneshot.text import (
     mix,
     shares,
     split_sources,
+    warn_if_long,
     write_text,
 )
 
@@ -76,15 +77,9 @@ class Calibration:
 
     def warn_if_long(self) -> None:
         """Warn if a model that writes text reads longer sequences than its config is for."""
-        length = self._config.text.sequence_length
-        complete = complete_text_config(self._model.family, self._model.checkpoint.config)
-        positions = complete.get("max_position_embeddings") or length
-        if self._model.family.stack.causal and length > positions:
-            logger.warning(
-                "--sequence-length %d is beyond the %d positions that the model is made for; give a smaller one.",
-                length,
-                positions,
-            )
+        if self._model.family.stack.causal:
+            complete = complete_text_config(self._model.family, self._model.checkpoint.config)
+            warn_if_long(self._config.text.sequence_length, complete.get("max_position_embeddings"), "the model")
 
     def read(self) -> Text:
         """Return the text. Raises `CalibrationError` if a source does not suit the family."""

@@ -15,6 +15,7 @@ from oneshot.text.packing import (
     split_sources,
     token_hash,
     tokenise,
+    warn_if_long,
 )
 from oneshot.text.pairs import load_pairs
 from oneshot.text.self_written import SELF, documents_together, write_text
@@ -58,6 +59,7 @@ __all__ = [
     "split_sources",
     "token_hash",
     "tokenise",
+    "warn_if_long",
     "whole_letters",
     "write_text",
 ]

@@ -18,6 +18,20 @@ logger = logging.getLogger(__name__)
 NO_ROWS = slice(0, 0)  # of a batch that is not placed yet
 
 
+def warn_if_long(sequence_length: int, positions: int | None, name: str) -> None:
+    """Warn if sequences are longer than those that a model was made for, which rotary positions allow.
+
+    `positions`: of its config, None or 0 if that states none. `name`: what the model is called.
+    """
+    if positions and sequence_length > positions:
+        logger.warning(
+            "--sequence-length %d is beyond the %d positions that %s is made for; give a smaller one.",
+            sequence_length,
+            positions,
+            name,
+        )
+
+
 def token_hash(token_ids: torch.Tensor) -> str:
     """Return the SHA-256 of int64 tokens."""
     return hashlib.sha256(token_ids.numpy().tobytes()).hexdigest()

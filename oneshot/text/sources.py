@@ -150,11 +150,7 @@ def _file_documents(source: str, seed: int | None, second: str, render: Render |
     if ending_of(path.name) in TEXTS:
         return ((piece, None) for piece in text_pieces(path, seed))
     rows = file_rows(path)
-    names = list(dict.fromkeys(name for row in rows for name in row))  # in the order of the file
-    if columns:
-        read = _column_reader(names, columns, str(path), second, render)
-    else:
-        read = _reader(rows, names, str(path), second, render)
+    read = _reader(rows, columns, str(path), second, render)
     return _shuffled([piece for row in rows for piece in _pieces(*read(row), seed)], seed)
 
 
@@ -166,9 +162,15 @@ def _pieces(text: Any, pair: Any, seed: int | None) -> list[Pair]:
 
 
 def _reader(
-    rows: Sequence[dict[str, Any]], names: Sequence[str], source: str, second: str, render: Render | None
+    rows: Sequence[dict[str, Any]], columns: Sequence[str], source: str, second: str, render: Render | None
 ) -> Callable[[dict[str, Any]], Pair]:
-    """Return the function that reads text and second text of a row, from a column of text or from a conversation."""
+    """Return the function that reads text and second text of a row: from the named columns, else from those it finds.
+
+    Those are a column of text, or a conversation.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))  # in the order of the file
+    if columns:
+        return _column_reader(names, columns, source, second, render)
     chat = None if "text" in names or render is None else chat_column(names)
     if chat is None or render is None:
         column = _text_column(rows, names, source)
@@ -186,10 +188,7 @@ def _hub_documents(source: str, seed: int | None, second: str, render: Render | 
     path, config, split, column = HUB_ALIASES.get(source) or _parse_hub_source(source)
     rows = _hub_rows(path, config, split, seed)
     first = next(rows)
-    if column is None:
-        read = _reader([first], list(first), path, second, render)
-    else:
-        read = _column_reader(list(first), column.split(","), path, second, render)
+    read = _reader([first], column.split(",") if column else (), path, second, render)
     for row in itertools.chain([first], rows):
         yield read(row)
 
