@@ -169,8 +169,10 @@ TABLES = {
     **{f"trained_{model}": (partial(trained_table, model), "trained") for model in ("distilbert", "t5")},
     "mixture_tokens": (mixture_tokens_table, "mixtures"),
     "mixture_routers": (mixture_routers_table, "mixtures"),
-    **{f"mixtures_{model}": (partial(mixtures_table, model), "mixtures") for model in ("trained", "split")},
-    "mixtures_split_coder": (partial(mixtures_table, "split-coder"), "mixtures"),
+    **{
+        f"mixtures_{model.replace('-', '_')}": (partial(mixtures_table, model), "mixtures")
+        for model in ("trained", "split", "split-coder")
+    },
     "mixture_split": (mixture_split_table, "mixture_split"),
     "mixture_training": (mixture_training_table, "mixture_training"),
     "gpu_counts": (gpu_counts_table, "gpu_counts"),

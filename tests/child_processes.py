@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -79,3 +80,15 @@ def _run(
         code = main([name, *arguments])
         if code != 0:
             sys.exit(code)
+
+
+def run_module(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m` in a new process that has imported nothing, and return what it printed."""
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        cwd=Path(__file__).parents[1],
+    )

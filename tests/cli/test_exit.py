@@ -1,13 +1,11 @@
-"""How the command line ends: its exit code, its last line, and what it leaves."""
+"""The end of a command: its exit code, its last line, and what it leaves."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from child_processes import run_module
 from damage import first_shard
 from factories import MakeCheckpoint, small_arguments
 
@@ -32,17 +30,6 @@ def test_an_interrupt_before_the_first_layer_leaves_nothing(
     assert main([*small_arguments(make_checkpoint(), output, text_file), "--quiet"]) == 130
     assert capsys.readouterr().err.splitlines() == ["interrupted"]
     assert not list(output.parent.iterdir())
-
-
-def run_command(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | environment,
-        cwd=Path(__file__).parents[2],
-    )
 
 
 def test_the_command_line_ends_with_one_line(
@@ -76,7 +63,7 @@ def test_debug_keeps_the_exception(output: Path, text_file: Path) -> None:
 
 def test_a_good_run_of_the_command_line(make_checkpoint: MakeCheckpoint, output: Path, text_file: Path) -> None:
     """The tests of errors would pass on a command line that always fails."""
-    result = run_command("oneshot.compress", *small_arguments(make_checkpoint(), output, text_file))
+    result = run_module("oneshot.compress", *small_arguments(make_checkpoint(), output, text_file))
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout.startswith("result ")

@@ -3,11 +3,9 @@
 import argparse
 import importlib
 import inspect
-import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from child_processes import start, wait
+from child_processes import run_module, start, wait
 from factories import MakeCheckpoint, MakeConfig
 
 import oneshot
@@ -47,17 +45,6 @@ def _signals() -> Iterator[None]:
 
 def config_of(*options: str) -> Config:
     return parse_config(build_parser().parse_args(["checkpoint", "--output=out", *options]), sparsity=0.2)
-
-
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        cwd=Path(__file__).parents[2],
-    )
 
 
 def run_forked(name: str, *arguments: str, folder: Path, **environment: str) -> tuple[int | None, str, str]:
@@ -114,10 +101,10 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("init", "completion")])
 def test_every_way_to_start_a_command_is_the_same_command(name: str) -> None:
     """`oneshot NAME`, `python -m oneshot NAME` and `python -m oneshot.NAME` differ in the name in the usage only."""
-    helps = [run(*command, "--help", COLUMNS="80") for command in (("oneshot", name), (f"oneshot.{name}",))]
+    helps = [run_module(*command, "--help", COLUMNS="80") for command in (("oneshot", name), (f"oneshot.{name}",))]
     assert [result.returncode for result in helps] == [0, 0]
     assert [result.stderr for result in helps] == ["", ""]
-    whole = run("oneshot", name, "--help", COLUMNS="80").stdout
+    whole = run_module("oneshot", name, "--help", COLUMNS="80").stdout
     assert whole == helps[0].stdout
     starts = (f"usage: oneshot {name} ", f"usage: python -m oneshot.{name} ")
     bodies = [result.stdout.split("\n\n", 1) for result in helps]
