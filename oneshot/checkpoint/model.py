@@ -28,6 +28,7 @@ from oneshot.checkpoint.tables import without_equal_head
 from oneshot.errors import PlanError
 from oneshot.families import (
     FAMILIES,
+    FURTHER_PREFIX,
     Description,
     ModelShape,
     Stack,
@@ -40,10 +41,13 @@ from oneshot.families import (
     read_shape,
     text_names,
     text_of,
+    with_text,
+    without_further,
 )
 from oneshot.tensors import Tensors
 
 MOST_FURTHER_LAYERS = 16
+ANY_FURTHER_LAYERS = "num_mtp_layers"  # transformers' own name in all configs
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,13 @@ class Model:
     def kinds(self) -> tuple[int, ...]:
         """Return for every layer of a stack the first layer of its kind, see `stock.layer_kinds`."""
         return layer_kinds(self.checkpoint.config, self.shape.num_hidden_layers, self.family)
+
+    @cached_property
+    def further_tensors(self) -> tuple[str, ...]:
+        """Return the stored names of layers that predict tokens after the next one, which are not part of the model."""
+        unread = self.checkpoint.stored_names - {self.checkpoint.stored(name) for name in self.checkpoint.shapes}
+        behind = _layers_behind(self.checkpoint.config, self.family, MOST_FURTHER_LAYERS)
+        return tuple(sorted(name for name in unread if name.startswith((FURTHER_PREFIX, *behind))))
 
     @property
     def start_token(self) -> int:
@@ -177,6 +188,7 @@ def identify(checkpoint: Checkpoint) -> Model:
         read_shape(family, config, checkpoint.shapes)  # no class is made of senseless sizes
     expected = expected_outside(checkpoint, family)
     complete = config | complete_config(config)  # what is not stated has the class's defaults
+    checkpoint = checkpoint.stating(**with_text(family, config, without_further(text_of(family, complete))))
     family = as_stored(find_family(complete), complete, names)
     if family.text_module is not None:
         checkpoint = checkpoint.renamed(text_names(family, checkpoint.shapes))
@@ -228,10 +240,17 @@ def _as_the_class_names(checkpoint: Checkpoint, family: Description) -> Checkpoi
 
 def _further_layers(config: dict[str, Any], family: Description) -> tuple[str, ...]:
     """Return the prefixes of stored layers behind the model's own."""
-    own, further = config.get(family.sizes.num_hidden_layers), config.get(family.further_layers or "")
-    if not isinstance(own, int) or not isinstance(further, int):
+    name = family.further_layers
+    further = None if name is None else config.get(name, config.get(ANY_FURTHER_LAYERS))
+    return _layers_behind(config, family, further) if isinstance(further, int) else ()
+
+
+def _layers_behind(config: dict[str, Any], family: Description, count: int) -> tuple[str, ...]:
+    """Return the prefixes of so many layers behind the model's own."""
+    own = config.get(family.sizes.num_hidden_layers)
+    if not isinstance(own, int):
         return ()
-    return tuple(f"{family.stack.layers}.{number}." for number in range(own, own + min(further, MOST_FURTHER_LAYERS)))
+    return tuple(f"{family.stack.layers}.{number}." for number in range(own, own + min(count, MOST_FURTHER_LAYERS)))
 
 
 def _ties_tables(checkpoint: Checkpoint) -> bool:

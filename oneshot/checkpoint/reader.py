@@ -118,6 +118,11 @@ class Checkpoint:
         return frozenset(self.shapes)
 
     @property
+    def stored_names(self) -> frozenset[str]:
+        """Return the names of all tensors in the files, also of those that are not in this view."""
+        return frozenset(self._shard_of)
+
+    @property
     def num_parameters(self) -> int:
         """Return the stored parameters: every element of every tensor in the files."""
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())

@@ -7,6 +7,8 @@ from oneshot.families.classes import as_stored, predicts_tokens
 from oneshot.families.description import Description, Feature, Sizes, stated_class
 from oneshot.families.expert_sizes import ExpertSizes
 from oneshot.families.experts import Experts
+from oneshot.families.further import PREFIX as FURTHER_PREFIX
+from oneshot.families.further import without_further
 from oneshot.families.fused import from_files, fuse, part_of_output, split, to_files
 from oneshot.families.latent import LatentSizes
 from oneshot.families.layer_shape import RANKED_KINDS, LayerShape, RankedKind, TableShape
@@ -31,6 +33,7 @@ __all__ = [
     "COMPRESSED_MODEL_TYPE",
     "ENCODER_MODEL_TYPE",
     "FAMILIES",
+    "FURTHER_PREFIX",
     "LLAMA",
     "NAS_MODEL_TYPE",
     "RANKED_KINDS",
@@ -71,4 +74,5 @@ __all__ = [
     "text_of",
     "to_files",
     "with_text",
+    "without_further",
 ]

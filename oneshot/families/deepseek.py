@@ -5,7 +5,7 @@ from typing import Any
 
 from oneshot.errors import CheckpointError
 from oneshot.families.description import Description
-from oneshot.families.glm4_moe import EXPERTS, FURTHER_LAYERS, SIZES, dense_first, mixture, routed, without_further
+from oneshot.families.glm4_moe import EXPERTS, FURTHER_LAYERS, SIZES, dense_first, mixture, routed
 from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention
@@ -17,8 +17,7 @@ DEEPSEEK_SIZES = replace(SIZES, head_dim="v_head_dim")
 def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Return the stock config of the resized model; its attention stays."""
     assert shape.experts is not None
-    sizes = {"moe_intermediate_size": shape.intermediate_size, "n_routed_experts": shape.experts.count}
-    return without_further(config | sizes)
+    return config | {"moe_intermediate_size": shape.intermediate_size, "n_routed_experts": shape.experts.count}
 
 
 def variant(family: Description, config: dict[str, Any]) -> Description:

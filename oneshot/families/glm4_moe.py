@@ -13,7 +13,6 @@ from oneshot.families.experts import Experts
 from oneshot.families.features import Feature
 from oneshot.families.llama import STACK
 from oneshot.families.mixtures import number_of_layers, resize
-from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention, FeedForward
 
@@ -30,16 +29,6 @@ SIZES = Sizes(
 )
 EXPERTS = Experts(shared_expert="mlp.shared_experts", scores="sigmoid", chosen_by="mlp.gate.e_score_correction_bias")
 FURTHER_LAYERS = "num_nextn_predict_layers"
-
-
-def resized(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Return the stock config of the resized model, without layers for tokens after the next one."""
-    return without_further(resize(SIZES.intermediate_size, SIZES.num_experts)(config, shape))
-
-
-def without_further(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config without layers for tokens after the next one."""
-    return config | ({FURTHER_LAYERS: 0} if FURTHER_LAYERS in config else {})
 
 
 def routed(family: Description, config: dict[str, Any]) -> Description:
@@ -86,7 +75,7 @@ def mixture(experts: Experts) -> Stack:
 GLM4_MOE = Description(
     "glm4_moe",
     mixture(EXPERTS),
-    resized,
+    resize(SIZES.intermediate_size, SIZES.num_experts),
     variant=variant,
     sizes=SIZES,
     with_dense=dense_first,

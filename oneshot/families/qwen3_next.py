@@ -6,6 +6,7 @@ from typing import Any
 from oneshot.families.carried import Carried, carried_layers
 from oneshot.families.description import Description
 from oneshot.families.experts import Experts
+from oneshot.families.further import PREFIX
 from oneshot.families.mixtures import QWEN2_MOE, named_layers, resize, with_stated_layers
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import FeedForward, Norm, Sublayer
@@ -21,7 +22,6 @@ MIXERS: dict[str, Carried | None] = {
     ),
     "full_attention": None,
 }
-FURTHER = ("mtp.",)  # layers that predict tokens after the next one, which the class does not read
 
 
 def stack(ffn: FeedForward | Experts) -> Stack:
@@ -52,6 +52,6 @@ QWEN3_NEXT = Description(
     variant=variant,
     with_dense=named_layers,
     sizes=QWEN2_MOE.sizes,
-    unused_prefixes=FURTHER,
+    unused_prefixes=(PREFIX,),
     mixers=MIXERS,
 )

@@ -13,7 +13,7 @@ from oneshot.config import Config
 from oneshot.errors import CheckpointError, DeviceError, OutputError, cause
 from oneshot.footprint import offload_folder
 from oneshot.machine import exact_products, limited_memory, vendor_solvers
-from oneshot.report.progress import Shown
+from oneshot.report.progress import Shown, WarningLog
 from oneshot.run.resources import Run
 
 
@@ -31,11 +31,11 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Sho
         raise OutputError(
             f"Nothing can be written to {folder} ({error.strerror}); name another folder as --offload-dir."
         ) from error
-    with scratch as name, torch.inference_mode(), exact_products():
+    with scratch as name, torch.inference_mode(), exact_products(), WarningLog() as warnings:
         try:
-            run = Run(config, Path(name), outputs, show_progress=show_progress)
+            run = Run(config, Path(name), outputs, show_progress=show_progress, warnings=warnings)
             device, limit = run.machine.device, config.machine.max_device_memory_bytes
-            with limited_memory(device, limit), vendor_solvers(device), run.warnings:
+            with limited_memory(device, limit), vendor_solvers(device):
                 yield run
             run.machine.workers.wait()  # others may still read from this one's scratch folder
         except KernelError as error:

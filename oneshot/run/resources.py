@@ -66,6 +66,7 @@ class Run:
 
     Args:
         source: an opened checkpoint whose weights need not be at hand (a dry run); None to find and open it.
+        warnings: what collects warnings for the report already while the run is opened.
 
     Attributes:
         dense: the sizes of the input. grid: the sizes that the form of the result can state.
@@ -80,9 +81,10 @@ class Run:
         *,
         show_progress: Shown = False,
         source: Checkpoint | None = None,
+        warnings: WarningLog | None = None,
     ) -> None:
         self._config = config
-        self.warnings = WarningLog()
+        self.warnings = WarningLog() if warnings is None else warnings
         workers = join_workers(on_cpu=resolve_device(config.machine.device).type == "cpu")
         device = resolve_device(config.machine.device, workers.local_rank if workers.size > 1 else None)
         if device.type == "cuda":
@@ -93,6 +95,7 @@ class Run:
         self.show_progress: Shown = show_progress if workers.is_main else False
         self.model = self._open() if source is None else identify(source)
         self._settle_tables()
+        self._tell_of_further_layers()
         self.form = form_of(config.form, self.model.family)
         self.dense = self.model.shape.stack()  # without biases that only the result has
         if config.method.correction == "bias" and config.target.sparsity != 0:
@@ -143,6 +146,19 @@ class Run:
                 "them, which removes %.0f %% of the parameters and little else.",
                 100 * difference,
                 100 * share,
+            )
+
+    def _tell_of_further_layers(self) -> None:
+        """Say that the result has no layers for tokens after the next one."""
+        left_out = self.model.further_tensors
+        if left_out:
+            logger.warning(
+                "The layers that predict tokens after the next one (%s and %d other tensors) are left out of the "
+                "result, because transformers' class of %s does not read them; generate without use_mtp and without "
+                "speculative decoding by such layers.",
+                left_out[0],
+                len(left_out) - 1,
+                self.model.family.model_type,
             )
 
     def check_text(self) -> None:

@@ -1,6 +1,5 @@
 """Mixtures with dense layers, a shared expert that shrinks with the others, and a bias that chooses experts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens, stored_numbers
 from families.cases import CASES
-from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -116,19 +114,3 @@ def test_experts_in_groups_stay(make_checkpoint: MakeCheckpoint, make_config: Ma
     folder = make_checkpoint(**GLM, **CASES["glm4_moe"].variants["groups"])
     with pytest.raises(PlanError, match="glm4_moe are in 2 groups"):
         compress(make_config(folder, experts="effects", num_experts=3, sparsity=None, ffn="none"))
-
-
-def test_layers_for_later_tokens_are_left_out(own_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
-    """Files of GLM-4.5 and DeepSeek-V3 have them behind the model's own layers."""
-    folder = own_checkpoint(**GLM)
-    path = folder / "model.safetensors"
-    dense = load_file(path)
-    of_last = {name: tensor.clone() for name, tensor in dense.items() if "layers.2." in name}
-    further = {name.replace("layers.2.", "layers.3."): tensor for name, tensor in of_last.items()}
-    save_file(dense | further | {"model.layers.3.eh_proj.weight": torch.ones(32, 64)}, path, {"format": "pt"})
-    config = make_config(folder, sparsity=0)
-    compress(config)
-    result = load_file(Path(config.output) / "model.safetensors")
-    assert result.keys() == dense.keys()
-    assert all(torch.equal(tensor, dense[name]) for name, tensor in result.items())
-    assert json.loads((Path(config.output) / "config.json").read_text())["num_nextn_predict_layers"] == 0

@@ -18,7 +18,6 @@ from test_resume import contents, stop_before
 from oneshot.checkpoint import open_model
 from oneshot.errors import CheckpointError, PlanError
 from oneshot.export import FORMS, form_of
-from oneshot.families import Carried
 from oneshot.pipeline import compress
 from oneshot.report.layer_table import layer_table
 from oneshot.stream import LayerBuilder
@@ -258,18 +257,3 @@ def test_predicted_errors_are_those_on_the_text(
     assert {each.kind for each in found} == ({"heads", "ffn"} if heads else {"ffn"})
     for each in found:
         assert each.measured_error == pytest.approx(each.predicted_error, rel=5e-3)
-
-
-def test_layers_for_later_tokens_are_left_out(
-    own_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    """Files on the hub have them; transformers does not read them."""
-    folder = own_checkpoint(**CASES["qwen3_5_text"].options)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {"mtp.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, path, {"format": "pt"})
-    config = make_config(folder, sparsity=0)
-    compress(config)
-    assert tensors_of(Path(config.output)).keys() == tensors.keys()
-    family = open_model(str(folder), tmp_path).family
-    assert [isinstance(family.stack_of(layer).token_mixer, Carried) for layer in range(2)] == [True, True]
