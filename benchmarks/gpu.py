@@ -42,11 +42,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from gpu_bundle import CODER, GEMMA, packages_folder
+from gpu_bundle import CODER, GEMMA, SMOLLM2, packages_folder
 from gpu_common import ROOT, Job, scratch_folder
 from gpu_forms import big_forms, compiled_forms, forms, graph_forms
 from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
-from gpu_real import curvature_uses, flap, healing, make_models, other_model, quality, stock_form
+from gpu_real import curvature_uses, flap, healing, make_models, other_model, quality, stock_form, tasks
 from gpu_runs import agree, compressed, ranks
 
 TOTAL_SECONDS = 240
@@ -92,6 +92,11 @@ SECTIONS = {
     "quality, gemma, seed 2": Section(other_model, 220, (GEMMA, "general.jsonl+self", "2")),
     "quality, gemma, stock": Section(stock_form, 220, (GEMMA,)),
     "quality, gemma, flap": Section(flap, 220, (GEMMA,)),
+    "quality, coder, stock, own text too": Section(stock_form, 220, (CODER, "general.jsonl+self")),
+    "quality, tasks": Section(tasks, 300, (SMOLLM2, "per-layer", "0")),
+    "quality, stock, tasks": Section(tasks, 300, (SMOLLM2, "stock", "0")),
+    "quality, coder, tasks": Section(tasks, 400, (CODER, "per-layer", "1")),
+    "quality, gemma, tasks": Section(tasks, 400, (GEMMA, "per-layer", "0")),
     "curvature": Section(curvature_uses, 300, ("0",)),
     "curvature, seed 1": Section(curvature_uses, 300, ("1",)),
     "curvature, seed 2": Section(curvature_uses, 300, ("2",)),

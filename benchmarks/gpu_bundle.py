@@ -23,6 +23,8 @@ TEXTS = (
     "lambada_openai.jsonl",
     "boolq.jsonl",
     "piqa.jsonl",
+    "arc_easy.jsonl",
+    "winogrande.jsonl",
 )
 SMOLLM2, CODER, GEMMA = NAMES = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct", "gemma-3-270m"
 NUM_PIECES = "pieces.txt"  # beside a converted model: of its file

@@ -16,6 +16,8 @@ from gpu_runs import SPARSITY, random_model
 SPARSITIES = (0.1, 0.2, 0.3)
 LARGEST = {GEMMA: 0.2}  # of these sizes, if the embedding stays whole: most of its parameters are there
 WINDOWS = 16
+TASK_LIMIT = None  # documents of a task
+TASK_BATCH = 64
 SWEEP_SHARES = (0.25, 1.0)  # of the residual
 
 
@@ -45,9 +47,17 @@ def other_model(job: Job, name: str, texts: str, seed: str = "0") -> None:
     _other(job, name, texts, {"seed": int(seed)})
 
 
-def stock_form(job: Job, name: str) -> None:
-    """Judge what another real model loses with general text in the stock form."""
-    _other(job, name, "general.jsonl", {"form": "stock"}, most=LARGEST.get(name, 1))
+def stock_form(job: Job, name: str, texts: str = "general.jsonl") -> None:
+    """Judge what another real model loses in the stock form, by default with general text alone."""
+    _other(job, name, texts, {"form": "stock"}, most=LARGEST.get(name, 1))
+
+
+def tasks(job: Job, name: str, form: str, seed: str) -> None:
+    """Compress a real model by default, judge it on texts, and let lm-eval ask it and the dense model five tasks."""
+    settings = {"form": form, "seed": int(seed)}
+    _other(
+        job, name, "general.jsonl+self", settings, most=LARGEST.get(name, 1) if form == "stock" else 1, with_tasks=True
+    )
 
 
 def flap(job: Job, name: str) -> None:
@@ -59,13 +69,15 @@ def flap(job: Job, name: str) -> None:
     _other(job, name, "general.jsonl", settings, most=LARGEST.get(name, 1))
 
 
-def _other(job: Job, name: str, texts: str, settings: dict[str, Any], *, most: float = 1) -> None:
+def _other(
+    job: Job, name: str, texts: str, settings: dict[str, Any], *, most: float = 1, with_tasks: bool = False
+) -> None:
     """Compress and judge another real model, if its file has arrived."""
     model = real_model(job.bundle, job.scratch, name)
     if model is None:
         job.emit("quality", recipe="none", skipped=f"{name} has not arrived")
         return
-    _quality(job, model, _texts(job, texts), True, settings, with_code=True, most=most)
+    _quality(job, model, _texts(job, texts), True, settings, with_code=True, most=most, with_tasks=with_tasks)
 
 
 def _texts(job: Job, texts: str) -> str:
@@ -82,8 +94,9 @@ def _quality(
     *,
     with_code: bool = False,
     most: float = 1,
+    with_tasks: bool = False,
 ) -> None:
-    """Compress a model at `SPARSITIES` up to `most`, and judge the results."""
+    """Compress a model at `SPARSITIES` up to `most`, and judge the results; `with_tasks` also by lm-eval."""
     import torch
     from harness import own_settings
     from judging import judge, losses, score, text_records, text_scores
@@ -120,6 +133,45 @@ def _quality(
             warnings=list(report.warnings)[:5],
             **measured,
             **score(measured["perplexity"], dense["perplexity"]),
+        )
+    if with_tasks:
+        _tasks(
+            job,
+            [(model, 0.0), *((Path(report.config["output"]), report.sparsity["asked"]) for report in reports)],
+            config,
+        )
+
+
+def _tasks(job: Job, folders: list[tuple[Path, float]], config: Any) -> None:
+    """Ask models of one size after the other, the dense model first, the five tasks whose answers are likelihoods."""
+    import torch
+    from judging import TASKS_OF_LIKELIHOODS, local_tasks, task_values
+
+    from oneshot.evaluation import run_tasks
+
+    include_path = local_tasks(data_folder(job.bundle), _folder(job))
+    for folder, asked in folders:
+        started = time.perf_counter()
+        results = run_tasks(
+            folder,
+            TASKS_OF_LIKELIHOODS,
+            limit=TASK_LIMIT,
+            include_path=str(include_path),
+            device=torch.device(job.device),
+            batch_size=TASK_BATCH,
+        )
+        values = [value for value, _ in task_values(results, "chosen").values()]
+        job.emit(
+            "tasks",
+            model=folders[0][0].name,
+            recipe="dense" if folder == folders[0][0] else config.recipe,
+            form=config.form,
+            asked=asked,
+            seed=config.seed,
+            tasks=results,
+            task_limit=TASK_LIMIT,
+            mean_accuracy=sum(values) / len(values),
+            task_seconds=time.perf_counter() - started,
         )
 
 

@@ -172,6 +172,7 @@ def model_losses(model: Any, windows: Mapping[str, torch.Tensor]) -> Row:
     return losses({name: score_windows([model], ids)[0] for name, ids in windows.items()})
 
 
+TASKS_OF_LIKELIHOODS = ("arc_easy", "boolq", "lambada_openai", "piqa", "winogrande")
 TASK_METRICS = {"chosen": ("acc_norm", "acc"), "written": ("exact_match",)}
 """lm-eval's metrics, the first of them that a task has: of answers by likelihood, and of answers that are written."""
 

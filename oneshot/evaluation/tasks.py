@@ -24,10 +24,11 @@ def run_tasks(
     device: torch.device,
     dtype: torch.dtype | str = "auto",
     manager: Any = None,
+    batch_size: int = 1,
 ) -> dict[str, dict[str, float]]:
     """Return lm-eval's own metrics for the tasks, measured by its stock `hf` model.
 
-    `manager`: from `task_manager`, if it was made before. Raises `ConfigError` as `task_manager`.
+    `manager`: from `task_manager`, if it was made before. `batch_size`: requests that pass together. Raises `ConfigError` as `task_manager`.
     """
     manager = manager or task_manager(tasks, include_path)
     from lm_eval import simple_evaluate
@@ -37,7 +38,7 @@ def run_tasks(
     loaded = load_model(folder, device=device, dtype=dtype)
     with _without_forks():
         results = simple_evaluate(
-            model=HFLM(pretrained=loaded, tokenizer=tokenizer, device=str(device)),
+            model=HFLM(pretrained=loaded, tokenizer=tokenizer, device=str(device), batch_size=batch_size),
             tasks=list(tasks),
             limit=limit,
             task_manager=manager,
