@@ -58,8 +58,13 @@ def _joined(seeds: list[Row]) -> Row:
         "scores": scores,
         "score": fmean(scores),
         "worst_ratio": fmean(row["worst_ratio"] for row in seeds),
-        "perplexity": {kind: geometric_mean(row["perplexity"][kind] for row in seeds) for kind in first["perplexity"]},
+        "perplexity": {kind: _mean_perplexity(seeds, kind) for kind in first["perplexity"]},
     }
+
+
+def _mean_perplexity(seeds: list[Row], kind: str) -> float:
+    """Return the geometric mean over the seeds that were judged on this kind of text."""
+    return geometric_mean(row["perplexity"][kind] for row in seeds if kind in row["perplexity"])
 
 
 def varies_a_part(row: Row) -> bool:

@@ -23,7 +23,7 @@ from tables.gpu_measured import (
     gpu_speed_table,
     mixture_runs_table,
 )
-from tables.gpu_quality import gpu_quality_table, ideas_table, models_table
+from tables.gpu_quality import by_model_table, gpu_quality_table, ideas_table, models_table
 from tables.grams import singular_grams_table
 from tables.heal import heal_table
 from tables.hidden_size import hidden_error_table, hidden_size_table
@@ -51,7 +51,9 @@ from tables.pareto import (
 from tables.prose import (
     faster_7b,
     half_of_a_mixture,
+    headline,
     laid_out_decoding,
+    num_families,
     seconds_of_7b,
     seconds_of_coder,
     speed_by_parameters,
@@ -78,7 +80,7 @@ from tables.runs import (
     writing_table,
 )
 from tables.serve_speed import serve_speed_table
-from tables.speed import every_speed_table, speed_table
+from tables.speed import every_speed_table
 from tables.tasks import written_table
 from tables.trained import trained_table
 
@@ -138,7 +140,6 @@ TABLES = {
     "pareto_fallback": (pareto_fallback_table, "pareto"),
     "pareto_frontier": (pareto_frontier_table, "pareto"),
     "equals": (equals_table, "pareto"),
-    "speed": (speed_table, "speed"),
     "serve_speed": (serve_speed_table, "serve_speed"),
     "every_speed": (every_speed_table, "speed"),
     "sketch_quality": (sketch_table, "sketch_quality"),
@@ -154,7 +155,7 @@ TABLES = {
     "drafts": (drafts_table, "drafts"),
     "exactness": (exactness_table, "exactness"),
     "models": (models_table, "gpu"),
-    "models_per_layer": (partial(models_table, per_layer_only=True), "gpu"),
+    "by_model": (by_model_table, "gpu"),
     "ideas": (ideas_table, "gpu"),
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
@@ -183,6 +184,8 @@ TABLES = {
 
 # numbers inside sentences
 VALUES = {
+    "headline": headline,
+    "num_families": num_families,
     "seconds_of_7b": seconds_of_7b,
     "seconds_of_coder": seconds_of_coder,
     "faster_7b": faster_7b,

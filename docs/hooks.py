@@ -27,6 +27,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/results/layers.svg": "assets/layers.svg",
+    "benchmarks/results/pareto.svg": "assets/pareto.svg",
     "benchmarks/results/quality.svg": "assets/quality.svg",
     "kernels/oneshot_kernels/count_sketch/README.md": "kernels/count-sketch.md",
     "kernels/oneshot_kernels/gram/README.md": "kernels/gram.md",

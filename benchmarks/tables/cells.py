@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 from compare import Difference
 from harness import Row
 
+CURVATURE = ("curvature", "fisher")  # today's default in the per-layer form
 TEXTS = ("wikitext2", "lambada")  # of the tables that have two
 
 
@@ -52,9 +53,14 @@ def scores(row: Row, dense: dict[str, float]) -> list[str]:
 
 
 def settings(row: Row) -> str:
-    """Return the settings of a row in words; older rows call the form tier."""
+    """Return the settings of a row in words; older rows call the form tier.
+
+    Output curvature became a default later than the per-layer form, so rows of that form say which they have.
+    """
     names = {name: "form" if name == "tier" else name.replace("_", " ") for name in row["settings"]}
-    return ", ".join(f"{names[name]} {value}" for name, value in row["settings"].items())
+    words = [f"{names[name]} {value}" for name, value in row["settings"].items() if (name, value) != CURVATURE]
+    is_older = (row.get("recipe"), row.get("form")) == ("oneshot", "per-layer") and CURVATURE[0] not in row["settings"]
+    return ", ".join([*words, *(["without output curvature"] if is_older else [])])
 
 
 def origin(rows: list[Row]) -> str:

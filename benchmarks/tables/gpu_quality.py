@@ -49,17 +49,14 @@ def _quality_lines() -> list[Row]:
     return with_seeds(named, *QUALITY_KEYS)
 
 
-def models_table(*, per_layer_only: bool = False) -> str:
+def models_table() -> str:
     """Return the loss on every kind of text, by model, form and size, of results that a card or a CPU made."""
     others = read_rows("models")
     made = [row for row in others if row["recipe"] in RECIPES]
     # without curvature the per-layer form is older
     own = [row for row in _quality_lines() if row["settings"] or row["form"] == "stock"]
     rows = own + with_seeds(made, *QUALITY_KEYS)
-    if per_layer_only:
-        rows = [row for row in rows if row["recipe"] == "oneshot" and row["form"] == "per-layer"]
-    judged = rows_of("quality") + others
-    denses = {str(row["texts"]): row["perplexity"] for row in judged if row.get("recipe") == "dense"}
+    denses = _dense_perplexities()
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["perplexity"]))
     titles = {id(row): MODEL_TITLES.get(row["model"], row["model"]) for row in rows}
     order = list(dict.fromkeys(titles.values()))
@@ -120,3 +117,70 @@ def ideas_table() -> str:
         "with the default of the same seed on the same text, except with more text"
     )
     return markdown(head, lines, f"{caption}; {made_by(rows)}.")
+
+
+def by_model_table() -> str:
+    """Return the README's table: what the default of the per-layer form loses, one line for a model."""
+    rows = [row for row in _default_rows() if row["asked"] in (0.1, 0.2, 0.3)]
+    denses = _dense_perplexities()
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    lines = []
+    for model in models:
+        of = {row["asked"]: row for row in rows if row["model"] == model}
+        lines.append(
+            [
+                MODEL_TITLES.get(model, model),
+                *(score_cell(of[size], 3) if size in of else "–" for size in (0.1, 0.2, 0.3)),
+                _ratio(of[0.2], denses[str(of[0.2]["texts"])], CODE),
+                _accuracy_cell(model, 0.2),
+            ]
+        )
+    counted = sorted({len(row.get("scores", [0])) for row in rows})
+    seeds = " or ".join(str(number) for number in counted)
+    return markdown(
+        ["model", "−10 %", "−20 %", "−30 %", "Python code, −20 %", "accuracy, −20 %"],
+        lines,
+        "Perplexity ÷ the dense model's, geometric mean over five kinds of text that are not the calibration's; mean ± "
+        f"standard deviation over {seeds} seeds. Accuracy: mean over arc_easy, boolq, lambada_openai, piqa and "
+        "winogrande, dense → compressed, first seed. The sizes are shares of the stored parameters, the embedding "
+        "included.",
+    )
+
+
+def _default_rows() -> list[Row]:
+    """Rows of the per-layer form by default with the model's own text, one for a model and size: the card's if any."""
+    card = [row for row in _quality_lines() if row["settings"] == {"curvature": "fisher"}]
+    others = [row for row in read_rows("models") if row.get("settings") == {"curvature": "fisher"}]
+    rows = [row for row in card + with_seeds(others, *QUALITY_KEYS) if row["recipe"] == "oneshot"]
+    usual = [row for row in rows if row["form"] == "per-layer" and row["calibration"] == "general.jsonl+self"]
+    first = {(row["model"], row["asked"]): row for row in reversed(usual)}
+    return [row for row in usual if first[row["model"], row["asked"]] is row]
+
+
+def rows_by_default(model: str) -> list[Row]:
+    """Return the rows that every page quotes for a model by default in the per-layer form."""
+    return [row for row in _default_rows() if row["model"] == model]
+
+
+def default_row(model: str, asked: float) -> Row:
+    """Return the row that every page quotes for a model and size by default in the per-layer form."""
+    [row] = (row for row in rows_by_default(model) if row["asked"] == asked)
+    return row
+
+
+def accuracy(model: str, asked: float, form: str = "per-layer") -> tuple[float, float] | None:
+    """Return the mean accuracy over five tasks of the dense model and of the default's result; None if not measured."""
+    rows = [row for row in rows_of("tasks") if row["model"].removesuffix("-Instruct") == model and row["form"] == form]
+    values = {row["asked"]: row["mean_accuracy"] for row in rows}
+    return (values[0.0], values[asked]) if asked in values else None
+
+
+def _accuracy_cell(model: str, asked: float) -> str:
+    measured = accuracy(model, asked)
+    return f"{measured[0]:.1%} → {measured[1]:.1%}" if measured else "–"
+
+
+def _dense_perplexities() -> dict[str, dict[str, float]]:
+    """Return the dense model's perplexities by the texts that they were measured on."""
+    judged = rows_of("quality") + read_rows("models")
+    return {str(row["texts"]): row["perplexity"] for row in judged if row.get("recipe") == "dense"}

@@ -4,11 +4,26 @@ from statistics import fmean
 
 from harness import Row, latest
 
+from oneshot.families import FAMILIES
 from tables.gpu_measured import rows_of
+from tables.gpu_quality import accuracy, default_row
 from tables.mixtures import rows_of_mixture, usual_tokens
 from tables.speed import newest_rows
 
 FORMS = ("per-layer", "per-layer, expanded")
+
+
+def headline() -> str:
+    """Return what SmolLM2 by default loses at −20 %: the one number that every page quotes."""
+    name = "SmolLM2-135M"
+    measured = accuracy(name, 0.2)
+    kept = f", and keeps {measured[1] / measured[0]:.0%} of its accuracy in five tasks" if measured else ""
+    return f"{default_row(name, 0.2)['score']:.2f} times its perplexity{kept}"
+
+
+def num_families() -> str:
+    """Return how many families are described."""
+    return str(len(FAMILIES))
 
 
 def seconds_of_7b() -> str:

@@ -12,19 +12,6 @@ ARTEFACT = (*FILE, "expanded", "laid_out")
 CASE = ("place", "device", "dtype", "mode", "batch", "length")
 
 
-def speed_table() -> str:
-    """Return the README's table: eager mode and the shortest measured length."""
-    rows = [row for row in newest_rows() if row["mode"] == "eager"]
-    if not rows:
-        return "Not measured yet."
-    length = min(row["length"] for row in rows)
-    return _table(
-        [row for row in rows if row["length"] == length],
-        lambda row: f"{_place(row)}, {row['dtype']}, batch {row['batch']}",
-        f"Prefill of {length} tokens · decoding of a token in transformers",
-    )
-
-
 def every_speed_table() -> str:
     """Return the same files in every measured case."""
     return _table(
