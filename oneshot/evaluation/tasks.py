@@ -28,7 +28,8 @@ def run_tasks(
 ) -> dict[str, dict[str, float]]:
     """Return lm-eval's own metrics for the tasks, measured by its stock `hf` model.
 
-    `manager`: from `task_manager`, if it was made before. `batch_size`: requests that pass together. Raises `ConfigError` as `task_manager`.
+    `manager`: from `task_manager`, if it was made before. `batch_size`: requests that pass together. Raises
+    `ConfigError` as `task_manager`.
     """
     manager = manager or task_manager(tasks, include_path)
     from lm_eval import simple_evaluate
