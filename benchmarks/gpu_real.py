@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_bundle import GEMMA, NAMES, data_folder, real_model
+from gpu_bundle import CODER, GEMMA, NAMES, data_folder, real_model
 from gpu_common import Job
 from gpu_runs import SPARSITY, random_model
 
@@ -58,6 +58,19 @@ def tasks(job: Job, name: str, form: str, seed: str) -> None:
     _other(
         job, name, "general.jsonl+self", settings, most=LARGEST.get(name, 1) if form == "stock" else 1, with_tasks=True
     )
+
+
+def builtin(job: Job) -> None:
+    """Let the coder model write the text of `--calibration builtin`, as `builtin.jsonl` beside the rows."""
+    from builtin_text import write
+
+    model = real_model(job.bundle, job.scratch, CODER)
+    if model is None:
+        job.emit("builtin", skipped=f"{CODER} has not arrived")
+        return
+    started = time.perf_counter()
+    write(str(model), job.output / "builtin.jsonl", job.device, together=256)
+    job.emit("builtin", seconds=time.perf_counter() - started)
 
 
 def flap(job: Job, name: str) -> None:
