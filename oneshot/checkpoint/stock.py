@@ -175,7 +175,8 @@ def make_buffers(model: Any, device: torch.device) -> None:
 def sample_model(config: dict[str, Any], family: Description, dtype: torch.dtype, layers: Sequence[int] = (0,)) -> Any:
     """Return a model of the stock class on the meta device that has only these layers, or the first one of each stack.
 
-    All layers would take memory and time, only to use a few.
+    All layers would take memory and time, only to use a few. Every tensor has the dtype in which
+    `from_pretrained(dtype=…)` leaves it: classes keep some in float32, such as routers.
     """
     lenders = set(family.lenders)
     assert lenders <= set(layers) or not any(map(family.borrows, layers[:-1])), "borrowers are made beside lenders"
@@ -224,7 +225,24 @@ def _without_weights(config_json: str, dtype: torch.dtype) -> Any:
     with torch.device("meta"), torch.inference_mode(False):  # its parameters outlive the run
         hf_config = stock_config(config)
         model = model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class))
+    _keep_dtypes_(model, dtype)
     return model.requires_grad_(False)
+
+
+def _keep_dtypes_(model: Any, dtype: torch.dtype) -> None:
+    """Give tensors the dtypes in which `from_pretrained(dtype=…)` leaves them, as the class asks.
+
+    The model has those already that its code makes in a fixed dtype. `model`: on the meta device.
+    """
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    from transformers.core_model_loading import build_glob_alternation
+
+    patterns, kept_by, _ = build_glob_alternation(list(plan))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if match := patterns.search(name):
+            tensor.data = tensor.data.to(plan[kept_by[match.lastgroup]])
 
 
 def load_whole(model_class: Any, folder: Path, **options: Any) -> Any:

@@ -18,7 +18,7 @@ TOKENS_TOGETHER = 4096  # whose effects are summed at once
 GATE_TOLERANCE = 2e-2  # of 16-bit gates
 
 
-def measure_effects(task: ExpertsTask, tensors: Tensors, states: States, current: Layer) -> ExpertSums:
+def measure_effects(task: ExpertsTask, states: States, current: Layer) -> ExpertSums:
     """Sum over the text what every expert contributes, and what its removal would change.
 
     Raises `CheckpointError` if the stock router weighs experts otherwise than its family's description says.
@@ -26,23 +26,29 @@ def measure_effects(task: ExpertsTask, tensors: Tensors, states: States, current
     assert task.shape.experts is not None
     sums = ExpertSums(task.shape.experts.count, task.machine.device)
     for x, _ in states.read():
-        add_effects_(sums, task, tensors, current, current.route(task.index, x))
+        add_effects_(sums, task, current, current.route(task.index, x))
     return sums.of_all(task.machine.workers)
 
 
-def add_effects_(sums: ExpertSums, task: ExpertsTask, tensors: Tensors, layer: Layer, routing: Routing) -> None:
+def add_effects_(sums: ExpertSums, task: ExpertsTask, layer: Layer, routing: Routing) -> None:
     """Add a batch on its way through a layer to the sums. Raises as `measure_effects`."""
     mixer, factors = task.mixer, None
     if mixer.expert_scale is not None:
-        factors = tensors[mixer.expert_scale].to(task.machine.device).float()
+        factors = layer.tensor(mixer.expert_scale).float()
     parts = routing.inputs, routing.logits, routing.gates, routing.chosen, routing.mixed, routing.written
     pieces = zip(*(part.split(TOKENS_TOGETHER) for part in parts), strict=True)
     for inputs, logits, gates, chosen, mixed, written in pieces:
         scores = logits.double().softmax(-1) if mixer.scores == "softmax" else logits.double().sigmoid()
-        preference = None if mixer.chosen_by is None else scores + tensors[mixer.chosen_by].to(scores)
-        routed = route(scores, chosen.shape[1], _gate_rule(mixer), preference)
+        bias = None if mixer.chosen_by is None else layer.tensor(mixer.chosen_by)
+        preference = scores if bias is None else scores + bias
+        routed = route(scores, chosen.shape[1], _gate_rule(mixer), preference, chosen)
         plain = gates / mixer.scale
-        _check_gates(task, routed, plain if factors is None else plain / factors[chosen])
+        known = _gates_match(routed, chosen, plain if factors is None else plain / factors[chosen])
+        if not known & _are_preferred(preference, chosen, _rounding(logits, scores, bias)):
+            raise CheckpointError(
+                f"The router of layer {task.layer} weighs experts otherwise than known for this family, so none can be "
+                "removed; use --set experts=none, and please report this with the input's config.json."
+            )
         outputs = outputs_of(routed, inputs, routing.output)
         if factors is not None:
             outputs *= factors[routed.experts].unsqueeze(-1)
@@ -70,15 +76,32 @@ def _gate_rule(mixer: Experts) -> GateRule:
     return "softmax" if mixer.scores == "softmax" else "independent"
 
 
-def _check_gates(task: ExpertsTask, routed: Routed, gates: torch.Tensor) -> None:
-    """Refuse a router whose gates, by falling size, are not the stock router's."""
-    theirs = gates.float().sort(dim=1, descending=True).values
-    ours = routed.gates.sort(dim=1, descending=True).values
-    if not torch.allclose(ours, theirs, rtol=GATE_TOLERANCE, atol=GATE_TOLERANCE):
-        raise CheckpointError(
-            f"The router of layer {task.layer} weighs experts otherwise than known for this family, so none can be "
-            "removed; use --set experts=none, and please report this with the input's config.json."
-        )
+def _gates_match(routed: Routed, chosen: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Return whether the stock router gives the experts that it chose these gates `(t, k)`."""
+    theirs = gates.float().gather(1, chosen.argsort(dim=1))
+    ours = routed.gates.gather(1, routed.experts[:, :-1].argsort(dim=1))
+    return torch.isclose(ours, theirs, rtol=GATE_TOLERANCE, atol=GATE_TOLERANCE).all()
+
+
+def _are_preferred(preference: torch.Tensor, chosen: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
+    """Return whether no other expert is preferred `(t, E)` to a chosen one by more than the rounding `(t,)`.
+
+    Near ties may be chosen either way.
+    """
+    least = preference.gather(1, chosen).amin(1)
+    others = preference.scatter(1, chosen, -torch.inf).amax(1)
+    return (others - least <= rounding).all()
+
+
+def _rounding(logits: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return by how much roundings of the stock router change the difference of two preferences, `(t,)`.
+
+    It may round logits, scores and biases to the dtypes that it has them in.
+    """
+    rounding = torch.finfo(logits.dtype).eps * (1 + logits.abs().amax(1)) * scores.amax(1)
+    if bias is not None:
+        rounding += torch.finfo(bias.dtype).eps * bias.abs().max()
+    return 2 * rounding
 
 
 def keep_experts(task: ExpertsTask, tensors: Tensors, sums: ExpertSums) -> Tensors:

@@ -49,7 +49,13 @@ class Routed:
     growth: torch.Tensor | None
 
 
-def route(scores: torch.Tensor, top_k: int, rule: GateRule, preference: torch.Tensor | None = None) -> Routed:
+def route(
+    scores: torch.Tensor,
+    top_k: int,
+    rule: GateRule,
+    preference: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
+) -> Routed:
     """Route a batch with every expert, and with each of a token's experts removed.
 
     A constant factor of all gates is left out: it scales all effects alike.
@@ -58,6 +64,8 @@ def route(scores: torch.Tensor, top_k: int, rule: GateRule, preference: torch.Te
         scores: `(t, E)`, at least 0: softmax or sigmoid of the router's logits; float64 for the rule `softmax`, where
             scores near 1 are subtracted from 1.
         preference: `(t, E)`, by which experts are chosen if not by their scores (DeepSeek-V3's bias); without groups.
+        chosen: int64 `(t, k)`: the experts that the stock router chose, which rounds preferences and so has ties of its
+            own; None for those of the largest preference.
 
     Raises:
         ValueError: if no expert is left to step in.
@@ -66,11 +74,15 @@ def route(scores: torch.Tensor, top_k: int, rule: GateRule, preference: torch.Te
     if top_k >= num_experts:
         raise ValueError(f"no expert can be removed if all {num_experts} are active")
     order = scores if preference is None else preference
-    experts = order.topk(top_k + 1, dim=-1).indices
-    chosen = scores.double().gather(-1, experts)
-    without = chosen[:, None].expand(-1, top_k, -1).clone()
+    if chosen is None:
+        experts = order.topk(top_k + 1, dim=-1).indices
+    else:
+        first = chosen.gather(-1, order.gather(-1, chosen).argsort(-1, descending=True))
+        experts = torch.cat([first, order.scatter(-1, chosen, -torch.inf).argmax(-1, keepdim=True)], -1)
+    likely = scores.double().gather(-1, experts)
+    without = likely[:, None].expand(-1, top_k, -1).clone()
     without.diagonal(dim1=1, dim2=2).zero_()
-    gates, growth = chosen[:, :top_k], None
+    gates, growth = likely[:, :top_k], None
     if rule == "normalised":
         without = without / without.sum(-1, keepdim=True)
         gates = gates / gates.sum(-1, keepdim=True)

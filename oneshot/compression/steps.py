@@ -109,6 +109,6 @@ class FewerExperts(Step[ExpertsTask]):
         return self.task.loses_experts
 
     def apply_(self, work: LayerWork, states: States, current: Layer) -> None:
-        sums = measure_effects(self.task, work.working, states, current)
+        sums = measure_effects(self.task, states, current)
         work.working = keep_experts(self.task, work.working, sums)
         work.reports.append(removal_report(self.task, sums))

@@ -76,7 +76,7 @@ class MixtureSums:
         if self._shared is not None:
             self._shared.update_(layer.shared_neurons(routing.inputs))
         if self._effects is not None:
-            add_effects_(self._effects, self._task, self._tensors, layer, routing)
+            add_effects_(self._effects, self._task, layer, routing)
         return routing.written
 
     def statistics(self, workers: Workers) -> ExpertStatistics | None:

@@ -102,9 +102,10 @@ def _stock_model(
         for place, (number, tensors) in enumerate(zip(numbers, layers[each.layers], strict=True)):
             stack = model.family.stack_of(max(each.first_layer, number))
             weights |= {f"{stack.layers}.{place}.{name}": tensor for name, tensor in fuse(tensors, stack).items()}
+    dtypes = {name: one.dtype for name, one in stock.state_dict().items()}
     for name, tensor in weights.items():
         module, _, part = name.rpartition(".")
-        placed = uploaded(tensor, machine.device).to(machine.dtype)
+        placed = uploaded(tensor, machine.device).to(dtypes[name])
         setattr(stock.get_submodule(module), part, nn.Parameter(placed, requires_grad=False))
     for module in stock.modules():
         if isinstance(module, nn.Embedding):

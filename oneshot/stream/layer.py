@@ -279,6 +279,12 @@ class Layer:
         )
         return function
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a parameter or a buffer as the stock class has it, also in its dtype."""
+        module, _, own = name.rpartition(".")
+        found: torch.Tensor = getattr(self._part(module), own)
+        return found
+
     def _part(self, name: str) -> Any:
         return self._module.get_submodule(name)
 

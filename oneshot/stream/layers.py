@@ -1,6 +1,5 @@
 """Single layers of the model: transformers' own layer class with real weights, without the rest of the model."""
 
-from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 
@@ -33,7 +32,9 @@ class LayerBuilder:
         self._templates: dict[ModelShape, Template] = {}
 
     def layer(self, number: int, tensors: Tensors, memory: Memory | None = None) -> Layer:
-        """Return layer `number` with these weights, in the compute dtype on the compute device.
+        """Return layer `number` with these weights on the compute device, each in its dtype of the stock class.
+
+        That is the compute dtype, but for what the class keeps in another one.
 
         Args:
             memory: what it reads beside the stream.
@@ -44,8 +45,7 @@ class LayerBuilder:
         for attention in stack.attentions[1:]:  # meanwhile it may have other heads than the first
             other = self._template(self._held(number, attention, tensors)).layers[stack.layers][kind]
             module.set_submodule(attention.module, copy_modules(other.get_submodule(attention.module)))
-        exact = () if stack.experts is None else (stack.experts.chosen_by,)  # float32 in every class
-        module = self._with_weights(module, fuse(tensors, stack), exact)
+        module = self._with_weights(module, fuse(tensors, stack))
         tokens = None if memory is None or memory.tokens is None else memory.tokens.of_layer(number)
         return Layer(with_parts(module, stack), stack, template.arguments[kind], memory, tokens)
 
@@ -124,13 +124,10 @@ class LayerBuilder:
             return None
         return self._with_weights(copy_modules(template), self._model.read_embedding_norm())
 
-    def _with_weights(self, module: nn.Module, tensors: Tensors, exact: Collection[str | None] = ()) -> nn.Module:
-        """Return the module with weights, in the compute dtype on the compute device; `exact` names are float32."""
-        machine = self._machine
-        weights = {
-            name: uploaded(value, machine.device).to(torch.float32 if name in exact else machine.dtype)
-            for name, value in tensors.items()
-        }
+    def _with_weights(self, module: nn.Module, tensors: Tensors) -> nn.Module:
+        """Return the module with weights on the compute device, each in the dtype that the module has it in."""
+        dtypes = {name: one.dtype for name, one in module.state_dict().items()}
+        weights = {name: uploaded(value, self._machine.device).to(dtypes[name]) for name, value in tensors.items()}
         module.load_state_dict(weights, assign=True)
         return module.requires_grad_(False)
 
@@ -138,7 +135,8 @@ class LayerBuilder:
         """Return a linear without a bias that is outside the layers."""
         weight = self._model.read_linear(name)
         outputs, inputs = weight.shape
-        return self._with_weights(nn.Linear(inputs, outputs, bias=False, device="meta"), {"weight": weight})
+        linear = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=self._machine.dtype)
+        return self._with_weights(linear, {"weight": weight})
 
     def output(self) -> OutputHead | LastStates:
         """Return what compares the outputs of two models after the last layer."""

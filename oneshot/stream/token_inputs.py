@@ -60,5 +60,5 @@ class TokenInputs:
         return found
 
     def _place(self, module: Any, weight: torch.Tensor) -> None:
-        placed = uploaded(weight, self._machine.device).to(self._machine.dtype)
+        placed = uploaded(weight, self._machine.device).to(module.weight.dtype)
         module.weight = nn.Parameter(placed, requires_grad=False)

@@ -14,8 +14,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from oneshot.checkpoint import Model, open_model
-from oneshot.compression.expert_removal import _check_gates
-from oneshot.compression.expert_scores import ExpertSelector, Routed, outputs_of, route
+from oneshot.compression.expert_removal import add_effects_
+from oneshot.compression.expert_scores import ExpertSelector, ExpertSums, Routed, outputs_of
 from oneshot.compression.expert_statistics import ExpertAccumulator, ExpertStatistics
 from oneshot.compression.experts import ExpertFactors, MeasuredExperts, fold_experts, solve_experts
 from oneshot.compression.tasks import ExpertsTask
@@ -359,7 +359,34 @@ def test_every_selector_of_experts_has_a_whole_run(
 @torch.inference_mode()
 def test_a_router_that_weighs_otherwise_is_refused(model: Model, tmp_path: Path) -> None:
     routing, _ = routed(model, tmp_path, 2)
-    scores = route(routing.logits.double().softmax(-1), 2, "softmax")
-    _check_gates(task_of(model, tmp_path), scores, routing.gates)
-    with pytest.raises(CheckpointError, match="layer 0 weighs experts otherwise"):
-        _check_gates(task_of(model, tmp_path), scores, routing.gates / routing.gates.sum(1, keepdim=True))
+    task = task_of(model, tmp_path)
+    layer = LayerBuilder(model, task.machine, 24).layer(0, model.read_layer(0))
+    normed = replace(routing, gates=routing.gates / routing.gates.sum(1, keepdim=True))
+    others = replace(routing, chosen=routing.chosen.roll(1, 0), gates=routing.gates.roll(1, 0))
+    add_effects_(ExpertSums(EXPERTS), task, layer, routing)
+    for wrong in (normed, others):
+        with pytest.raises(CheckpointError, match="layer 0 weighs experts otherwise"):
+            add_effects_(ExpertSums(EXPERTS), task, layer, wrong)
+
+
+@pytest.mark.parametrize("offset", [0.0, 34.5])
+@pytest.mark.parametrize("name", ["lfm2_moe", "minimax_m2"])
+@torch.inference_mode()
+def test_ties_of_a_rounding_router_are_its_own(
+    name: str, offset: float, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """In bfloat16 one class rounds its scores, and the other its biases."""
+    folder = make_checkpoint(**CASES[name].options)
+    model, machine = open_model(str(folder), tmp_path), cpu_machine(tmp_path, dtype=torch.bfloat16)
+    number = model.shape.num_hidden_layers - 1
+    stack, mixer = model.family.stack_of(number), model.family.stack.experts
+    assert mixer is not None
+    assert mixer.chosen_by is not None
+    spread = 0.01 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(0))
+    tensors = model.read_layer(number) | {mixer.chosen_by: offset + spread}
+    layer = LayerBuilder(model, machine, 512).layer(number, tensors)
+    routing = layer.route(1, torch.randn(16, 512, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16())
+    task = replace(task_of(model, tmp_path), stack=stack, layer=number)
+    sums = ExpertSums(EXPERTS)
+    add_effects_(sums, task, layer, routing)
+    assert torch.equal(sums.tokens, routing.counts.double())
