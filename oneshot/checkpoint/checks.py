@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,18 +26,23 @@ class Outside:
         return {name for name in self.tied if name != family.head or name not in checkpoint.shapes}
 
 
-def expected_outside(checkpoint: Checkpoint, family: Description) -> Outside:
-    """Return the tensors outside the layers that the stock class of the config has.
+def stock_sample(checkpoint: Checkpoint, family: Description) -> Any:
+    """Return a model of the stock class of the config, with the first layer of each stack.
 
     Raises `CheckpointError` if transformers cannot make that class.
     """
     try:
-        model = sample_model(checkpoint.config, family, torch.float32)
+        return sample_model(checkpoint.config, family, torch.float32)
     except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
         raise CheckpointError(
             f"{checkpoint.folder / 'config.json'} does not describe a {family.model_type} model "
             f"({cause(error)}); give a complete, unmodified checkpoint."
         ) from error
+
+
+def expected_outside(checkpoint: Checkpoint, family: Description) -> Outside:
+    """Return the tensors outside the layers that the stock class of the config has. Raises as `stock_sample`."""
+    model = stock_sample(checkpoint, family)
     shapes = {
         name: tuple(tensor.shape)
         for name, tensor in model.state_dict().items()

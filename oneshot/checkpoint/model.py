@@ -13,7 +13,9 @@ from oneshot.checkpoint.checks import (
     check_dtypes,
     check_outside,
     expected_outside,
+    stock_sample,
 )
+from oneshot.checkpoint.class_names import names_in_class
 from oneshot.checkpoint.nearest import nearest_family
 from oneshot.checkpoint.quantised import refuse_quantised
 from oneshot.checkpoint.reader import Checkpoint
@@ -22,10 +24,11 @@ from oneshot.checkpoint.stock import (
     layer_kinds,
     stock_classes,
     stock_config,
+    with_head,
     without_head,
 )
 from oneshot.checkpoint.tables import without_equal_head
-from oneshot.errors import PlanError
+from oneshot.errors import CheckpointError, PlanError
 from oneshot.families import (
     FAMILIES,
     FURTHER_PREFIX,
@@ -37,9 +40,10 @@ from oneshot.families import (
     check_layers,
     find_family,
     from_files,
+    is_text,
     predicts_tokens,
     read_shape,
-    text_names,
+    stated_class,
     text_of,
     with_text,
     without_further,
@@ -178,21 +182,17 @@ def identify(checkpoint: Checkpoint) -> Model:
     Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
     """
     refuse_quantised(checkpoint.config, checkpoint.folder)
-    checkpoint = _as_the_class_names(checkpoint, _known_family(checkpoint.config))
-    config, names = checkpoint.config, checkpoint.tensor_names
-    family = as_stored(find_family(config), config, names)
-    if family.classes and not find_family(config).classes and predicts_tokens(config):
-        checkpoint = checkpoint.stating(architectures=[without_head(config)])
-        config = checkpoint.config
+    family = _known_family(checkpoint.config)
     if family.text_module is None:
-        read_shape(family, config, checkpoint.shapes)  # no class is made of senseless sizes
+        read_shape(family, checkpoint.config, checkpoint.shapes)  # no class is made of senseless sizes
+    checkpoint = _without_other_layers(_under_class_names(checkpoint, family), family)
+    config, names = checkpoint.config, checkpoint.tensor_names
+    family = as_stored(family, config, names)
     expected = expected_outside(checkpoint, family)
     complete = config | complete_config(config)  # what is not stated has the class's defaults
     checkpoint = checkpoint.stating(**with_text(family, config, without_further(text_of(family, complete))))
     family = as_stored(find_family(complete), complete, names)
-    if family.text_module is not None:
-        checkpoint = checkpoint.renamed(text_names(family, checkpoint.shapes))
-    elif family.classes:
+    if family.text_module is None and family.classes:
         checkpoint = _without_unused(checkpoint, family, expected)
     if family.stack.experts is not None:
         experts = family.stack.experts.as_in(checkpoint.tensor_names)
@@ -217,25 +217,59 @@ def _known_family(config: dict[str, Any]) -> Description:
         raise UnknownFamilyError(error.model_type, FAMILIES, nearest_family(config)) from error
 
 
-def _as_the_class_names(checkpoint: Checkpoint, family: Description) -> Checkpoint:
-    """Return a decoder's checkpoint without what its class does not read, under the names of its class.
+def _under_class_names(checkpoint: Checkpoint, family: Description) -> Checkpoint:
+    """Return the checkpoint whose tensors are called as in its stock class, and whose config states that class.
+
+    A decoder's config may state the class with a head without having one, as those of embedding models do, or the
+    class without it beside a head. A head is absent only if no tensor is the head, and the embedding is not.
+
+    Raises `CheckpointError` for a model of images and text without a language model.
+    """
+    config, named = checkpoint.config, _named_by(checkpoint, family)
+    if family.text_module is not None:
+        if family.stack.embedding not in named.shapes:
+            raise CheckpointError(
+                f"The checkpoint of this {family.model_type} lacks the embedding of its language model, "
+                f"{family.stack.embedding}; give a complete one."
+            )
+        return named
+    if family.classes:
+        return named
+    embedding, head = family.stack.embedding, family.head
+    if predicts_tokens(config):
+        is_bare = embedding in named.shapes and named.stored(embedding) != embedding
+        if is_bare and head not in named.shapes and not _ties_tables(checkpoint):
+            return _named_by(checkpoint.stating(architectures=[without_head(config)]), family)
+    elif stated_class(config) == without_head(config):
+        complete = _named_by(checkpoint.stating(architectures=[with_head(config)]), family)
+        return complete if head in complete.shapes else named
+    return named
+
+
+def _named_by(checkpoint: Checkpoint, family: Description) -> Checkpoint:
+    """Return the checkpoint under the names of the class of its config; what is beside a language model keeps its own.
+
+    Raises `CheckpointError` as `stock_sample` and `names_in_class`.
+    """
+    names = names_in_class(stock_sample(checkpoint, family), checkpoint.shapes)
+    if family.text_module is not None:
+        names = {name if is_text(family, name) else stored: stored for name, stored in names.items()}
+    is_same = all(name == stored for name, stored in names.items())
+    return checkpoint if is_same else checkpoint.renamed(names)
+
+
+def _without_other_layers(checkpoint: Checkpoint, family: Description) -> Checkpoint:
+    """Return a checkpoint without what its class does not read.
 
     Layers that predict tokens after the next one (`further_layers`) are stored behind the model's own. Of an encoder,
     or a model of images and text, only what begins with `unused_prefixes` is left out.
     """
-    if any(name.startswith(family.unused_prefixes) for name in checkpoint.shapes):
-        checkpoint = checkpoint.renamed(
-            {name: name for name in checkpoint.shapes if not name.startswith(family.unused_prefixes)}
-        )
-    further = _further_layers(checkpoint.config, family)
-    if family.classes or not (family.unused or family.bare_prefix or family.renamed or further):
-        return checkpoint
-    read = (name for name in checkpoint.shapes if not name.endswith(family.unused) and not name.startswith(further))
-    names = {family.renamed.get(name, name): name for name in read}
-    prefix = family.bare_prefix
-    if prefix is not None and predicts_tokens(checkpoint.config) and family.stack.embedding not in names:
-        names = {name if name == family.head else prefix + name: name for name in names}
-    return checkpoint.renamed(names)
+    unused = family.unused_prefixes
+    if not family.classes:
+        unused += _further_layers(checkpoint.config, family)
+    ends = () if family.classes else family.unused
+    read = {name: name for name in checkpoint.shapes if not name.startswith(unused) and not name.endswith(ends)}
+    return checkpoint if len(read) == len(checkpoint.shapes) else checkpoint.renamed(read)
 
 
 def _further_layers(config: dict[str, Any], family: Description) -> tuple[str, ...]:

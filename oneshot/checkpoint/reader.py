@@ -5,7 +5,7 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -52,13 +52,15 @@ class Checkpoint:
             raise CheckpointError(f"{folder} holds an adapter; merge it into the model, or remove adapter_config.json.")
         self.config = read_config(folder)
         check_readable(folder)
-        self._shard_of = self._find_shards()
+        stated = self._find_shards()
+        self._shard_of: dict[str, str] = {}
         self.has_values = True
         self._stored_names: dict[str, str] = {}  # of tensors that are called otherwise, see `renamed`
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        for shard in sorted(set(self._shard_of.values())):
-            self._read_header(shard)
+        for shard in sorted(set(stated.values())):
+            self._read_header(shard, {name for name, place in stated.items() if place == shard})
+        self._check_shards(stated)
         self._take_scales()
         if not self.shapes:
             raise CheckpointError(f"{folder} holds no tensors; give the folder of a complete checkpoint.")
@@ -83,23 +85,28 @@ class Checkpoint:
             )
         raise CheckpointError(f"{self.folder} holds no safetensors weights; give the folder of a complete checkpoint.")
 
-    def _read_header(self, shard: str) -> None:
-        """Read shapes and dtypes of a shard; refuse a tensor in two shards, because readers could differ."""
+    def _read_header(self, shard: str, stated: Set[str]) -> None:
+        """Read shapes and dtypes of a shard, which holds the `stated` tensors."""
         with _open_shard(self.folder, shard) as handle:
-            stored = set(handle.keys())
-            for name, place in self._shard_of.items():
-                if place == shard and name not in stored:
-                    raise CheckpointError(
-                        f"{self.folder / shard} lacks {name} though the index names it; download it again."
-                    )
-                if place != shard and name in stored:
-                    raise CheckpointError(
-                        f"{name} is stored in {self.folder / shard} and in {place}; give an undamaged checkpoint."
-                    )
-                if place == shard:
-                    view = handle.get_slice(name)
-                    self.shapes[name] = tuple(view.get_shape())
-                    self.dtypes[name] = view.get_dtype()
+            stored = list(handle.keys())
+            for name in sorted(stated.difference(stored)):
+                raise CheckpointError(
+                    f"{self.folder / shard} lacks {name} though the index names it; download it again."
+                )
+            for name in stored:
+                view = handle.get_slice(name)
+                self._shard_of[name] = shard  # of the last one in alphabetical order, as transformers reads them
+                self.shapes[name] = tuple(view.get_shape())
+                self.dtypes[name] = view.get_dtype()
+
+    def _check_shards(self, stated: Mapping[str, str]) -> None:
+        """Refuse a tensor in two shards of which the index names the first one, because readers differ then."""
+        for name, place in stated.items():
+            if self._shard_of[name] != place:
+                raise CheckpointError(
+                    f"{name} is stored in {self.folder / place}, which the index names, and in "
+                    f"{self._shard_of[name]}, which transformers takes; remove one of both from the files."
+                )
 
     def _take_scales(self) -> None:
         """Count FP8 weights with scales as the bfloat16 that they are read as; their scales are not tensors then."""
@@ -138,11 +145,11 @@ class Checkpoint:
         return sum(torch.Size(shape).numel() * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
 
     def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
-        """Return a view of the same files with other names, `name -> stored name`; other tensors are not in it."""
+        """Return a view of the same files with other names, `name -> name so far`; other tensors are not in it."""
         view = copy.copy(self)
-        view._stored_names = dict(names)
-        view.shapes = {name: self.shapes[stored] for name, stored in names.items()}
-        view.dtypes = {name: self.dtypes[stored] for name, stored in names.items()}
+        view._stored_names = {name: self.stored(so_far) for name, so_far in names.items()}
+        view.shapes = {name: self.shapes[so_far] for name, so_far in names.items()}
+        view.dtypes = {name: self.dtypes[so_far] for name, so_far in names.items()}
         return view
 
     def without_values(self) -> "Checkpoint":

@@ -55,6 +55,14 @@ def without_head(config: dict[str, Any]) -> str:
     return str(mapping[stock_classes(config)[0]].__name__)
 
 
+def with_head(config: dict[str, Any]) -> str:
+    """Return the name of the class of a decoder's config.json that predicts the next token."""
+    import transformers
+
+    mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return str(mapping[stock_classes(config)[0]].__name__)
+
+
 def stock_config(config: dict[str, Any]) -> Any:
     """Return the config.json as an object of transformers' class, with the defaults of that class.
 

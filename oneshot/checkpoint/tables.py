@@ -30,7 +30,7 @@ def without_equal_head(checkpoint: Checkpoint, family: Description, *, is_tied: 
     rows = checkpoint.shapes[names[0]][0]
     if not all(itertools.starmap(torch.equal, _panels(checkpoint, names, range(0, rows, PANEL_ROWS), PANEL_ROWS))):
         return checkpoint
-    return checkpoint.renamed({name: checkpoint.stored(name) for name in checkpoint.shapes if name != names[1]})
+    return checkpoint.renamed({name: name for name in checkpoint.shapes if name != names[1]})
 
 
 def sampled_difference(checkpoint: Checkpoint, family: Description) -> float | None:
@@ -57,8 +57,8 @@ def tied(checkpoint: Checkpoint, family: Description) -> Checkpoint:
             f"--tie needs two copies of one table, but head and embedding differ by {difference:.0%}; leave it out."
         )
     embedding, head = names
-    places = {name: checkpoint.stored(name) for name in checkpoint.shapes if name != head}
-    view = checkpoint.renamed(places | {embedding: checkpoint.stored(head)})
+    places = {name: name for name in checkpoint.shapes if name != head}
+    view = checkpoint.renamed(places | {embedding: head})
     view.config = checkpoint.config | {"tie_word_embeddings": True}
     return view
 

@@ -26,7 +26,7 @@ from oneshot.families.shapes import ModelShape, StackShape
 from oneshot.families.sizes import read_shape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention, FeedForward, Mixer, Norm, Sublayer
-from oneshot.families.wrappers import is_text, text_names, text_of, with_text
+from oneshot.families.wrappers import is_text, text_of, with_text
 
 __all__ = [
     "BERT",
@@ -70,7 +70,6 @@ __all__ = [
     "scaled_epsilon",
     "split",
     "stated_class",
-    "text_names",
     "text_of",
     "to_files",
     "with_text",

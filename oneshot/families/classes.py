@@ -3,7 +3,7 @@
 Embedding models and classifiers (reward models) have the same layers. What they have beside these is kept as it is.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +23,13 @@ def predicts_tokens(config: dict[str, Any]) -> bool:
     return stated is None or stated.endswith(PREDICTS)
 
 
-def as_stored(family: Description, config: dict[str, Any], names: Iterable[str]) -> Description:
-    """Return the family as a checkpoint with these tensors names its parts, without the head that it may lack."""
+def as_stored(family: Description, config: dict[str, Any], names: Collection[str]) -> Description:
+    """Return the family as the class of a config.json names its parts, which has these tensors."""
     if family.classes or family.decoder is not None:
         return family.stored_as(names)
-    embedding, names = family.stack.embedding, set(names)
-    bare = embedding not in names and embedding.removeprefix(_base(family)) in names
-    if not bare and predicts_tokens(config):
+    if predicts_tokens(config):
         return family
+    bare = family.stack.embedding not in names
     stack = family.stack.moved(_base(family), "") if bare else family.stack
     return replace(
         family,

@@ -4,7 +4,7 @@ A family is one small file with a `Description`. Everything else is derived from
 which rows shrink with a set of columns, which linear is corrected, and which tensors a checkpoint must have.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,7 +71,6 @@ class Description:
         windowed: whether layers attend within windows, which only the family's own class has.
         own_head: what a stock config states so that the output head is not the embedding.
         renamed: stored names of tensors that the class calls otherwise, with its names; results keep the stored ones.
-        bare_prefix: of all names in the class, where old checkpoints lack it; None if they have it.
         text_module: of a model of images and text, the prefix of the language model, which is of a family of its own
             (`families/wrappers`); None for others.
         dense_layers: layers of a mixture that have one FFN instead of experts. with_dense: `(flags) -> config`: what a
@@ -112,7 +111,6 @@ class Description:
     unused: tuple[str, ...] = ()
     unused_prefixes: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
-    bare_prefix: str | None = None
     text_module: str | None = None
     further_layers: str | None = None
     dense_layers: tuple[int, ...] = ()
@@ -178,9 +176,9 @@ class Description:
         after = self.stack.position(encoder_layers) + 1  # the encoder's final norm also reads a position
         return replace(self, decoder=replace(self.decoder, first_layer=encoder_layers, first_position=after))
 
-    def stored_as(self, names: Iterable[str]) -> "Description":
-        """Return the family as a checkpoint with these tensors names its parts: with the prefix, or without."""
-        if self.prefix is None or not any(name.startswith(f"{self.prefix}.") for name in names):
+    def stored_as(self, names: Collection[str]) -> "Description":
+        """Return the family as a class with these tensors names its parts: with the prefix, or without."""
+        if self.prefix is None or f"{self.prefix}.{self.stack.embedding}" not in names:
             return self
         return replace(self, stack=self.stack.within(f"{self.prefix}."))
 

@@ -66,7 +66,6 @@ GPT2 = Description(
     sizes=SIZES,
     unsupported={"heads": FIXED_HEADS_ALONE.format("gpt2")},
     unused=(".attn.bias", ".attn.masked_bias"),
-    bare_prefix="transformer.",
 )
 GPT_BIGCODE = replace(
     GPT2,

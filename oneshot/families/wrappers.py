@@ -5,11 +5,9 @@ With text alone, the wrapper computes what the language model computes (`stream/
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from oneshot.errors import CheckpointError
 from oneshot.families.classes import UNSUPPORTED
 from oneshot.families.description import Description
 from oneshot.families.gemma3 import GEMMA3
@@ -28,7 +26,6 @@ OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_t
 # language models that transformers does not read by themselves
 ONLY_INSIDE = {MISTRAL4.model_type: MISTRAL4}
 NO_DEPTH = "--set depth= is not supported for {}, whose layers may also take features of images; leave it out."
-STORED_PREFIXES = ("language_model.model.", "model.")  # of the text model in older checkpoints
 
 
 def _wrapper(model_type: str, model_class: str, text: Description, module: str = "language_model") -> Description:
@@ -81,34 +78,6 @@ def with_text(family: Description, config: dict[str, Any], changes: dict[str, An
     """Return a config.json whose language model states other values."""
     text = text_of(family, config)
     return config | changes if text is config else config | {"text_config": text | changes}
-
-
-def text_names(family: Description, stored: Iterable[str]) -> dict[str, str]:
-    """Return the stored name of every tensor of a wrapper by the name that its class has; others keep theirs.
-
-    Older checkpoints have the language model under another prefix, and its head inside it.
-
-    Raises `CheckpointError` if no language model is found.
-    """
-    assert family.text_module is not None
-    names = list(stored)
-    embedding = family.stack.embedding.removeprefix(family.text_module)
-    found = (prefix for prefix in (family.text_module, *STORED_PREFIXES) if prefix + embedding in names)
-    prefix = next(found, None)
-    if prefix is None:
-        raise CheckpointError(
-            f"The checkpoint of this {family.model_type} lacks the embedding of its language model, "
-            f"{family.stack.embedding}; give a complete one."
-        )
-    heads = {"language_model.lm_head.weight": "lm_head.weight"}
-    inputs = family.stack.token_inputs
-    ours = ("layers.", "embed_tokens.", "norm.", *(() if inputs is None else inputs.outside))
-    renamed = {}
-    for name in names:
-        inner = name.removeprefix(prefix)
-        is_text = name.startswith(prefix) and inner.startswith(ours)
-        renamed[family.text_module + inner if is_text else heads.get(name, name)] = name
-    return renamed
 
 
 def is_text(family: Description, name: str) -> bool:

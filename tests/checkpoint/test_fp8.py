@@ -9,6 +9,7 @@ import torch
 from factories import MakeCheckpoint, MakeConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from oneshot.checkpoint import Checkpoint, open_model
 from oneshot.errors import CheckpointError
@@ -89,7 +90,34 @@ def test_blocks_may_end_early(own_checkpoint: MakeCheckpoint) -> None:
             assert read[row, column] == wanted.bfloat16()
 
 
-@pytest.mark.parametrize("block", [[64, 64], [30, 20], [0, 16], [16], "wide", [True, 8]])
+@pytest.mark.parametrize(
+    ("scale", "block"),
+    [
+        (torch.tensor(0.25), None),
+        (torch.tensor([0.25]), None),
+        (torch.tensor([[0.25]]), [16, 8]),
+        (torch.tensor([0.25]), [16, 8]),
+        (torch.rand(4, 4), [16, 8]),
+        (torch.rand(4, 4).to(torch.float8_e8m0fnu), [16, 8]),
+        (torch.arange(120, 136, dtype=torch.uint8).view(4, 4), [16, 8]),
+        (torch.rand(64, 1), [1, 32]),
+    ],
+    ids=["scalar", "vector", "one", "vector-for-blocks", "blocks", "e8m0", "bytes", "mxfp8"],
+)
+def test_scales_of_every_kind_are_transformers_own(
+    scale: torch.Tensor, block: Any, own_checkpoint: MakeCheckpoint
+) -> None:
+    folder, name = own_checkpoint(), "model.layers.0.mlp.up_proj.weight"
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    stored = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors | {name: stored, f"{name}_scale_inv": scale}, path)
+    edit_config(folder, quantization_config=FP8 | {"weight_block_size": block})
+    theirs = Fp8Dequantize(None)._dequantize_one(stored, scale, torch.bfloat16)
+    assert torch.equal(open_model(str(folder), folder).checkpoint.read_one(name), theirs)
+
+
+@pytest.mark.parametrize("block", [[64, 64], [30, 20], [32, 32], [0, 16], [16], "wide", [True, 8]])
 def test_scales_that_do_not_fit_are_refused(block: Any, own_checkpoint: MakeCheckpoint) -> None:
     folder = own_checkpoint()
     to_fp8(folder, FP8)

@@ -9,6 +9,7 @@ import torch
 from damage import EMBEDDING, message_of
 from factories import Fails, MakeCheckpoint
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from oneshot.checkpoint import Checkpoint
 from oneshot.checkpoint.reader import INDEX_NAME, SINGLE_NAME
@@ -54,20 +55,34 @@ def test_a_shard_that_is_not_a_file(kind: str, own_checkpoint: MakeCheckpoint, f
     assert f"{shard} is not a regular file" in fails(folder)
 
 
-def test_a_tensor_in_two_shards(own_checkpoint: MakeCheckpoint) -> None:
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_tensor_in_two_shards(place: int, own_checkpoint: MakeCheckpoint) -> None:
+    """transformers takes the last of its shards, whatever the index says. Where both agree, it is read."""
     folder = own_checkpoint(shard_size="20KB")
-    first, second = sorted(folder.glob("*.safetensors"))[:2]
-    name, tensor = next(iter(load_file(second).items()))
-    save_file(load_file(first) | {name: tensor + 1}, first)
+    shards = sorted(folder.glob("*.safetensors"))
+    name, tensor = next(iter(load_file(shards[place]).items()))
+    copy = shards[-1 - place]
+    save_file(load_file(copy) | {name: tensor + 1}, copy, metadata={"format": "pt"})
+    if place == -1:
+        loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()[name]
+        assert torch.equal(loaded, tensor)
+        assert torch.equal(Checkpoint(folder).read_one(name), loaded)
+        return
     message = message_of(folder)
-    assert name in message
-    assert first.name in message
-    assert second.name in message
+    assert f"{name} is stored in {shards[0]}, which the index names, and in {copy.name}, which transformers" in message
+
+
+def test_a_tensor_that_the_index_does_not_name_is_read_as_in_transformers(own_checkpoint: MakeCheckpoint) -> None:
+    folder = own_checkpoint(shard_size="20KB")
+    path = folder / INDEX_NAME
+    content = json.loads(path.read_text())
+    del content["weight_map"]["model.norm.weight"]
+    path.write_text(json.dumps(content))
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert torch.equal(Checkpoint(folder).read_one("model.norm.weight"), loaded["model.norm.weight"])
 
 
 def test_the_single_file_comes_before_an_index_as_in_transformers(own_checkpoint: MakeCheckpoint) -> None:
-    from transformers import AutoModelForCausalLM
-
     folder = own_checkpoint()
     other = {name: tensor + 1 for name, tensor in load_file(folder / SINGLE_NAME).items()}
     save_file(other, folder / "other.safetensors")

@@ -1,0 +1,125 @@
+"""Names of tensors with another prefix than the stock class has: what transformers opens is the same model here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig
+from families.cases import CASES
+from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import revert_weight_conversion
+
+from oneshot.checkpoint import Checkpoint
+from oneshot.checkpoint.model import identify
+from oneshot.errors import CheckpointError
+from oneshot.families import predicts_tokens
+from oneshot.pipeline import compress
+
+# prefix in the file of the class -> in other files that transformers opens; of every kind of family
+PREFIXES: dict[str, list[tuple[str, str]]] = {
+    "llama": [("model.", "")],
+    "qwen3_moe": [("model.", "")],
+    "granitemoehybrid": [("model.", "")],
+    "falcon_h1": [("model.", "")],
+    "deepseek_v3": [("model.", "")],
+    "gemma4_text": [("model.", "")],
+    "opt": [("model.", "")],
+    "gpt2": [("transformer.", "")],
+    "gpt_neox": [("gpt_neox.", "")],
+    "qwen3_5_text": [("model.", ""), ("model.", "model.language_model.")],
+    "qwen3_5_moe_text": [("model.", "model.language_model.")],
+    "bert": [("bert.", "")],
+    "roberta": [("roberta.", "")],
+    "distilbert": [("distilbert.", "")],
+    "modernbert": [("model.", "")],
+    "t5": [("", "transformer.")],
+    "llava": [("language_model.model.", "model.language_model."), ("language_model.model.", "language_model.")],
+    "qwen2_vl": [("model.", "model.language_model.")],
+    "smolvlm": [("model.text_model.", "text_model.")],
+}
+MASKED = {
+    "bert": "BertForMaskedLM",
+    "roberta": "RobertaForMaskedLM",
+    "distilbert": "DistilBertForMaskedLM",
+    "modernbert": "ModernBertForMaskedLM",
+}
+CHANGES = [(name, *pair) for name, pairs in PREFIXES.items() for pair in pairs]
+
+
+class Headers(Checkpoint):
+    """Names and shapes alone, as a prediction from the hub has them."""
+
+    weights_at_hand = False
+
+    def __init__(self, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+        self.folder, self.config, self.shapes = Path("headers"), config, shapes
+        self.dtypes, self._stored_names = dict.fromkeys(shapes, "F32"), {}
+
+
+def headers(name: str, **further: Any) -> Headers:
+    """Return what the file of a tiny model of the class has."""
+    case = CASES[name]
+    masked = {"model_class": MASKED[name]} if name in MASKED else {}
+    with torch.device("meta"):
+        model = case.build(**case.options | masked | further)
+        state = revert_weight_conversion(model, model.state_dict())
+    config = json.loads(json.dumps(model.config.to_dict())) | {"architectures": [type(model).__name__]}
+    tied = model._tied_weights_keys if model.config.tie_word_embeddings else {}
+    return Headers(config, {name: tuple(one.shape) for name, one in state.items() if name not in (tied or {})})
+
+
+def renamed(file: Headers, old: str, new: str) -> Headers:
+    names = {name: new + name.removeprefix(old) if name.startswith(old) else name for name in file.shapes}
+    assert any(new_name != name for name, new_name in names.items())
+    return Headers(file.config, {names[name]: size for name, size in file.shapes.items()})
+
+
+@pytest.mark.parametrize(("name", "old", "new"), CHANGES, ids=["-".join(one) for one in CHANGES])
+def test_another_prefix_changes_nothing(name: str, old: str, new: str) -> None:
+    """The class, the head and all sizes are the same."""
+    file = headers(name)
+    wanted, found = identify(file), identify(renamed(file, old, new))
+    assert (found.family, found.shape, found.checkpoint.config) == (wanted.family, wanted.shape, file.config)
+    assert found.checkpoint.shapes == wanted.checkpoint.shapes
+
+
+@pytest.mark.parametrize("stated", ["LlamaForCausalLM", "LlamaModel", None])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_head_is_absent_only_if_it_is(prefix: str, tied: bool, stated: str | None) -> None:
+    """Whatever class a config states: a stored head is the head, and so is an embedding that is tied to it."""
+    file = renamed(headers("llama", tied=tied), "model.", prefix) if not prefix else headers("llama", tied=tied)
+    found = identify(Headers(file.config | {"architectures": stated and [stated]}, file.shapes))
+    headless = tied and stated == "LlamaModel"  # nothing says that there is a head
+    assert found.shape.stack().head == ("none" if headless else "tied" if tied else "own")
+    assert predicts_tokens(found.checkpoint.config) != headless
+
+
+def test_a_head_that_a_file_lacks_is_not_made_up() -> None:
+    file = headers("llama")
+    del file.shapes["lm_head.weight"]
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight has shape None"):
+        identify(file)
+    bare = identify(renamed(file, "model.", ""))  # as an embedding model is saved
+    assert bare.checkpoint.config["architectures"] == ["LlamaModel"]
+
+
+def test_two_tensors_for_one_place_are_refused() -> None:
+    file = headers("llama")
+    file.shapes["norm.weight"] = (32,)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight and norm\.weight are both model\.norm\.weight"):
+        identify(file)
+
+
+def test_values_come_from_their_places_in_the_files(own_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = own_checkpoint()
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name.removeprefix("model."): one for name, one in tensors.items()}, path, metadata={"format": "pt"})
+    config = make_config(folder, sparsity=0)
+    compress(config)
+    result = load_file(Path(config.output) / "model.safetensors")
+    assert result.keys() == tensors.keys()
+    assert all(torch.equal(one, result[name]) for name, one in tensors.items())
