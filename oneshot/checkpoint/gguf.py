@@ -14,7 +14,7 @@ import torch
 
 from oneshot.checkpoint.card import write_gguf_card
 from oneshot.checkpoint.gguf_config import architecture_of, config_of
-from oneshot.checkpoint.gguf_file import GgufFile
+from oneshot.checkpoint.gguf_file import GgufModel
 from oneshot.checkpoint.gguf_rotary import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from oneshot.checkpoint.gguf_tokenizer import read_tokenizer
 from oneshot.checkpoint.reader import INDEX_NAME, Checkpoint, is_damaged
@@ -32,7 +32,8 @@ class GgufCheckpoint(Checkpoint):
     """A GGUF file read as the float32 checkpoint that it will become, a tensor at a time.
 
     Attributes:
-        file_bytes: bytes of the GGUF file. kind: the type of most of its bytes, such as `Q4_K`.
+        file_bytes: bytes of the GGUF file, or of all parts of a split one, whose first part is given.
+        kind: the type of most of its bytes, such as `Q4_K`.
 
     Raises `CheckpointError` if the file is damaged, of another kind, or says something that oneshot does not know.
     """
@@ -44,7 +45,7 @@ class GgufCheckpoint(Checkpoint):
             raise CheckpointError(f"Reading {path} needs the package gguf; run pip install 'oneshot-llm[gguf]'.")
         self.folder, self._path = path.parent, path
         try:
-            self._file = GgufFile(path)
+            self._file = GgufModel(path)
         except Exception as error:  # damage shows itself in many types; the cause is named and chained
             raise _unreadable(path, error) from error
         self._architecture, self.config = architecture_of(self._file), config_of(self._file)
@@ -87,6 +88,11 @@ class GgufCheckpoint(Checkpoint):
                 "give the model it came from as safetensors."
             )
         return found
+
+    @property
+    def stored_names(self) -> frozenset[str]:
+        """Return the names of all tensors, of which none is left out."""
+        return frozenset(self._file_names)
 
     @property
     def num_bytes(self) -> int:
@@ -161,6 +167,11 @@ def convert_gguf(path: Path, scratch: Path) -> Path:
         tokenizer = read_tokenizer(path)
     except Exception as error:  # readers of tokenizers raise many unrelated types; the cause is named and chained
         raise _unreadable(path, error) from error
+    num_tokens, num_rows = len(tokenizer), source.config["vocab_size"]
+    if num_tokens > num_rows:
+        raise CheckpointError(
+            f"{path} has {num_tokens} tokens and {num_rows} rows of its embedding; give the model it came from."
+        )
     from safetensors import SafetensorError
 
     try:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from oneshot.checkpoint.gguf_architectures import ARCHITECTURES, KV_HEADS, Architecture
-from oneshot.checkpoint.gguf_file import GgufFile
+from oneshot.checkpoint.gguf_file import GgufModel
 from oneshot.checkpoint.gguf_rotary import (
     FACTORS,
     LONG_FACTORS,
@@ -24,7 +24,7 @@ SILENT = ("vocab_size", ROTARY_SIZE, *HEAD_SIZES)
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
 
-def architecture_of(file: GgufFile) -> Architecture:
+def architecture_of(file: GgufModel) -> Architecture:
     """Return the description of a file's architecture; raises `CheckpointError` for one that is not known."""
     name = file.metadata.get("general.architecture")
     if name == OWN_SIZES:
@@ -40,7 +40,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def config_of(file: GgufFile) -> dict[str, Any]:
+def config_of(file: GgufModel) -> dict[str, Any]:
     """Return the config.json that states what a file's metadata and tensors say; its dtype is float32.
 
     Raises `CheckpointError` for an architecture or a key that is not known: it could change what the model computes.
@@ -108,7 +108,7 @@ def _size_names(architecture: Architecture) -> dict[str, str]:
     return {key: name for key, name in listed.items() if name}
 
 
-def _positions(file: GgufFile, stated: dict[str, Any], rotary_size: int, context_length: int) -> dict[str, Any]:
+def _positions(file: GgufModel, stated: dict[str, Any], rotary_size: int, context_length: int) -> dict[str, Any]:
     """Return the entries of a config that state a file's rotary positions."""
     rotary = {key.removeprefix("rope."): value for key, value in stated.items() if key.startswith("rope.")}
     tables = [file.read(name) if name in file.tensors else None for name in (FACTORS, LONG_FACTORS, SHORT_FACTORS)]

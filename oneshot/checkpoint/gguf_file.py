@@ -17,6 +17,7 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 ALIGNMENT = 32
+NUMBER, COUNT, ALL_TENSORS = "split.no", "split.count", "split.tensors.count"  # of parts, counted from 0
 PANEL_VALUES = 2**22  # values that are dequantised at once
 
 
@@ -31,7 +32,7 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An opened GGUF file.
+    """An opened GGUF file, which may be a part of a model.
 
     Attributes:
         metadata: key -> number, string or list of numbers; of an array of strings only their number.
@@ -107,14 +108,6 @@ class GgufFile:
             raise ValueError("it ends early")
         return GgufTensor(shape, gguf.GGMLQuantizationType(kind).name, start, num_bytes)
 
-    @property
-    def main_kind(self) -> str:
-        """Return the type of most of the bytes."""
-        by_kind: dict[str, int] = {}
-        for tensor in self.tensors.values():
-            by_kind[tensor.kind] = by_kind.get(tensor.kind, 0) + tensor.num_bytes
-        return max(by_kind, key=lambda kind: by_kind[kind])
-
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Return a tensor, or some of its rows, dequantised to float32.
 
@@ -141,6 +134,62 @@ class GgufFile:
         raw = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.start).reshape(count, -1)[rows]
         values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[tensor.kind])
         return np.asarray(values, np.float32)
+
+
+class GgufModel:
+    """A GGUF file, or all parts of one that was split (`llama-gguf-split`), as one.
+
+    Attributes:
+        metadata, tensors: as of `GgufFile`. num_bytes: of all parts.
+
+    Raises `ValueError` for a part that is missing or of another model, and as `GgufFile`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        first = GgufFile(path)
+        count = first.metadata.get(COUNT, 1)
+        self._parts = [first, *(_part(path, first, number) for number in range(1, count))]
+        self.metadata, self.num_bytes = first.metadata, sum(part.num_bytes for part in self._parts)
+        self._part_of: dict[str, GgufFile] = {}
+        for part in self._parts:
+            for name in part.tensors:
+                if self._part_of.setdefault(name, part) is not part:
+                    raise ValueError(f"two of its parts have the tensor {name}")
+        self.tensors = {name: part.tensors[name] for name, part in self._part_of.items()}
+        if len(self.tensors) != first.metadata.get(ALL_TENSORS, len(self.tensors)):
+            raise ValueError(f"its parts have {len(self.tensors)} tensors and not {first.metadata[ALL_TENSORS]}")
+        if not self.tensors:
+            raise ValueError("it has no tensors")
+
+    @property
+    def main_kind(self) -> str:
+        """Return the type of most of the bytes."""
+        by_kind: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            by_kind[tensor.kind] = by_kind.get(tensor.kind, 0) + tensor.num_bytes
+        return max(by_kind, key=lambda kind: by_kind[kind])
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Return a tensor, or some of its rows, as `GgufFile.read`."""
+        return self._part_of[name].read(name, rows)
+
+
+def _part(path: Path, first: GgufFile, number: int) -> GgufFile:
+    """Return a further part of the model whose first part is at `path`; raises as `GgufModel`."""
+    count, ending = first.metadata[COUNT], f"-00001-of-{first.metadata[COUNT]:05d}.gguf"
+    if first.metadata.get(NUMBER, 0) != 0 or not path.name.endswith(ending):
+        raise ValueError(f"it is one of {count} parts, of which the first one ends with {ending}")
+    beside = path.with_name(path.name.removesuffix(ending) + f"-{number + 1:05d}-of-{count:05d}.gguf")
+    if not beside.is_file():
+        raise ValueError(f"its part {beside.name} is missing")
+    part = GgufFile(beside)
+    stated = first.metadata | {NUMBER: number}
+    for key, value in part.metadata.items():
+        if stated.get(key) != value:
+            raise ValueError(f"{beside.name} is a part of another model: {key} is {value} and not {stated.get(key)}")
+    if part.metadata.keys().isdisjoint({NUMBER}):
+        raise ValueError(f"{beside.name} is not a part of a model")
+    return part
 
 
 def _format(kind: int) -> str:

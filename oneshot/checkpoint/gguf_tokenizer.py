@@ -1,8 +1,12 @@
 """The tokenizer of a GGUF file, and how it cuts texts before its merges, which the file only names."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+CONTROL, USER_DEFINED = 3, 4  # types of tokens that stay whole (`llama_token_type`)
+PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = ENDINGS + r"|\p{N}" + REST
@@ -38,10 +42,39 @@ def read_tokenizer(path: Path) -> Any:
 
     architecture, content, options = get_gguf_tokenizer(str(path))
     backend, more = convert_gguf_tokenizer(architecture, content)
+    backend = with_the_files_tokens(backend, content)
     kind = content.get("pre_tokenizer_type", "default")
     if content.get("tokenizer_type") == "gpt2" and kind not in GGUF_PRE_TOKENIZER_SPLITS and kind not in LIKE_GPT2:
         backend.pre_tokenizer = cutting(kind)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **options, **more)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **options, **more)
+    if len(tokenizer) > len(content["tokens"]):
+        further = sorted(name for name, number in tokenizer.get_vocab().items() if number >= len(content["tokens"]))
+        raise ValueError(f"its special token {further[0]!r} is not among its {len(content['tokens'])} tokens")
+    return tokenizer
+
+
+def with_the_files_tokens(backend: Any, content: Mapping[str, Any]) -> Any:
+    """Return a tokenizer with the tokens of a file and no others, under the file's numbers.
+
+    transformers' classes add special tokens of their own, such as `<|endoftext|>`, behind the embedding's rows, and
+    spell those of the file anew that have other letters than bytes are written with.
+    """
+    from tokenizers import Tokenizer
+
+    tokens, kinds = content["tokens"], content.get("token_type") or ()
+    described = json.loads(backend.to_str())
+    model, added = described["model"], [one for one in described["added_tokens"] if one["id"] < len(tokens)]
+    listed = {one["id"] for one in added}
+    spelled = {number: name for name, number in model["vocab"].items()}
+    for number, (name, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind in (CONTROL, USER_DEFINED) and number not in listed and content.get("tokenizer_type") == "gpt2":
+            spelled[number] = name
+            added.append(dict(PLAIN, id=number, content=name, special=kind == CONTROL))
+    model["vocab"] = {name: number for number, name in spelled.items() if number < len(tokens)}
+    if model.get("unk_token") not in model["vocab"]:
+        model["unk_token"] = None
+    described["added_tokens"] = sorted(added, key=lambda one: one["id"])
+    return Tokenizer.from_str(json.dumps(described))
 
 
 def cutting(kind: str) -> Any:

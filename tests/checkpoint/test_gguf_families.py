@@ -12,9 +12,11 @@ import pytest
 import torch
 from factories import MakeConfig, build_model
 from families.cases import CASES
+from transformers.integrations.gguf import convert_gguf_tokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import bytes_to_unicode
 
 from oneshot.checkpoint import locate_checkpoint, open_gguf
-from oneshot.checkpoint.gguf_tokenizer import cutting
+from oneshot.checkpoint.gguf_tokenizer import cutting, with_the_files_tokens
 from oneshot.checkpoint.stock import stock_classes, stock_config
 from oneshot.errors import CheckpointError
 from oneshot.pipeline import predict
@@ -250,6 +252,24 @@ def test_what_a_family_does_not_have_is_refused(
 )
 def test_texts_are_cut_as_llama_cpp_cuts_them(kind: str, pieces: list[str]) -> None:
     assert [piece for piece, _ in cutting(kind).pre_tokenize_str(" 1234 to x5")] == pieces
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma4"])
+def test_a_tokenizer_has_the_tokens_of_its_file_alone(kind: str) -> None:
+    """Classes add their own special tokens, such as `<|endoftext|>`, which have no row of the embedding."""
+    pieces = [*bytes_to_unicode().values(), "ab"] if kind == "gpt2" else ["\u2581", "a", "b", "ab"]
+    special = {"<start>": 3, "<｜end▁of▁text｜>": 3, "<think>": 4}
+    tokens = [*pieces, *special]
+    content = {
+        "tokenizer_type": kind,
+        "tokens": tokens,
+        "token_type": [1] * len(pieces) + list(special.values()),
+        "merges": ["a b"],
+    }
+    tokenizer = with_the_files_tokens(convert_gguf_tokenizer("llama", content)[0], content)
+    assert tokenizer.get_vocab() == {token: number for number, token in enumerate(tokens)}
+    assert [tokenizer.encode(name).tokens[-1] for name in special] == list(special)
+    assert max(tokenizer.encode("ab<s></s><unk><pad><mask><|endoftext|>").ids) < len(pieces)
 
 
 def test_an_unknown_way_to_cut_texts_is_refused() -> None:

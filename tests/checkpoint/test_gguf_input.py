@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oneshot.checkpoint import locate_checkpoint, open_gguf
-from oneshot.checkpoint.gguf_file import GgufFile
+from oneshot.checkpoint.gguf_file import GgufFile, GgufModel
 from oneshot.checkpoint.gguf_rotary import reason_against_rotary, rotary_factors, rotary_parameters
 from oneshot.errors import CheckpointError
 from oneshot.evaluation.models import load_model
@@ -49,19 +49,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "wide heads": {"head_dim": 16},
 }
 Edit = Callable[..., Path]
-
-
-@pytest.fixture
-def as_gguf(make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path) -> Edit:
-    """`as_gguf(**options of make_checkpoint)` -> the GGUF file of a model from which nothing was removed."""
-
-    def make(save_dtype: str = "keep", **options: Any) -> Path:
-        options = {"layers": 1} | options
-        output = str(tmp_path / "written")
-        compress(make_config(make_checkpoint(**options), form="gguf", sparsity=0, output=output, save_dtype=save_dtype))
-        return Path(output) / "model.gguf"
-
-    return make
 
 
 @pytest.fixture
@@ -261,7 +248,7 @@ def test_the_layout_is_read_as_the_package_gguf_reads_it(tmp_path: Path) -> None
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    file, reader = GgufFile(path), gguf.GGUFReader(path)
+    file, reader = GgufModel(path), gguf.GGUFReader(path)
     assert file.metadata["some.strings"] == 3
     assert file.metadata["some.numbers"] == [1, 2, 3]
     assert file.metadata["some.truth"] is True
@@ -314,7 +301,9 @@ def test_a_tokenizer_beside_the_file_changes_nothing(as_gguf: Edit, tmp_path: Pa
     assert (config["bos_token"], config["eos_token"], config["pad_token"]) == ("<s>", "</s>", "</s>")
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 does not know today's name
     tokenizers = [load_tokenizer(folder) for folder in (folders[0], path.parent)]
-    found, wanted = (tokenizer(topics(0, 2))["input_ids"] for tokenizer in tokenizers)
+    text = topics(0, 2) + "<|endoftext|>"  # which is not a token of the file
+    found, wanted = (tokenizer(text)["input_ids"] for tokenizer in tokenizers)
+    assert len(tokenizers[0]) == len(tokenizers[1]) == 400
     assert found == wanted
     config = json.loads((folders[0] / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (0, 1, 1)
