@@ -46,7 +46,7 @@ from gpu_bundle import CODER, GEMMA, SMOLLM2, packages_folder
 from gpu_common import ROOT, Job, scratch_folder
 from gpu_forms import big_forms, compiled_forms, forms, graph_forms
 from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
-from gpu_real import builtin, curvature_uses, flap, healing, make_models, other_model, quality, stock_form, tasks
+from gpu_real import curvature_uses, flap, healing, make_models, other_model, quality, stock_form, tasks
 from gpu_runs import agree, compressed, ranks
 
 TOTAL_SECONDS = 240
@@ -93,9 +93,8 @@ SECTIONS = {
     "quality, gemma, stock": Section(stock_form, 220, (GEMMA,)),
     "quality, gemma, flap": Section(flap, 220, (GEMMA,)),
     "quality, coder, stock, own text too": Section(stock_form, 220, (CODER, "general.jsonl+self")),
-    "builtin": Section(builtin, 120),
-    "quality, builtin": Section(other_model, 220, (SMOLLM2, "builtin.jsonl+self", "0")),
-    "quality, coder, builtin": Section(other_model, 220, (CODER, "builtin.jsonl+self", "0")),
+    "quality, builtin": Section(other_model, 220, (SMOLLM2, "builtin+self", "0")),
+    "quality, coder, builtin": Section(other_model, 220, (CODER, "builtin+self", "0")),
     "quality, tasks": Section(tasks, 300, (SMOLLM2, "per-layer", "0")),
     "quality, stock, tasks": Section(tasks, 300, (SMOLLM2, "stock", "0")),
     "quality, coder, tasks": Section(tasks, 400, (CODER, "per-layer", "1")),

@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_bundle import CODER, GEMMA, NAMES, data_folder, real_model
+from gpu_bundle import GEMMA, NAMES, data_folder, real_model
 from gpu_common import Job
 from gpu_runs import SPARSITY, random_model
 
 SPARSITIES = (0.1, 0.2, 0.3)
 LARGEST = {GEMMA: 0.2}  # of these sizes, if the embedding stays whole: most of its parameters are there
 WINDOWS = 16
-TASK_LIMIT = None  # documents of a task
-TASK_BATCH = 64
+TASK_LIMIT = 500  # documents of a task
+TASK_BATCH = 16
 SWEEP_SHARES = (0.25, 1.0)  # of the residual
 
 
@@ -58,19 +58,6 @@ def tasks(job: Job, name: str, form: str, seed: str) -> None:
     _other(
         job, name, "general.jsonl+self", settings, most=LARGEST.get(name, 1) if form == "stock" else 1, with_tasks=True
     )
-
-
-def builtin(job: Job) -> None:
-    """Let the coder model write the text of `--calibration builtin`, as `builtin.jsonl` beside the rows."""
-    from builtin_text import write
-
-    model = real_model(job.bundle, job.scratch, CODER)
-    if model is None:
-        job.emit("builtin", skipped=f"{CODER} has not arrived")
-        return
-    started = time.perf_counter()
-    write(str(model), job.output / "builtin.jsonl", job.device, together=256)
-    job.emit("builtin", seconds=time.perf_counter() - started)
 
 
 def flap(job: Job, name: str) -> None:

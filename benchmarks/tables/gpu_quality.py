@@ -70,7 +70,7 @@ def models_table() -> str:
             f"−{row['asked']:.0%}",
             f"**{score_cell(row, 3)}**",
             *(_ratio(row, denses[str(row["texts"])], kind) for kind in kinds),
-            f"CPU, {row['max_windows']}" if "max_windows" in row else "H100, 16",
+            f"CPU, {row['max_windows']}" if "max_windows" in row else "GPU, 16",
         ]
         for row in rows
     ]
@@ -78,7 +78,7 @@ def models_table() -> str:
     head = ["model", "form", "text", "stored parameters", "score", *(names[kind] for kind in kinds), "made on, windows"]
     caption = (
         "Perplexity ÷ the dense model's; the score is the geometric mean of the first five; general.jsonl, and where "
-        "the text says so as much of the model's own (`+self`). In bfloat16 on an H100, in float32 on a CPU, each "
+        "the text says so as much of the model's own (`+self`). In bfloat16 on a GPU, in float32 on a CPU, each "
         "judged on so many windows of a text"
     )
     seeds = sorted({str(len(row["scores"])) for row in rows if "scores" in row})

@@ -58,7 +58,7 @@ def summary_table() -> str:
         f"shares of the stored parameters of {dense['model']}, the embedding included. The five texts are "
         f"{', '.join(KINDS.values())}; ± is the standard deviation over seeds ({seeds}). The two texts are WikiText-2 "
         "and an English text of another kind. All calibrate on `general.jsonl`; “with own text”: half of the tokens "
-        "are written by the model (`general.jsonl+self`). The first line is of an H100 in bfloat16, 16 windows of each "
+        "are written by the model (`general.jsonl+self`). The first line is of a GPU in bfloat16, 16 windows of each "
         "text; the other lines of five texts are of a CPU in float32, 4 windows. The rows of other tools are single "
         "runs of their own code, "
         "patched for this model; the best three are shown. The row of `oneshot` on two texts is one run on an "
