@@ -17,10 +17,13 @@ from oneshot.method import TOKENS_PER_NEURON
 from oneshot.report.progress import ProgressBar, Shown, announce
 from oneshot.text import (
     SELF,
+    Fillings,
     Text,
     check_source,
     documents_together,
+    fillings_of,
     has_tokens,
+    holds_tokenizer,
     load_examples,
     load_pairs,
     load_text,
@@ -119,11 +122,24 @@ class Calibration:
         """Return so many sequences of one source of packed text."""
         length, seed = self._config.text.sequence_length, self._config.seed
         if has_tokens(source):
-            return load_token_ids(source, num_sequences=num_sequences, sequence_length=length, seed=seed)
+            return load_token_ids(
+                source,
+                num_sequences=num_sequences,
+                sequence_length=length,
+                seed=seed,
+                fillings=self._fillings(tokenizer),
+            )
         if source != SELF:
             return load_text(source, tokenizer, num_sequences=num_sequences, sequence_length=length, seed=seed)
         self.written = self._saved(num_sequences) or self._write(num_sequences, tokenizer)
         return self.written
+
+    def _fillings(self, tokenizer: Any) -> Fillings:
+        """Return the tokens that may fill up rows without a mask; a model without a tokenizer states one at most."""
+        folder = self._model.checkpoint.folder
+        if tokenizer is None and holds_tokenizer(folder):
+            tokenizer = load_tokenizer(folder)
+        return fillings_of(tokenizer, self._model.checkpoint.config.get("pad_token_id"))
 
     def _saved(self, num_sequences: int) -> Text | None:
         """Return what the model wrote for an interrupted run; the fingerprint says whether it is the same run."""

@@ -1,8 +1,9 @@
 """Calibration text: where documents come from, how they are packed, and text that the model writes itself."""
 
-from oneshot.text.chats import chat_renderer
+from oneshot.text.chats import added_start, chat_renderer, is_turn, rendered
 from oneshot.text.examples import encode, load_examples, padded
-from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, file_of, size_of_records
+from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, file_of, present_row, size_of_records
+from oneshot.text.odd_records import OddRecords
 from oneshot.text.packing import (
     Batch,
     Text,
@@ -20,25 +21,34 @@ from oneshot.text.packing import (
 from oneshot.text.pairs import load_pairs
 from oneshot.text.self_written import SELF, documents_together, write_text
 from oneshot.text.sources import SHORT_NAMES, check_source, iter_documents, iter_pairs, read_rows, whole_letters
-from oneshot.text.token_files import has_tokens, load_token_ids, save_token_ids
+from oneshot.text.token_files import has_tokens, load_token_ids, save_token_ids, save_token_rows
+from oneshot.text.token_rows import LABELS, MASK, TOKENS, Fillings, fillings_of, text_tokens
 from oneshot.text.tokenizers import holds_tokenizer, load_tokenizer, needs_conversion
 
 __all__ = [
+    "LABELS",
+    "MASK",
     "PIECE_BYTES",
     "RECORDS",
     "SELF",
     "SHORT_NAMES",
     "TABLES",
+    "TOKENS",
     "Batch",
+    "Fillings",
+    "OddRecords",
     "Text",
+    "added_start",
     "chat_renderer",
     "check_source",
     "documents_together",
     "encode",
     "ending_of",
     "file_of",
+    "fillings_of",
     "has_tokens",
     "holds_tokenizer",
+    "is_turn",
     "iter_documents",
     "iter_pairs",
     "load_examples",
@@ -51,12 +61,16 @@ __all__ = [
     "pack",
     "padded",
     "placed",
+    "present_row",
     "read_rows",
+    "rendered",
     "save_token_ids",
+    "save_token_rows",
     "shares",
     "size_of_records",
     "special_tokens",
     "split_sources",
+    "text_tokens",
     "token_hash",
     "tokenise",
     "warn_if_long",

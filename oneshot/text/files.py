@@ -12,6 +12,7 @@ from typing import IO, Any, cast
 import torch
 
 from oneshot.errors import CalibrationError, cause
+from oneshot.text.odd_records import OddRecords
 
 TEXTS = (".txt", ".md")
 RECORDS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -114,15 +115,20 @@ def seeded_order(count: int, seed: int) -> list[int]:
     return order
 
 
-def file_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines, CSV or Parquet; at least one."""
+def file_rows(path: Path, odd: OddRecords | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines, CSV or Parquet; at least one.
+
+    `odd`: counts lines that are not rows; None if they are an error.
+    """
     check_file(path)
     kind = ending_of(path.name)
     try:
-        rows = _table_rows(path, str(kind)[1:]) if kind in TABLES else _json_rows(path)
+        rows = _table_rows(path, str(kind)[1:]) if kind in TABLES else _json_rows(path, odd)
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
     if not rows:
+        if odd is not None:
+            odd.check()
         raise CalibrationError(f"{path} holds no rows; give one record with text per line.")
     return rows
 
@@ -149,30 +155,51 @@ def _opened(path: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path)) if path.name.lower().endswith(".gz") else path.open("rb")
 
 
-def _json_rows(path: Path) -> list[dict[str, Any]]:
+def _json_rows(path: Path, odd: OddRecords | None) -> list[dict[str, Any]]:
     """Read one object per line, or one array of objects."""
-    rows: list[Any] = []
+    rows: list[dict[str, Any]] = []
     number = 0
     try:
         with _opened(path) as file:
             for line in file:
                 number += 1
-                if not rows and line.removeprefix(BOM).lstrip().startswith(b"["):
-                    rows = json.loads(line.removeprefix(BOM) + file.read())
-                    break
+                if number == 1:
+                    line = line.removeprefix(BOM)
+                if not rows and line.lstrip().startswith(b"["):
+                    for place, row in enumerate(json.loads(line + file.read()), 1):
+                        _take(row, rows, f"Record {place} of {path}", odd)
+                    return rows
                 if line.strip():
-                    rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+                    _take(line, rows, f"Line {number} of {path}", odd)
     except (ValueError, RecursionError, EOFError) as error:
-        raise CalibrationError(
-            f"Line {number} of {path} cannot be read as json ({cause(error)}); give one record with text per line."
-        ) from error
-    for number, row in enumerate(rows, 1):
+        raise _unreadable(f"Line {number} of {path}", error) from error
+    return rows
+
+
+def _take(record: Any, rows: list[dict[str, Any]], name: str, odd: OddRecords | None) -> None:
+    """Add a record, or a line that holds one, to the rows. Raises `CalibrationError`, or counts it as odd."""
+    try:
+        row = _parsed(record, name) if isinstance(record, bytes) else record
         if not isinstance(row, dict):
             raise CalibrationError(
-                f"Record {number} of {path} is {reprlib.repr(row)}, which is not a JSON object; "
-                "give one record with text per line."
+                f"{name} is {reprlib.repr(row)}, which is not a JSON object; give one record with text per line."
             )
-    return rows
+        rows.append(row)
+    except CalibrationError as error:
+        if odd is None:
+            raise
+        odd.leave_out(error)
+
+
+def _parsed(line: bytes, name: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: Exception) -> CalibrationError:
+    return CalibrationError(f"{name} cannot be read as json ({cause(error)}); give one record with text per line.")
 
 
 def _table_rows(path: Path, kind: str) -> list[dict[str, Any]]:
@@ -183,8 +210,24 @@ def _table_rows(path: Path, kind: str) -> list[dict[str, Any]]:
         plain = Path(folder) / f"rows.{kind}"  # datasets takes brackets and stars in a name for a pattern
         plain.symlink_to(path.resolve())
         try:
-            return list(load_dataset(kind, data_files=str(plain), split="train", streaming=True))
+            return [*map(present_row, load_dataset(kind, data_files=str(plain), split="train", streaming=True))]
         except Exception as error:  # datasets raises many unrelated types; the cause is named and chained
             raise CalibrationError(
                 f"{path} cannot be read as {kind} ({cause(error)}); give one record with text per row."
             ) from error
+
+
+def present_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a table of Arrow without the fields inside its columns that are None.
+
+    Such a table has one set of fields for all rows, and None where a row lacks one. So a record is the same from it as
+    from JSON lines, and a chat template does not write fields that the record never had.
+    """
+    return {name: _present(value) for name, value in row.items()}
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _present(item) for name, item in value.items() if item is not None}
+    is_nested = isinstance(value, list) and any(isinstance(item, dict | list) for item in value)
+    return [_present(item) for item in value] if is_nested else value

@@ -249,16 +249,22 @@ def mix(parts: Sequence[Text], seed: int, name: str) -> Text:
 
 
 def pack(
-    documents: Iterable[str], tokenizer: Any, *, num_sequences: int | None, sequence_length: int, source: str
+    documents: Iterable[str | list[int]],
+    tokenizer: Any,
+    *,
+    num_sequences: int | None,
+    sequence_length: int,
+    source: str,
 ) -> torch.Tensor:
-    """Join tokenised documents and cut them into `(num_sequences, sequence_length)`; None takes all of them.
+    """Join documents, texts or tokens, and cut them into `(num_sequences, sequence_length)`; None takes all of them.
 
     A window begins with BOS if the tokenizer puts it before texts (`cut_windows`).
     """
     needed = None if num_sequences is None else num_sequences * sequence_length
     token_ids: list[int] = []
     for document in documents:
-        token_ids.extend(tokenise(tokenizer, source, document + "\n\n")["input_ids"])
+        tokens = document if isinstance(document, list) else tokenise(tokenizer, source, document + "\n\n")["input_ids"]
+        token_ids.extend(tokens)
         if needed is not None and len(token_ids) >= needed:
             break
     windows = cut_windows(token_ids[:needed], sequence_length, added_start(tokenizer))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oneshot.errors import CalibrationError, cause
-from oneshot.text.chats import Render, chat_column, turns_of
+from oneshot.text.chats import ChatRenderer, chat_column, is_turn, stated, turns_of
 from oneshot.text.files import (
     READABLE,
     TEXTS,
@@ -18,9 +18,12 @@ from oneshot.text.files import (
     file_of,
     file_rows,
     is_file_name,
+    present_row,
     seeded_order,
     text_pieces,
 )
+from oneshot.text.odd_records import OddRecords
+from oneshot.text.token_rows import TOKENS, fillings_of, text_tokens
 
 # Short names of hub data sets: path, config, split, column.
 HUB_ALIASES = {
@@ -34,7 +37,9 @@ PAIR_COLUMN = "text_pair"
 SHUFFLE_BUFFER = 10_000
 PATIENCE = 10.0  # seconds for the first answer of the hub
 
-Pair = tuple[Any, Any]  # a text and its second one, not checked yet
+Row = dict[str, Any]
+Document = str | list[int]  # a text, or its tokens
+Pair = tuple[Document | None, str | None]  # a document, None without one, and the second text of a pair
 
 
 def check_source(source: str) -> None:
@@ -47,43 +52,49 @@ def check_source(source: str) -> None:
         _parse_hub_source(source)
 
 
-def iter_documents(source: str, seed: int | None, render: Render | None = None) -> Iterator[str]:
+def iter_documents(source: str, seed: int | None, render: ChatRenderer | None = None) -> Iterator[Document]:
     """Yield the documents of a source in a seeded random order (`seed=None`: as stored), without empty ones.
 
-    Documents that are too long to be tokenised at once are yielded in pieces.
+    Documents that are too long to be tokenised at once are yielded in pieces. Records that give no text are left out
+    and told (`odd_records`).
 
     Args:
         source: `builtin`, a local file with an ending of `files` (`file[:column]` if it has rows), `wikitext2`, `c4`,
             or a hub data set as `org/name[:config[:split[:column]]]`.
-        render: makes text of conversations, see `chats`; None if the model takes none.
+        render: makes text of conversations, see `chats`; None if the model takes none, and no tokens.
 
-    Raises `CalibrationError` if the source cannot be read.
+    Raises `CalibrationError` if the source cannot be read, and if most of its records give no text.
     """
-    return (text for text, _ in iter_pairs(source, seed, render=render))
+    return (document for document, _ in _documents(source, seed, PAIR_COLUMN, render))
 
 
-def iter_pairs(
-    source: str, seed: int | None, *, second: str = PAIR_COLUMN, render: Render | None = None
-) -> Iterator[tuple[str, str | None]]:
+def iter_pairs(source: str, seed: int | None, *, second: str = PAIR_COLUMN) -> Iterator[tuple[str, str | None]]:
     """Yield the documents of a source as `iter_documents`, each with its second text, or None.
 
     Second texts are in a column `second` beside `text`, or in the second of two columns that a source names,
     `file:first,second` or `org/name:config:split:first,second`.
     """
+    for document, other in _documents(source, seed, second, None):
+        assert isinstance(document, str)  # nothing else without a renderer
+        yield document, other
+
+
+def _documents(
+    source: str, seed: int | None, second: str, render: ChatRenderer | None
+) -> Iterator[tuple[Document, str | None]]:
     if source == "builtin":
-        documents: Iterable[Pair] = ((text, None) for text in _shuffled(_builtin_documents(), seed))
+        pairs: Iterable[Pair] = ((text, None) for text in _shuffled(_builtin_documents(), seed))
     elif is_file_name(source):
-        documents = _file_documents(source, seed, second, render)
+        pairs = _file_documents(source, seed, second, render)
     else:
-        documents = _hub_documents(source, seed, second, render)
-    for text, pair in documents:
-        first, other = _checked(text, source), _checked(pair, source)
-        if first is None:
+        pairs = _hub_documents(source, seed, second, render)
+    for document, other in pairs:
+        if document is None:
             continue
-        if other is not None:
-            yield first, other
+        if other is not None or isinstance(document, list):
+            yield document, other
             continue
-        for piece in cut(first, seed):
+        for piece in cut(document, seed):
             yield piece, None
 
 
@@ -143,70 +154,107 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
         raise CalibrationError(f"{path} holds no columns; leave out :{','.join(columns)}.")
 
 
-def _file_documents(source: str, seed: int | None, second: str, render: Render | None) -> Iterable[Pair]:
+def _file_documents(source: str, seed: int | None, second: str, render: ChatRenderer | None) -> Iterable[Pair]:
     path, columns = file_of(source)
     check_file(path)
     _check_columns(path, columns)
     if ending_of(path.name) in TEXTS:
-        return ((piece, None) for piece in text_pieces(path, seed))
-    rows = file_rows(path)
+        return ((_checked(piece, source), None) for piece in text_pieces(path, seed))
+    odd = OddRecords(str(path))
+    rows = file_rows(path, odd)
     read = _reader(rows, columns, str(path), second, render)
-    return _shuffled([piece for row in rows for piece in _pieces(*read(row), seed)], seed)
+    return _shuffled([piece for pair in _read(rows, read, odd) for piece in _pieces(*pair, seed)], seed)
 
 
-def _pieces(text: Any, pair: Any, seed: int | None) -> list[Pair]:
+def _read(rows: Iterable[Row], read: Callable[[Row], Pair], odd: OddRecords) -> Iterator[Pair]:
+    """Yield the documents of rows. Raises `CalibrationError` if most rows give none."""
+    try:
+        for row in rows:
+            try:
+                pair = read(row)
+            except CalibrationError as error:
+                odd.leave_out(error)
+                continue
+            if pair[0] is not None:
+                odd.count_good()
+            yield pair
+        odd.check()
+    finally:  # also if the caller has enough
+        odd.tell()
+
+
+def _pieces(document: Document | None, pair: str | None, seed: int | None) -> list[Pair]:
     """Return a text that is too long as several, so that the order of all pieces is seeded."""
-    if not isinstance(text, str) or pair is not None:
-        return [(text, pair)]
-    return [(piece, None) for piece in cut(text, seed)]
+    if not isinstance(document, str) or pair is not None:
+        return [(document, pair)]
+    return [(piece, None) for piece in cut(document, seed)]
 
 
 def _reader(
-    rows: Sequence[dict[str, Any]], columns: Sequence[str], source: str, second: str, render: Render | None
-) -> Callable[[dict[str, Any]], Pair]:
-    """Return the function that reads text and second text of a row: from the named columns, else from those it finds.
+    rows: Sequence[Row], columns: Sequence[str], source: str, second: str, render: ChatRenderer | None
+) -> Callable[[Row], Pair]:
+    """Return the function that reads document and second text of a row: from the named columns, else those it finds.
 
-    Those are a column of text, or a conversation.
+    Those are a column of text, a conversation, or tokens.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))  # in the order of the file
     if columns:
         return _column_reader(names, columns, source, second, render)
     chat = None if "text" in names or render is None else chat_column(names)
-    if chat is None or render is None:
-        column = _text_column(rows, names, source)
-        return lambda row: (row.get(column), row.get(second))
-    turns, text_of = chat, render
+    if chat is not None and render is not None:
+        turns, chats = chat, render
+        return lambda row: (_conversation(turns_of(row, turns), row, source, chats), None)
+    if TOKENS in names and "text" not in names:
+        return _token_reader(source, render)
+    column = _text_column(rows, names, source)
+    return lambda row: (_checked(row.get(column), source), _checked(row.get(second), source))
 
-    def read(row: dict[str, Any]) -> Pair:
-        found = turns_of(row, turns)
-        return (None if found is None else text_of(found, source)), None
+
+def _conversation(turns: Any, row: Row, source: str, render: ChatRenderer) -> str | None:
+    return None if turns is None else _checked(render(turns, source, row), source)
+
+
+def _token_reader(source: str, render: ChatRenderer | None) -> Callable[[Row], Pair]:
+    """Return the function that reads the tokens of a row, without padding."""
+    if render is None:
+        raise CalibrationError(f"{source} holds tokens, which only models that write text read; give a text.")
+    fillings = fillings_of(render.tokenizer)
+
+    def read(row: Row) -> Pair:
+        tokens: list[int] = text_tokens(row, source, fillings).tolist()
+        if any(token < 0 for token in tokens):
+            raise CalibrationError(f"{source} holds the negative token {min(tokens)}; leave out the padding.")
+        return tokens or None, None
 
     return read
 
 
-def _hub_documents(source: str, seed: int | None, second: str, render: Render | None) -> Iterator[Pair]:
+def _hub_documents(source: str, seed: int | None, second: str, render: ChatRenderer | None) -> Iterator[Pair]:
     path, config, split, column = HUB_ALIASES.get(source) or _parse_hub_source(source)
-    rows = _hub_rows(path, config, split, seed)
+    rows = map(present_row, _hub_rows(path, config, split, seed))
     first = next(rows)
     read = _reader([first], column.split(",") if column else (), path, second, render)
-    for row in itertools.chain([first], rows):
-        yield read(row)
+    yield from _read(itertools.chain([first], rows), read, OddRecords(path))
 
 
 def _column_reader(
-    names: Sequence[str], columns: Sequence[str], path: str, second: str, render: Render | None
-) -> Callable[[dict[str, Any]], Pair]:
+    names: Sequence[str], columns: Sequence[str], path: str, second: str, render: ChatRenderer | None
+) -> Callable[[Row], Pair]:
     """Return the function that reads the named columns of a row, also one of conversations."""
     for name in columns:
         if name not in names:
             raise CalibrationError(f"{path} has no column {name!r}; it has {', '.join(names)}.")
     beside = columns[1] if len(columns) > 1 else second
 
-    def read(row: dict[str, Any]) -> Pair:
-        value = row.get(columns[0])
-        if isinstance(value, list) and render is not None:
-            return render(value, path), None
-        return value, row.get(beside)
+    def read(row: Row) -> Pair:
+        value = stated(row.get(columns[0]))
+        if (
+            render is not None
+            and isinstance(value, list)
+            and (value is row.get(columns[0]) or all(map(is_turn, value)))
+        ):
+            return _conversation(value, row, path, render), None
+        return _checked(row.get(columns[0]), path), _checked(row.get(beside), path)
 
     return read
 

@@ -191,7 +191,7 @@ def test_loaders_of_strings_and_a_limit(
     [
         ([], "empty"),
         ([3.5], "3.5 is neither a string, nor a chat"),
-        (["text", None], "None is neither"),
+        ([None, "text", None], "2 of 3 records of the calibration text .* None is neither"),
         ({"text": "a"}, "type dict is not text"),
         (b"bytes", "type bytes is not text"),
         (7, "type int is not text"),
@@ -199,7 +199,7 @@ def test_loaders_of_strings_and_a_limit(
         (torch.zeros(6).long(), "shape \\(6,\\)"),
         (torch.zeros(0, 3).long(), "shape \\(0, 3\\)"),
         (torch.full((2, 8), -100), "negative token -100"),
-        ([[1, 2], [1]], "several lengths"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[0.0, -1e9]]}, "does not fit its input_ids"),
         (torch.full((4, 8), 400), "400"),
     ],
     ids=str,

@@ -3,6 +3,8 @@
 import copy
 import csv
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from oneshot.api.texts import save_text
 from oneshot.errors import CalibrationError
 from oneshot.evaluation import load_windows
 from oneshot.text import chat_renderer, iter_documents, load_text, write_text
+from oneshot.text.bounded import BoundError, bounded
 from oneshot.text.packing import cut_windows
 
 TURNS = [{"role": "user", "content": "What is a list?"}, {"role": "assistant", "content": "A sequence."}]
@@ -81,6 +85,153 @@ def test_conversations_in_a_csv_file(written: Any, chatty: Any, tmp_path: Path) 
     assert list(iter_documents(str(pairs), 0, chat_renderer(chatty))) == ["<user>[1, 2]<assistant>A sequence."]
 
 
+CALL = {"type": "function", "function": {"name": "temperature", "arguments": {"place": "harbour"}}}
+OTHER_CALL = {"type": "function", "function": {"name": "tide", "arguments": {"day": "Monday"}}}
+ANSWER = {"role": "tool", "content": "11.4"}
+WHOLE = (
+    "{{ messages | tojson }}{{ tools | tojson }}{{ documents | tojson }}{{ add_generation_prompt }}"
+    "{% if enable_thinking is defined %}thinking {{ enable_thinking }}{% endif %}"
+)
+WHOLE_ROWS: dict[str, dict[str, Any]] = {
+    "tool calls": {"messages": [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, ANSWER]},
+    "no content": {"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+    "reasoning": {"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "Ask the buoy."}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]},
+    "tools": {"messages": TURNS, "tools": [CALL]},
+    "no tools": {"messages": TURNS, "tools": []},
+    "documents": {"messages": TURNS, "documents": [{"title": "Tides", "text": "Twice a day."}]},
+    "thinking": {"messages": TURNS, "enable_thinking": False},
+    "prompt": {"messages": TURNS[:1], "add_generation_prompt": True},
+    "calls of several fields": {
+        "messages": [{"role": "assistant", "content": "", "tool_calls": [call]} for call in (CALL, OTHER_CALL)]
+    },
+}
+
+
+def held(rows: list[dict[str, Any]], container: str, folder: Path) -> str:
+    """Return the source that holds rows in a file, or is written of rows in memory."""
+    from datasets import Dataset
+
+    if container == "lines":
+        return write(folder / "a.jsonl", *rows)
+    if container == "parquet":
+        Dataset.from_list(rows).to_parquet(folder / "a.parquet")
+        return str(folder / "a.parquet")
+    given = Dataset.from_list(rows) if container == "data set" else rows
+    return save_text(given, folder, num_sequences=9, seed=0)[0]
+
+
+@pytest.mark.parametrize("container", ["lines", "parquet", "data set", "list"])
+@pytest.mark.parametrize("name", WHOLE_ROWS)
+def test_the_template_gets_the_whole_row(name: str, container: str, chatty: Any, tmp_path: Path) -> None:
+    """Also of tables of Arrow, which have None where a record lacks a field."""
+    row = WHOLE_ROWS[name]
+    chatty.chat_template = WHOLE
+    beside = {key: value for key, value in row.items() if key != "messages"}
+    wanted = chatty.apply_chat_template(row["messages"], tokenize=False, **beside)
+    source = held([row | {"id": "a", "dict": "b", "documents_of": [1]}] * 2, container, tmp_path)
+    assert list(iter_documents(source, 0, chat_renderer(chatty))) == [wanted] * 2
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"tools": json.dumps([CALL])}, {"tools": [json.dumps(CALL)]}, {"chat_template_kwargs": {"tools": [CALL]}}],
+    ids=str,
+)
+def test_other_spellings_of_what_stands_beside_turns(beside: dict[str, Any], chatty: Any, tmp_path: Path) -> None:
+    chatty.chat_template = WHOLE
+    wanted = chatty.apply_chat_template(TURNS, tools=[CALL], tokenize=False)
+    path = write(tmp_path / "a.jsonl", {"messages": TURNS, "documents": "of no kind"} | beside)
+    assert list(iter_documents(path, 0, chat_renderer(chatty))) == [wanted]
+
+
+def test_a_function_is_a_tool_as_in_transformers(chatty: Any, tmp_path: Path) -> None:
+    def tide(day: str) -> str:
+        """
+        Return the tide.
+
+        Args:
+            day: of the week.
+        """
+        return day
+
+    chatty.chat_template = WHOLE
+    source, _ = save_text([{"messages": TURNS, "tools": [tide]}], tmp_path, num_sequences=9, seed=0)
+    wanted = chatty.apply_chat_template(TURNS, tools=[tide], tokenize=False)
+    assert list(iter_documents(source, 0, chat_renderer(chatty))) == [wanted]
+
+
+def test_turns_with_from_and_value_keep_what_they_hold(chatty: Any, tmp_path: Path) -> None:
+    """ShareGPT's files have the first turn of the system in a column; a chat in memory may be turns of either kind."""
+    row = {"conversations": [SHARED[0], SHARED[1] | {"weight": 1}], "system": "Be brief."}
+    chatty.chat_template = "{{ messages | tojson }}"
+    messages = [{"role": "system", "content": "Be brief."}, TURNS[0], TURNS[1] | {"weight": 1}]
+    path = write(tmp_path / "a.jsonl", row)
+    wanted = chatty.apply_chat_template(messages, tokenize=False)
+    assert list(iter_documents(path, 0, chat_renderer(chatty))) == [wanted]
+    chatty.chat_template = TEMPLATE
+    source, _ = save_text([SHARED, TURNS], tmp_path, num_sequences=9, seed=0)
+    assert list(iter_documents(source, 0, chat_renderer(chatty))) == [WANTED] * 2
+
+
+@pytest.mark.parametrize("cell", [TURNS, json.dumps(TURNS), SHARED], ids=["turns", "JSON", "from and value"])
+def test_a_column_of_another_name_is_named(cell: Any, chatty: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"id": "x", "dialogue": cell})
+    if not isinstance(cell, str):
+        with pytest.raises(CalibrationError, match="no column 'text' but 'id, dialogue'; name the one"):
+            list(iter_documents(path, 0, chat_renderer(chatty)))
+    assert list(iter_documents(f"{path}:dialogue", 0, chat_renderer(chatty))) == [WANTED]
+
+
+def test_a_record_that_is_no_conversation_is_left_out_and_told(
+    chatty: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Most of a file must give text."""
+    good, odd = {"messages": TURNS}, {"messages": [{"role": "user", "content": "x"}, "y"]}
+    chatty.chat_template = "{% if messages|length < 2 %}{{ raise_exception('too short') }}{% endif %}" + TEMPLATE
+    short = {"messages": TURNS[:1]}
+    path = write(tmp_path / "a.jsonl", good, odd, good, short)
+    assert list(iter_documents(path, 0, chat_renderer(chatty))) == [WANTED] * 2
+    assert f"2 of 4 records of {path} give no text and are left out. The first: " in caplog.text
+    path = write(tmp_path / "b.jsonl", good, odd, short)
+    with pytest.raises(CalibrationError, match=r"2 of 3 records of .* give no text; mend them, .*The first: .*a turn"):
+        list(iter_documents(path, 0, chat_renderer(chatty)))
+
+
+def test_a_template_is_given_up_that_takes_too_much(
+    chatty: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in takes long, in steps or in one; another writes much. A third record ends the reading."""
+    monkeypatch.setattr("oneshot.text.bounded.MOST_SECONDS", 0.1)
+    path, calls = write(tmp_path / "a.jsonl", *[{"messages": TURNS}] * 9), []
+    stopped = threading.Event()
+
+    def steps(*_: Any, **__: Any) -> str:
+        calls.append(1)
+        try:
+            while True:
+                time.sleep(0.001)
+        except SystemExit:
+            stopped.set()
+            raise
+
+    monkeypatch.setattr(chatty, "apply_chat_template", steps)
+    with pytest.raises(CalibrationError, match=r"chat template, for a conversation of .*, takes more than 0.1 seconds"):
+        list(iter_documents(path, 0, chat_renderer(chatty)))
+    assert len(calls) == 3
+    assert stopped.wait(5), "no thread stays busy"
+    monkeypatch.setattr(chatty, "apply_chat_template", lambda *_, **__: time.sleep(1))
+    with pytest.raises(CalibrationError, match=r"takes more than 0.1 seconds"):
+        chat_renderer(chatty)(TURNS, "a")
+    with pytest.raises(BoundError, match="makes 11 letters, more than 10"):
+        bounded(lambda: "x" * 11, "It", most_letters=10)
+    monkeypatch.setattr("oneshot.text.bounded.MOST_BYTES", 2**24)
+    monkeypatch.setattr("oneshot.text.bounded.MOST_SECONDS", 10.0)
+    kept: list[bytes] = []
+    with pytest.raises(BoundError, match="more than 16 MiB of memory"):
+        bounded(lambda: [kept.append(b"x" * 2**20) or time.sleep(0.003) for _ in range(200)], "It")  # type: ignore
+
+
 def test_text_is_read_before_conversations(chatty: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"text": "plain", "messages": TURNS}, {"messages": TURNS})
     assert list(iter_documents(path, None, chat_renderer(chatty))) == ["plain"]
@@ -91,7 +242,8 @@ def test_text_is_read_before_conversations(chatty: Any, tmp_path: Path) -> None:
     [
         ({"id": "identity_1", "turns": ["a", "b"]}, "no column 'text' but 'id, turns'"),
         ({"id": "identity_1", "turns": {"a": "b"}}, "no column 'text'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "where a turn should be"),
+        ({"messages": [{"role": 5, "content": "a"}]}, "where a turn should be"),
+        ({"messages": [{"content": "a"}]}, "where a turn should be"),
         ({"messages": ["hello"]}, "where a turn should be"),
         ({"messages": "hello"}, "where turns of a conversation should be"),
         ({"messages": []}, "where turns of a conversation should be"),
