@@ -32,7 +32,7 @@ ROWS: list[tuple[str, bytes, list[str] | str]] = [
     ("other-records.json", b'[{"text": "a"}, 7, {"text": "b"}]', ["a", "b"]),
     ("latin.txt", b"\xff\xfe", "not UTF-8"),
     ("deep.jsonl", b"[" * 100_000, "Line 1 of"),
-    ("no-objects.jsonl", b"1\n2\n", "Record 1 of .* is 1"),
+    ("no-objects.jsonl", b"1\n2\n", "Line 1 of .* is 1, which is not a JSON object"),
     ("blank.jsonl", b" \n \n", "holds no rows"),
     ("empty-array.json", b"[]", "holds no rows"),
     ("empty.jsonl", b"", "is empty"),
