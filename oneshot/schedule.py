@@ -73,15 +73,18 @@ class Schedule:
         return self.plans_by_profile and self.profiles_embedding
 
 
-def make_schedule(method: Method, plan: Plan, grid: Grid, *, num_tokens: int, has_profile: bool) -> Schedule:
+def make_schedule(
+    method: Method, plan: Plan, grid: Grid, *, num_tokens: int, has_profile: bool, asks_less: bool = False
+) -> Schedule:
     """Return the stages of a run with a plan, made for equal layers if a profile will decide their sizes.
 
     Args:
         method: settled for the grid. num_tokens: tokens that are asked for. has_profile: whether the profile is given,
-            so that none is made.
+            so that none is made. asks_less: whether the budget is below the dense model's; the plan for equal layers
+            may keep all of them, where only ranks or sizes of their own can meet it.
     """
     shape = grid.shape
-    by_profile = method.reads_profile and plan.reduces_sublayers(shape)
+    by_profile = method.reads_profile and (asks_less or plan.reduces_sublayers(shape))
     slices = plan.hidden is not None
     plans_inner = by_profile and method.plans_inner_sizes
     reduces_values = plan.reduces_values or plans_inner

@@ -57,6 +57,7 @@ class EncoderForm(OwnCode, RenamedLayers):
         return Grid(
             model.family,
             model.shape,
+            refusal=model.family.reason_against("per-layer form"),
             layers_differ=True,
             heads_differ=True,
             inner_sizes=True,

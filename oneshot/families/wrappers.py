@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.families.classes import UNSUPPORTED
-from oneshot.families.description import Description
+from oneshot.families.description import Description, Feature
 from oneshot.families.gemma3 import GEMMA3
 from oneshot.families.gemma4 import GEMMA4
 from oneshot.families.glm import GLM4
@@ -20,11 +20,14 @@ from oneshot.families.mistral4 import MISTRAL4
 from oneshot.families.qwen2 import QWEN2
 from oneshot.families.qwen3 import QWEN3
 from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from oneshot.families.resizing import FIXED_HEADS_ALONE
 
 # what the text models of wrappers are called if that is not the name of their family
 OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "glm4v_text": "glm4"}
 # language models that transformers does not read by themselves
 ONLY_INSIDE = {MISTRAL4.model_type: MISTRAL4}
+# text models whose heads are as wide as the hidden size, whatever their config states of them
+WITH_FIXED_HEADS = ("glm4v", "qwen2_vl", "qwen2_5_vl")
 NO_DEPTH = "--set depth= is not supported for {}, whose layers may also take features of images; leave it out."
 
 
@@ -37,14 +40,16 @@ def _wrapper(model_type: str, model_class: str, text: Description, module: str =
 def within_wrapper(text: Description, wrapper: Description) -> Description:
     """Return a wrapper's description whose language model is of this family."""
     assert wrapper.text_module is not None
+    name = wrapper.model_type
+    heads: dict[Feature, str] = {"heads": FIXED_HEADS_ALONE.format(name)} if name in WITH_FIXED_HEADS else {}
     return replace(
         text,
-        model_type=wrapper.model_type,
+        model_type=name,
         stack=text.stack.moved("model.", wrapper.text_module),
         classes=wrapper.classes,
         text_module=wrapper.text_module,
         unused_prefixes=tuple(re.sub("^model[.]", wrapper.text_module, name) for name in text.unused_prefixes),
-        unsupported={**text.unsupported, **UNSUPPORTED, "depth": NO_DEPTH.format(wrapper.model_type)},
+        unsupported={**text.unsupported, **UNSUPPORTED, **heads, "depth": NO_DEPTH.format(name)},
         like_llama=True,
     )
 

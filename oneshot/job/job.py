@@ -39,7 +39,14 @@ class Job:
         if run.grid.stack(self.plan) != run.model.shape.stack():
             run.form.config(run.model, self.plan)  # which refuses sizes that it cannot state
         tokens, has_profile = config.text.num_tokens, config.profile is not None
-        self.schedule = make_schedule(run.method, self.plan, run.grid, num_tokens=tokens, has_profile=has_profile)
+        self.schedule = make_schedule(
+            run.method,
+            self.plan,
+            run.grid,
+            num_tokens=tokens,
+            has_profile=has_profile,
+            asks_less=self.budget.target < self.budget.measure(run.model.shape.stack()),
+        )
         if has_profile and not self.schedule.plans_by_profile:
             logger.warning(
                 "The profile %s is not used, because this run plans nothing from one; --form per-layer does, or leave "

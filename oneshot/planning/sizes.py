@@ -50,6 +50,8 @@ def make_plan(
         )
     # nothing was asked for, or nothing beyond the sizes that are stated
     sublayers_shrink = method.reduces_sublayers and budget.target != dense
+    if sublayers_shrink and method.reduces_heads and (reason := grid.reason_against_heads()) is not None:
+        raise PlanError(reason)
     if method.slices and target.budget != "parameters":
         raise ConfigError(f"--budget {target.budget} is for FFN neurons and heads; set hidden=none.")
     target = with_sizes(target, grid)

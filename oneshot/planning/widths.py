@@ -58,8 +58,6 @@ def meet_budget(
         raise PlanError(f"--round-to {step} is above the FFN width of {shape.intermediate_size}; give a smaller one.")
     if reduce_ffn and step % shape.width_step:
         raise PlanError(f"--round-to {step} is not a multiple of {shape.width_step}, as FFN widths of this model are.")
-    if reduce_heads and (reason := grid.reason_against_heads()) is not None:
-        raise PlanError(reason)
     if damages is not None and grid.layers_differ:
         ffn_step = step if reduce_ffn else None
         if reduce_heads and not grid.heads_differ:

@@ -369,8 +369,10 @@ CASES: dict[str, Case] = {
 WRAPPER_REFUSALS: dict[str, frozenset[Feature]] = {
     "gemma3": frozenset({"up_proj", "queries and keys"}),
     "gemma4": frozenset({"up_proj", "heads", "queries and keys"}),
-    "glm4v": frozenset({"up_proj"}),
+    "glm4v": frozenset({"up_proj", "heads"}),
     "lfm2_vl": frozenset({"queries and keys"}),
+    "qwen2_vl": frozenset({"heads"}),
+    "qwen2_5_vl": frozenset({"heads"}),
     "qwen3_vl": frozenset({"queries and keys"}),
     "qwen3_5": frozenset({"heads", "queries and keys"}),
     "qwen3_5_moe": MIXTURES | {"heads", "queries and keys"},
