@@ -220,9 +220,15 @@ class Experts(WithoutLinears):
         return self._renamed(named, self.stored_names)
 
     def as_in(self, names: Iterable[str]) -> "Experts":
-        """Return the experts as files with these tensors store them: one by one, or as the stock class has them."""
-        is_one = self.stored_linears is not None and any(name.endswith(f".{self.down}") for name in names)
-        return replace(self, stored_linears=None) if is_one else self
+        """Return the experts as files with these tensors store them: one by one, or as the stock class has them.
+
+        A file has names of the stock class if a model was saved that was not loaded from files.
+        """
+        listed = list(names)
+        is_one = self.stored_linears is not None and any(name.endswith(f".{self.down}") for name in listed)
+        own = replace(self, stored_linears=None) if is_one else self
+        is_renamed = any(f".{old}" in name for name in listed for old in self.stored_names.values())
+        return own if is_renamed else replace(own, stored_names={})
 
     @property
     def in_class(self) -> "Experts":

@@ -23,6 +23,7 @@ def with_fewer_layers(
 
     Layers go in the order of their own damage, the last layers first if damages are unknown. `meet_budget` shrinks the
     remaining layers to the budget; without it, the number of layers that comes nearest to the budget is taken.
+    The last plan is the first one that is below the budget by its layers alone: fewer only do more damage.
     Without damages layers go only if nothing else reaches the budget.
     """
     known = torch.arange(grid.shape.num_hidden_layers, 0, -1) if damages is None else damages.layers
@@ -43,10 +44,11 @@ def with_fewer_layers(
     plans: list[Plan] = []
     refusal: PlanError | None = None
     for option, measure in measured:
-        if plans and (damages is None or measure < budget.target):
+        if plans and damages is None:
             break
-        if measure < budget.target:  # with more layers even the narrowest were too large
-            return option
+        if measure < budget.target:
+            plans.append(option)
+            break
         try:
             plans.append(meet_budget(option))
         except PlanError as error:

@@ -95,6 +95,15 @@ def out_of_reach(grid: Grid, budget: Budget, least: float, *, reduce_heads: bool
     )
 
 
+def worth_trying(grid: Grid, options: Sequence[Plan], budget: Budget) -> list[Plan]:
+    """Return the options from the largest one below the budget on; fewer heads than in that one only do more damage.
+
+    `options`: by rising size, with all neurons.
+    """
+    below = [option for option in options if budget.measure(grid.stack(option)) < budget.target]
+    return list(options[max(0, len(below) - 1) :])
+
+
 def spread_with_equal_heads(
     grid: Grid, plan: Plan, budget: Budget, damages: Damages, step: int | None, *, leaves_out: bool
 ) -> Plan:
@@ -105,9 +114,7 @@ def spread_with_equal_heads(
             "or add --set allocation=uniform."
         )
     plans, refusal = [], None
-    for option in head_options(grid.shape, plan):
-        if budget.measure(grid.stack(option)) < budget.target:
-            continue
+    for option in worth_trying(grid, head_options(grid.shape, plan), budget):
         try:
             plans.append(spread(grid, option, budget, damages, step, reduce_heads=False, leaves_out=leaves_out))
         except PlanError as error:

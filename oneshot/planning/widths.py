@@ -10,7 +10,7 @@ from oneshot.planning.budget import Budget, default_round_to
 from oneshot.planning.damages import Damages, predicted_damage
 from oneshot.planning.grid import Grid
 from oneshot.planning.heads import head_options
-from oneshot.planning.own_sizes import out_of_reach, spread, spread_with_equal_heads
+from oneshot.planning.own_sizes import out_of_reach, spread, spread_with_equal_heads, worth_trying
 from oneshot.planning.plan import Plan
 from oneshot.planning.vocabulary import equal_tables
 
@@ -126,10 +126,9 @@ def _with_width(
 def _least_damage(grid: Grid, options: list[Plan], budget: Budget, damages: Damages, step: int) -> Plan:
     """Return the plan of least damage among all numbers of heads, each with the FFN width that meets the budget."""
     fitting = []
-    for option in options:
-        if budget.measure(grid.stack(option)) >= budget.target:
-            with contextlib.suppress(PlanError):
-                fitting.append(_with_width(grid, option, budget, step))
+    for option in worth_trying(grid, options, budget):
+        with contextlib.suppress(PlanError):
+            fitting.append(_with_width(grid, option, budget, step))
     if not fitting:
         raise PlanError(
             f"No FFN width and no number of heads reaches {budget.target:,.0f} {budget.unit}; ask for more."

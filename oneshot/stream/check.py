@@ -105,7 +105,7 @@ def _stock_model(
     dtypes = {name: one.dtype for name, one in stock.state_dict().items()}
     for name, tensor in weights.items():
         module, _, part = name.rpartition(".")
-        placed = uploaded(tensor, machine.device).to(dtypes[name])
+        placed = uploaded(tensor, machine.device).to(dtypes.get(name, machine.dtype))  # biases of zero may be new
         setattr(stock.get_submodule(module), part, nn.Parameter(placed, requires_grad=False))
     for module in stock.modules():
         if isinstance(module, nn.Embedding):

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from factories import MakeCheckpoint, MakeConfig, build_model
+from families.cases import CASES
+from safetensors.torch import save_file
 
 from oneshot.checkpoint import open_model
 from oneshot.errors import CheckpointError, PlanError
@@ -91,3 +94,15 @@ def test_a_folder_with_a_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"give .*model\.gguf itself"):
         open_model(str(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "granitemoe"])
+def test_experts_under_the_names_of_their_class_are_read(name: str, save_model: Callable[..., Path]) -> None:
+    """A model saved that was not loaded from files keeps them, and its class opens both."""
+    built = CASES[name].build(**CASES[name].options)
+    folder = save_model(built)
+    usual = open_model(str(folder), folder).read_layer(0)
+    save_file(built.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    again = open_model(str(folder), folder).read_layer(0)
+    assert again.keys() == usual.keys()
+    assert all(torch.equal(one, again[key]) for key, one in usual.items())

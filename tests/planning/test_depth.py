@@ -128,7 +128,10 @@ def test_layers_around_a_left_out_one_are_corrected_towards_the_dense_stream(
 
 @given(seed=st.integers(0, 10**6), share=st.floats(0.05, 0.6))
 def test_the_plan_is_the_best_of_all_subsets(seed: int, share: float) -> None:
-    """Compare with every subset of layers and every common width; a narrower FFN costs the same in all layers."""
+    """Compare with every subset of layers and every common width; a narrower FFN costs the same in all layers.
+
+    Subsets that leave less than the budget count as they are.
+    """
     layers, width = 4, 12
     shape = ModelShape(layers, 8, width, 4, 2, 4)
     grid = Grid(LLAMA, shape)
@@ -148,8 +151,6 @@ def test_the_plan_is_the_best_of_all_subsets(seed: int, share: float) -> None:
     for count in range(layers):
         for gone in itertools.combinations(range(layers), count):
             start = Plan(tuple(LEFT_OUT if layer in gone else whole for layer in range(layers)), "query-head")
-            if grid.stack(start).stored_parameters() < budget.target:
-                continue
             options = [
                 replace(
                     start,

@@ -20,7 +20,7 @@ from oneshot.export import coordinates
 from oneshot.families import LLAMA, ModelShape, StackShape, find_family, read_shape
 from oneshot.parsing import parse_count, parse_size
 from oneshot.pipeline import compress
-from oneshot.planning import Budget, Grid, LayerPlan, Plan, default_round_to
+from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, default_round_to
 from oneshot.planning.widths import meet_budget
 from oneshot.profiling import measured_seconds
 
@@ -324,3 +324,17 @@ def test_ranks_are_timed_for_every_linear(make_checkpoint: MakeCheckpoint, tmp_p
 def test_invalid_budgets(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Config.of("in", "out", **changes)
+
+
+@pytest.mark.parametrize("layers_differ", [False, True])
+def test_heads_that_cost_nothing_go_though_they_are_more_than_was_asked_for(layers_differ: bool) -> None:
+    """An FFN that shrinks to the target would do damage; so would one more head unit."""
+    costs = torch.arange(SHAPE.intermediate_size, -1, -1, dtype=torch.float64).expand(4, -1)
+    heads = torch.tensor([9.0, 5, 0, 0, 0], dtype=torch.float64).expand(4, -1)
+    damages = Damages(costs, heads, torch.full((4,), 99.0), torch.empty(0, 0))
+    start = whole(SHAPE, "kv-group")
+    grid = Grid(LLAMA, SHAPE, layers_differ=layers_differ)
+    wanted = start.with_sizes(num_attention_heads=4, num_key_value_heads=2)
+    budget = Budget(grid.stack(wanted).stored_parameters() + 10)
+    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": True, "round_to": None, "damages": damages}
+    assert meet_budget(grid, start, budget, **options) == wanted
