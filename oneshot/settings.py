@@ -59,9 +59,12 @@ def read_recipe(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        values, twice = yaml.safe_load(text), _key_given_twice(yaml.compose(text, Loader=yaml.SafeLoader))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML ({cause(error)}); oneshot init writes an example.") from error
+    if twice is not None:
+        raise ConfigError(f"{path} gives {twice} twice; remove one of both.")
     if not isinstance(values, dict):
         raise ConfigError(f"{path} does not hold lines of option: value; oneshot init writes an example.")
     if "set" in values:
@@ -77,6 +80,26 @@ def read_recipe(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             raise ConfigError(f"{path} leaves {name} empty, because it was not a file or a name; give it yourself.")
     return options
+
+
+def _key_given_twice(node: Any) -> str | None:
+    """Return the first key that a composed YAML mapping has twice, at any depth; None if none is."""
+    from yaml import MappingNode, ScalarNode, SequenceNode
+
+    if isinstance(node, SequenceNode):
+        return next(filter(None, map(_key_given_twice, node.value)), None)
+    if not isinstance(node, MappingNode):
+        return None
+    seen = set[str]()
+    for key, value in node.value:
+        name = str(key.value).replace("-", "_") if isinstance(key, ScalarNode) else ""
+        name = SPELLINGS[name][0] if name in SPELLINGS else name
+        if name in seen:
+            return str(key.value)
+        seen.add(name)
+        if (inner := _key_given_twice(value)) is not None:
+            return inner
+    return None
 
 
 def _typed(name: str, value: Any) -> Any:

@@ -196,3 +196,20 @@ def test_init_writes_a_recipe_of_the_defaults(tmp_path: Path, capsys: pytest.Cap
     Config.of("org/model", **others)
     assert main(["init", str(path)]) == 1
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sparsity: 0.1\nheads: id\nsparsity: 0.5\n",
+        "num_sequences: 4\nnum-sequences: 8\n",
+        "params: 5\nparameters: 6\n",
+        "a: {b: 1, b: 2}\n",
+        "a: [{b: 1, b: 2}]\n",
+    ],
+)
+def test_a_key_given_twice_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"recipe.yaml gives [a-z_-]+ twice; remove one of both"):
+        read_recipe(path, {})

@@ -44,6 +44,7 @@ def test_only_some_modules_know_transformers() -> None:
     }
     assert importing == {
         "api/models.py",
+        "checkpoint/class_names.py",
         "checkpoint/gguf.py",
         "checkpoint/gguf_tokenizer.py",
         "checkpoint/nearest.py",  # fields of stock configs

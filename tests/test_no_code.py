@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 from factories import MakeCheckpoint, MakeConfig
+from transformers import AutoModelForCausalLM
 
+from oneshot.checkpoint import load_whole, open_model
+from oneshot.errors import CheckpointError
 from oneshot.evaluation import evaluate
 from oneshot.pipeline import compress
 
@@ -52,3 +55,46 @@ def test_modelling_files_are_never_run(
     output = Path(config.output)
     assert not list(output.glob("*.py"))
     assert "auto_map" not in json.loads((output / "config.json").read_text()), "the result is stock"
+
+
+@pytest.mark.parametrize("inner", ["", "text_config", "vision_config", "text_config.further.deeper", "listed"])
+@pytest.mark.parametrize("key", ["_attn_implementation", "experts_implementation", "auto_map"])
+def test_code_that_a_config_names_at_any_depth_is_refused(
+    key: str, inner: str, own_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels on the hub, which the package `kernels` fetches: a harmless name, and a stand-in of what fetches it."""
+    fetched: list[str] = []
+    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", fetched.append)
+    folder = own_checkpoint()
+    path = folder / "config.json"
+    values: Any = {key: {"AutoModel": "harmless.Model"} if key == "auto_map" else {"": "some-org/harmless"}}
+    for name in reversed(inner.split(".") if inner else ()):
+        values = {name: [values] if name == "listed" else values}
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    if key == "auto_map" and not inner:
+        open_model(str(folder), folder)  # transformers asks before it runs that; it stays without an answer
+        return
+    with pytest.raises(CheckpointError, match=rf"config.json names code \({inner}\.?{key}\), which is never run"):
+        open_model(str(folder), folder)
+    with pytest.raises(CheckpointError, match="names code"):
+        load_whole(AutoModelForCausalLM, folder)
+    assert not fetched
+
+
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "chat_template.json", "chat_template.jinja", "modules.json"]
+)
+@pytest.mark.parametrize("content", [b"\x80\x00\xff", b"{", b"7"])
+def test_companions_that_are_not_what_their_names_say(
+    content: bytes, name: str, own_checkpoint: MakeCheckpoint
+) -> None:
+    """They would be copied into the result."""
+    folder = own_checkpoint()
+    (folder / name).write_bytes(content)
+    if name.endswith(".jinja") and content != b"\x80\x00\xff":
+        open_model(str(folder), folder)
+        return
+    with pytest.raises(
+        CheckpointError, match=rf"{name} is not (JSON|text|an object).*; download it again, or remove it"
+    ):
+        open_model(str(folder), folder)

@@ -1,5 +1,6 @@
 """From the metadata of a GGUF file to the config.json of the model in it."""
 
+import math
 from typing import Any
 
 from oneshot.checkpoint.gguf_architectures import ARCHITECTURES, KV_HEADS, Architecture
@@ -130,6 +131,9 @@ def _positions(file: GgufModel, stated: dict[str, Any], rotary_size: int, contex
 def _refuse_unknown(stated: dict[str, Any], read: set[str]) -> None:
     known = {*read, *SILENT, *(f"rope.{key}" for key in ROTARY_KEYS)}
     for key, value in stated.items():
+        listed = value if isinstance(value, list) else [value]
+        if any(isinstance(one, float) and not math.isfinite(one) for one in listed):
+            raise CheckpointError(f"The GGUF file states {key} {value}, which is not a number; give an undamaged file.")
         if key in known or (key in NEUTRAL and value == NEUTRAL[key]):
             continue
         raise CheckpointError(

@@ -5,7 +5,6 @@ A run works in `OUT.incomplete` (`work_folder`). Every part is written once, at 
 killed, the parts with records are good, and a run with the same fingerprint continues after them.
 """
 
-import json
 import logging
 import os
 import shutil
@@ -26,6 +25,7 @@ from oneshot.checkpoint.reader import is_damaged
 from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.checkpoint.work_folder import WorkFolder, refuse_output
 from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OutputError, PlanError, ProfileError, cause
+from oneshot.json_text import json_text
 from oneshot.machine import ALONE, Workers
 from oneshot.tensors import Tensors
 
@@ -113,7 +113,7 @@ class Journal:
                 f"{self.folder.parent} has {free_bytes / 1e9:.1f} GB free, the result needs {missing / 1e9:.1f} GB; "
                 "free some space or choose another --output."
             )
-        write_whole(self._work.fingerprint, json.dumps(fingerprint, indent=2) + "\n")
+        write_whole(self._work.fingerprint, json_text(fingerprint) + "\n")
 
     def __enter__(self) -> "Journal":
         return self
@@ -203,7 +203,7 @@ class Journal:
             checksums = self._weights.write(number, tensors)
             beside = self._write(self._work.scaffold(number), scaffold) if scaffold else None
             written = {"checksums": checksums, "scaffold": beside, "record": record or {}}
-            write_whole(self._work.record(number), json.dumps(written))
+            write_whole(self._work.record(number), json_text(written, indent=None))
         except BaseException:
             self.num_finished = number
             raise
@@ -223,7 +223,7 @@ class Journal:
         """Write JSON values that a resumed run finds with `saved`."""
         self._settle()
         if self._workers.is_main:
-            write_whole(self._work.saved(name), json.dumps(values))
+            write_whole(self._work.saved(name), json_text(values, indent=None))
 
     def saved(self, name: str) -> dict[str, Any] | None:
         """Return what this run or an interrupted one saved under a name, on every process; None without it."""

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ COMPANION_FILES = (
 READ_FILES = (*COMPANION_FILES, "*.json", "*.txt", "*.jinja", "additional_chat_templates/*")
 MAX_JSON_BYTES = 100 * 2**20
 MAX_JSON_DEPTH = 50
+MAX_CHECKED_BYTES = 2**20
+TEXT_ENDINGS = (".json", ".jinja")
 MAX_LABELS = 10**6
 
 
@@ -79,8 +82,26 @@ def stored_file(folder: Path, name: str) -> Path:
 
 
 def check_readable(folder: Path) -> None:
-    """Check all files that may be read or copied, except the weights; open none. Raises as `stored_file`."""
+    """Check all files that may be read or copied, except the weights.
+
+    Of those that are copied, small ones must be JSON, or text, as their names say. Large ones belong to tokenizers,
+    which have readers of their own. Raises as `stored_file`, and `CheckpointError` for one that holds something else.
+    """
     _existing(folder, READ_FILES)
+    for path in companion_files(folder):
+        if path.suffix in TEXT_ENDINGS and path.stat().st_size <= MAX_CHECKED_BYTES:
+            _check_text(path)
+
+
+def _check_text(path: Path) -> None:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else {}
+    except (OSError, ValueError, RecursionError) as error:
+        kind = "JSON" if path.suffix == ".json" else "text in UTF-8"
+        raise CheckpointError(f"{path} is not {kind} ({cause(error)}); download it again, or remove it.") from error
+    if not isinstance(content, dict | list):
+        raise CheckpointError(f"{path} is not an object or a list of JSON; download it again, or remove it.")
 
 
 def companion_files(folder: Path) -> list[Path]:
@@ -100,10 +121,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = stored_file(folder, "config.json")
     config = read_json(path)
-    for name, value in config.items():
-        if name.endswith("_implementation") and "/" in json.dumps(value):
+    for place, value in _entries(config):
+        name = place.rpartition(".")[2]
+        if ("implementation" in name and "/" in json.dumps(value)) or (name == "auto_map" and place != name):
             raise CheckpointError(
-                f"{path} names code on the hub ({name}), which is never run; remove the entry if you trust the rest."
+                f"{path} names code ({place[:100]}), which is never run; remove the entry if you trust the rest."
             )
     labels = config.get("num_labels")
     if labels is not None and not (isinstance(labels, int) and 0 <= labels <= MAX_LABELS):
@@ -134,6 +156,17 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is not a finite number")
     return value
+
+
+def _entries(content: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every entry of a JSON value at any depth, with its place, such as `text_config.layer_types`."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            yield place + name, value
+            yield from _entries(value, f"{place}{name}.")
+    elif isinstance(content, list):
+        for value in content:
+            yield from _entries(value, place)
 
 
 def _deeper_than(content: Any, depth: int) -> bool:

@@ -1,6 +1,5 @@
 """Records of an evaluation, the table on the terminal, and the JSON with its provenance."""
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oneshot.errors import OutputError, printable
+from oneshot.json_text import json_text
 from oneshot.report.provenance import versions
 from oneshot.report.terminal import open_console
 from oneshot.text import token_hash
@@ -158,7 +158,7 @@ def write_json(path: Path, evaluations: Sequence[Evaluation], settings: Mapping[
     }
     partial_path = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial_path.write_text(json.dumps(content, indent=2) + "\n")
+        partial_path.write_text(json_text(content) + "\n")
         os.replace(partial_path, path)
     except OSError as error:
         partial_path.unlink(missing_ok=True)

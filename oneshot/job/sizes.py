@@ -7,6 +7,7 @@ from oneshot.checkpoint import Journal
 from oneshot.compression import StreamSubspaces, find_subspaces, reduce_embedding
 from oneshot.export import FORMS, form_of
 from oneshot.job.job import Job
+from oneshot.json_text import numbers
 from oneshot.linalg.psd import GramNote
 from oneshot.machine.memory import release_heap
 from oneshot.planning import Grid, Plan, make_plan, predicted_divergences, profiled_damages, spread_hidden_sizes
@@ -62,7 +63,8 @@ def _measured(job: Job, journal: Journal) -> JobSizes:
     """
     saved = journal.saved("plan")
     if saved is not None:
-        return JobSizes(Plan.from_dict(saved["plan"]), saved["divergences"])
+        divergences = saved["divergences"]
+        return JobSizes(Plan.from_dict(saved["plan"]), None if divergences is None else numbers(divergences))
     sizes = _profiled(job, journal) if job.schedule.plans_by_profile else JobSizes(job.plan)
     if job.schedule.plans_by_profile or job.config.target.budget == "latency":
         journal.save("plan", {"plan": asdict(sizes.plan), "divergences": sizes.divergences})

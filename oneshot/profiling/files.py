@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oneshot.errors import OutputError, ProfileError
+from oneshot.json_text import json_text
 from oneshot.planning import Profile, ProfileOrigin
 
 TENSORS, ORIGIN = "profile.safetensors", "profile.json"
@@ -26,7 +27,7 @@ def save_profile(profile: Profile, folder: Path) -> None:
         parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=parent, prefix=f".{folder.name}.incomplete-"))
         save_file(tensors, partial / TENSORS)
-        (partial / ORIGIN).write_text(json.dumps(asdict(profile.origin), indent=2) + "\n")
+        (partial / ORIGIN).write_text(json_text(asdict(profile.origin)) + "\n")
         partial.chmod(0o755)
         partial.rename(folder)
     except (OSError, SafetensorError) as error:

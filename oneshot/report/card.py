@@ -1,6 +1,5 @@
 """The model card and the files beside the weights that tell of the run."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from huggingface_hub import ModelCardData
 from oneshot.config import own_name
 from oneshot.errors import printable
 from oneshot.families import stated_class
+from oneshot.json_text import json_text
 from oneshot.report.layer_table import layer_table
 from oneshot.report.records import Check, Report
 from oneshot.report.sharing import is_hub_name, shared_name, shared_sources, without_local_paths
@@ -58,7 +58,7 @@ def write_report(
     """
     from oneshot.report.page import report_page  # jinja2: only a finished run draws
 
-    (folder / REPORT_NAME).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    (folder / REPORT_NAME).write_text(json_text(report.to_dict()) + "\n")
     (folder / "report.html").write_text(report_page(report), encoding="utf-8", errors="backslashreplace")
     card = model_card(report, inherited, title=title, loading=loading, usage=usage, task=task)
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
@@ -160,7 +160,7 @@ def add_check(folder: Path, report: Report, check: Check) -> Report:
     """Put a check into the report and the card of a result; return the report. Missing files stay missing."""
     report = replace(report, check=check)
     if (folder / REPORT_NAME).is_file():
-        _replace(folder / REPORT_NAME, json.dumps(report.to_dict(), indent=2) + "\n")
+        _replace(folder / REPORT_NAME, json_text(report.to_dict()) + "\n")
     _add_quality(folder / CARD_NAME, check)
     return report
 

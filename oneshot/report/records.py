@@ -1,8 +1,9 @@
 """Records of what a run took and what came out."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from oneshot.json_text import numbers
 from oneshot.linalg.psd import GramNote
 from oneshot.machine import Store
 
@@ -171,4 +172,9 @@ class Report:
         footprint = None if values["footprint"] is None else Footprint(**values["footprint"])
         warnings = tuple(values["warnings"])
         check = None if values.get("check") is None else Check(**values["check"])
-        return Report(**{**values, "layers": layers, "footprint": footprint, "warnings": warnings, "check": check})
+        if check is not None and check.perplexity is not None:
+            check = replace(check, perplexity=numbers(check.perplexity))
+        divergence = values.get("predicted_divergence")
+        read = {"layers": layers, "footprint": footprint, "warnings": warnings, "check": check}
+        read["predicted_divergence"] = None if divergence is None else numbers(divergence)
+        return Report(**{**values, **read})

@@ -172,6 +172,7 @@ def test_a_table_of_factors_is_read_or_refused(
         ({"llama.expert_count": 8}, "expert_count"),
         ({"llama.feed_forward_length": [64]}, "feed_forward_length"),
         ({"general.alignment": 0}, "cannot be read as GGUF"),
+        ({"llama.rope.freq_base": float("nan")}, "rope.freq_base nan, which is not a number"),
     ],
     ids=str,
 )
