@@ -55,7 +55,8 @@ def measure_group(
             shared.update_(current.shared_neurons(routing.inputs), own)
     if is_last and not task.follows_dense:
         judged, _ = states.read_judged()
-        target = reference.sum(task.index, judged) - judged
+        if judged is not None:
+            target = reference.sum(task.index, judged) - judged
     workers = task.machine.workers
     statistics = accumulator.finish(workers)
     if shared is not None:

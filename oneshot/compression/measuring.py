@@ -30,7 +30,7 @@ def measure(
 ) -> tuple[Statistics, torch.Tensor | None]:
     """Sum the statistics of what the writer reads; also return what the sublayer should add to the judged batch.
 
-    None if this worker has no batch of the dense stream, which makes the target.
+    None if this worker has no batch of the stream that makes the target.
 
     Args:
         current: the layer that the compressed stream passes. reference: the layer before any reduction, which
@@ -64,7 +64,8 @@ def measure(
             values.update_(current.values(task.index, x))
     if not task.follows_dense:
         judged, _ = states.read_judged()
-        target = reference.sum(task.index, judged) - reference.base(task.index, judged)
+        if judged is not None:
+            target = reference.sum(task.index, judged) - reference.base(task.index, judged)
     workers = task.machine.workers
     statistics = replace(
         _reachable(task, accumulator.finish(workers)),

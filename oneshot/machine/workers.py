@@ -34,8 +34,12 @@ class Workers:
         return self.rank == 0
 
     def part(self, count: int) -> slice:
-        """Return this process's share of `count` consecutive items; shares differ by at most one."""
-        return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+        """Return this process's share of `count` consecutive items; shares differ by at most one.
+
+        With fewer items than processes the first process has one, because it reports, and the last ones have none.
+        """
+        start, stop = (-(-rank * count // self.size) for rank in (self.rank, self.rank + 1))
+        return slice(start, stop)
 
     def owns(self, task: int) -> bool:
         """Return whether a numbered task belongs to this process; processes take turns."""

@@ -40,7 +40,7 @@ def measure_curvature(
 ) -> Curvature:
     """Return the output curvature of every layer, on the first `CURVATURE_TOKENS` of the text.
 
-    Workers share the batches; what they draw and sum does not depend on their number.
+    Workers share the batches, and some may have none; what they draw and sum does not depend on their number.
 
     Args:
         seed: for drawing tokens. advance: receives the tokens that passed a layer, in either direction.
@@ -53,33 +53,59 @@ def measure_curvature(
     first, own = sum(len(batch.token_ids) for batch in batches[: part.start]), placed(batches[part])
     curvature = Curvature(Path(tempfile.mkdtemp(prefix="curvature-", dir=machine.scratch)))
     with torch.inference_mode(False), torch.no_grad():
-        builder = LayerBuilder(model, machine, text.longest)
-        memory = memory_of(model, machine, own)
-        states = _forward(model, machine, builder, own, memory, advance)
-        lent = LentGradients(memory, machine, own)
-        gradients = states.pop()  # what is behind the last layer gives way to its gradients
-        _start(builder.output_head(), gradients, own, first, seed)
-        numbers = range(model.shape.num_hidden_layers)[::-1]
-        for number, (layer, norms) in zip(numbers, _layers(model, machine, builder, numbers, memory), strict=True):
-            stack = model.family.stack_of(number)
-            sizes = measured_sizes(model.family, model.shape, stack)
-            sums = _Sums(sizes, machine.device)
-            for batch in own:
-                behind, x = _read(gradients, batch), _read(states[-1], batch)
-                together = sequences_together(len(x), x.shape[1], model.shape.num_attention_heads, x.device)
-                before = []
-                parts = lent.parts(batch, together, borrows=model.family.borrows(number))
-                for some, gradient, beside in zip(x.split(together), behind.split(together), parts, strict=True):
-                    own_before, found = _gradients(layer, norms, stack, model.shape, sizes, some, gradient, beside)
-                    sums.update_(found)
-                    before.append(own_before)
-                gradients.write(batch.rows, torch.cat(before))
-                advance(batch.token_ids.numel())
+        passed = (
+            _passed_back(model, machine, own, text.longest, first, seed, advance) if own else _nothing(model, machine)
+        )
+        for number, sums in passed:
             sums.save(curvature, number, machine, text.num_tokens)
-            states.pop().close()
-        gradients.close()
-        lent.close()
     return curvature
+
+
+def _passed_back(
+    model: Model,
+    machine: Machine,
+    own: Sequence[Batch],
+    longest: int,
+    first: int,
+    seed: int,
+    advance: Callable[[float], None],
+) -> Iterator[tuple[int, "_Sums"]]:
+    """Pass a worker's `own` batches forward and back, and yield every layer's sums over them, from the last layer.
+
+    `longest`: sequence of the whole text. `first`: index of the first own sequence in it.
+    """
+    builder = LayerBuilder(model, machine, longest)
+    memory = memory_of(model, machine, own)
+    states = _forward(model, machine, builder, own, memory, advance)
+    lent = LentGradients(memory, machine, own)
+    gradients = states.pop()  # what is behind the last layer gives way to its gradients
+    _start(builder.output_head(), gradients, own, first, seed)
+    numbers = range(model.shape.num_hidden_layers)[::-1]
+    for number, (layer, norms) in zip(numbers, _layers(model, machine, builder, numbers, memory), strict=True):
+        stack = model.family.stack_of(number)
+        sizes = measured_sizes(model.family, model.shape, stack)
+        sums = _Sums(sizes, machine.device)
+        for batch in own:
+            behind, x = _read(gradients, batch), _read(states[-1], batch)
+            together = sequences_together(len(x), x.shape[1], model.shape.num_attention_heads, x.device)
+            before = []
+            parts = lent.parts(batch, together, borrows=model.family.borrows(number))
+            for some, gradient, beside in zip(x.split(together), behind.split(together), parts, strict=True):
+                own_before, found = _gradients(layer, norms, stack, model.shape, sizes, some, gradient, beside)
+                sums.update_(found)
+                before.append(own_before)
+            gradients.write(batch.rows, torch.cat(before))
+            advance(batch.token_ids.numel())
+        yield number, sums
+        states.pop().close()
+    gradients.close()
+    lent.close()
+
+
+def _nothing(model: Model, machine: Machine) -> Iterator[tuple[int, "_Sums"]]:
+    """Yield the sums of a worker without batches, as `_passed_back`: zeros, without a pass."""
+    for number in range(model.shape.num_hidden_layers)[::-1]:
+        yield number, _Sums(measured_sizes(model.family, model.shape, model.family.stack_of(number)), machine.device)
 
 
 def measured_sizes(family: Description, shape: ModelShape, stack: Stack) -> dict[str, int]:

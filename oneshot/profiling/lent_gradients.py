@@ -7,7 +7,7 @@ import torch
 
 from oneshot.machine import Machine
 from oneshot.stream import LentKeys, Memory
-from oneshot.text import Batch
+from oneshot.text import Batch, num_rows
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LentGradients:
     """
 
     def __init__(self, memory: Memory | None, machine: Machine, batches: Sequence[Batch]) -> None:
-        self._memory, self._sums = memory, LentKeys(batches[-1].rows.stop, machine)
+        self._memory, self._sums = memory, LentKeys(num_rows(batches), machine)
         self._lent = memory.lent if memory is not None and isinstance(memory.lent, LentKeys) else None
         for batch in batches if self._lent is not None else ():
             self._enter(batch)

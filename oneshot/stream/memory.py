@@ -9,7 +9,7 @@ from oneshot.checkpoint import Model
 from oneshot.machine import Machine
 from oneshot.stream.lent_keys import KeysValues, LentKeys
 from oneshot.stream.token_inputs import TokenInputs
-from oneshot.text import Batch
+from oneshot.text import Batch, num_rows
 
 
 @dataclass
@@ -56,8 +56,8 @@ def memory_of(
     """Return what layers of one stream read beside it; None if they read nothing.
 
     Args:
-        batches: of the stream, one after the other. further: of others that also pass its layers. beside: of a stream
-            with all of these tokens.
+        batches: of the stream, one after the other; a worker may have none. further: of others that also pass its
+            layers. beside: of a stream with all of these tokens.
     """
     lends, inputs = bool(model.family.lenders), model.family.stack.token_inputs
     if inputs is None and not lends:
@@ -65,8 +65,9 @@ def memory_of(
     tokens = None if beside is None else beside.tokens
     if tokens is None and inputs is not None:
         tokens = TokenInputs(model, machine, torch.cat([batch.token_ids.flatten() for batch in (*batches, *further)]))
-    memory = Memory(lent=LentKeys(batches[-1].rows.stop, machine) if lends else None, tokens=tokens)
-    memory.enter(batches[0])
+    memory = Memory(lent=LentKeys(num_rows(batches), machine) if lends else None, tokens=tokens)
+    if batches:
+        memory.enter(batches[0])
     return memory
 
 

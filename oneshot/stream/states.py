@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint import Model
-from oneshot.errors import CalibrationError
 from oneshot.machine import Machine
 from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder
 from oneshot.stream.memory import Memory, memory_of, memory_of_one
 from oneshot.stream.store import ActivationStore
 from oneshot.tensors import Tensors
-from oneshot.text import Batch, Text, placed
+from oneshot.text import Batch, Text, num_rows, placed
 
 # (a batch of states, whether errors are measured on it) -> the next states
 Step = Callable[[torch.Tensor, bool], torch.Tensor]
@@ -30,8 +29,8 @@ Step = Callable[[torch.Tensor, bool], torch.Tensor]
 class States:
     """Both streams of this worker's part of the text, batch by batch.
 
-    The text is cut into batches before workers share it, so that batches are the same for any number of workers. Only
-    if there are fewer batches than workers, batches are smaller.
+    The text is cut into batches before workers share it, so that batches are the same for any number of workers. With
+    fewer batches than workers some have no text: what they sum is 0.
 
     Args:
         dense_every: the dense stream has the first of so many batches of the whole text; 0: it does not exist.
@@ -45,8 +44,6 @@ class States:
         part: this worker's sequences of the whole text. first_batch, first_row: indices in it of the first batch and of
             the first token of the part.
         passes: how many passes over the text make a layer; `advance` receives tokens divided by it.
-
-    Raises `CalibrationError` if there are fewer sequences than workers.
     """
 
     def __init__(
@@ -61,19 +58,12 @@ class States:
         further: Sequence[Batch] = (),
         advance: Callable[[float], None] = lambda tokens: None,
     ) -> None:
-        if text.num_sequences < machine.workers.size:
-            raise CalibrationError(
-                f"{text.num_sequences} sequences are too few for {machine.workers.size} processes; give more "
-                "--num-sequences."
-            )
         everywhere = text.batches(machine.batch_size)
-        if len(everywhere) < machine.workers.size:
-            everywhere = text.batches(0 if text.lengths is not None else text.num_sequences // machine.workers.size)
         share = machine.workers.part(len(everywhere))
         own, sizes = everywhere[share], [len(batch.token_ids) for batch in everywhere]
         self.part = slice(sum(sizes[: share.start]), sum(sizes[: share.stop]))
         self.machine, self.num_tokens = machine, text.num_tokens
-        self.first_batch, self.first_row = share.start, own[0].rows.start
+        self.first_batch, self.first_row = share.start, own[0].rows.start if own else 0
         self.builder = LayerBuilder(model, machine, text.longest)
         self.passes, self.advance = 1.0, advance
         self._model, self.stack = model, model.family.stack
@@ -96,7 +86,7 @@ class States:
         self.dense_share = _num_tokens(everywhere[::dense_every]) / _num_tokens(everywhere) if dense_every else 0.0
         # every layer advances by all tokens, though an encoder passes only those of the source
         part_tokens = text.part(self.part).num_tokens
-        self._progress = part_tokens / self._batches[-1].rows.stop
+        self._progress = part_tokens / max(1, num_rows(self._batches))
 
     @property
     def has_dense(self) -> bool:
@@ -110,10 +100,10 @@ class States:
         """
         self._assert_settled()
         norm = self.builder.final_norm(self.stack)
-        source_tokens = self._batches[-1].rows.stop
+        source_tokens = num_rows(self._batches)
         self.stack = self._model.family.last_stack
         self._batches = _of_decoder(self._batches)
-        self._progress *= source_tokens / self._batches[-1].rows.stop
+        self._progress *= source_tokens / max(1, num_rows(self._batches))
         embedding = self._model.read_embedding()
         for stream in (self._compressed, self._dense):
             if stream is not None:
@@ -175,11 +165,16 @@ class States:
 
     def share_read(self, every: int) -> float:
         """Return the share of this worker's tokens that `read(every)` yields."""
-        return _num_tokens(self._batches[number] for number in self._every(every)) / _num_tokens(self._batches)
+        return _num_tokens(self._batches[number] for number in self._every(every)) / max(1, num_rows(self._batches))
 
-    def read_judged(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the batch of both streams that errors are measured on; nothing may be deferred."""
+    def read_judged(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the batch of both streams that errors are measured on; nothing may be deferred.
+
+        The first is None if this worker has no text, and the second if it has none in the dense stream.
+        """
         self._assert_settled()
+        if not self._batches:
+            return None, None
         x = self._compressed.moved(self._judged, [], True)
         return x, None if self._dense is None else self._dense.moved(self._judged, [], True)
 
@@ -204,7 +199,7 @@ class States:
 
     def _embedded(self, batches: list[Batch], embedding: torch.Tensor, norm: Any) -> ActivationStore:
         """Return the states before the first layer of a stack; `norm`: what follows the sum of the embeddings."""
-        store = ActivationStore(batches[-1].rows.stop, self._model.shape.hidden_size, self.machine)
+        store = ActivationStore(num_rows(batches), self._model.shape.hidden_size, self.machine)
         for batch in batches:
             total = self.builder.sum_embeddings(embedding, batch)
             store.write(batch.rows, total if norm is None else norm(total))

@@ -164,6 +164,11 @@ def placed(batches: Iterable[Batch]) -> list[Batch]:
     return listed
 
 
+def num_rows(batches: Sequence[Batch]) -> int:
+    """Return the rows of `placed` batches together; 0 without batches."""
+    return batches[-1].rows.stop if batches else 0
+
+
 def special_tokens(tokenizer: Any, vocab_size: int) -> list[int]:
     """Return the tokens that mark structure, such as a chat's turns."""
     marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
