@@ -9,14 +9,16 @@ import torch
 
 from oneshot.checkpoint import Checkpoint, locate_checkpoint
 from oneshot.config import Config
-from oneshot.errors import OneshotError, printable
+from oneshot.errors import CalibrationError, OneshotError, OutputError, cause, printable
 from oneshot.evaluation import kind_of, load_model, perplexity
 from oneshot.export import FORMS
 from oneshot.machine import resolve_device, resolve_dtype
 from oneshot.report.records import Check, Report
-from oneshot.text import SELF, has_tokens, load_text, load_tokenizer, shares, split_sources, token_hash
+from oneshot.text import SELF, has_tokens, load_text, load_tokenizer, rendered, shares, split_sources, token_hash
 
+MOST_LETTERS = 2**15  # of a question in the words of a chat template
 QUESTION, OPENING = "Why is the sky blue? Answer in one sentence.", "The sky is blue because"
+LONGEST_REASON = 200  # letters
 ANSWER_TOKENS = 32
 MOST_WINDOWS, LONGEST_WINDOW = 4, 512  # of held-out text
 CHECKED_SHARE = 16  # the text of a run has at least so many times the tokens of its check
@@ -28,7 +30,7 @@ def quick_check(config: Config, report: Report) -> Check:
     """Measure the result of a run beside its original, one model in memory at a time.
 
     It reads text of the same source that the run did not read, and never more than a sixteenth of the run's tokens or
-    four windows. A check that is not possible has a sentence that says why.
+    four windows. A check that is not possible, or a part of it, has a sentence that says why.
     """
     output = Path(config.output).expanduser()
     form = FORMS[config.form]
@@ -41,7 +43,7 @@ def quick_check(config: Config, report: Report) -> Check:
             dense = Checkpoint(locate_checkpoint(config.checkpoint, Path(scratch), config.revision))
             return _measured(config, report, dense, output)
     except (OneshotError, OSError, torch.cuda.OutOfMemoryError) as error:
-        return Check(skipped=f"The check was not possible ({printable(str(error))[:200]}).")
+        return Check(skipped=f"The check was not possible ({printable(str(error))[:LONGEST_REASON]}).")
 
 
 def _measured(config: Config, report: Report, dense: Checkpoint, output: Path) -> Check:
@@ -58,15 +60,31 @@ def _measured(config: Config, report: Report, dense: Checkpoint, output: Path) -
     windows, source = _held_out(config, report, tokenizer)
     perplexities: dict[str, float] = {}
     answers: dict[str, str] = {}
+    unasked = ""
+    try:
+        question, prompt = _question(tokenizer)
+    except CalibrationError as error:
+        question, prompt, unasked = "", None, f"Nothing was asked ({printable(str(error))[:LONGEST_REASON]})."
     for name, folder in (("dense", dense.folder), ("compressed", output)):
-        model = load_model(folder, device=device, dtype=dtype)
+        model = _opened(folder, device, dtype)
         if windows is not None:
             perplexities[name], _ = perplexity(model, windows)
-        answers[name] = _answer(model, tokenizer)
+        if prompt is not None:
+            answers[name] = _answer(model, tokenizer, prompt)
         del model
     if windows is None:
-        return Check(question=_question(tokenizer), answers=answers)
-    return Check(source, windows.numel(), perplexities, _question(tokenizer), answers)
+        return Check(question=question, answers=answers, skipped=unasked)
+    return Check(source, windows.numel(), perplexities, question, answers, unasked)
+
+
+def _opened(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the model of a folder. Raises `OutputError` if transformers does not open it."""
+    try:
+        return load_model(folder, device=device, dtype=dtype)
+    except (OneshotError, OSError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
+        raise OutputError(f"transformers does not open {folder}: {cause(error)}") from error
 
 
 def _free(config: Config, device: torch.device) -> int:
@@ -98,21 +116,27 @@ def _held_out(config: Config, report: Report, tokenizer: Any) -> tuple[torch.Ten
     return None, ""
 
 
-def _question(tokenizer: Any) -> str:
-    return QUESTION if tokenizer.chat_template else OPENING
+def _question(tokenizer: Any) -> tuple[str, torch.Tensor]:
+    """Return what both models are asked, and its tokens `(1, length)`, int64.
+
+    Raises `CalibrationError` if the chat template does not write it within bounds.
+    """
+    if not tokenizer.chat_template:
+        return OPENING, tokenizer(OPENING, return_tensors="pt")["input_ids"]
+    chat, arguments = [{"role": "user", "content": QUESTION}], {"add_generation_prompt": True}
+    text = rendered(tokenizer, chat, arguments, "a question", MOST_LETTERS)
+    return QUESTION, tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
 
 
 @torch.inference_mode()
-def _answer(model: Any, tokenizer: Any) -> str:
+def _answer(model: Any, tokenizer: Any, prompt: torch.Tensor) -> str:
     """Return what a model writes greedily, in at most `ANSWER_TOKENS` tokens."""
-    if tokenizer.chat_template:
-        chat = [{"role": "user", "content": QUESTION}]
-        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    else:
-        inputs = tokenizer(OPENING, return_tensors="pt")
-    ids = inputs["input_ids"].to(model.device)
+    ids = prompt.to(model.device)
     mask = torch.ones_like(ids)
-    written = model.generate(ids, attention_mask=mask, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+    try:
+        written = model.generate(ids, attention_mask=mask, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+    except (TypeError, ValueError, RuntimeError) as error:  # of a generation_config.json that does not fit, for example
+        raise CalibrationError(f"{type(model).__name__} does not write an answer ({cause(error)}).") from error
     return str(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
 

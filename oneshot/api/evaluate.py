@@ -11,6 +11,7 @@ from oneshot.api.texts import save_text
 from oneshot.errors import CalibrationError
 from oneshot.evaluation import Evaluation
 from oneshot.evaluation import evaluate as evaluate_checkpoints
+from oneshot.machine import usual_settings
 from oneshot.text import SHORT_NAMES
 
 
@@ -30,7 +31,7 @@ def evaluate(
     Returns the numbers of the model, then the baseline's; text in memory is called `given-text.jsonl` there. A list of
     strings counts as sources if each is a file or the short name of a data set.
     """
-    with tempfile.TemporaryDirectory(prefix="oneshot-") as name:
+    with usual_settings(), tempfile.TemporaryDirectory(prefix="oneshot-") as name:
         scratch = Path(name)
 
         def named(given: Any, place: str) -> str:

@@ -13,6 +13,7 @@ from oneshot.api.texts import save_text
 from oneshot.config import Config, MachineOptions, TextOptions, own_name
 from oneshot.errors import ConfigError
 from oneshot.footprint import offload_folder
+from oneshot.machine import usual_settings
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ def request(
 ) -> Iterator[Request]:
     """Make the config of a call; objects in memory lie in a temporary folder until the end.
 
+    Until then torch has the settings that it starts with, and not the caller's.
+
     Args:
         model: a path, a hub name, a model of transformers, or a `Config` that has all options.
         output: None for a folder in the working folder that is named after the model, with `ending` if that is given.
@@ -41,9 +44,10 @@ def request(
     if isinstance(model, Config):
         if output is not None or given:
             raise ConfigError("A Config has all options; give them there.")
-        yield Request(model)
+        with usual_settings():
+            yield Request(model)
         return
-    with tempfile.TemporaryDirectory(prefix="oneshot-", dir=_scratch(given)) as name:
+    with usual_settings(), tempfile.TemporaryDirectory(prefix="oneshot-", dir=_scratch(given)) as name:
         in_memory = []
         calibration = given.get("calibration", "")
         if not isinstance(calibration, str | os.PathLike):

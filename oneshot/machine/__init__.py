@@ -1,5 +1,6 @@
 """The machine of a run: device, dtype, processes, scratch folder and where activations are stored."""
 
+from oneshot.machine.caller import usual_settings
 from oneshot.machine.device import (
     exact_products,
     limited_memory,
@@ -22,5 +23,6 @@ __all__ = [
     "repeatable_attention",
     "resolve_device",
     "resolve_dtype",
+    "usual_settings",
     "vendor_solvers",
 ]

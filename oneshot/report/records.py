@@ -117,7 +117,7 @@ class Check:
         perplexity: None without such a text.
         question: what both were asked.
         answers: what they wrote, greedily.
-        skipped: the sentence that says why there is no check; empty if there is one.
+        skipped: the sentence that says why there is no check, or no answers; empty if there are.
     """
 
     source: str = ""

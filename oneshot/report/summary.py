@@ -44,8 +44,6 @@ def check_lines(check: Check | None) -> list[tuple[str, str]]:
     """Return the measured quality and the answers; why there is none; nothing without a check."""
     if check is None:
         return []
-    if check.skipped:
-        return [("quality", check.skipped)]
     lines = []
     if check.perplexity:
         dense, compressed = check.perplexity["dense"], check.perplexity["compressed"]
@@ -54,6 +52,8 @@ def check_lines(check: Check | None) -> list[tuple[str, str]]:
     if check.answers:
         lines.append(("asked", check.question))
         lines += [(name, check.answers[key]) for name, key in (("before", "dense"), ("after", "compressed"))]
+    if check.skipped:
+        lines.append(("asked" if check.perplexity else "quality", check.skipped))
     return lines
 
 

@@ -105,7 +105,7 @@ class ChatRenderer:
         beside = {} if row is None else dict(row)
         if "from" in turns[0] and isinstance(beside.get("system"), str) and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": beside["system"]})  # where ShareGPT's files have it
-        text = rendered(self.tokenizer, messages, self._arguments(beside), source)
+        text = rendered(self.tokenizer, messages, self._arguments(beside), f"a conversation of {source}")
         self._tell_of_parts(messages, text, source)
         added = added_start(self.tokenizer)
         return text if added is None else text.removeprefix(self.tokenizer.bos_token)
@@ -134,21 +134,23 @@ class ChatRenderer:
 
 
 def rendered(
-    tokenizer: Any, messages: list[Any], arguments: Mapping[str, Any], source: str, most_letters: int = MOST_LETTERS
+    tokenizer: Any, messages: list[Any], arguments: Mapping[str, Any], what: str, most_letters: int = MOST_LETTERS
 ) -> str:
-    """Return the text that a chat template makes, within bounds. Raises `CalibrationError` if it makes none."""
+    """Return the text that a chat template makes, within bounds.
+
+    `what`: the messages in words. Raises `CalibrationError` if the template makes no text.
+    """
     try:
         return bounded(
             lambda: str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments)),
-            f"The tokenizer's chat template, for a conversation of {source},",
+            f"The tokenizer's chat template, for {what},",
             most_letters=most_letters,
         )
     except BoundError:
         raise
     except Exception as error:  # templates raise what they like; the cause is named and chained
         raise CalibrationError(
-            f"The tokenizer's chat template does not take a conversation of {source} ({cause(error)}); leave such "
-            "records out."
+            f"The tokenizer's chat template does not take {what} ({cause(error)}); give text in its place."
         ) from error
 
 

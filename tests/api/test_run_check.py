@@ -1,20 +1,21 @@
 """The end of a run: held-out text, answers before and after, and a summary; bounded, or with the reason."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from oneshot import Config, Report
 from oneshot.api.check import quick_check, weight_bytes
 from oneshot.cli.main import main
 from oneshot.evaluation import perplexity
 from oneshot.pipeline import compress
-from oneshot.report.card import QUALITY
+from oneshot.report.card import QUALITY, REPORT_NAME
 from oneshot.report.records import Check
 from oneshot.report.sharing import without_local_paths
 from oneshot.report.summary import summary
@@ -129,6 +130,33 @@ def test_the_summary_of_long_names_and_answers_fits(run: tuple[Config, Report]) 
     text = summary(report, weights=(None, None), check=None, source="a model", gguf="an out/model.gguf")
     assert "llama-perplexity -m 'an out/model.gguf' -f" in text
     assert "oneshot evaluate" not in text
+
+
+def test_a_complete_result_is_told_whatever_its_chat_template_does(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that raises, and one that takes long, for which a stand-in sleeps: exit code 0, the quality, a sentence."""
+    folder = make_checkpoint()
+    options = ["--num-sequences=4", "--sequence-length=16", "--device=cpu", "--dtype=float32", "--sparsity=0.2"]
+    command = ["compress", str(folder), f"--calibration={text_file}", *options]
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    assert main([*command, "-o", str(tmp_path / "out")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "quality perplexity" in printed
+    assert "asked Nothing was asked (The tokenizer's chat template does not take a question (roles must" in printed
+    report = Report.from_dict(json.loads((tmp_path / "out" / REPORT_NAME).read_text()))
+    config = Config.from_dict(report.config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("oneshot.text.bounded.MOST_SECONDS", 0.1)
+        patch.setattr(PreTrainedTokenizerBase, "apply_chat_template", lambda *_, **__: time.sleep(0.5))
+        check = quick_check(config, report)
+    assert check.answers == {}
+    assert "takes more than 0.1 seconds" in check.skipped
+    (folder / "generation_config.json").write_text(json.dumps({"cache_implementation": "of no kind"}))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    refused = quick_check(config, report).skipped
+    assert "The check was not possible" in refused
+    assert "does not open" in refused
 
 
 def test_weight_bytes(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
