@@ -1,20 +1,16 @@
 """Sizes with the least damage within a budget: a multiple-choice knapsack, solved exactly.
 
 Most options cannot be in the best choice, as a Lagrangian bound shows at once (Kellerer, Pferschy and Pisinger 2004,
-chapter 11). HiGHS (scipy) solves what is left.
+chapter 11). Dynamic programming with the same bound solves what is left. HiGHS 1.12 in scipy prints to the standard
+output of the process, which nobody can discard without taking it from other threads.
 """
 
-import ctypes
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
-RELATIVE_GAP = 1e-6
+RELATIVE_GAP = 1e-6  # of the damage above each item's least, if there are more states than these
+MOST_STATES = 2**16
 LEAST_PRICE = 1e-9  # of a cost, in damages, each as a share of its largest difference
 DOUBLINGS, HALVINGS = 60, 100  # of the price of a cost
 ROUNDING = 64 * float(np.finfo(float).eps)
@@ -116,53 +112,56 @@ def _span(values: Sequence[np.ndarray]) -> float:
 
 
 def _solve(damages: Sequence[np.ndarray], costs: Sequence[np.ndarray], budget: float) -> list[int]:
-    """Return the best choice, as `least_damage`, by an integer program.
+    """Return the best choice, as `least_damage`, by dynamic programming over the items.
 
-    The solver's tolerances are absolute, so damages and costs are counted from their item's least, up to 1.
+    A state is a choice for the first items. It goes on if no other state has less damage at no more cost, and if its
+    bound, as in `_possible`, is below the damage of the best choice so far. Every state with the likely options of the
+    items behind it is such a choice. If states are too many, those with the least bounds go on, and then a choice
+    counts as the best within `RELATIVE_GAP`.
     """
-    damage_span, cost_span = _span(damages), _span(costs)
-    room = (budget - sum(float(cost.min()) for cost in costs)) / cost_span
-    damages = [(damage - damage.min()) / damage_span for damage in damages]
-    costs = [(cost - cost.min()) / cost_span for cost in costs]
-    sizes = [len(damage) for damage in damages]
-    item_of = np.repeat(np.arange(len(sizes)), sizes)
-    options = np.arange(len(item_of))
-    one_each = csr_array((np.ones(len(options)), (item_of, options)), shape=(len(sizes), len(options)))
-    with _silent_libraries():
-        solution = milp(
-            np.concatenate(damages),
-            integrality=np.ones(len(options)),
-            bounds=Bounds(0, 1),
-            constraints=[
-                LinearConstraint(one_each, 1, 1),
-                LinearConstraint(np.concatenate(costs)[None], -np.inf, room),
-            ],
-            options={"mip_rel_gap": RELATIVE_GAP},
-        )
-    if solution.x is None:
-        raise RuntimeError(f"the planner's knapsack was not solved: {solution.message}")
-    starts = np.cumsum([0, *sizes[:-1]])
-    return [int(np.argmax(solution.x[start : start + size])) for start, size in zip(starts, sizes, strict=True)]
+    price = _least_price(damages, costs, budget)
+    priced = _priced(damages, costs, price)
+    likely = _least(priced)
+    best = _spend(damages, costs, budget, likely if _total(costs, likely) <= budget else _least(costs))
+    least = _total(damages, best)
+    span = least - sum(float(damage.min()) for damage in damages)
+    margin = ROUNDING * len(priced) * max(float(np.abs(values).max()) for values in priced)
+    least_priced, least_cost = _behind([values.min() for values in priced]), _behind([cost.min() for cost in costs])
+    likely_damage, likely_cost = (
+        _behind([values[option] for values, option in zip(of_all, likely, strict=True)]) for of_all in (damages, costs)
+    )
+    damage, cost, kept = np.zeros(1), np.zeros(1), list[np.ndarray]()
+    for item, (of_damage, of_cost) in enumerate(zip(damages, costs, strict=True), 1):
+        damage, cost = (damage[:, None] + of_damage).ravel(), (cost[:, None] + of_cost).ravel()
+        whole = np.where(cost + likely_cost[item] <= budget, damage + likely_damage[item], np.inf)
+        state = int(whole.argmin())
+        if whole[state] < least:
+            least, best = float(whole[state]), [*_options(kept, damages[:item], state), *likely[item:]]
+        bound = damage + least_priced[item] - price * (budget - cost)
+        states = np.flatnonzero((bound < least + margin) & (cost + least_cost[item] <= budget))
+        if not len(states):
+            break
+        states = states[np.lexsort((damage[states], cost[states]))]
+        lowest = np.minimum.accumulate(damage[states])
+        states = states[np.append(True, lowest[1:] < lowest[:-1])]
+        most = MOST_STATES // max(map(len, damages))
+        if len(states) > most:
+            states = states[np.sort(np.argsort(bound[states], kind="stable")[:most])]
+            margin = -RELATIVE_GAP * span
+        damage, cost = damage[states], cost[states]
+        kept.append(states)
+    return best
 
 
-@contextmanager
-def _silent_libraries() -> Iterator[None]:
-    """Discard what C code prints.
+def _options(kept: Sequence[np.ndarray], damages: Sequence[np.ndarray], state: int) -> list[int]:
+    """Return a state's option of every item; `kept`: the states behind all items but the last that went on."""
+    options = list[int]()
+    for states, damage in zip([*kept, None][::-1], damages[::-1], strict=True):
+        state, option = divmod(state if states is None else int(states[state]), len(damage))
+        options.append(option)
+    return options[::-1]
 
-    HiGHS 1.12 prints a line for every solution that it has to mend, even if it is silent (HiGHS.jl issue 312).
-    """
-    if sys.stdout is None:  # closed: its number may belong to another file
-        yield
-        return
-    flush = ctypes.CDLL(None).fflush
-    sys.stdout.flush()
-    flush(None)
-    kept = os.dup(1)
-    try:
-        with open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), 1)
-        yield
-    finally:
-        flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+
+def _behind(values: Sequence[float]) -> np.ndarray:
+    """Return the sums of what is behind the first 0, 1, … of all values."""
+    return np.append(np.cumsum(values[::-1])[::-1], 0.0)

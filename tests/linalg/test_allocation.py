@@ -1,6 +1,5 @@
-"""The planner's knapsack: the best choice within the budget, and nothing printed."""
+"""The planner's knapsack: the best choice within the budget, within tolerance where options are alike."""
 
-import ctypes
 import itertools
 import math
 
@@ -30,7 +29,7 @@ def test_the_knapsack_is_solved(num_items: int, num_options: int, share: float, 
         return
     assert sum(cost[option] for cost, option in zip(costs, chosen, strict=True)) <= budget + 1e-6
     found = sum(damage[option] for damage, option in zip(damages, chosen, strict=True))
-    assert found == pytest.approx(min(fitting, default=found), abs=1e-5)
+    assert found == pytest.approx(min(fitting, default=found), abs=1e-7)
 
 
 @given(
@@ -62,7 +61,7 @@ def test_the_knapsack_of_many_options_is_solved(
         return
     assert sum(cost[option] for cost, option in zip(costs, chosen, strict=True)) <= budget
     found = sum(damage[option] for damage, option in zip(damages, chosen, strict=True))
-    assert found == pytest.approx(least[budget], rel=1e-5)
+    assert found == pytest.approx(least[budget], rel=1e-7)
 
 
 @given(num_options=st.integers(1, 9), dtype=st.sampled_from((np.float32, np.float64)), seed=st.integers(0, 10**6))
@@ -77,21 +76,14 @@ def test_the_cheapest_of_equal_damages_is_chosen(num_options: int, dtype: type, 
     assert [cost[option] for cost, option in zip(costs, chosen, strict=True)] == [0, 0, min(1, num_options - 1)]
 
 
-def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """HiGHS 1.12 prints a line while it solves this problem, to C's own buffer; what others print must survive."""
-    libc = ctypes.CDLL(None)
+def test_options_on_one_line() -> None:
+    """Every option costs what it saves, so no bound leaves any out; less than a step of the budget is left."""
     generator = np.random.default_rng(36)
-    num_items, num_options = int(generator.integers(8, 20)), int(generator.integers(20, 60))
-    costs = [np.sort(generator.integers(0, 2000, num_options)) * 576.0 for _ in range(num_items)]
-    damages = [
-        generator.exponential(1, num_options).cumsum()[::-1] * 10.0 ** generator.integers(-9, 1)
-        - generator.uniform(0, 0.01)
-        for _ in range(num_items)
-    ]
-    print("before")
-    libc.puts(b"before, in C")
-    assert least_damage(damages, costs, 0.7 * sum(cost.mean() for cost in costs)) is not None
-    print("after")
-    libc.puts(b"after, in C")
-    libc.fflush(None)
-    assert sorted(capfd.readouterr().out.splitlines()) == ["after", "after, in C", "before", "before, in C"]
+    costs = [np.linspace(0, generator.integers(1000, 3000), 40).round() * 576 for _ in range(20)]
+    damages = [1 - cost / 2e6 for cost in costs]
+    budget = 0.6 * sum(float(cost.max()) for cost in costs)
+    chosen = least_damage(damages, costs, budget)
+    assert chosen is not None
+    assert sum(cost[option] for cost, option in zip(costs, chosen, strict=True)) <= budget
+    found = sum(damage[option] for damage, option in zip(damages, chosen, strict=True))
+    assert found - (len(costs) - budget / 2e6) < 576 / 2e6
