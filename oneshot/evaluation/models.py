@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import load_whole
-from oneshot.export import model_classes
+from oneshot.checkpoint import Checkpoint, load_whole
+from oneshot.export import model_classes, renamed_ranks
 
 LATENCY_ROUNDS = 5
 
@@ -21,8 +21,16 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype | str) 
 
     A checkpoint with a modelling file is read by this package's own class. The file in the folder is not run.
     """
-    _, model_class = model_classes(json.loads((folder / "config.json").read_text()))
-    model: Any = load_whole(model_class, folder, dtype=dtype)
+    config = json.loads((folder / "config.json").read_text())
+    _, model_class = model_classes(config)
+    older, stored = renamed_ranks(config), Checkpoint(folder)
+    model: Any
+    if older.keys() & stored.shapes.keys():
+        weights = {older.get(name, name): tensor for name, tensor in stored.read(stored.shapes).items()}
+        own = model_class.config_class.from_pretrained(folder, local_files_only=True)
+        model = model_class.from_pretrained(None, config=own, state_dict=weights, dtype=dtype)
+    else:
+        model = load_whole(model_class, folder, dtype=dtype)
     _save_with_code(model)
     return model.to(device).eval()
 

@@ -5,6 +5,7 @@ from oneshot.export.forms import FORMS, Form, form_of, stated_shape
 from oneshot.export.layers import write_layers
 from oneshot.export.own_classes import coordinates
 from oneshot.export.planned import planned_parts
+from oneshot.export.resized import renamed_ranks
 from oneshot.export.saving import cast, expected_bytes, part_dtype, with_kept_dtype
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "model_classes",
     "part_dtype",
     "planned_parts",
+    "renamed_ranks",
     "stated_shape",
     "verify",
     "with_kept_dtype",

@@ -67,11 +67,46 @@ class DeciLMConfig(LlamaConfig):
         """Heads need not divide the hidden size here."""
 
 
-class DeciLMDecoderLayer(GradientCheckpointingLayer):
-    """`x + attn(norm(x))`, then `h + ffn(norm(h))`; a block may be without one of them.
+stated_layers: Any = getattr(getattr(LlamaConfig, "per_layer_config", None), "fget", None)
 
-    Caches count only the blocks that have attention.
+
+def cache_slot(config: DeciLMConfig, layer_idx: int) -> int:
+    """Return the place of a layer in caches: its number. Their length is that of the first place.
+
+    So the first layer with attention has it, where the layers before have none.
     """
+    assert config.block_configs is not None
+    attends = [not block["attention"]["no_op"] for block in config.block_configs]
+    return 0 if layer_idx == attends.index(True) else layer_idx
+
+
+def cached_layers(config: DeciLMConfig) -> Any:
+    """Return the config of every layer, which static caches ask for the heads of their places."""
+    stated = stated_layers(config)
+    groups = kv_heads(config)
+    if set(groups.values()) == {config.num_key_value_heads}:
+        return stated
+    layers = [copy.copy(stated[number]) for number in range(config.num_hidden_layers)]
+    for number, own in groups.items():
+        layers[cache_slot(config, number)].num_key_value_heads = own
+    return layers
+
+
+def kv_heads(config: DeciLMConfig) -> dict[int, int]:
+    """Return the KV heads of every layer that has attention, by its number."""
+    return {
+        number: config.num_attention_heads // block["attention"]["n_heads_in_group"]
+        for number, block in enumerate(config.block_configs or ())
+        if not block["attention"]["no_op"]
+    }
+
+
+if stated_layers is not None:  # transformers 5.14 and later
+    DeciLMConfig.per_layer_config = property(cached_layers, LlamaConfig.per_layer_config.fset)  # type: ignore
+
+
+class DeciLMDecoderLayer(GradientCheckpointingLayer):
+    """`x + attn(norm(x))`, then `h + ffn(norm(h))`; a block may be without one of them."""
 
     def __init__(self, config: DeciLMConfig, layer_idx: int) -> None:
         super().__init__()
@@ -83,8 +118,7 @@ class DeciLMDecoderLayer(GradientCheckpointingLayer):
             raise ValueError("A block with a linear in place of attention or FFN is not supported.")
         if self.has_attention:
             own.num_key_value_heads = config.num_attention_heads // block["attention"]["n_heads_in_group"]
-            in_cache = sum(not before["attention"]["no_op"] for before in config.block_configs[:layer_idx])
-            self.self_attn = LlamaAttention(own, in_cache)
+            self.self_attn = LlamaAttention(own, cache_slot(config, layer_idx))
             self.self_attn.config = config  # a copy would keep the attention kernel of this moment
             if config.qkv_bias != config.attention_bias:
                 for name in ("q_proj", "k_proj", "v_proj"):
@@ -139,3 +173,12 @@ class DeciLMForCausalLM(LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Return transformers' manager of continuous batching. Raises `ValueError` if layers differ in their caches."""
+        if set(kv_heads(self.config).values()) != {self.config.num_key_value_heads}:
+            raise ValueError(
+                "Continuous batching of transformers has the same KV heads in all layers, but layers of this model "
+                "have others; use generate(), or vLLM."
+            )
+        return super().init_continuous_batching(*args, **kwargs)

@@ -5,6 +5,7 @@ runs it. It needs torch and transformers and nothing else. Beyond Llama it knows
 biases, norms of queries and keys, learned positions, an FFN without a gate.
 """
 
+import copy
 from typing import Any
 
 from transformers.utils.versions import require_version
@@ -54,6 +55,47 @@ class OneshotConfig(LlamaConfig):
         """Heads need not divide the hidden size here."""
 
 
+def cache_slot(attends: list[bool], layer_idx: int) -> int:
+    """Return the place of a layer in caches: its number. Their length is that of the first place.
+
+    So the first layer with attention has it, where the layers before have none.
+    """
+    return 0 if layer_idx == attends.index(True) else layer_idx
+
+
+stated_layers: Any = getattr(getattr(LlamaConfig, "per_layer_config", None), "fget", None)
+
+
+def cached_layers(config: OneshotConfig) -> Any:
+    """Return the config of every layer, which static caches ask for the heads and the head size of their places."""
+    stated = stated_layers(config)
+    if not config.layers or all(sizes == config.layers[0] for sizes in config.layers):
+        return stated
+    layers = [stated[number] for number in range(len(config.layers))]
+    attends = [sizes["num_attention_heads"] > 0 for sizes in config.layers]
+    for number, sizes in enumerate(config.layers):
+        if attends[number]:
+            place = cache_slot(attends, number)
+            own = layers[place] = copy.copy(layers[place])
+            own.num_key_value_heads, own.head_dim = sizes["num_key_value_heads"], sizes["query_key_size"]
+            if sizes["query_key_size"] != sizes["value_size"]:
+                own.qk_head_dim = sizes["query_key_size"]  # so a cache is filled when keys and values come
+    return layers
+
+
+if stated_layers is not None:  # transformers 5.14 and later
+    OneshotConfig.per_layer_config = property(cached_layers, LlamaConfig.per_layer_config.fset)  # type: ignore
+
+
+def refuse_pages(are_equal: bool) -> None:
+    """Raise `ValueError` unless all layers have the heads and head sizes of the config."""
+    if not are_equal:
+        raise ValueError(
+            "Continuous batching of transformers has the same heads and head sizes in all layers, but layers of this "
+            "model have others; use generate()."
+        )
+
+
 class OneshotRMSNorm(LlamaRMSNorm):
     """The same norm by torch's own operator: one kernel instead of six, and one rounding."""
 
@@ -95,8 +137,30 @@ def coordinates_of(width: int, rank: int) -> nn.Module:
 
 
 def cache_name(arguments: dict[str, Any]) -> str | None:
-    """Return what a call names its cache, None without one; transformers has changed the name once."""
-    return next((name for name, one in arguments.items() if isinstance(one, Cache)), None)
+    """Return what a call names its cache, None without one; transformers has changed the name once.
+
+    The cache of continuous batching is not of transformers' class of caches, and is found by its name alone.
+    """
+    names = ("cache", "past_key_values")
+    return next(
+        (name for name, one in arguments.items() if isinstance(one, Cache) or (name in names and one is not None)),
+        None,
+    )
+
+
+def refuse_other_place(cache: Any, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise `ValueError` if a static cache was filled early for keys and values of other sizes."""
+    layers = getattr(cache, "layers", ())
+    place = layers[slot] if slot < len(layers) else None
+    if not hasattr(place, "max_cache_len") or not place.is_initialized:
+        return
+    for held, own, name in ((place.keys, keys, "keys"), (place.values, values, "values")):
+        if (held.shape[1], held.shape[3]) != (own.shape[1], own.shape[3]):
+            raise ValueError(
+                f"A static cache was filled early with {held.shape[1]} heads of {held.shape[3]} numbers, but the "
+                f"{name} of a layer have {own.shape[1]} heads of {own.shape[3]}; use a dynamic cache, or compress "
+                "without --set value_size, query_key_size and inner_sizes."
+            )
 
 
 class OneshotAttention(nn.Module):
@@ -143,9 +207,11 @@ class OneshotAttention(nn.Module):
         if self.rotary:
             cos, sin = (self.of_group(table) for table in position_embeddings)
             queries, keys = self.rotate(queries, cos, sin), self.rotate(keys, cos, sin)
-        cache = cache_name(kwargs)
-        if cache is not None:
-            keys, values = kwargs.pop(cache).update(keys, values, self.layer_idx)
+        name = cache_name(kwargs)
+        if name is not None:
+            cache = kwargs.pop(name)
+            refuse_other_place(cache, self.layer_idx, keys, values)
+            keys, values = cache.update(keys, values, self.layer_idx, kwargs=kwargs)  # caches of pages change them
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
@@ -190,8 +256,7 @@ class OneshotMLP(nn.Module):
 class OneshotDecoderLayer(GradientCheckpointingLayer):
     """`W x + attn(norm(x))`, then `V h + ffn(norm(h))`; W and V only where the stream enters another subspace.
 
-    Attention without heads and an FFN without neurons are absent, also their norms. Caches count only the layers that
-    have attention.
+    Attention without heads and an FFN without neurons are absent, also their norms.
     """
 
     def __init__(self, config: OneshotConfig, layer_idx: int) -> None:
@@ -202,7 +267,7 @@ class OneshotDecoderLayer(GradientCheckpointingLayer):
         self.hidden_size = hidden
         self.self_attn, self.input_layernorm = None, None
         if sizes["num_attention_heads"]:
-            in_cache = sum(before["num_attention_heads"] > 0 for before in config.layers[:layer_idx])
+            in_cache = cache_slot([other["num_attention_heads"] > 0 for other in config.layers], layer_idx)
             self.self_attn = OneshotAttention(config, sizes, in_cache)
             self.input_layernorm = norm_of(config, hidden)
         self.mlp, self.post_attention_layernorm = None, None
@@ -393,6 +458,15 @@ class OneshotForCausalLM(LlamaForCausalLM):
         else:
             self.lm_head = OneshotTiedHead(self.model)
         self.post_init()
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Return transformers' manager of continuous batching. Raises `ValueError` if layers differ in their caches."""
+        assert self.config.layers is not None
+        size, first = self.config.head_dim, self.config.layers[0]
+        own = first | {"query_key_size": size, "value_size": size}
+        names = ("num_attention_heads", "num_key_value_heads", "query_key_size", "value_size")
+        refuse_pages(all(sizes[name] == own[name] for sizes in self.config.layers for name in names))
+        return super().init_continuous_batching(*args, **kwargs)
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True

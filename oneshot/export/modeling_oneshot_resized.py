@@ -13,20 +13,25 @@ import torch
 import transformers
 from torch import nn
 
-from .modeling_oneshot import OneshotCoordinates, OneshotEmbedding, OneshotTiedHead
+from .modeling_oneshot import OneshotCoordinates, OneshotEmbedding, OneshotTiedHead, refuse_pages
 
 PREFIX = "Oneshot"  # of the names of classes
 
 
-class OneshotReadingLinear(nn.Linear):
-    """A linear of low rank, which reads through coordinates that other linears may share."""
+class OneshotLowRankLinear(nn.Module):
+    """A linear of low rank, which reads through coordinates that other linears may share.
+
+    It reads the whole width, and its weight has the rank's columns only. So it is not a linear itself: adapters and
+    quantisers find the plain `linear` inside, whose sizes are those that they expect.
+    """
 
     def __init__(self, read: OneshotCoordinates, outputs: int, bias: bool) -> None:
-        super().__init__(read.sizes[0], outputs, bias)
+        super().__init__()
+        self.linear = nn.Linear(read.sizes[0], outputs, bias)
         self._read = (read,)  # in a tuple: it is a submodule of the layer already
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self._read[0](x))
+        return self.linear(self._read[0](x))
 
 
 class OneshotScaledEmbedding(OneshotEmbedding):
@@ -65,7 +70,7 @@ def resize_layer_(layer: nn.Module, sizes: dict[str, Any], config: Any) -> None:
         if isinstance(source, str):
             read = layer.get_submodule(source)
             assert isinstance(read, OneshotCoordinates)
-            new = OneshotReadingLinear(read, outputs, has_bias)
+            new = OneshotLowRankLinear(read, outputs, has_bias)
         elif isinstance(old, nn.Linear):
             new = nn.Linear(source, outputs, has_bias)
         else:  # GPT-2's, whose weight is (inputs, outputs)
@@ -127,7 +132,45 @@ def _resized(stock: Any) -> type:
             super().initialize_weights()
             self._init_weights(self.base_model)
 
+        def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+            """Return transformers' manager. Raises `ValueError` if layers have other heads than the config."""
+            refuse_pages(not own_heads(self.config))
+            return super().init_continuous_batching(*args, **kwargs)
+
     return _named(Resized, stock)
+
+
+def own_heads(config: Any) -> dict[int, int]:
+    """Return the KV heads of every layer that has other heads than the config, by its number.
+
+    A family whose own config states other heads for some layers keeps them.
+    """
+    if config.resized is None or config.sizes is None or getattr(config, "is_heterogeneous", False):
+        return {}
+    heads = config.num_attention_heads
+    stated = heads, getattr(config, "num_key_value_heads", None) or heads
+    return {
+        number: own["num_key_value_heads"]
+        for number, own in enumerate(config.sizes["layers"])
+        if config.resized[number]["attention"] is not None
+        and (own["num_attention_heads"], own["num_key_value_heads"]) != stated
+    }
+
+
+def _cached_layers(stock: Any) -> property:
+    """Return the property in which static caches look for the heads of every layer, with the layers' own."""
+    stated_layers = stock.per_layer_config.fget
+
+    def cached_layers(config: Any) -> Any:
+        stated, own = stated_layers(config), own_heads(config)
+        if not own:
+            return stated
+        layers = [copy.copy(stated[number]) for number in range(len(config.resized))]
+        for number, groups in own.items():
+            layers[number].num_key_value_heads = groups
+        return layers
+
+    return property(cached_layers, stock.per_layer_config.fset)
 
 
 def _config_of(stock: Any) -> type:
@@ -145,6 +188,9 @@ def _config_of(stock: Any) -> type:
             sizes: dict | None = None
             layers_name: str = "model.layers"
             embedding_ranges: list | None = None
+
+            if hasattr(stock, "per_layer_config"):  # transformers 5.14 and later
+                per_layer_config = _cached_layers(stock)
 
         globals()[name] = _named(Config, stock)
     found: type = globals()[name]

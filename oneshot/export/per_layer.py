@@ -80,9 +80,8 @@ class PerLayerForm(OwnCode, LlamaLayers):
 
 def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShape) -> dict[str, Any]:
     """Return the config.json of a per-layer checkpoint from the dense model's config and the new sizes."""
-    complete = complete_config(config)
+    complete, stated = complete_config(config), global_sizes(stack)
     kept = {name: complete[name] for name in KEPT_KEYS if complete.get(name) is not None}
-    attending = next(layer for layer in stack.layers if layer.num_attention_heads)
     if shape.layer_norms:
         kept |= {"hidden_act": complete["activation_function"], "rms_norm_eps": LAYER_NORM_EPSILON}
     return (
@@ -97,10 +96,10 @@ def per_layer_config(config: dict[str, Any], shape: ModelShape, stack: StackShap
             },
             "vocab_size": stack.vocab_size,
             "hidden_size": stack.embedding_size,
-            "intermediate_size": stack.layers[0].intermediate_size,
+            "intermediate_size": stated["intermediate_size"],
             "num_hidden_layers": len(stack.layers),
-            "num_attention_heads": attending.num_attention_heads,
-            "num_key_value_heads": attending.num_key_value_heads,
+            "num_attention_heads": stated["num_attention_heads"],
+            "num_key_value_heads": stated["num_key_value_heads"],
             "head_dim": shape.head_dim,
             "tie_word_embeddings": stack.head != "own" and not stack.embedding,
             "embedding": [asdict(table) for table in stack.embedding] or None,
@@ -119,17 +118,26 @@ def _stored(layer: LayerShape) -> dict[str, Any]:
     return {name: value for name, value in asdict(layer).items() if name not in NOT_IN_LAYERS}
 
 
+def global_sizes(stack: StackShape) -> dict[str, int]:
+    """Return the sizes that the config states for all layers: of the first FFN, and of the first attention."""
+    attending = next(layer for layer in stack.layers if layer.num_attention_heads)
+    return {
+        "intermediate_size": next((layer.intermediate_size for layer in stack.layers if layer.intermediate_size), 0),
+        "num_attention_heads": attending.num_attention_heads,
+        "num_key_value_heads": attending.num_key_value_heads,
+    }
+
+
 def different_sizes(stack: StackShape) -> dict[str, Any]:
-    """Return `per_layer_config` as transformers reads it: sizes of layers that differ from the first layer's.
+    """Return `per_layer_config` as transformers reads it: sizes of layers that differ from those for all layers.
 
     vLLM reads the heads of every layer from it; our own class has `layers`. Empty if all layers are equal.
     """
-    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
-    first = stack.layers[0]
+    stated = global_sizes(stack)
     different = {
         str(number): own
         for number, layer in enumerate(stack.layers)
-        if (own := {name: getattr(layer, name) for name in names if getattr(layer, name) != getattr(first, name)})
+        if (own := {name: getattr(layer, name) for name in stated if getattr(layer, name) != stated[name]})
     }
     return {"per_layer_config": different} if different else {}
 

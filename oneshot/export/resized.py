@@ -23,6 +23,7 @@ from oneshot.families import (
     ExpertSizes,
     LatentSizes,
     LayerShape,
+    Stack,
     StackShape,
     TableShape,
 )
@@ -30,6 +31,7 @@ from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_resized.py"
+WITHIN = "linear"  # the plain linear in a module of low rank, as the modelling file names it
 EMBEDDING = "model.embed_tokens.weight"  # whose ranges have names below this one's module
 
 
@@ -63,11 +65,14 @@ class ResizedForm(OwnCode, StockForm):
 
     def layer(self, model: Model, number: int, tensors: Tensors) -> Tensors:
         """Return a layer's tensors under their stored names; experts have the parameters of the class."""
-        return super().layer(_in_class(model), number, tensors)
+        low_rank = tuple(f"{linear}." for linear in _low_rank(model.family.stack_of(number), tensors))
+        named = {_within(name) if name.startswith(low_rank) else name: tensor for name, tensor in tensors.items()}
+        return super().layer(_in_class(model), number, named)
 
     def original(self, model: Model, number: int, stored: Tensors) -> Tensors:
         """Return the inverse of `layer`."""
-        return super().original(_in_class(model), number, stored)
+        tensors = super().original(_in_class(model), number, stored)
+        return {name.replace(f".{WITHIN}.", "."): tensor for name, tensor in tensors.items()}
 
     def config(self, model: Model, plan: Plan) -> dict[str, Any]:
         """Return the config.json of the result. Raises `PlanError` for a smaller hidden size."""
@@ -114,6 +119,36 @@ class ResizedForm(OwnCode, StockForm):
     ) -> int:
         """Complete the weight files beside the modelling files, and return the parameters that they hold."""
         return finish_weights(journal, LLAMA_FILE, MODELLING_FILE)
+
+
+def _low_rank(stack: Stack, tensors: Tensors) -> list[str]:
+    """Return the linears of a layer whose tensors are those of a low rank."""
+    return [
+        linear
+        for sublayer in stack.sublayers
+        for kind, linears in sublayer.mixer.ranked.items()
+        if f"{read_by(sublayer.mixer, kind)}.columns" in tensors
+        for linear in linears
+    ]
+
+
+def _within(name: str) -> str:
+    """Return the name of a tensor in the plain linear inside a linear of low rank."""
+    linear, _, tensor = name.rpartition(".")
+    return f"{linear}.{WITHIN}.{tensor}"
+
+
+def renamed_ranks(config: dict[str, Any]) -> dict[str, str]:
+    """Return the names of tensors of low rank in older results of this form, with those that they have now."""
+    if config["model_type"] != RESIZED_MODEL_TYPE:
+        return {}
+    return {
+        name: _within(name)
+        for number, layer in enumerate(config["resized"])
+        for linear, (_, source) in layer["linears"].items()
+        if isinstance(source, str)
+        for name in (f"{config['layers_name']}.{number}.{linear}.{tensor}" for tensor in ("weight", "bias"))
+    }
 
 
 def _in_class(model: Model) -> Model:

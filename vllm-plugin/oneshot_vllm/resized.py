@@ -44,17 +44,22 @@ def logit_factor(config: Any) -> float:
     return (getattr(config, "logit_scale", None) or 1.0) / divisor
 
 
-class LowRankLinear(nn.Module):
-    """A linear that reads through coordinates. It is no `nn.Linear`, so that the backend leaves it in its place."""
+class UnsharedLinear(nn.Module):
+    """A linear of low rank. It is no `nn.Linear`, so that the backend leaves it in its place.
 
-    def __init__(self, linear: Any) -> None:
+    `read`: what it reads through; nothing if the module around it does that.
+    """
+
+    def __init__(self, linear: Any, read: tuple[nn.Module, ...] = ()) -> None:
         super().__init__()
-        self._read = linear._read  # a tuple with the coordinates, which are a submodule of the layer
+        self._read = read  # a tuple with the coordinates, which are a submodule of the layer
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """States `(…, inputs)` -> `(…, outputs)`."""
-        return nn.functional.linear(self._read[0](x), self.weight, self.bias)
+        for read in self._read:
+            x = read(x)
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class Resized:
@@ -82,7 +87,11 @@ class Resized:
                 "--tensor-parallel-size 1, or compress with --set ranks=none."
             )
         for name in low_rank:
-            self.model.set_submodule(name, LowRankLinear(self.model.get_submodule(name)))
+            module = self.model.get_submodule(name)
+            if isinstance(module, nn.Linear):  # of older results
+                self.model.set_submodule(name, UnsharedLinear(module, module._read))
+            else:
+                module.linear = UnsharedLinear(module.linear)
         super().recursive_replace()
 
     def _vocab_embeddings(self) -> set[nn.Embedding]:
