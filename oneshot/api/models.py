@@ -1,11 +1,14 @@
 """A model in memory, written to a folder that a run reads layer by layer, as any other checkpoint."""
 
 import re
-from copy import deepcopy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
 from oneshot.errors import CalibrationError, CheckpointError, cause
+from oneshot.machine.shared import shared_by_threads
 from oneshot.text import load_tokenizer
 
 CARD = "README.md"
@@ -24,7 +27,6 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     Raises `CheckpointError` for anything that is not a whole model of transformers.
     """
     from transformers import PreTrainedModel
-    from transformers.utils import logging
 
     if not isinstance(model, PreTrainedModel):
         raise CheckpointError(
@@ -34,19 +36,15 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
         raise CheckpointError("The model has weights on the device meta; load it without offloading, or give its path.")
     origin = str(model.config._name_or_path or "")
     place = folder / (Path(origin).name or type(model).__name__)
-    before, shows_bar = deepcopy(model.config.__dict__), logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    saved = copy(model)  # with the same weights: saving notes the class and the dtype in the config
+    saved.config = deepcopy(model.config)
     try:
-        model.save_pretrained(place)
+        with _without_bars():
+            saved.save_pretrained(place)
     except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
         raise CheckpointError(
             f"The model cannot be saved ({cause(error)}); give the path of its checkpoint."
         ) from error
-    finally:
-        model.config.__dict__.clear()
-        model.config.__dict__.update(before)  # saving notes the class and the dtype there
-        if shows_bar:
-            logging.enable_progress_bar()
     found = _tokenizer(tokenizer, origin)
     if found is not None:
         found.save_pretrained(place)
@@ -55,6 +53,21 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> Path:
     elif (Path(origin) / CARD).is_file():
         (place / CARD).write_bytes((Path(origin) / CARD).read_bytes())
     return place
+
+
+@shared_by_threads
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Turn off transformers' progress bars, which are a setting of the process."""
+    from transformers.utils import logging
+
+    shows_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows_bar:
+            logging.enable_progress_bar()
 
 
 def _remedy(model: Any) -> str:

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
@@ -214,6 +215,8 @@ def begin_work(arguments: argparse.Namespace) -> None:
 
 def silence_libraries() -> None:
     """Turn off the progress bars and messages of transformers, datasets and the hub; errors of ours say as much."""
+    for torch_says_once in ("Sparse CSR tensor support is in beta", ".*preferred_linalg_library is an experimental"):
+        warnings.filterwarnings("ignore", message=torch_says_once)
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # read when datasets is imported, with the first table
     from huggingface_hub.utils import disable_progress_bars
     from huggingface_hub.utils import logging as hub_logging

@@ -10,6 +10,7 @@ import torch
 
 from oneshot.errors import ConfigError
 from oneshot.evaluation.models import load_model
+from oneshot.machine.shared import shared_by_threads
 from oneshot.text import load_tokenizer
 
 BOOTSTRAP_ROUNDS = 1000  # for lm-eval's standard error of a perplexity; its default of 100,000 takes minutes
@@ -51,6 +52,7 @@ def run_tasks(
     }
 
 
+@shared_by_threads
 @contextmanager
 def _without_forks() -> Iterator[None]:
     """Let lm-eval draw its bootstrap samples here: a pool that it forks for them can hang where threads hold locks."""

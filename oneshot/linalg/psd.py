@@ -19,6 +19,7 @@ import torch
 from oneshot.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+logger.setLevel(logging.WARNING)  # a run collects notes also in a process whose warnings nobody sees
 
 CONDITION_STEPS = 12
 ROUNDING = 1e-10  # of a product, beside the vectors before it

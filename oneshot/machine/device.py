@@ -1,6 +1,5 @@
 """The `--device` and `--dtype` options as torch's own objects."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,6 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oneshot.errors import DeviceError
+from oneshot.machine.shared import shared_by_threads
 
 FULL_MEMORY = 1.0
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,6 +49,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast_on_cpu else torch.float32
 
 
+@shared_by_threads
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Let float32 products be float32; NVIDIA's containers make them TF32, which has 10 bits."""
@@ -69,10 +70,15 @@ def vendor_solvers(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
+    with _cusolver():
+        yield
+
+
+@shared_by_threads
+@contextmanager
+def _cusolver() -> Iterator[None]:
     before = torch.backends.cuda.preferred_linalg_library()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the setting is experimental
-        torch.backends.cuda.preferred_linalg_library("cusolver")
+    torch.backends.cuda.preferred_linalg_library("cusolver")  # torch warns once that the setting is experimental
     try:
         yield
     finally:

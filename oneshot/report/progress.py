@@ -3,6 +3,7 @@
 import logging
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,21 +81,22 @@ class ProgressBar:
 
 
 class WarningLog(logging.Handler):
-    """Collect this package's warnings for the report. A context manager.
+    """Collect this package's warnings of the present thread for the report. A context manager.
 
-    Notes on Grams are collected apart, and nobody else hears of them: a run tells of each kind once
-    (`report.grams`).
+    Several runs may go on in threads; each hears of its own. Notes on Grams are collected apart, and nobody else hears
+    of them: a run tells of each kind once (`report.grams`).
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._messages: list[str] = []
         self._notes: list[GramNote] = []
-        self._level = logging.NOTSET
+        self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the message of a warning."""
-        self._messages.append(record.getMessage())
+        if record.thread == self._thread:
+            self._messages.append(record.getMessage())
 
     def take(self) -> tuple[str, ...]:
         """Return the messages since the last call."""
@@ -109,21 +111,19 @@ class WarningLog(logging.Handler):
     def _keep_note(self, record: logging.LogRecord) -> bool:
         """Keep a note on a Gram, and return whether the record is anything else."""
         found = getattr(record, "gram_note", None)
-        if isinstance(found, GramNote):
-            self._notes.append(found)
-        return found is None
+        if record.thread != self._thread or not isinstance(found, GramNote):
+            return True
+        self._notes.append(found)
+        return False
 
     def __enter__(self) -> "WarningLog":
         logging.getLogger("oneshot").addHandler(self)
-        self._level = psd.logger.level
-        psd.logger.setLevel(logging.WARNING)  # also in a process whose warnings nobody sees
         psd.logger.addFilter(self._keep_note)
         return self
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger("oneshot").removeHandler(self)
         psd.logger.removeFilter(self._keep_note)
-        psd.logger.setLevel(self._level)
 
 
 class Stopwatch:

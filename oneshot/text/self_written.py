@@ -111,12 +111,11 @@ def write_text(
     beginnings = (_tokens(tokenizer, opening, folder)[:longest] for opening in openings(seed))
     needed = num_sequences * sequence_length
     token_ids: list[int] = []
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        while len(token_ids) < needed:
-            count = min(together, -(-(needed - len(token_ids)) // longest))
-            for document in _continued(model, list(itertools.islice(beginnings, count)), longest, advance):
-                token_ids += document
+    generator = torch.Generator(device).manual_seed(seed)  # torch's own is shared by all threads
+    while len(token_ids) < needed:
+        count = min(together, -(-(needed - len(token_ids)) // longest))
+        for document in _continued(model, list(itertools.islice(beginnings, count)), longest, generator, advance):
+            token_ids += document
     windows = cut_windows(token_ids[:needed], sequence_length, added_start(tokenizer))[:num_sequences]
     return Text(torch.tensor(windows, dtype=torch.int64), SELF)
 
@@ -151,13 +150,13 @@ def openings(seed: int) -> Iterator[str]:
     return itertools.cycle(every)
 
 
-def drawn(scores: torch.Tensor) -> torch.Tensor:
+def drawn(scores: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """Return scores `(documents, vocabulary)` with one finite entry per row, drawn with probability softmax."""
     probabilities = scores.softmax(-1)
     if scores.is_cuda and len(scores) == 1:  # sums of one row alone are not deterministic
         probabilities = probabilities.repeat(2, 1)
     cumulative = probabilities.cumsum_(-1)[: len(scores)]
-    level = torch.rand(len(scores), 1, device=scores.device) * cumulative[:, -1:]
+    level = torch.rand(len(scores), 1, generator=generator, device=scores.device) * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, level, right=True).clamp_max_(scores.shape[1] - 1)
     return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
@@ -212,7 +211,11 @@ def _tokens(tokenizer: Any, opening: str, folder: Path) -> list[int]:
 
 
 def _continued(
-    model: Any, beginnings: list[list[int]], num_tokens: int, advance: Callable[[float], None]
+    model: Any,
+    beginnings: list[list[int]],
+    num_tokens: int,
+    generator: torch.Generator,
+    advance: Callable[[float], None],
 ) -> list[list[int]]:
     """Return each beginning with `num_tokens` tokens that the model draws after it."""
     from transformers import GenerationConfig
@@ -230,7 +233,7 @@ def _continued(
         """Leave one token, drawn by inverse transform sampling; torch.multinomial takes ten times as long on a CPU."""
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
-            return drawn(scores)
+            return drawn(scores, generator)
 
     length = max(len(beginning) for beginning in beginnings)
     padded = torch.tensor([[0] * (length - len(ids)) + ids for ids in beginnings], device=model.device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch.nn import functional
 
@@ -45,9 +43,7 @@ def sketch_(out: torch.Tensor, rows: torch.Tensor, row_offset: int, seed: int, n
             order % num_rows, rows, starts, mode="sum", per_sample_weights=values, include_last_offset=True
         )
         return
-    with warnings.catch_warnings():  # torch says once per process that sparse CSR is beta
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        embedding = torch.sparse_csr_tensor(
-            starts, order % num_rows, values, (sketch_size, num_rows), check_invariants=False
-        )
+    embedding = torch.sparse_csr_tensor(
+        starts, order % num_rows, values, (sketch_size, num_rows), check_invariants=False
+    )
     out.addmm_(embedding, rows)
