@@ -21,6 +21,7 @@ from oneshot.checkpoint import (
 )
 from oneshot.checkpoint.safe_files import companion_files, read_config
 from oneshot.errors import OutputError
+from oneshot.export.older_keys import with_older_keys
 from oneshot.export.own_classes import OWN_CLASSES
 from oneshot.families import FAMILIES, Description, Experts, as_stored, find_family
 from oneshot.text import load_tokenizer, needs_conversion
@@ -47,17 +48,6 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
         shutil.copyfile(path, place)
     if needs_conversion(source) and config.get("model_type") != read_config(source).get("model_type"):
         load_tokenizer(source).save_pretrained(folder)
-
-
-def with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json from which transformers 4 and other engines also read the rotary positions."""
-    rotary = config.get("rope_parameters")
-    if not isinstance(rotary, dict) or rotary.get("rope_theta") is None:
-        return config
-    older: dict[str, Any] = {"rope_theta": rotary["rope_theta"]}
-    if rotary.get("rope_type", "default") != "default":
-        older["rope_scaling"] = {name: value for name, value in rotary.items() if name != "rope_theta"}
-    return older | config
 
 
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:

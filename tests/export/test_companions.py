@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from factories import MakeCheckpoint, MakeConfig
 
-from oneshot.checkpoint import Checkpoint
+from oneshot.checkpoint import Checkpoint, stock_config
 from oneshot.errors import OutputError
-from oneshot.export.companions import with_older_keys
+from oneshot.export.older_keys import with_older_keys
 from oneshot.pipeline import compress, predict
 
 LLAMA3 = {
@@ -42,17 +42,75 @@ def test_older_engines_find_the_positions(
         assert AutoConfig.from_pretrained(config.output).rope_parameters == positions
 
 
+PLAIN = {"rope_type": "default", "rope_theta": 777.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 777.0, "factor": 3.0}
+YARN = {"rope_type": "yarn", "rope_theta": 777.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 777.0}
+PHI3 = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+WINDOWS = {"rope_type": "default", "rope_theta": 55.0}
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+LONG_TEXT = {"max_position_embeddings": 512, "hidden_size": 32, "num_attention_heads": 4}
+
+
+def of_kinds(full: dict[str, Any], windows: dict[str, Any]) -> dict[str, Any]:
+    return {"full_attention": full, "sliding_attention": windows}
+
+
+def scaled(rotary: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_scaling": {name: value for name, value in rotary.items() if name != "rope_theta"}}
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("model_type", "rotary", "older"),
     [
-        {"model_type": "opt"},
-        {"rope_parameters": None},
-        {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 2.0}}},
+        ("gemma3_text", of_kinds(PLAIN, WINDOWS), {"rope_theta": 777.0, "rope_local_base_freq": 55.0}),
+        (
+            "gemma3_text",
+            of_kinds(LINEAR, WINDOWS),
+            {"rope_theta": 777.0, "rope_local_base_freq": 55.0, **scaled(LINEAR)},
+        ),
+        ("modernbert", of_kinds(PLAIN, WINDOWS), {"global_rope_theta": 777.0, "local_rope_theta": 55.0}),
+        ("modernbert", of_kinds(LINEAR, WINDOWS), {"global_rope_theta": 777.0, "local_rope_theta": 55.0}),
+        ("olmo3", of_kinds(YARN, PLAIN), {"rope_theta": 777.0, **scaled(YARN)}),
+        ("olmo3", of_kinds(YARN, WINDOWS), {}),  # its older class has one base
+        ("gemma4_text", of_kinds(PLAIN, WINDOWS), {}),  # which transformers 4 does not know
+        (
+            "gpt_neox",
+            LINEAR | {"partial_rotary_factor": 0.5},
+            {"rotary_emb_base": 777.0, "rotary_pct": 0.5, **scaled(LINEAR)},
+        ),
+        ("phi", PLAIN | {"partial_rotary_factor": 0.25}, {"rope_theta": 777.0, "partial_rotary_factor": 0.25}),
+        ("olmo2", LINEAR, {"rope_theta": 777.0, "rope_scaling": {"type": "linear", "factor": 3.0}}),
+        ("olmo2", YARN, {"rope_theta": 777.0}),  # which its older class cannot have
+        ("phi3", LONGROPE, {"rope_theta": 777.0, "rope_scaling": PHI3}),
+        ("phi3", LONGROPE | {"original_max_position_embeddings": 256}, {"rope_theta": 777.0, "rope_scaling": PHI3}),
+        ("phi3", LONGROPE | {"attention_factor": 1.5}, {"rope_theta": 777.0}),
+        ("opt", None, {}),
     ],
-    ids=str,
 )
-def test_configs_without_such_keys_stay(config: dict[str, Any]) -> None:
-    assert with_older_keys(config) == config
+def test_older_classes_find_the_positions_of_every_layer(
+    model_type: str, rotary: dict[str, Any] | None, older: dict[str, Any]
+) -> None:
+    """The keys are those that classes of transformers 4.57 read; today's class reads what it reads without them."""
+    config: dict[str, Any] = {"model_type": model_type, **LONG_TEXT, **LAYERS}
+    config |= {} if rotary is None else {"rope_parameters": rotary}
+    config |= {"original_max_position_embeddings": 256} if model_type == "phi3" else {}
+    written = with_older_keys(copy.deepcopy(config))
+    assert written == older | config
+    if model_type != "opt":
+        found, wanted = (stock_config(each).rope_parameters for each in (written, config))
+        assert {name: value for name, value in found.items() if name != "type"} == wanted
+
+
+def test_the_language_model_of_a_wrapper_has_older_keys() -> None:
+    text = {"model_type": "qwen2_vl_text", "rope_parameters": PLAIN | {"mrope_section": [1, 1, 2]}}
+    written = with_older_keys({"model_type": "qwen2_vl", "text_config": text})["text_config"]
+    assert written["rope_theta"] == 777.0
+    assert written["rope_scaling"] == {"rope_type": "default", "mrope_section": [1, 1, 2]}
+    nested = {"model_type": "gemma3_text", "rope_parameters": of_kinds(PLAIN, WINDOWS)}
+    assert (
+        with_older_keys({"model_type": "gemma3", "text_config": nested})["text_config"]["rope_local_base_freq"] == 55.0
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
