@@ -23,15 +23,15 @@ from oneshot.checkpoint.safe_files import companion_files, read_config
 from oneshot.errors import OutputError
 from oneshot.export.older_keys import with_older_keys
 from oneshot.export.own_classes import OWN_CLASSES
+from oneshot.export.result_tokenizer import keep_tokenizer
 from oneshot.families import FAMILIES, Description, Experts, as_stored, find_family
-from oneshot.text import load_tokenizer, needs_conversion
 
 
 def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtype: str | None) -> None:
     """Write `config.json` and copy the tokenizer, chat template, generation config and licence unchanged.
 
-    A tokenizer that is only in its family's vocabulary files is also written as `tokenizer.json` if the result has
-    another model type, by which transformers would not find the family's tokenizer.
+    If the result has another model type, its tokenizer is written where transformers would otherwise read another one
+    than the input's, or none.
 
     Args:
         dtype: replaces the dtype that the config states; None keeps it.
@@ -46,8 +46,8 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
         place = folder / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, place)
-    if needs_conversion(source) and config.get("model_type") != read_config(source).get("model_type"):
-        load_tokenizer(source).save_pretrained(folder)
+    if config.get("model_type") != read_config(source).get("model_type"):
+        keep_tokenizer(source, folder)
 
 
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:

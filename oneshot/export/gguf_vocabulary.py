@@ -68,6 +68,7 @@ class Vocabulary:
         writer.add_token_types(types)
         special = gguf.SpecialVocab(self._folder, load_merges=self.model == "gpt2", n_vocab=self._size)
         special.add_special_token |= self._added()
+        special.chat_template = self._chat_template() or special.chat_template
         special.add_to_gguf(writer, quiet=True)
 
     def _tokens(self) -> tuple[list[str], list[int]]:
@@ -110,6 +111,13 @@ class Vocabulary:
         for whole in (self._splits, self._normalises):
             parts += [*whole.get("pretokenizers", ()), *whole.get("normalizers", ())]
         return any(part.get("type") == "Prepend" or part.get("prepend_scheme", "never") != "never" for part in parts)
+
+    def _chat_template(self) -> Any:
+        """Return the chat template that transformers takes of all that a folder may state, as `gguf` writes it."""
+        found = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(found, dict):
+            return [{"name": name, "template": template} for name, template in found.items()]
+        return found
 
     def _added(self) -> dict[str, bool]:
         """Return which tokens are put before and after text."""

@@ -7,6 +7,7 @@ from oneshot.errors import CalibrationError, cause
 
 FAST = "tokenizer.json"
 PIECES = ("tokenizer.model", "spiece.model")  # of sentencepiece
+READ_OF_CONFIG = ("model_type", "tokenizer_class", "transformers_version")
 VOCABULARIES = (*PIECES, "vocab.json", "vocab.txt")
 
 
@@ -36,11 +37,16 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def _config_of_unknown_type(folder: Path) -> Any:
-    """Return what transformers would read of a model type that it does not know, after a warning; None for others."""
+    """Return what the choice of a tokenizer reads of a model type that transformers does not know; None for others.
+
+    The rest may not fit a config without a type: rotary positions of layers that differ are an error there.
+    """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     config, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
-    return None if config.get("model_type") in CONFIG_MAPPING else PreTrainedConfig.from_dict(config)
+    if config.get("model_type") in CONFIG_MAPPING:
+        return None
+    return PreTrainedConfig.from_dict({name: config[name] for name in READ_OF_CONFIG if name in config})
 
 
 def holds_tokenizer(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -288,6 +289,41 @@ def test_the_tokenizer_is_complete(tokenizer_folder: Path, tokenizer: Any) -> No
     assert tokens[400:] == ["[PAD400]", "[PAD401]"]
     assert types[:3] == [3, 3, 1]  # control, control, normal
     assert types[-1] == 5  # unused
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "both"])
+def test_the_chat_template_is_the_one_that_transformers_takes(
+    place: str, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """Beside a template of its own for tools."""
+    import gguf
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "folder"
+    shutil.copytree(tokenizer_folder, folder)
+    (folder / "chat_template.jinja").unlink()
+    if place != "tokenizer_config.json":
+        (folder / "chat_template.jinja").write_text("of the file")
+    if place != "chat_template.jinja":
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "of the config"}))
+    if place == "both":
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("of tools")
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    Vocabulary(folder, 400).write(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    fields = {
+        name: field.contents()
+        for name, field in gguf.GGUFReader(tmp_path / "a.gguf").fields.items()
+        if name.startswith("tokenizer.chat_template")
+    }
+    chosen = AutoTokenizer.from_pretrained(folder)
+    assert fields["tokenizer.chat_template"] == chosen.get_chat_template()
+    tools = fields.get("tokenizer.chat_template.tool_use", fields["tokenizer.chat_template"])
+    assert tools == chosen.get_chat_template(tools=[{}])
 
 
 def test_scored_pieces_merge_in_the_order_of_the_merges(tmp_path: Path) -> None:
