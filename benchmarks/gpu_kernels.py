@@ -13,7 +13,7 @@ from typing import Any
 
 from gpu_common import ROOT, Job
 
-NEEDED = ("torch", "transformers", "scipy", "psutil", "matplotlib", "triton", "pytest", "hypothesis", "numpy", "gguf")
+NEEDED = ("torch", "transformers", "scipy", "psutil", "triton", "pytest", "hypothesis", "numpy", "gguf")
 PIVOTED = ((4096, 2816), (11008, 7552), (11008, 11008), (14336, 9856))  # columns of a Gram, pivots that are taken
 TOGETHER = ((32, 128, 64), (8, 2048, 1024))  # Grams at once, their columns and pivots
 SANITIZED = """

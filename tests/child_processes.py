@@ -64,9 +64,6 @@ def _run(
 ) -> None:
     import torch
 
-    import oneshot.report.page
-
-    oneshot.report.page.find_spec = lambda _: None  # as in `conftest._no_plots`: plots take longer than a run
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job and its children ignore it
     os.environ.update(environment)

@@ -63,14 +63,6 @@ def _frozen() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_plots() -> Iterator[None]:
-    """Leave plots out, as without matplotlib: they were half of the time of a small run. `test_page.py` draws them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("oneshot.report.page.find_spec", lambda _: None)
-        yield
-
-
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE of 400 tokens."""

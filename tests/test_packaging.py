@@ -1,15 +1,12 @@
-"""The distribution: its name and extras in messages and documents exist, data files are in it, plots are optional."""
+"""The distribution: its name and extras in messages and documents exist, data files are in it."""
 
 import re
 import subprocess
 import tomllib
 from pathlib import Path
 
-import pytest
-from factories import MakeCheckpoint, MakeConfig
 from packaging.version import Version
 
-from oneshot.pipeline import compress
 from oneshot.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +34,7 @@ def test_the_makefile_installs_extras_that_exist() -> None:
 def test_the_lowest_versions_are_those_that_are_tested() -> None:
     """`floors.txt` pins every dependency of the package and of its extras for users at the least version allowed."""
     extras = PROJECT["project"]["optional-dependencies"]
-    listed = [*PROJECT["project"]["dependencies"], *extras["gguf"], *extras["plots"], extras["pieces"][0]]
+    listed = [*PROJECT["project"]["dependencies"], *extras["gguf"], extras["pieces"][0]]
     lowest = {
         name: Version(version) for name, version in (re.findall(r"([\w-]+)>=([\d.]+)", line)[0] for line in listed)
     }
@@ -57,14 +54,3 @@ def test_the_version_is_the_modules() -> None:
     (dynamic,) = PROJECT["tool"]["setuptools"]["dynamic"].values()
     assert dynamic == {"attr": "oneshot.version.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
-
-
-def test_without_matplotlib_the_page_says_what_is_missing(
-    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("oneshot.report.page.find_spec", lambda _: None)
-    config = make_config(make_checkpoint(), recipe="magnitude")
-    compress(config)
-    page = (Path(config.output) / "report.html").read_text()
-    assert page.count("The plots need matplotlib") == 2
-    assert "<svg" not in page

@@ -23,7 +23,7 @@ HEAP_SHARE = 1.08
 # with SLACK_BYTES alone a run on an H100 took 0.5 GB more: libraries and kernels load meanwhile
 CUDA_SLACK_BYTES = 768 * 2**20
 DEVICE_SLACK_BYTES = 384 * 2**20  # workspaces of cuBLAS and cuSOLVER
-REPORT_BYTES = 64 * 2**20  # matplotlib draws a finished run
+REPORT_BYTES = 16 * 2**20  # jinja2 and the page
 LOADED_BYTES = 10 * 10**9  # two files of the usual size
 HUB_TEXT_BYTES = 256 * 2**20  # a shuffle buffer of documents, and pyarrow's
 VOCABULARY_BYTES = 6000  # a token of the tokenizer, while a GGUF file is written

@@ -59,6 +59,7 @@ def write_result(
         seconds=watch.total(),
         hidden_error=None if sizes.subspaces is None else sizes.subspaces.mean_error(),
         predicted_divergence=sizes.divergences,
+        predicted_curve=sizes.curve,
         footprint=job.footprint,
         fingerprint=job.fingerprint,
         warnings=sizes.warnings + run.warnings.take(),

@@ -10,7 +10,15 @@ from oneshot.job.job import Job
 from oneshot.json_text import numbers
 from oneshot.linalg.psd import GramNote
 from oneshot.machine.memory import release_heap
-from oneshot.planning import Grid, Plan, make_plan, predicted_divergences, profiled_damages, spread_hidden_sizes
+from oneshot.planning import (
+    Grid,
+    Plan,
+    make_plan,
+    predicted_curve,
+    predicted_divergences,
+    profiled_damages,
+    spread_hidden_sizes,
+)
 from oneshot.report.progress import ProgressBar, Stopwatch, announce
 from oneshot.tensors import Tensors
 
@@ -22,13 +30,14 @@ class JobSizes:
     """The final sizes, and what was measured to decide them.
 
     Attributes:
-        divergences: the predicted divergence of each form; None without a profile.
+        divergences: the predicted divergence of each form; None without a profile. curve: of other sizes.
         subspaces: the stream's, if the hidden size shrinks. embedding: tensors of a reduced embedding.
         warnings, gram_notes: remarks of the measurements; notes on Grams are of all processes.
     """
 
     plan: Plan
     divergences: dict[str, float] | None = None
+    curve: dict[str, float] | None = None
     subspaces: StreamSubspaces | None = None
     embedding: Tensors | None = None
     warnings: tuple[str, ...] = ()
@@ -63,11 +72,12 @@ def _measured(job: Job, journal: Journal) -> JobSizes:
     """
     saved = journal.saved("plan")
     if saved is not None:
-        divergences = saved["divergences"]
-        return JobSizes(Plan.from_dict(saved["plan"]), None if divergences is None else numbers(divergences))
+        of_forms, of_sizes = (None if one is None else numbers(one) for one in (saved["divergences"], saved["curve"]))
+        return JobSizes(Plan.from_dict(saved["plan"]), of_forms, of_sizes)
     sizes = _profiled(job, journal) if job.schedule.plans_by_profile else JobSizes(job.plan)
     if job.schedule.plans_by_profile or job.config.target.budget == "latency":
-        journal.save("plan", {"plan": asdict(sizes.plan), "divergences": sizes.divergences})
+        saved = {"plan": asdict(sizes.plan), "divergences": sizes.divergences, "curve": sizes.curve}
+        journal.save("plan", saved)
     return sizes
 
 
@@ -79,12 +89,14 @@ def _profiled(job: Job, journal: Journal) -> JobSizes:
     plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, job.budget))
     grids: dict[str, Grid] = {name: form_of(name, run.model.family).grid(run.model) for name in FORMS}
     divergences = predicted_divergences(grids, config.method, config.target, plan, measured, job.budget)
+    sensitivity = profiled_damages(measured, "sensitivity", run.grid)
+    curve = run.machine.workers.share(0, lambda: predicted_curve(run.grid, run.method, config.target, sensitivity))
     if plan.embedding and run.machine.workers.is_main:
         device = run.machine.device
         evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
         journal.save_tensors(EMBEDDING, reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding))
     release_heap()  # of the profile and of the planner's solver
-    return JobSizes(plan, divergences)
+    return JobSizes(plan, divergences, curve)
 
 
 def _with_subspaces(job: Job, sizes: JobSizes) -> JobSizes:

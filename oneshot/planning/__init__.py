@@ -11,7 +11,7 @@ from oneshot.planning.experts import expert_counts
 from oneshot.planning.grid import Grid
 from oneshot.planning.hidden_size import groups_of_positions, spread_hidden_sizes
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
-from oneshot.planning.sizes import make_plan, parameter_budget, predicted_divergences
+from oneshot.planning.sizes import make_plan, parameter_budget, predicted_curve, predicted_divergences
 from oneshot.planning.vocabulary import smaller_tables, vocabulary_ranges
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "groups_of_positions",
     "make_plan",
     "parameter_budget",
+    "predicted_curve",
     "predicted_damage",
     "predicted_divergences",
     "profiled_damages",

@@ -193,3 +193,24 @@ def predicted_divergences(
             best = make_plan(grid, grid.settle(method, target), target, damages, budget)
             predicted[form] = predicted_damage(best, shape, damages)
     return predicted
+
+
+CURVE_SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+
+
+def predicted_curve(grid: Grid, method: Method, target: Target, damages: Damages) -> dict[str, float]:
+    """Return the divergence as `predicted_divergences` for other removed shares of the stored parameters, by share.
+
+    Shares that the form or the method does not reach are left out. A target that counts something else has no curve.
+
+    Args:
+        method: settled for this grid. damages: by `sensitivity`.
+    """
+    if target.budget != "parameters":
+        return {}
+    curve = {}
+    for share in CURVE_SHARES:
+        with contextlib.suppress(PlanError, ConfigError):
+            plan = make_plan(grid, method, replace(target, sparsity=share, parameters=None), damages)
+            curve[str(share)] = predicted_damage(plan, grid.shape, damages)
+    return curve

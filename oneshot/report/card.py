@@ -18,6 +18,7 @@ from oneshot.report.terminal import size_rows
 
 REPORT_NAME = "oneshot_report.json"
 CARD_NAME = "README.md"
+PAGE_NAME = "report.html"
 TASKS = {  # names on the hub, by the ending of a class's name
     "ForMaskedLM": "fill-mask",
     "ForSequenceClassification": "text-classification",
@@ -59,7 +60,7 @@ def write_report(
     from oneshot.report.page import report_page  # jinja2: only a finished run draws
 
     (folder / REPORT_NAME).write_text(json_text(report.to_dict()) + "\n")
-    (folder / "report.html").write_text(report_page(report), encoding="utf-8", errors="backslashreplace")
+    (folder / PAGE_NAME).write_text(report_page(report), encoding="utf-8", errors="backslashreplace")
     card = model_card(report, inherited, title=title, loading=loading, usage=usage, task=task)
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
 
@@ -157,7 +158,9 @@ def _layer_section(report: Report) -> str:
 
 
 def add_check(folder: Path, report: Report, check: Check) -> Report:
-    """Put a check into the report and the card of a result; return the report. Missing files stay missing."""
+    """Put a check into the report, its page and the card of a result; return the report. Missing files stay missing."""
+    from oneshot.report.page import report_page  # jinja2: only a finished run draws
+
     report = replace(report, check=check)
     if (folder / REPORT_NAME).is_file():
         _replace(folder / REPORT_NAME, json_text(report.to_dict()) + "\n")
@@ -181,7 +184,7 @@ def _add_quality(path: Path, check: Check) -> None:
 def _replace(path: Path, text: str) -> None:
     """Replace a file at once."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     partial.replace(path)
 
 

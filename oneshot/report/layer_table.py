@@ -18,7 +18,8 @@ COLUMNS = {  # of a plan's layer
 def layer_table(report: Report) -> tuple[list[str], list[list[str]]]:
     """Return headings and a row for each layer of sizes that some layer has changed; a dash is a whole linear.
 
-    Without any such size both are empty. A size of 0 is a sublayer that is left out.
+    Without any such size both are empty. A size of 0 is a sublayer that is left out. Neighbours of equal sizes share a
+    row.
     """
     layers, dense = report.plan["layers"], report.dense_shape
 
@@ -28,10 +29,16 @@ def layer_table(report: Report) -> tuple[list[str], list[list[str]]]:
     shown = [name for name in COLUMNS if is_changed(name)]
     if not shown:
         return [], []
-    rows = []
+    rows: list[list[str]] = []
+    first = 0
     for number, layer in enumerate(layers):
         kept = dict(layer)
         if number in dense.get("narrow_layers", ()):
             kept["intermediate_size"] //= 2
-        rows.append([str(number), *("–" if kept.get(name) is None else f"{kept[name]:,}" for name in shown)])
+        sizes = ["–" if kept.get(name) is None else f"{kept[name]:,}" for name in shown]
+        if rows and rows[-1][1:] == sizes:
+            rows[-1][0] = f"{first}–{number}"
+        else:
+            first = number
+            rows.append([str(number), *sizes])
     return ["layer", *(COLUMNS[name] for name in shown)], rows

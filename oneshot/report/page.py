@@ -2,26 +2,20 @@
 
 from functools import cache
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
 from oneshot.families import RANKED_KINDS
 from oneshot.report.layer_table import layer_table
-from oneshot.report.records import Report
-
-WITHOUT_PLOTS = "<p>The plots need matplotlib: pip install 'oneshot-llm[plots]'.</p>"
+from oneshot.report.plots import curve_plot, errors_plot, sizes_plot
+from oneshot.report.records import LayerReport, Report
+from oneshot.report.words import duration, verdict
 
 
 def report_page(report: Report) -> str:
     """Return the report as HTML without scripts and other files. The same report gives the same text."""
-    if find_spec("matplotlib") is None:
-        plots: dict[str, str | None] = {"sizes_plot": WITHOUT_PLOTS, "errors_plot": WITHOUT_PLOTS}
-    else:
-        from oneshot.report.plots import draw_plots
-
-        plots = draw_plots(report)
     checkpoint = str(report.config["checkpoint"])
     general = {name: value for name, value in report.config.items() if not isinstance(value, dict)}
     name = Path(checkpoint).name or checkpoint
@@ -31,19 +25,58 @@ def report_page(report: Report) -> str:
         for number, layer in enumerate(report.plan["layers"])
         if any(layer[f"{kind}_rank"] is not None for kind in RANKED_KINDS)
     }
+    warnings = dict.fromkeys([*report.warnings, *(one for layer in report.layers for one in layer.warnings)])
     return _template().render(
-        report=report, name=name, general=general, headings=headings, size_rows=rows, ranked=ranked, **plots
+        report=report,
+        name=name,
+        general=general,
+        headings=headings,
+        size_rows=rows,
+        groups=_grouped(report, ranked),
+        warnings=list(warnings),
+        plan={name: value for name, value in report.plan.items() if name != "layers"},
+        sizes_plot=sizes_plot(report),
+        errors_plot=errors_plot(report),
+        curve_plot=curve_plot(report),
     )
+
+
+def _grouped(report: Report, ranked: set[int]) -> list[tuple[str, list[LayerReport], str]]:
+    """Return the layers with a name and a remark; neighbours without any reduced sublayer are one group."""
+    groups: list[tuple[list[LayerReport], str]] = []
+    for layer in report.layers:
+        remark = "linears of low rank, see below" if layer.layer in ranked else "as it was"
+        if not layer.sublayers and groups and not groups[-1][0][-1].sublayers and groups[-1][1] == remark:
+            groups[-1][0].append(layer)
+        else:
+            groups.append(([layer], remark))
+    return [(_span(layers), layers, remark) for layers, remark in groups]
+
+
+def _span(layers: list[LayerReport]) -> str:
+    first, last = layers[0].layer, layers[-1].layer
+    return str(first) if first == last else f"{first}–{last}"
 
 
 @cache
 def _template() -> Template:
     """Return the compiled template."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["show"] = _show
+    environment.filters |= {"show": _show, "duration": duration, "verdict": verdict, "words": _words}
     text = resources.files("oneshot.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(text)
 
 
 def _show(value: float | None, spec: str) -> str:
     return "–" if value is None else format(value, spec)
+
+
+def _words(value: Any) -> str:
+    """Return a setting for people: no braces, no quotes, and a dash for what is not set."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_words(one)}" for name, one in value.items()) or "–"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_words, value)) or "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "–" if value is None else str(value)

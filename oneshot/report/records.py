@@ -136,7 +136,8 @@ class Report:
     and a `Plan`. `hidden_error` is the relative Frobenius norm of what a smaller hidden size leaves out of the residual
     stream. `predicted_divergence`: see `planning.predicted_divergences`; None without a profile. `footprint` was
     predicted; `peak_bytes` and `seconds` were measured. `fingerprint` decides whether an interrupted run may continue.
-    `warnings`: of no single layer. `check`: None if it was left out.
+    `warnings`: of no single layer. `check`: None if it was left out. `predicted_curve`: what the same profile predicts
+    for other removed shares of the parameters, which are its names; None without a profile.
     """
 
     config: dict[str, Any]
@@ -156,6 +157,7 @@ class Report:
     peak_device_bytes: int
     hidden_error: float | None = None
     predicted_divergence: dict[str, float] | None = None
+    predicted_curve: dict[str, float] | None = None
     footprint: Footprint | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()

@@ -18,7 +18,6 @@ def measure(runs: Sequence[dict[str, Any]], found: Path) -> None:
     import datasets  # noqa: F401
     import torch
 
-    import oneshot.report.plots  # noqa: F401
     from oneshot import Config
     from oneshot.errors import MemoryLimitError
     from oneshot.machine.memory import peak_bytes

@@ -1,0 +1,27 @@
+"""Measurements in words: how much worse a model is, and how long something takes."""
+
+VERDICTS = (  # up to this perplexity ÷ the original's
+    (1.03, "as good as the original on this text"),
+    (1.10, "a little worse than the original"),
+    (1.25, "worse than the original; a user may notice"),
+    (1.60, "much worse than the original; train it further or remove less"),
+)
+WORST = "far worse than the original: remove less, or use the per-layer form and more text"
+MINUTE, HOUR = 60.0, 3600.0
+
+
+def verdict(ratio: float) -> str:
+    """Return what a perplexity divided by the original's means."""
+    return next((words for most, words in VERDICTS if ratio <= most), WORST)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them, such as `40 s`, `12 min` or `3 h 20 min`."""
+    if seconds < 1:
+        return "less than 1 s"
+    if seconds < 2 * MINUTE:
+        return f"{seconds:.0f} s"
+    if seconds < 2 * HOUR:
+        return f"{seconds / MINUTE:.0f} min"
+    hours, minutes = divmod(round(seconds / MINUTE), 60)
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
