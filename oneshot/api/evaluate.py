@@ -9,22 +9,20 @@ from typing import Any
 from oneshot.api.models import save_model
 from oneshot.api.texts import save_text
 from oneshot.errors import CalibrationError
-from oneshot.evaluation import Evaluation
+from oneshot.evaluation import Evaluation, Evaluations
 from oneshot.evaluation import evaluate as evaluate_checkpoints
 from oneshot.machine import usual_settings
 from oneshot.text import SHORT_NAMES
 
 
-def evaluate(
-    model: Any, text: Any = (), *, baseline: Any = None, tokenizer: Any = None, **options: Any
-) -> list[Evaluation]:
+def evaluate(model: Any, text: Any = (), *, baseline: Any = None, tokenizer: Any = None, **options: Any) -> Evaluations:
     """Measure a model, and a baseline beside it.
 
     Args:
         model: a folder, a `.gguf` file, a name on the hub, or a model of transformers.
         baseline: the same.
         text: a source as on the command line, a list of such sources, or text in memory as `compress` takes it for
-            calibration; without text only sizes and latency are measured.
+            calibration. Without text and tasks a model that writes text is measured on the built-in text.
         tokenizer: tokenizer of models in memory; None: the one that lies where the model came from.
         options: keywords of `evaluation.evaluate`, such as `sequence_length`, `max_windows`, `tasks`, `decode_tokens`.
 
@@ -46,7 +44,7 @@ def evaluate(
             baseline=None if baseline is None else named(baseline, "baseline"),
             **options,
         )
-        return [_without(scratch, evaluation) for evaluation in evaluations]
+        return Evaluations(_without(scratch, evaluation) for evaluation in evaluations)
 
 
 def _without(scratch: Path, evaluation: Evaluation) -> Evaluation:

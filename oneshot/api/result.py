@@ -8,7 +8,7 @@ from typing import Any
 
 from oneshot.api.hub import push
 from oneshot.errors import OutputError
-from oneshot.evaluation import Evaluation, load_model
+from oneshot.evaluation import Evaluations, load_model
 from oneshot.export import FORMS
 from oneshot.machine import resolve_device
 from oneshot.report.records import Report
@@ -45,7 +45,7 @@ class Result:
             raise OutputError(f"{form.title} is opened by {form.opened_by}: {self.output}; another form loads.")
         return load_model(self.output, device=resolve_device(device), dtype=dtype)
 
-    def evaluate(self, text: Any = (), *, baseline: Any = None, **options: Any) -> list[Evaluation]:
+    def evaluate(self, text: Any = (), *, baseline: Any = None, **options: Any) -> Evaluations:
         """Measure the result, and the original beside it if it was given as a path or a name.
 
         Args:

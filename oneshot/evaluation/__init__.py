@@ -1,7 +1,7 @@
 """Quality of models beside a baseline: perplexity, agreement, examples, tasks, sizes and latency."""
 
 from oneshot.evaluation.by_window import load_windows
-from oneshot.evaluation.comparison import Evaluation, print_evaluations, write_json
+from oneshot.evaluation.comparison import Evaluation, Evaluations, print_evaluations, write_json
 from oneshot.evaluation.evaluate import evaluate
 from oneshot.evaluation.kinds import Kind, kind_of, load_as
 from oneshot.evaluation.models import load_model, measure_latency
@@ -10,6 +10,7 @@ from oneshot.evaluation.tasks import run_tasks, task_manager
 
 __all__ = [
     "Evaluation",
+    "Evaluations",
     "Kind",
     "TextScore",
     "evaluate",

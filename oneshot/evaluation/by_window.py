@@ -1,5 +1,6 @@
 """Evaluation on windows of text, of models that write it: quality, tasks, sizes and latency."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,11 @@ from oneshot.evaluation.tasks import run_tasks, task_manager
 from oneshot.evaluation.tokenizers import refuse_other_tokenizers
 from oneshot.export import stated_shape
 from oneshot.families import StackShape
-from oneshot.text import chat_renderer, iter_documents, load_tokenizer, pack, warn_if_long
+from oneshot.text import BUILTIN, chat_renderer, iter_documents, load_tokenizer, pack, warn_if_long
+
+BUILTIN_WINDOWS = 8  # without a text of the user's
+
+logger = logging.getLogger(__name__)
 
 
 def load_windows(text: str, tokenizer: Any, *, sequence_length: int, max_windows: int | None) -> torch.Tensor:
@@ -47,7 +52,8 @@ def evaluate_windows(
 ) -> list[Evaluation]:
     """Evaluate checkpoints on the same windows, in order; with a baseline, it is the last one.
 
-    All models are in memory at once, and freed before the tasks.
+    All models are in memory at once, and freed before the tasks. Without texts and tasks they read a few windows of the
+    built-in text.
 
     Args:
         names: what the checkpoints are called. decode_tokens: 0 leaves the latency out.
@@ -57,6 +63,10 @@ def evaluate_windows(
     manager = task_manager(tasks, include_path) if tasks else None  # a wrong name is refused before hours of scoring
     sizes = [_sizes(checkpoint) for checkpoint in checkpoints]
     shapes, positions = [shape for shape, _ in sizes], [most for _, most in sizes]
+    if not texts and not tasks:
+        logger.warning("No --text is given: the models read the text %s. Your own text says more.", BUILTIN)
+        texts, max_windows = (BUILTIN,), max_windows or BUILTIN_WINDOWS
+        sequence_length = min(sequence_length, *(most for most in positions if most > 0), sequence_length)
     if texts:
         _refuse_beyond_positions(names, positions, sequence_length, f"--sequence-length {sequence_length}")
     if decode_tokens > 0:

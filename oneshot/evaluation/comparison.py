@@ -1,5 +1,7 @@
 """Records of an evaluation, the table on the terminal, and the JSON with its provenance."""
 
+import html
+import io
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -10,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from oneshot.errors import OutputError, printable
 from oneshot.json_text import json_text
 from oneshot.report.provenance import versions
-from oneshot.report.terminal import open_console
+from oneshot.report.terminal import WIDTH, open_console
+from oneshot.report.words import verdict
 from oneshot.text import token_hash
 
 LABELS = {  # of rows in the table, if a field's name is not enough
@@ -24,11 +28,11 @@ LABELS = {  # of rows in the table, if a field's name is not enough
     "file_bytes": "bytes of the weight files",
     "flops_per_token": "FLOPs per token (linears)",
     "kv_bytes_per_token": "KV cache bytes per token (16 bit)",
-    "prefill_seconds": "prefill seconds",
-    "decode_seconds": "decode seconds per token",
+    "prefill_seconds": "seconds of prefill",
+    "decode_seconds": "seconds of decoding, per token",
     "perplexity": "perplexity {text} ({tokens:,} tokens)",
     "top1_agreement": "top-1 agreement {text}",
-    "kl_divergence": "KL divergence {text} (nats per token)",
+    "kl_divergence": "KL divergence {text} (0: same predictions)",
     "score": "score: perplexity ÷ baseline's, geometric mean",
     "worst_ratio": "perplexity ÷ baseline's, worst text",
 }
@@ -83,8 +87,12 @@ def text_record(windows: torch.Tensor) -> TextRecord:
     return TextRecord(len(windows), windows.numel(), token_hash(windows))
 
 
-def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
-    """Print a table with a column for each model and, for two models, the ratio of the first to the second."""
+def print_evaluations(evaluations: Sequence[Evaluation], console: Console | None = None) -> None:
+    """Print a table with a column for each model and, for two models, the ratio of the first to the second.
+
+    Below it stands in words what each score means. `console`: None for the terminal's.
+    """
+    console = console or open_console()
     table = Table(padding=(0, 1), pad_edge=False)
     headings = ["", *(Path(evaluation.checkpoint).name for evaluation in evaluations)]
     if len(evaluations) == 2:
@@ -99,14 +107,38 @@ def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
             values = [None if cell is None else cell[0] for cell in cells]
             shown.append(f"{values[0] / values[1]:.3f}" if values[0] is not None and values[1] else "–")
         table.add_row(Text(printable(name)), *shown)
-    open_console().print(table)
+    console.print(table)
+    for evaluation in evaluations:
+        if evaluation.score is not None:
+            console.print(Text(printable(f"{Path(evaluation.checkpoint).name}: {in_words(evaluation)}")))
+
+
+def in_words(evaluation: Evaluation) -> str:
+    """Return what the score of a model beside its baseline means."""
+    assert evaluation.score is not None
+    texts = "this text" if len(evaluation.perplexity) == 1 else f"these {len(evaluation.perplexity)} texts"
+    return f"perplexity × {evaluation.score:.2f} on {texts}: {verdict(evaluation.score)}."
+
+
+class Evaluations(list[Evaluation]):
+    """The evaluations of several models, which show as a table in a terminal and in a notebook."""
+
+    def __repr__(self) -> str:
+        shown = io.StringIO()
+        print_evaluations(self, Console(width=WIDTH, file=shown, color_system=None))
+        return shown.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
 
 def _shown(value: float, error: float | None) -> str:
-    """Return a number, with its standard error if it has one."""
+    """Return a number rounded for people, with its standard error if it has one."""
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.4f}" if error is None or math.isnan(error) else f"{value:,.4f} ± {error:.4f}"
+    places = 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 4
+    number = f"{value:,.{places}f}"
+    return number if error is None or math.isnan(error) else f"{number} ± {error:.{places}f}"
 
 
 def _rows(evaluation: Evaluation) -> dict[str, Cell]:

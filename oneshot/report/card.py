@@ -164,6 +164,8 @@ def add_check(folder: Path, report: Report, check: Check) -> Report:
     report = replace(report, check=check)
     if (folder / REPORT_NAME).is_file():
         _replace(folder / REPORT_NAME, json_text(report.to_dict()) + "\n")
+    if (folder / PAGE_NAME).is_file():
+        _replace(folder / PAGE_NAME, report_page(report))
     _add_quality(folder / CARD_NAME, check)
     return report
 

@@ -21,12 +21,21 @@ from oneshot.text.packing import (
 )
 from oneshot.text.pairs import load_pairs
 from oneshot.text.self_written import SELF, documents_together, write_text
-from oneshot.text.sources import SHORT_NAMES, check_source, iter_documents, iter_pairs, read_rows, whole_letters
+from oneshot.text.sources import (
+    BUILTIN,
+    SHORT_NAMES,
+    check_source,
+    iter_documents,
+    iter_pairs,
+    read_rows,
+    whole_letters,
+)
 from oneshot.text.token_files import has_tokens, load_token_ids, save_token_ids, save_token_rows
 from oneshot.text.token_rows import LABELS, MASK, TOKENS, Fillings, fillings_of, text_tokens
 from oneshot.text.tokenizers import holds_tokenizer, load_tokenizer, needs_conversion
 
 __all__ = [
+    "BUILTIN",
     "LABELS",
     "MASK",
     "PIECE_BYTES",

@@ -30,7 +30,8 @@ HUB_ALIASES = {
     "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "text"),
     "c4": ("allenai/c4", "en", "train", "text"),
 }
-SHORT_NAMES = ("builtin", *HUB_ALIASES)
+BUILTIN = "builtin"
+SHORT_NAMES = (BUILTIN, *HUB_ALIASES)
 HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
 TOKENS_ENDING = ".safetensors"  # read by `token_files`
 PAIR_COLUMN = "text_pair"

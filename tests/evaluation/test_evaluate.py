@@ -285,7 +285,7 @@ def test_the_command_line_prints_a_table_and_writes_json(
     printed = " ".join(capsys.readouterr().out.split())
     for part in ("stored parameters", "perplexity text.txt", "ratio", f"{rows[0]['stored_parameters']:,}"):
         assert part in printed
-    for part in ("top-1 agreement", "KL divergence", "worst text", f"{rows[0]['score']:.4f}"):
+    for part in ("top-1 agreement", "KL divergence", "worst text", f"× {rows[0]['score']:.2f} on this text"):
         assert part in printed
 
 

@@ -56,16 +56,6 @@ def lines_of(table: str) -> dict[str, list[str]]:
     return {first: cells for first, *cells in lines}
 
 
-def test_the_short_table(show_rows: ShowRows) -> None:
-    show_rows([], speed=ROWS)
-    lines = lines_of(importlib.import_module("tables.speed").speed_table())
-    assert lines["file"][3:] == ["CPU, float32, batch 1", "CPU, float32, batch 16"]
-    assert lines["per-layer, −20%"] == ["1.25", "0.80", "3", "0.80 · 0.90", "0.70 · 0.60"]
-    assert lines["per-layer, −20%, `lay_out_()`"][-2:] == ["0.80 · 0.70", "–"]
-    assert lines["stock, −20%"] == ["1.50", "0.81", "3", "0.80 · 0.90", "–"]
-    assert lines["per-layer, −20% of latency, curvature fisher, `expand_(0.9)`"][-2:] == ["0.80 · 0.90", "–"]
-
-
 def test_the_table_of_all_cases(show_rows: ShowRows) -> None:
     show_rows([], speed=ROWS)
     lines = lines_of(importlib.import_module("tables.speed").every_speed_table())
@@ -79,7 +69,7 @@ def test_a_newer_row_without_a_score_has_that_of_its_file(show_rows: ShowRows) -
     newer, laid_out = speed_row(prefill_ratio=0.6), speed_row(laid_out=True)
     del newer["score"], laid_out["score"]
     show_rows([], speed=[speed_row(), newer, laid_out])
-    lines = lines_of(importlib.import_module("tables.speed").speed_table())
+    lines = lines_of(importlib.import_module("tables.speed").every_speed_table())
     assert lines["per-layer, −20%"] == ["1.25", "0.80", "3", "0.60 · 0.90"]
     assert lines["per-layer, −20%, `lay_out_()`"][0] == "1.25"
 

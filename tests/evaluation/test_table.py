@@ -39,8 +39,8 @@ def test_rows_are_in_words(lines: list[str]) -> None:
     for row in (
         "stored parameters 800 1,000 0.800",
         "bytes of the weight files 4,000 4,000 1.000",
-        "perplexity text.txt (510 tokens) 12.0000 8.0000 1.500",
-        "decode seconds per token 0.2500 0.2500 1.000",
+        "perplexity text.txt (510 tokens) 12.00 8.00 1.500",
+        "seconds of decoding, per token 0.2500 0.2500 1.000",
         "top1 accuracy pairs.jsonl 0.7500 0.7500 1.000",
     ):
         assert row in lines

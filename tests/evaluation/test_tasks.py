@@ -245,7 +245,6 @@ def row(recipe: str, **changes: Any) -> dict[str, Any]:
 def test_table_and_plot_show_only_comparable_rows(
     harness: ModuleType, judging: ModuleType, show_rows: ShowRows
 ) -> None:
-    pytest.importorskip("matplotlib")
     dense = row("dense", perplexity=dict.fromkeys(judging.KINDS, 10.0), stored_parameters=100_000_000)
     rows = [
         row("oneshot", perplexity={"wikitext2": 1.0, "lambada": 1.0}),  # an old row with two kinds
@@ -259,7 +258,7 @@ def test_table_and_plot_show_only_comparable_rows(
         row("oneshot", settings={"up_steps": 4}, score=2.2),
     ]
     others = harness.read_rows("other_tools")
-    show_rows(rows, other_tools=others)
+    show_rows(rows, other_tools=others, gpu=[], models=[])
     assert importlib.import_module("quality_rows").quality_rows() == [dense, *rows[4:]]
     tables, plot = importlib.import_module("tables.quality"), importlib.import_module("plot")
     lines = tables.quality_table().splitlines()
