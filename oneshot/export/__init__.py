@@ -1,6 +1,7 @@
 """Writing the result: its forms, the layers on their way into the journal, and what lies beside the weights."""
 
 from oneshot.export.companions import model_classes, verify, write_companions
+from oneshot.export.engines import notes_on_engines
 from oneshot.export.forms import FORMS, Form, form_of, stated_shape
 from oneshot.export.layers import write_layers
 from oneshot.export.own_classes import coordinates
@@ -16,6 +17,7 @@ __all__ = [
     "expected_bytes",
     "form_of",
     "model_classes",
+    "notes_on_engines",
     "part_dtype",
     "planned_parts",
     "renamed_ranks",

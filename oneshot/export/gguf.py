@@ -1,7 +1,7 @@
 """Form `gguf`: one file for llama.cpp, written tensor by tensor from the journal's parts.
 
-Equal layers take the family's own architecture. Layers of different sizes take `deci`, which has arrays of FFN widths
-and of heads. Both are laid out as llama.cpp's own converter lays them out.
+Equal layers take the family's own architecture, if it has their sizes. Others take `deci`, which has arrays of FFN
+widths and of heads. Both are laid out as llama.cpp's own converter lays them out.
 """
 
 import importlib.util
@@ -37,6 +37,7 @@ from oneshot.tensors import Tensors
 NAME, FILE_NAME = "gguf", "model.gguf"
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 OWN_SIZES = "deci"
+HEADS_FILL_HIDDEN_SIZE = ("qwen2",)  # architectures whose heads have as many values as the hidden state
 INTERLEAVED = ("llama", OWN_SIZES)  # architectures that turn neighbouring values of queries and keys together
 
 
@@ -137,7 +138,9 @@ def _is_uniform(stack: StackShape) -> bool:
 
 
 def _architecture(model: Model, stack: StackShape) -> str:
-    return ARCHITECTURES[model.family.model_type] if _is_uniform(stack) else OWN_SIZES
+    own, layer = ARCHITECTURES[model.family.model_type], stack.layers[0]
+    fills = layer.num_attention_heads * layer.query_key_size == stack.embedding_size
+    return own if _is_uniform(stack) and (fills or own not in HEADS_FILL_HIDDEN_SIZE) else OWN_SIZES
 
 
 def _tensors(model: Model, stack: StackShape, stored: list[Place], *, quantised: bool) -> list[FileTensor]:

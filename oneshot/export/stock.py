@@ -8,6 +8,7 @@ from oneshot.checkpoint import Journal, Model, of_layers, per_layer_lists, resiz
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import finish_weights
+from oneshot.export.engines import notes_on_engines
 from oneshot.export.outside import (
     OutsideNames,
     Part,
@@ -35,7 +36,7 @@ class StockForm:
         classes, stated = FAMILIES[config["model_type"]].classes, stated_class(config)
         own = stated or (classes[0] if classes else None)
         name = "AutoModelForCausalLM" if own is None or (not classes and predicts_tokens(config)) else own
-        return f"It loads like the original: `{name}.from_pretrained(...)`."
+        return " ".join((f"It loads like the original: `{name}.from_pretrained(...)`.", *notes_on_engines(config)))
 
     def usage(self, task: str) -> str:
         """Return code that opens the result."""

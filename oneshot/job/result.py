@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from oneshot.checkpoint import Journal, card_metadata
-from oneshot.export import cast, part_dtype, planned_parts, write_companions
+from oneshot.export import cast, notes_on_engines, part_dtype, planned_parts, write_companions
 from oneshot.job.job import Job
 from oneshot.job.sizes import JobSizes
 from oneshot.report.build import build_report
@@ -44,7 +44,7 @@ def write_result(
     write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
     stored = {"dense": source.num_parameters, "compressed": _write_weights(job, sizes, journal)}
     watch.lap("write")
-    for sentence in gram_sentences(sizes.gram_notes, layers):
+    for sentence in (*gram_sentences(sizes.gram_notes, layers), *notes_on_engines(written)):
         logger.warning("%s", sentence)
     announce("writing the report", run.show_progress)
     report = build_report(

@@ -135,6 +135,29 @@ def test_llama_cpps_graph_gives_the_logits_of_the_per_layer_form(
     torch.testing.assert_close(graph(path, TOKEN_IDS), wanted, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "fills"),
+    [
+        ({"heads": "id", "head_unit": "kv-group", "sparsity": 0.3}, False),
+        ({"hidden": "pca", "hidden_size": 24}, False),
+        ({}, True),
+    ],
+    ids=["fewer heads", "smaller hidden size", "fewer neurons"],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_architecture_of_equal_layers_holds_their_sizes(
+    family: str, settings: dict[str, Any], fills: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """llama.cpp's `qwen2` wants heads that fill the hidden size (src/models/qwen2.cpp of llama-cpp-python 0.3.36)."""
+    folder = make_checkpoint(family=family, **({"head_dim": 8} if family == "qwen3" else {}))
+    config = make_config(folder, form="gguf", recipe="magnitude", allocation="uniform", **settings)
+    compress(config)
+    fields, tensors = read(Path(config.output) / "model.gguf")
+    assert fields["general.architecture"] == ("deci" if family == "qwen2" and not fills else family)
+    queries, hidden = tensors["blk.0.attn_q.weight"].shape
+    assert (queries == hidden) == fills
+
+
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"attention_bias": True, "mlp_bias": True}], ids=str)
 def test_attention_and_ffns_are_left_out(
     options: dict[str, Any], save_model: Callable[..., Path], make_config: MakeConfig

@@ -1,0 +1,93 @@
+"""What other engines make of a stock result, where they ask the number of a layer or of heads instead of the config.
+
+Read in the sources of llama.cpp (llama-cpp-python 0.3.36, `src/models/`) and mlx-lm 0.32.2 (`mlx_lm/models/`).
+"""
+
+from typing import Any
+
+from oneshot.checkpoint import complete_text_config, per_layer_lists
+from oneshot.families import FAMILIES, find_family
+
+# llama.cpp's architecture of these families has as many values in all heads as in the hidden state
+HEADS_FILL_HIDDEN_SIZE = (
+    *("cohere", "cohere2", "exaone4", "granite", "lfm2", "nemotron", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2"),
+    *("qwen2_moe", "stablelm", "starcoder2"),
+)
+# who makes the kinds of layers (windows, rotary positions, mixers) of these families from the layers' numbers
+KINDS_BY_NUMBER = {
+    "cohere2": ("llama.cpp", "mlx-lm"),
+    "exaone4": ("mlx-lm",),
+    "gemma2": ("llama.cpp",),
+    "gemma3_text": ("llama.cpp", "mlx-lm"),
+    "gpt_oss": ("llama.cpp",),
+    "modernbert": ("llama.cpp",),
+    "qwen3_5_moe_text": ("llama.cpp", "mlx-lm"),
+    "qwen3_5_text": ("llama.cpp", "mlx-lm"),
+    "qwen3_next": ("llama.cpp", "mlx-lm"),
+    "smollm3": ("llama.cpp",),
+}
+SCALED_BY_LAYERS = {"gemma2": 46, "gemma3_text": 62}  # where llama.cpp divides the hidden size by the heads
+WINDOWED_BY_LAYERS = {"exaone4": 64}  # other numbers of layers have no windows in llama.cpp
+LITE_LAYERS = (26, 27)  # of DeepSeek, whose queries llama.cpp then expects to be one linear
+
+
+def notes_on_engines(config: dict[str, Any]) -> list[str]:
+    """Return a sentence for every way in which an engine differs from transformers for a stock config.json."""
+    if config.get("model_type") not in FAMILIES:
+        return []
+    text = complete_text_config(find_family(config), config)
+    return [note for note in (_heads(text), _kinds(text), _scale(text), _windows(text), _lite(text)) if note]
+
+
+def _heads(text: dict[str, Any]) -> str | None:
+    heads, size, hidden = text.get("num_attention_heads"), text.get("head_dim"), text.get("hidden_size")
+    if text["model_type"] not in HEADS_FILL_HIDDEN_SIZE or not heads or not size or heads * size == hidden:
+        return None
+    return (
+        f"llama.cpp does not open it, because its architecture of {text['model_type']} wants heads that fill the "
+        f"hidden size ({heads} × {size} is not {hidden}); other tools that take the head size for hidden size ÷ heads "
+        "fail also or answer wrongly."
+    )
+
+
+def _kinds(text: dict[str, Any]) -> str | None:
+    engines = KINDS_BY_NUMBER.get(text["model_type"], ())
+    stated = per_layer_lists(text)
+    derived = per_layer_lists({name: value for name, value in text.items() if name not in stated})
+    differ = [name for name, values in stated.items() if derived.get(name) != values]
+    if not engines or not differ:
+        return None
+    return (
+        f"{' and '.join(engines)} would compute another model: removed layers have moved the others, and there the "
+        f"number of a layer decides what config.json states in {' and '.join(differ)}."
+    )
+
+
+def _scale(text: dict[str, Any]) -> str | None:
+    layers = SCALED_BY_LAYERS.get(text["model_type"])
+    if layers is None:
+        return None
+    by_heads = text["hidden_size"] / text["num_attention_heads"]
+    scale = by_heads if text["num_hidden_layers"] == layers else text["head_dim"]
+    if scale == text["query_pre_attn_scalar"]:
+        return None
+    return (
+        f"llama.cpp would compute another model: with {text['num_hidden_layers']} layers it scales scores by "
+        f"1/√{scale:g} instead of 1/√{text['query_pre_attn_scalar']:g}."
+    )
+
+
+def _windows(text: dict[str, Any]) -> str | None:
+    layers = WINDOWED_BY_LAYERS.get(text["model_type"])
+    if layers in (None, text["num_hidden_layers"]) or "sliding_attention" not in (text.get("layer_types") or ()):
+        return None
+    return f"llama.cpp would compute another model: it has the attention windows with {layers} layers only."
+
+
+def _lite(text: dict[str, Any]) -> str | None:
+    is_deepseek = text["model_type"] in ("deepseek_v2", "deepseek_v3") and text.get("q_lora_rank")
+    if not is_deepseek or text["num_hidden_layers"] not in LITE_LAYERS:
+        return None
+    return (
+        f"llama.cpp does not open it: with {text['num_hidden_layers']} layers it expects queries without q_lora_rank."
+    )

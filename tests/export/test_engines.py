@@ -1,0 +1,94 @@
+"""What the card and the command line say of engines that ask the number of layers or heads instead of the config.
+
+The numbers are those of llama.cpp (llama-cpp-python 0.3.36, `src/models/*.cpp`) and mlx-lm 0.32.2.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import MakeCheckpoint, MakeConfig
+from transformers import AutoConfig
+
+from oneshot.export.engines import notes_on_engines
+from oneshot.export.stock import StockForm, with_kept_layers
+from oneshot.families import find_family
+from oneshot.pipeline import compress
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def stock(family: str, layers: int = 12, **options: Any) -> dict[str, Any]:
+    """Return the config.json of a dense model."""
+    config: dict[str, Any] = AutoConfig.for_model(family, **SIZES, num_hidden_layers=layers, **options).to_dict()
+    return config
+
+
+def cut(config: dict[str, Any], layer: int) -> dict[str, Any]:
+    """Return the config.json of a stock result without one layer."""
+    kept = [number for number in range(config["num_hidden_layers"]) if number != layer]
+    return with_kept_layers(config, kept, find_family(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "engines"),
+    [
+        ("gemma3_text", {"query_pre_attn_scalar": 16}, "llama.cpp and mlx-lm"),
+        ("gemma2", {"query_pre_attn_scalar": 16}, "llama.cpp"),
+        ("cohere2", {}, "llama.cpp and mlx-lm"),
+        ("smollm3", {}, "llama.cpp"),
+        ("gpt_oss", {}, "llama.cpp"),
+        ("qwen3_next", {}, "llama.cpp and mlx-lm"),
+        ("qwen3_5_text", {}, "llama.cpp and mlx-lm"),
+    ],
+)
+def test_a_layer_that_moves_the_others_is_told(family: str, options: dict[str, Any], engines: str) -> None:
+    """The last layer moves no other, and where all layers are alike none matters."""
+    dense = stock(family, **options)
+    assert notes_on_engines(dense) == []
+    assert notes_on_engines(cut(dense, 11)) == []
+    (note,) = notes_on_engines(cut(dense, 2))
+    assert note.startswith(f"{engines} would compute another model")
+    assert StockForm().loading(cut(dense, 2) | {"architectures": None}).endswith(note)
+
+
+def test_families_of_equal_layers_are_not_told() -> None:
+    for family in ("llama", "qwen2", "qwen3", "mistral", "olmo2", "granite"):
+        assert notes_on_engines(cut(stock(family), 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("dense", "note"),
+    [
+        (stock("gemma2", 46, query_pre_attn_scalar=16), "45 layers it scales scores by 1/√20 instead of 1/√16"),
+        (stock("gemma3_text", 62, query_pre_attn_scalar=16), "61 layers it scales scores by 1/√20 instead of 1/√16"),
+        (stock("exaone4", 64, sliding_window=8, sliding_window_pattern=4), "the attention windows with 64 layers only"),
+        (stock("deepseek_v3", 28, first_k_dense_replace=3), "27 layers it expects queries without q_lora_rank"),
+    ],
+    ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
+)
+def test_a_number_of_layers_that_engines_ask_is_told(dense: dict[str, Any], note: str) -> None:
+    if "query_pre_attn_scalar" in dense:
+        dense = dense | {"head_dim": 20}  # as Gemma 2 27B has heads of 128 where 144 scale
+    assert notes_on_engines(dense) == []
+    last = dense["num_hidden_layers"] - 1
+    assert note in " ".join(notes_on_engines(cut(dense, last)))
+
+
+def test_fewer_heads_are_told_where_an_engine_cannot_hold_them(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the command line, which shows warnings, and on the card."""
+    folder = make_checkpoint(family="qwen2")
+    config = make_config(folder, recipe="magnitude", heads="id", head_unit="kv-group", sparsity=0.3)
+    with caplog.at_level(logging.WARNING):
+        compress(config)
+    note = "llama.cpp does not open it, because its architecture of qwen2 wants heads that fill the hidden size (2 × 8"
+    assert note in caplog.text
+    assert note in (Path(config.output) / "README.md").read_text()
+    fewer = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    for family in ("llama", "mistral", "qwen3", "smollm3", "glm4", "seed_oss", "ernie4_5", "arcee"):
+        assert notes_on_engines(stock(family) | fewer) == []
+    for family in ("granite", "starcoder2", "nemotron", "phi3", "cohere"):
+        assert "does not open it" in notes_on_engines(stock(family) | fewer)[0]
