@@ -1,7 +1,6 @@
 """A quick check of a finished result: held-out text and one answer, before and after; bounded in time and memory."""
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from oneshot.errors import CalibrationError, OneshotError, OutputError, cause, p
 from oneshot.evaluation import kind_of, load_model, perplexity
 from oneshot.export import FORMS
 from oneshot.machine import resolve_device, resolve_dtype
+from oneshot.machine.scratch import scratch_folder
 from oneshot.report.records import Check, Report
 from oneshot.text import SELF, has_tokens, load_text, load_tokenizer, rendered, shares, split_sources, token_hash
 
@@ -37,10 +37,10 @@ def quick_check(config: Config, report: Report) -> Check:
     if form.opened_by != "transformers":
         return Check(skipped=f"{form.title} is checked by {form.opened_by}.")
     try:
-        with tempfile.TemporaryDirectory(prefix="oneshot-", dir=config.machine.offload_dir) as scratch:
+        with scratch_folder(config.machine.offload_dir) as scratch:
             if kind_of(Checkpoint(output).config) != "causal":
                 return Check(skipped="The check asks models that write text; oneshot evaluate measures this one.")
-            dense = Checkpoint(locate_checkpoint(config.checkpoint, Path(scratch), config.revision))
+            dense = Checkpoint(locate_checkpoint(config.checkpoint, scratch, config.revision))
             return _measured(config, report, dense, output)
     except (OneshotError, OSError, torch.cuda.OutOfMemoryError) as error:
         return Check(skipped=f"The check was not possible ({printable(str(error))[:LONGEST_REASON]}).")

@@ -1,7 +1,6 @@
 """`oneshot.evaluate`: quality, sizes and latency of models beside a baseline, on names or on objects in memory."""
 
 import os
-import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from oneshot.errors import CalibrationError
 from oneshot.evaluation import Evaluation, Evaluations
 from oneshot.evaluation import evaluate as evaluate_checkpoints
 from oneshot.machine import usual_settings
+from oneshot.machine.scratch import scratch_folder
 from oneshot.text import SHORT_NAMES
 
 
@@ -29,8 +29,7 @@ def evaluate(model: Any, text: Any = (), *, baseline: Any = None, tokenizer: Any
     Returns the numbers of the model, then the baseline's; text in memory is called `given-text.jsonl` there. A list of
     strings counts as sources if each is a file or the short name of a data set.
     """
-    with usual_settings(), tempfile.TemporaryDirectory(prefix="oneshot-") as name:
-        scratch = Path(name)
+    with usual_settings(), scratch_folder() as scratch:
 
         def named(given: Any, place: str) -> str:
             if isinstance(given, str | os.PathLike):

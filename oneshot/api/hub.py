@@ -1,12 +1,12 @@
 """Upload a result to the Hugging Face hub."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from oneshot.config import Config
 from oneshot.errors import OutputError, cause
 from oneshot.json_text import json_text
+from oneshot.machine.scratch import scratch_folder
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Report
 from oneshot.report.sharing import without_local_paths
@@ -42,8 +42,7 @@ def push(
     shared = without_local_paths(report)
     try:
         repository = hub.create_repo(repo_id, private=private, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="oneshot-") as name:
-            cleaned = Path(name)
+        with scratch_folder() as cleaned:
             (cleaned / REPORT_NAME).write_text(json_text(shared.to_dict()) + "\n")
             (cleaned / PAGE).write_text(report_page(shared), encoding="utf-8", errors="backslashreplace")
             (cleaned / RECIPE_NAME).write_text(recipe_text(Config.from_dict(shared.config)), encoding="utf-8")

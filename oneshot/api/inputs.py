@@ -1,7 +1,6 @@
 """Make a config of a caller's names and objects in memory; objects lie in a folder until the end."""
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from oneshot.config import Config, MachineOptions, TextOptions, own_name
 from oneshot.errors import ConfigError
 from oneshot.footprint import offload_folder
 from oneshot.machine import usual_settings
+from oneshot.machine.scratch import scratch_folder
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ def request(
         with usual_settings():
             yield Request(model)
         return
-    with usual_settings(), tempfile.TemporaryDirectory(prefix="oneshot-", dir=_scratch(given)) as name:
+    with usual_settings(), scratch_folder(_scratch(given)) as folder:
         in_memory = []
         calibration = given.get("calibration", "")
         if not isinstance(calibration, str | os.PathLike):
             limit, seed = given.get("num_sequences", TextOptions().num_sequences), given.get("seed", 0)
-            source, sizes = save_text(calibration, Path(name), num_sequences=limit, seed=seed)
+            source, sizes = save_text(calibration, folder, num_sequences=limit, seed=seed)
             given = sizes | given | {"calibration": source}
             in_memory.append("calibration")
         checkpoint = model
         if not isinstance(model, str | os.PathLike):
-            checkpoint = save_model(model, tokenizer, Path(name))
+            checkpoint = save_model(model, tokenizer, folder)
             in_memory.append("checkpoint")
         elif tokenizer is not None:
             raise ConfigError("A tokenizer is given for a model in memory; leave it out beside a path or a hub name.")

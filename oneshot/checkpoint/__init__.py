@@ -7,6 +7,7 @@ from oneshot.checkpoint.locate import locate_checkpoint, open_headers, open_mode
 from oneshot.checkpoint.model import Model, identify
 from oneshot.checkpoint.place import output_folder, refuse_place
 from oneshot.checkpoint.reader import Checkpoint
+from oneshot.checkpoint.saved import peek_saved
 from oneshot.checkpoint.stock import (
     attention_of,
     complete_config,
@@ -24,7 +25,7 @@ from oneshot.checkpoint.stock import (
     with_floats,
     without_head,
 )
-from oneshot.checkpoint.work_folder import peek_saved, refuse_output, remove_leftovers
+from oneshot.checkpoint.work_folder import refuse_output, remove_leftovers
 
 __all__ = [
     "Checkpoint",

@@ -5,6 +5,7 @@ A run works in `OUT.incomplete` (`work_folder`). Every part is written once, at 
 killed, the parts with records are good, and a run with the same fingerprint continues after them.
 """
 
+import glob
 import logging
 import os
 import shutil
@@ -15,18 +16,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from oneshot.checkpoint.durable import UNFINISHED, checksum, make_durable, read_whole, write_whole
 from oneshot.checkpoint.layout import Place, lay_out
+from oneshot.checkpoint.read_log import ReadLog
 from oneshot.checkpoint.reader import is_damaged
+from oneshot.checkpoint.saved import SavedValues, write_tensors
 from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.checkpoint.work_folder import WorkFolder, refuse_output
 from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OutputError, PlanError, ProfileError, cause
-from oneshot.json_text import json_text
 from oneshot.machine import ALONE, Workers
+from oneshot.machine.durable import as_stored, flush, flush_tree, write_sealed
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class Journal:
 
     A context manager: `expect` all parts, `add` every part, in order, then `finish`, then `commit`. Leaving without
     `commit` keeps the finished parts for `resume`. Everything is removed if there are none, or if the input is at
-    fault. An earlier output (only with `overwrite`) is replaced at the commit and not sooner.
+    fault and no earlier run has left parts. An earlier output (only with `overwrite`) is replaced at the commit and not
+    sooner.
 
     Every process of a run has a journal and calls it alike. Only the main one touches the disk; what is read reaches
     all of them.
@@ -48,6 +50,8 @@ class Journal:
         fingerprint: JSON values that identify the result; only a run with equal ones may continue.
         resume: whether to continue an interrupted run; without one, a run starts from the beginning.
         expected_bytes: bytes of the result's weights and of a copy beside them, to check the free disk space.
+        log: hashes of the input's tensors as they are read. They are saved with the parts, and compared when an
+            interrupted run continues. None: nothing is known of the input.
         background: whether a thread writes a part while the next one is computed. At most one part waits. Its error
             is raised by the next call, or when the journal is left.
 
@@ -64,6 +68,7 @@ class Journal:
         overwrite: bool = False,
         resume: bool = False,
         expected_bytes: int = 0,
+        log: ReadLog | None = None,
         background: bool = False,
     ) -> None:
         self.folder, self._work, self._workers = folder, WorkFolder(folder), workers
@@ -72,10 +77,15 @@ class Journal:
         self._files: WeightFiles | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal") if background else None
         self._pending: Future[None] | None = None
+        self._continues = False  # an interrupted run
+        self._log = ReadLog() if log is None else log
+        self._read: dict[str, str] = {}  # hashes that are on the disk
+        self._saved = SavedValues(self._work)
+        self._records: list[dict[str, Any]] = []
         if workers.is_main:
             self._acquire(overwrite=overwrite, resume=resume)
             try:
-                self._open(fingerprint, overwrite and not resume, expected_bytes)
+                self._open(fingerprint, overwrite, resume, expected_bytes)
             except OSError as error:
                 self._leave()
                 raise OutputError(_unwritable(folder, error.strerror or str(error))) from error
@@ -86,26 +96,20 @@ class Journal:
     def _acquire(self, *, overwrite: bool, resume: bool) -> None:
         refuse_output(self.folder, overwrite=overwrite, resume=resume)
         try:
-            self.partial.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self._work.lock, timeout=0)
-            self._lock.acquire()
-        except Timeout as error:
-            raise OutputError(f"Another process is writing {self._work.path}; choose another --output.") from error
+            self._lock = self._work.acquire()
         except OSError as error:
             raise OutputError(
                 f"{self.folder} cannot be written ({error.strerror}); choose another --output."
             ) from error
 
-    def _open(self, fingerprint: dict[str, Any], anew: bool, expected_bytes: int) -> None:
-        found = read_whole(self._work.fingerprint)
-        if anew or found is None:
+    def _open(self, fingerprint: dict[str, Any], overwrite: bool, resume: bool, expected_bytes: int) -> None:
+        # again, with the lock: another process may have finished meanwhile
+        refuse_output(self.folder, overwrite=overwrite, resume=resume and not self.folder.exists(), is_locked=True)
+        self._continues = (resume or not overwrite) and self._work.continues(fingerprint)
+        if not self._continues:
             self._work.clear()
-        elif found != fingerprint:
-            differences = ", ".join(_differences(found, fingerprint))
-            raise OutputError(
-                f"{self._work.path} was begun by another run (different: {differences}); give the same options and "
-                "input, or start anew with --overwrite."
-            )
+        self.partial.mkdir(exist_ok=True)
+        self._expect_read(self._saved.find())
         missing = expected_bytes - self._work.weight_bytes()
         free_bytes = shutil.disk_usage(self._work.path).free
         if free_bytes < missing:
@@ -113,7 +117,24 @@ class Journal:
                 f"{self.folder.parent} has {free_bytes / 1e9:.1f} GB free, the result needs {missing / 1e9:.1f} GB; "
                 "free some space or choose another --output."
             )
-        write_whole(self._work.fingerprint, json_text(fingerprint) + "\n")
+        write_sealed(self._work.fingerprint, fingerprint)
+
+    def _expect_read(self, hashes: dict[str, str]) -> None:
+        """Compare what is read of the input with what finished work was made from."""
+        self._read |= hashes
+        self._log.expect(
+            hashes,
+            lambda place: OutputError(
+                f"{place} is not what {self._work.path} was made from; give the same weights, or start anew with "
+                "--overwrite."
+            ),
+        )
+
+    def _newly_read(self) -> dict[str, str]:
+        """Return the hashes of the input's tensors that are not on the disk yet."""
+        new = {name: found for name, found in self._log.hashes.items() if name not in self._read}
+        self._read |= new
+        return new
 
     def __enter__(self) -> "Journal":
         return self
@@ -130,7 +151,7 @@ class Journal:
         if error is not None and late is not None:
             logger.warning("The last part was not written (%s).", cause(late))
         reason = late if error is None else error
-        self._leave(useless=isinstance(reason, WRONG_INPUT))
+        self._leave(useless=isinstance(reason, WRONG_INPUT) and not self._continues)
         if self._work.path.exists():
             logger.warning(
                 "%s keeps %d finished parts; the same command with --resume continues after them.",
@@ -159,7 +180,14 @@ class Journal:
         self._settle()
         folder = self.partial if direct else self._work.path
         self._files = WeightFiles(lay_out(parts, folder, max_file_bytes))
-        self.num_finished = self._workers.share(0, lambda: self._work.count_finished(self._weights))
+        self.num_finished = self._workers.share(0, self._count_finished)
+
+    def _count_finished(self) -> int:
+        self._saved.refuse_others()
+        self._records = self._work.finished(self._weights)
+        for record in self._records:
+            self._expect_read(record["read"])
+        return len(self._records)
 
     @property
     def _weights(self) -> WeightFiles:
@@ -178,10 +206,11 @@ class Journal:
         self.num_finished += 1
         if not self._workers.is_main:
             return
+        read = self._newly_read()
         if self._thread is None:
-            self._write_part(number, tensors, record, scaffold)
+            self._write_part(number, tensors, record, scaffold, read)
         else:
-            self._pending = self._thread.submit(self._write_part, number, tensors, record, scaffold)
+            self._pending = self._thread.submit(self._write_part, number, tensors, record, scaffold, read)
 
     def _settle(self) -> None:
         """Wait for the part that a thread writes; raises its error."""
@@ -190,7 +219,12 @@ class Journal:
             pending.result()
 
     def _write_part(
-        self, number: int, tensors: Tensors, record: dict[str, Any] | None, scaffold: Tensors | None
+        self,
+        number: int,
+        tensors: Tensors,
+        record: dict[str, Any] | None,
+        scaffold: Tensors | None,
+        read: dict[str, str],
     ) -> None:
         try:
             self._weights.layout.refuse_other(number, tensors)
@@ -201,56 +235,52 @@ class Journal:
                         "damping= or another --save-dtype."
                     )
             checksums = self._weights.write(number, tensors)
-            beside = self._write(self._work.scaffold(number), scaffold) if scaffold else None
+            beside = write_tensors(self._work.scaffold(number), scaffold) if scaffold else None
             written = {"checksums": checksums, "scaffold": beside, "record": record or {}}
-            write_whole(self._work.record(number), json_text(written, indent=None))
+            written |= {"saved": self._saved.seals, "read": read}
+            write_sealed(self._work.record(number), written)
+            self._records = [*self._records[:number], as_stored(written)]
+        except SafetensorError as error:
+            self.num_finished = number
+            raise OutputError(_unwritable(self.folder, str(error))) from error
         except BaseException:
             self.num_finished = number
             raise
 
-    def _write(self, path: Path, tensors: Tensors) -> str:
-        unfinished = path.with_name(path.name + UNFINISHED)
-        on_host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-        try:
-            save_file(on_host, unfinished, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OutputError(_unwritable(self.folder, str(error))) from error
-        digest = checksum(unfinished)
-        make_durable(unfinished, path)
-        return digest
-
     def save(self, name: str, values: dict[str, Any]) -> None:
-        """Write JSON values that a resumed run finds with `saved`."""
+        """Write JSON values that a resumed run finds with `saved`; tensors that belong to them are saved before."""
         self._settle()
         if self._workers.is_main:
-            write_whole(self._work.saved(name), json_text(values, indent=None))
+            self._saved.save(name, values, self._newly_read())
 
     def saved(self, name: str) -> dict[str, Any] | None:
         """Return what this run or an interrupted one saved under a name, on every process; None without it."""
-        return self._workers.share(0, lambda: read_whole(self._work.saved(name)))
+        return self._workers.share(0, lambda: self._saved.values(name))
 
     def save_tensors(self, name: str, tensors: Tensors) -> None:
         """Write tensors that a resumed run finds with `saved_tensors`."""
         self._settle()
         if self._workers.is_main:
-            self._write(self._work.saved_tensors(name), tensors)
+            try:
+                self._saved.save_tensors(name, tensors)
+            except SafetensorError as error:
+                raise OutputError(_unwritable(self.folder, str(error))) from error
 
     def saved_tensors(self, name: str) -> Tensors | None:
         """Return the tensors that were saved under a name, on every process; None without them."""
-        path = self._work.saved_tensors(name)
-        return self._workers.share(0, lambda: load_file(path) if path.exists() else None)
+        return self._workers.share(0, lambda: self._saved.tensors(name))
 
     def records(self, count: int) -> list[dict[str, Any]]:
         """Return the records of the first `count` finished parts, on every process."""
-        return self._workers.share(0, lambda: [self._record(number) for number in range(count)])
+        return self._workers.share(0, lambda: [record["record"] for record in self._records[:count]])
 
     def reread(self, number: int) -> tuple[Tensors, Tensors]:
         """Return the tensors and the scaffold of a finished part, on every process."""
         self._settle()
 
         def load() -> tuple[Tensors, Tensors]:
-            path = self._work.scaffold(number)
-            return self._weights.read(number), load_file(path) if path.exists() else {}
+            has_scaffold = self._records[number]["scaffold"] is not None
+            return self._weights.read(number), load_file(self._work.scaffold(number)) if has_scaffold else {}
 
         return self._workers.share(0, load)
 
@@ -269,34 +299,15 @@ class Journal:
         self._settle()
         if not self._workers.is_main:
             return
+        flush_tree(self.partial)
         if self.folder.exists():
             replaced = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.replaced-", dir=self.folder.parent))
             os.rename(self.folder, replaced / "old")
-            os.rename(self.partial, self.folder)
+        os.rename(self.partial, self.folder)
+        flush(self.folder.parent)
+        for replaced in self.folder.parent.glob(f".{glob.escape(self.folder.name)}.replaced-*"):  # also of killed runs
             shutil.rmtree(replaced)
-        else:
-            os.rename(self.partial, self.folder)
         self._work.remove()
-
-    def _record(self, number: int) -> dict[str, Any]:
-        path = self._work.record(number)
-        content = read_whole(path)
-        if content is None:
-            raise OutputError(f"{path} is gone; start anew with --overwrite.")
-        record: dict[str, Any] = content["record"]
-        return record
-
-
-def _differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Return the names of unequal values, also those inside objects."""
-    names = []
-    for name in sorted(found.keys() | expected.keys()):
-        ours, theirs = expected.get(name), found.get(name)
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            names += _differences(theirs, ours)
-        elif ours != theirs:
-            names.append(name)
-    return names
 
 
 def _unwritable(folder: Path, reason: str) -> str:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from oneshot.checkpoint.dtypes import ITEM_BYTES
 from oneshot.checkpoint.quantised import UNUSED, dequantised, scales_of
+from oneshot.checkpoint.read_log import ReadLog
 from oneshot.checkpoint.safe_files import check_readable, read_config, read_json, stored_file
 from oneshot.checkpoint.torch_file import TorchFile
 from oneshot.errors import CheckpointError, cause
@@ -24,6 +25,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 TORCH_NAME = "pytorch_model.bin"
 UNMAPPABLE = "unable to mmap"  # torch's words if the address space is too small
+MAPPED_BYTES = 2**28  # of a file that are mapped together where nothing but hashes is wanted
 INDICES = {INDEX_NAME: "safetensors", f"{TORCH_NAME}.index.json": "bin"}  # with the ending of the files they name
 WEIGHT_NAMES = (SINGLE_NAME, INDEX_NAME, TORCH_NAME, f"{TORCH_NAME}.index.json")  # in transformers' order
 SHARD_NAME = re.compile(r"[^/\\\0]+")
@@ -45,6 +47,7 @@ class Checkpoint:
     weights_at_hand = True  # whether tensors can be read
     _scales: Mapping[str, str] = MappingProxyType({})  # of FP8 weights, by the name of the weight
     _block: list[int] | None = None
+    log: ReadLog | None = None  # hashes of what is read from this checkpoint and its views
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -158,8 +161,45 @@ class Checkpoint:
         view.has_values = False
         return view
 
+    def logging(self) -> "Checkpoint":
+        """Return a view of the same files that hashes every tensor which is read from it or from its views."""
+        view = copy.copy(self)
+        view.log = ReadLog()
+        return view
+
+    def log_all(self) -> None:
+        """Hash every tensor of this view that was not read yet. Raises as `ReadLog.note`."""
+        names = {self.stored(name) for name in self.shapes}
+        names |= {self._scales[name] for name in names & self._scales.keys()}
+        for shard in sorted({self._shard_of[name] for name in names}):
+            waiting = sorted(name for name in names if self._shard_of[name] == shard)
+            while waiting:
+                with _open_shard(self.folder, shard) as handle:
+                    room = MAPPED_BYTES
+                    while waiting and room > 0:
+                        room -= self._mapped(handle, waiting.pop()).nbytes
+
+    def _mapped(self, handle: Any, stored: str) -> torch.Tensor:
+        """Return a tensor in the mapped file, which is logged: whatever reads values takes them from here."""
+        tensor: torch.Tensor = handle.get_tensor(stored)
+        if self.log is not None and self.has_values:
+            is_large = tensor.nbytes > MAPPED_BYTES
+            self.log.note(stored, self.folder / self._shard_of[stored], self._pieces(stored) if is_large else [tensor])
+        return tensor
+
+    def _pieces(self, stored: str) -> Iterator[torch.Tensor]:
+        """Yield a large tensor in panels of its rows; files are closed in between, as mapped bytes count as memory."""
+        start, rows = 0, 1
+        while start < rows:
+            with _open_shard(self.folder, self._shard_of[stored]) as handle:
+                tensor = handle.get_tensor(stored)
+                rows = len(tensor)
+                stop = start + max(1, MAPPED_BYTES * rows // tensor.nbytes)
+                yield tensor[start:stop]
+                start = stop
+
     def content_hash(self) -> str:
-        """Return the SHA-256 of every tensor's name, dtype, shape and first row; it identifies the model cheaply."""
+        """Return the SHA-256 of every tensor's name, dtype, shape and first row; it tells models apart at once."""
         digest = hashlib.sha256()
         for shard in sorted(set(self._shard_of.values())):
             with _open_shard(self.folder, shard) as handle:
@@ -188,7 +228,7 @@ class Checkpoint:
                     raise CheckpointError(f"{self.folder} lacks the tensor {name}; the checkpoint is incomplete.")
                 if shard not in handles:
                     handles[shard] = stack.enter_context(_open_shard(self.folder, shard))
-                tensor = handles[shard].get_tensor(stored)  # mapped, not read
+                tensor = self._mapped(handles[shard], stored)
                 if not self.has_values:
                     dtype = torch.bfloat16 if stored in self._scales else tensor.dtype
                     tensors[name] = torch.empty_like(tensor, dtype=dtype, device="meta")
@@ -206,13 +246,15 @@ class Checkpoint:
         if stored in self._scales:
             scale = self._scales[stored]
             with _open_shard(self.folder, self._shard_of[scale]) as handle:
-                tensor = dequantised(tensor, handle.get_tensor(scale), self._block)
+                tensor = dequantised(tensor, self._mapped(handle, scale), self._block)
         elif place is None:
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor if place is None else place.copy_(tensor)
 
     def read_rows(self, name: str, rows: slice) -> torch.Tensor:
         """Return a copy of some rows of a tensor, which are not checked."""
+        if self.log is not None:
+            self.map_one(name)
         return next(self.read_panels(name, [rows]))
 
     def read_panels(self, name: str, panels: Iterable[slice]) -> Iterator[torch.Tensor]:
@@ -232,8 +274,7 @@ class Checkpoint:
         if not self.has_values or stored in self._scales:
             return self.read_one(name)
         with _open_shard(self.folder, self._shard_of[stored]) as handle:
-            mapped: torch.Tensor = handle.get_tensor(stored)
-            return mapped
+            return self._mapped(handle, stored)
 
     def read_some(self, name: str, rows: torch.Tensor, columns: slice = slice(None)) -> torch.Tensor:
         """Return a copy of some columns of rows in any order, which are not checked; `rows`: int64, on the host."""
@@ -241,8 +282,7 @@ class Checkpoint:
         if stored in self._scales:
             return self.read_one(name)[rows, columns]
         with _open_shard(self.folder, self._shard_of[stored]) as handle:
-            some: torch.Tensor = handle.get_tensor(stored)[:, columns][rows]  # mapped, not read
-            return some
+            return self._mapped(handle, stored)[:, columns][rows]
 
     def stored(self, name: str) -> str:
         """Return the name that a tensor has in the files."""

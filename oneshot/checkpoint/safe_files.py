@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from oneshot.errors import CheckpointError, cause
+from oneshot.machine.durable import checksum
 
 # Copied as they are beside the compressed weights.
 COMPANION_FILES = (
@@ -107,6 +108,12 @@ def _check_text(path: Path) -> None:
 def companion_files(folder: Path) -> list[Path]:
     """Return the tokenizer, chat template, generation config, pooling and licence files. Raises as `stored_file`."""
     return _existing(folder, COMPANION_FILES)
+
+
+def companion_hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of `config.json` and of every companion file, by its name. Raises as `stored_file`."""
+    files = [stored_file(folder, "config.json"), *companion_files(folder)]
+    return {str(path.relative_to(folder)): checksum(path) for path in files}
 
 
 def _existing(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from oneshot.checkpoint.durable import write_whole
 from oneshot.checkpoint.layout import Layout, Place
+from oneshot.machine.durable import flush, write_whole
 from oneshot.tensors import Tensors
 
 CHUNK_BYTES = 2**20
@@ -38,6 +38,8 @@ class WeightFiles:
             checksums = dict(zip((place.name for place in places), found, strict=True))
             for file in files.values():
                 os.fsync(file)
+        for folder in {place.path.parent for place in places}:
+            flush(folder)  # a new file's name
         return checksums
 
     def read(self, number: int) -> Tensors:

@@ -5,11 +5,15 @@
   layers. A form with a file of its own has them beside `checkpoint/` until the end;
 - `record-00001.json` … are written when a part is on the disk, with its checksums; a `scaffold` lies beside the record
   if the streams passed through other tensors than the stored ones;
-- `saved-….json` and `saved-….safetensors` are what was measured or written once: plan, text, embedding.
+- `saved-….json` and `saved-….safetensors` are what was measured or written once: plan, text, embedding. Records say
+  which of them the part was made with.
 
-All files but the weights appear whole or not at all. So a part with a record is good unless it was damaged later.
+All files but the weights appear whole or not at all, and JSON files are sealed with a checksum. So everything is good
+unless it was damaged later, which is noticed. Records and saved values have the hashes of the input's tensors that were
+read before (`read_log`).
 """
 
+import errno
 import logging
 import shutil
 from pathlib import Path
@@ -17,15 +21,17 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from oneshot.checkpoint.durable import UNFINISHED, checksum, read_whole
 from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.errors import OutputError
+from oneshot.machine.durable import UNFINISHED, DamagedFileError, checksum, flush, read_sealed
 
 logger = logging.getLogger(__name__)
 
 FINGERPRINT, LOCK, CHECKPOINT = "fingerprint.json", "lock", "checkpoint"
 BLOCK_BYTES = 512  # of st_blocks
 FIRST_FILES = {LOCK, CHECKPOINT, FINGERPRINT + UNFINISHED}  # written before the fingerprint
+PATIENCE_SECONDS = 1.0  # for a lock that another command holds only to ask who has it
+ATTEMPTS = 20  # while runs that end remove the folder
 
 
 class WorkFolder:
@@ -57,11 +63,46 @@ class WorkFolder:
         """Return the path of tensors that were saved under a name."""
         return self.path / f"saved-{name}.safetensors"
 
+    def acquire(self) -> FileLock:
+        """Return the lock of the folder, which is made if necessary. Raises `OutputError` if a process has it."""
+        for attempt in range(ATTEMPTS):
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock = FileLock(self.lock, timeout=PATIENCE_SECONDS)
+                lock.acquire()
+                flush(self.path.parent)
+                return lock
+            except Timeout:
+                break
+            except FileNotFoundError:  # the run that had the folder removed it
+                if attempt == ATTEMPTS - 1:
+                    raise
+        raise OutputError(_busy(self.path))
+
+    def is_busy(self) -> bool:
+        """Return whether a process has the lock."""
+        if not self.lock.exists():
+            return False
+        try:
+            with FileLock(self.lock, timeout=0):
+                return False
+        except Timeout:
+            return True
+        except FileNotFoundError:  # its run has ended
+            return False
+
+    def _names(self) -> set[str]:
+        try:
+            return {path.name for path in self.path.iterdir()}
+        except FileNotFoundError:  # a run that ends removes the folder
+            return set()
+
     def is_foreign(self) -> bool:
         """Return whether the path holds something that no run has left there."""
         if not self.path.is_dir():
             return self.path.exists()
-        return not self.fingerprint.exists() and not {path.name for path in self.path.iterdir()} <= FIRST_FILES
+        names = self._names()
+        return FINGERPRINT not in names and not names <= FIRST_FILES
 
     def holds_something(self) -> bool:
         """Return whether an interrupted run left anything to continue with."""
@@ -79,24 +120,49 @@ class WorkFolder:
         """Return how many parts have a record."""
         return sum(1 for _ in self.path.glob("record-*.json"))
 
-    def count_finished(self, files: WeightFiles) -> int:
-        """Return how many parts from the first on have a record and right checksums; remove files of other layouts."""
+    def continues(self, fingerprint: dict[str, Any]) -> bool:
+        """Return whether an interrupted run of this fingerprint left something; false if no run did.
+
+        Raises `OutputError` for another run's, and for a damaged fingerprint: what is finished may belong to any run.
+        """
+        try:
+            found = read_sealed(self.fingerprint)
+        except DamagedFileError as error:
+            if not self.holds_something():
+                return False
+            raise OutputError(
+                f"{self.fingerprint} is damaged or of another version, so the interrupted run cannot continue; restore "
+                "the file, or start anew with --overwrite."
+            ) from error
+        if found is not None and found != fingerprint:
+            differences = ", ".join(_differences(found, fingerprint))
+            raise OutputError(
+                f"{self.path} was begun by another run (different: {differences}); give the same options and input, or "
+                "start anew with --overwrite."
+            )
+        return found is not None
+
+    def finished(self, files: WeightFiles) -> list[dict[str, Any]]:
+        """Return the records of the first parts, as far as their checksums are right; remove files of other layouts."""
         for path in self._weight_files():
             if path not in files.layout.headers and path not in files.layout.index:
                 path.unlink()
-        num_parts = len(files.layout.parts)
-        for number in range(num_parts):
-            record = read_whole(self.record(number))
-            damaged = None if record is None else self._damaged(number, record, files)
-            if damaged is not None:
-                logger.warning("%s was damaged after it was written; it and what follows is made again.", damaged)
+        records: list[dict[str, Any]] = []
+        for number in range(len(files.layout.parts)):
+            path = self.record(number)
+            record = read_record(path)
+            if record is None and not path.exists():
+                break
+            damaged = path if record is None else self._damaged(number, record, files)
             if record is None or damaged is not None:
-                return number
-        return num_parts
+                logger.warning("%s was damaged after it was written; it and what follows is made again.", damaged)
+                break
+            records.append(record)
+        return records
 
     def _damaged(self, number: int, record: dict[str, Any], files: WeightFiles) -> Path | None:
         """Return the first file of a part whose bytes do not have the record's checksums; None if all have."""
-        scaffold, expected = self.scaffold(number), record.get("scaffold")
+        scaffold, expected = self.scaffold(number), record["scaffold"]
         if expected is not None and (not scaffold.exists() or checksum(scaffold) != expected):
             return scaffold
         return files.damaged(number, record["checksums"])
@@ -107,15 +173,25 @@ class WorkFolder:
         self._unlink_files()
 
     def _clear_checkpoint(self) -> None:
-        shutil.rmtree(self.checkpoint)
+        if self.checkpoint.exists():
+            shutil.rmtree(self.checkpoint)
         self.checkpoint.mkdir()
 
     def remove(self) -> None:
-        """Remove the folder. The fingerprint goes last, so that a killed removal is still known as a run's."""
+        """Remove the folder, whose lock this process has.
+
+        The fingerprint goes last, so that a killed removal is still known as a run's. Another run may begin in the
+        folder as soon as the lock's file is gone.
+        """
         if self.checkpoint.exists():
             shutil.rmtree(self.checkpoint)
         self._unlink_files()
-        shutil.rmtree(self.path)
+        self.lock.unlink(missing_ok=True)
+        try:
+            self.path.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
 
     def _unlink_files(self) -> None:
         """Remove the files of a run except the lock, and the fingerprint last."""
@@ -124,8 +200,35 @@ class WorkFolder:
                 path.unlink()
 
 
-def refuse_output(folder: Path, *, overwrite: bool, resume: bool) -> None:
-    """Raise `OutputError` if a finished or interrupted run is in the way and no option says what to do with it."""
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Return a part's record; None without one, and for one that is damaged."""
+    try:
+        return read_sealed(path)
+    except DamagedFileError:
+        return None
+
+
+def _differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return the names of unequal values, also those inside objects."""
+    names = []
+    for name in sorted(found.keys() | expected.keys()):
+        ours, theirs = expected.get(name), found.get(name)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            names += _differences(theirs, ours)
+        elif ours != theirs:
+            names.append(name)
+    return names
+
+
+def _busy(path: Path) -> str:
+    return f"Another process is writing {path}; choose another --output."
+
+
+def refuse_output(folder: Path, *, overwrite: bool, resume: bool, is_locked: bool = False) -> None:
+    """Raise `OutputError` if a finished or interrupted run is in the way and no option says what to do with it.
+
+    `is_locked`: whether this process has the lock.
+    """
     if folder.exists() and not (overwrite or resume):
         raise OutputError(f"{folder} exists already; choose another --output or add --overwrite.")
     if folder.exists() and not _is_replaceable(folder):
@@ -133,11 +236,18 @@ def refuse_output(folder: Path, *, overwrite: bool, resume: bool) -> None:
             f"{folder} is not a checkpoint, so it is not overwritten; choose another --output or remove it."
         )
     work = WorkFolder(folder)
+    if work.is_foreign() and work.holds_something() and work.lock.exists():
+        raise OutputError(
+            f"{work.path} lacks its {FINGERPRINT}, so nothing says which run it belongs to; restore the file, or "
+            "remove the folder."
+        )
     if work.is_foreign():
         raise OutputError(
             f"{work.path} is in the way and does not hold an interrupted run; move it, or choose another --output."
         )
     if work.holds_something() and not (overwrite or resume):
+        if not is_locked and work.is_busy():
+            raise OutputError(_busy(work.path))
         raise OutputError(
             f"{work.path} holds an interrupted run; continue with --resume, start anew with --overwrite, or remove it."
         )
@@ -148,18 +258,13 @@ def _is_replaceable(folder: Path) -> bool:
     return folder.is_dir() and ((folder / "config.json").exists() or not any(folder.iterdir()))
 
 
-def peek_saved(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return the values that an interrupted run of `folder` saved under a name; None without them."""
-    return read_whole(WorkFolder(folder).saved(name))
-
-
 def remove_leftovers(folder: Path, fingerprint: dict[str, Any]) -> None:
     """Remove what a run of this fingerprint left beside `folder` if it was killed after it had finished."""
     work = WorkFolder(folder)
-    if read_whole(work.fingerprint) != fingerprint:
-        return
     try:
+        if read_sealed(work.fingerprint) != fingerprint:
+            return
         with FileLock(work.lock, timeout=0):
             work.remove()
-    except Timeout:  # another process is making the same result again
+    except (Timeout, DamagedFileError):  # another process is making the same result again; a folder of anyone
         return

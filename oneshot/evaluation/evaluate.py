@@ -1,9 +1,7 @@
 """Evaluation of checkpoints side by side, by the kind of the model."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from oneshot.checkpoint import Checkpoint, locate_checkpoint, open_gguf
 from oneshot.errors import ConfigError
@@ -12,6 +10,7 @@ from oneshot.evaluation.by_window import evaluate_windows
 from oneshot.evaluation.comparison import Evaluation
 from oneshot.evaluation.kinds import Kind, kind_of
 from oneshot.machine import resolve_device, resolve_dtype
+from oneshot.machine.scratch import scratch_folder
 
 
 def evaluate(
@@ -51,10 +50,10 @@ def evaluate(
     where = resolve_device(device)
     compute = resolve_dtype(dtype, where)
     names = [*checkpoints, baseline] if baseline is not None else [*checkpoints]
-    with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
-        located = [Checkpoint(locate_checkpoint(name, Path(scratch), revision)) for name in checkpoints]
+    with scratch_folder() as scratch:
+        located = [Checkpoint(locate_checkpoint(name, scratch, revision)) for name in checkpoints]
         if baseline is not None:
-            located.append(Checkpoint(locate_checkpoint(baseline, Path(scratch), baseline_revision)))
+            located.append(Checkpoint(locate_checkpoint(baseline, scratch, baseline_revision)))
         kind = kind_of(located[0].config) if kind is None else kind
         if kind == "causal":
             results = evaluate_windows(

@@ -7,6 +7,8 @@ from typing import Any
 
 from oneshot.checkpoint import Journal, output_folder, refuse_output, refuse_place, remove_leftovers
 from oneshot.config import Config, Target
+from oneshot.errors import OutputError, cause
+from oneshot.machine.durable import seal
 from oneshot.planning import make_plan
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Report
@@ -64,15 +66,34 @@ class Job:
 
     def finished_report(self) -> Report | None:
         """Return the report if this job was finished before and is resumed, and remove what that run left."""
+        if not self.config.resume or not (self.output / REPORT_NAME).exists():
+            return None
+        return self.run.machine.workers.share(0, self._finished)
+
+    def _finished(self) -> Report | None:
+        """Return the report at the output if it is this job's: of the same options, input and code."""
         path = self.output / REPORT_NAME
-        if not self.config.resume or not path.exists():
+        try:
+            values = json.loads(path.read_bytes())
+            report = Report.from_dict(values)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if self.config.overwrite:
+                return None
+            raise OutputError(
+                f"{path} is damaged ({cause(error)}), so it is unknown whether {self.output} is the result of this "
+                "command; choose another --output or add --overwrite."
+            ) from error
+        if report.fingerprint != self.fingerprint or report.weights_hash != self.weights_hash():
             return None
-        values = json.loads(path.read_text())
-        if values.get("fingerprint") != self.fingerprint:
-            return None
-        if self.run.machine.workers.is_main:
-            remove_leftovers(self.output, self.fingerprint)
-        return Report.from_dict(values)
+        remove_leftovers(self.output, self.fingerprint)
+        return report
+
+    def weights_hash(self) -> str:
+        """Return one hash of all tensors of the input; it reads those that this process did not read yet."""
+        checkpoint = self.run.model.checkpoint
+        checkpoint.log_all()
+        assert checkpoint.log is not None, "the main process of a run has one"
+        return seal(dict(sorted(checkpoint.log.hashes.items())))
 
     def journal(self) -> Journal:
         """Open the journal, with the text that the model wrote."""
@@ -86,6 +107,7 @@ class Job:
             overwrite=config.overwrite,
             resume=config.resume,
             expected_bytes=sum(self.run.result_bytes(config, self.plan)),
+            log=self.run.model.checkpoint.log,
             background=self.run.machine.device.type == "cuda",
         )
 

@@ -40,6 +40,7 @@ def write_result(
     """Complete the result in the journal's folder, and return its report; only the first process does this."""
     run, config, plan, folder = job.run, job.config, sizes.plan, journal.partial
     source, form, stated = run.model.checkpoint, run.form, part_dtype(config.save_dtype)
+    weights_hash = job.weights_hash()  # a resumed run compares what it had no need to read
     written = form.config(run.model, plan)
     write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
     stored = {"dense": source.num_parameters, "compressed": _write_weights(job, sizes, journal)}
@@ -62,6 +63,7 @@ def write_result(
         predicted_curve=sizes.curve,
         footprint=job.footprint,
         fingerprint=job.fingerprint,
+        weights_hash=weights_hash,
         warnings=sizes.warnings + run.warnings.take(),
     )
     (folder / RECIPE_NAME).write_text(recipe_text(config), encoding="utf-8")

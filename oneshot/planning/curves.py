@@ -1,6 +1,6 @@
 """Measured error curves and sensitivities: a profile."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,6 +10,7 @@ class ProfileOrigin:
     """The origin of a profile: the model, the text, and the settings that shape its curves.
 
     `curvature`: as in `Method`. With it the errors of FFNs and of ranks are in its metric instead of squared.
+    `weights`: a hash of every tensor that was read, by its stored name.
     """
 
     model_hash: str
@@ -19,6 +20,7 @@ class ProfileOrigin:
     probe_tokens: int
     versions: dict[str, str]
     curvature: str = "none"
+    weights: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,14 @@
 """Profiles: what smaller sizes cost, measured in one dense pass; output curvature; and the latency of layers."""
 
 from oneshot.profiling.curvature import CURVATURE_TOKENS, measure_curvature
-from oneshot.profiling.files import load_profile, profile_origin, refuse_existing, refuse_other, save_profile
+from oneshot.profiling.files import (
+    load_profile,
+    profile_hash,
+    profile_origin,
+    refuse_existing,
+    refuse_other,
+    save_profile,
+)
 from oneshot.profiling.latency import measured_seconds
 from oneshot.profiling.probes import PROBED_KINDS
 from oneshot.profiling.profile import make_profile
@@ -15,6 +22,7 @@ __all__ = [
     "make_profile",
     "measure_curvature",
     "measured_seconds",
+    "profile_hash",
     "profile_origin",
     "refuse_existing",
     "refuse_other",

@@ -1,16 +1,17 @@
-"""A profile on disk: `profile.safetensors` has the curves, `profile.json` has their origin."""
+"""A profile on disk: `profile.safetensors` has the curves; `profile.json` has their origin and their checksum."""
 
-import json
 import shutil
 import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from oneshot.checkpoint.read_log import ReadLog
 from oneshot.errors import OutputError, ProfileError
-from oneshot.json_text import json_text
+from oneshot.machine.durable import DamagedFileError, checksum, flush, flush_tree, read_sealed, seal, write_sealed
 from oneshot.planning import Profile, ProfileOrigin
 
 TENSORS, ORIGIN = "profile.safetensors", "profile.json"
@@ -27,12 +28,16 @@ def save_profile(profile: Profile, folder: Path) -> None:
         parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=parent, prefix=f".{folder.name}.incomplete-"))
         save_file(tensors, partial / TENSORS)
-        (partial / ORIGIN).write_text(json_text(asdict(profile.origin)) + "\n")
+        content = {"origin": asdict(profile.origin), "curves": checksum(partial / TENSORS)}
+        write_sealed(partial / ORIGIN, content)
         partial.chmod(0o755)
+        flush_tree(partial)
         partial.rename(folder)
+        flush(parent)
     except (OSError, SafetensorError) as error:
         if partial is not None:
             shutil.rmtree(partial)
+        refuse_existing(folder)  # made by another process meanwhile
         raise OutputError(f"The profile cannot be written to {folder} ({error}); choose another --output.") from error
 
 
@@ -54,17 +59,40 @@ def load_profile(folder: Path) -> Profile:
 def profile_origin(folder: Path) -> ProfileOrigin:
     """Read where a profile comes from, without its curves. Raises `ProfileError` as `load_profile`."""
     try:
-        return ProfileOrigin(**json.loads((folder / ORIGIN).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        return ProfileOrigin(**_content(folder)["origin"])
+    except (KeyError, TypeError) as error:
         raise ProfileError(_unreadable(folder, error)) from error
 
 
-def _unreadable(folder: Path, error: Exception) -> str:
+def profile_hash(folder: Path) -> str:
+    """Return a checksum of a profile, wherever it lies. Raises `ProfileError` as `load_profile`."""
+    return seal(_content(folder))
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """Return what `profile.json` states, if nothing of the profile is damaged."""
+    try:
+        content = read_sealed(folder / ORIGIN)
+        if content is None:
+            raise ProfileError(_unreadable(folder, f"{ORIGIN} is missing"))
+        if checksum(folder / TENSORS) != content.get("curves"):
+            raise ProfileError(_unreadable(folder, f"{TENSORS} was damaged after it was written"))
+    except (OSError, DamagedFileError) as error:
+        raise ProfileError(_unreadable(folder, error)) from error
+    return content
+
+
+def _unreadable(folder: Path, error: Exception | str) -> str:
     return f"{folder} is not a readable profile ({error}); make one with oneshot profile."
 
 
-def refuse_other(profile: Profile, folder: str, *, model_hash: str, token_hash: str, curvature: str) -> None:
-    """Raise `ProfileError` if the profile was made of another model or text, or with another `curvature`."""
+def refuse_other(
+    profile: Profile, folder: str, *, model_hash: str, token_hash: str, curvature: str, log: ReadLog | None
+) -> None:
+    """Raise `ProfileError` if the profile was made of another model or text, or with another `curvature`.
+
+    `log`: of the tensors that this process reads; each is compared with what the profile was made of, now or later.
+    """
     if profile.origin.model_hash != model_hash:
         raise ProfileError(f"The profile {folder} belongs to another model; make one of this checkpoint.")
     if profile.origin.curvature != curvature:
@@ -76,4 +104,11 @@ def refuse_other(profile: Profile, folder: str, *, model_hash: str, token_hash: 
         raise ProfileError(
             f"The profile {folder} belongs to another calibration text; give the same --calibration, "
             "--num-sequences, --sequence-length and --seed, or make a new profile."
+        )
+    if log is not None:
+        log.expect(
+            profile.origin.weights,
+            lambda place: ProfileError(
+                f"The profile {folder} belongs to another model: {place} differs; make one of this checkpoint."
+            ),
         )

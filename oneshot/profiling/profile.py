@@ -63,5 +63,6 @@ def make_profile(
         probe_tokens=profiler.num_probe_tokens,
         versions=versions(),
         curvature="none" if curvature is None else method.curvature,
+        weights={} if model.checkpoint.log is None else model.checkpoint.log.hashes,
     )
     return profiler.finish(origin, embedding)

@@ -11,6 +11,7 @@ from oneshot.config import own_name
 from oneshot.errors import printable
 from oneshot.families import stated_class
 from oneshot.json_text import json_text
+from oneshot.machine.durable import write_whole
 from oneshot.report.layer_table import layer_table
 from oneshot.report.records import Check, Report
 from oneshot.report.sharing import is_hub_name, shared_name, shared_sources, without_local_paths
@@ -163,9 +164,9 @@ def add_check(folder: Path, report: Report, check: Check) -> Report:
 
     report = replace(report, check=check)
     if (folder / REPORT_NAME).is_file():
-        _replace(folder / REPORT_NAME, json_text(report.to_dict()) + "\n")
+        write_whole(folder / REPORT_NAME, json_text(report.to_dict()) + "\n")
     if (folder / PAGE_NAME).is_file():
-        _replace(folder / PAGE_NAME, report_page(report))
+        write_whole(folder / PAGE_NAME, report_page(report))
     _add_quality(folder / CARD_NAME, check)
     return report
 
@@ -180,14 +181,7 @@ def _add_quality(path: Path, check: Check) -> None:
         f"Perplexity on {check.tokens:,} tokens of {source} that the run did not read: {dense:.2f} before, "
         f"{compressed:.2f} after (× {compressed / dense:.2f})."
     )
-    _replace(path, path.read_text(encoding="utf-8").replace(QUALITY, line, 1))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replace a file at once."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    partial.replace(path)
+    write_whole(path, path.read_text(encoding="utf-8").replace(QUALITY, line, 1))
 
 
 def _stored_as(report: Report) -> str:

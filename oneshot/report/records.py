@@ -138,6 +138,7 @@ class Report:
     predicted; `peak_bytes` and `seconds` were measured. `fingerprint` decides whether an interrupted run may continue.
     `warnings`: of no single layer. `check`: None if it was left out. `predicted_curve`: what the same profile predicts
     for other removed shares of the parameters, which are its names; None without a profile.
+    `weights_hash`: of the input's tensors.
     """
 
     config: dict[str, Any]
@@ -160,6 +161,7 @@ class Report:
     predicted_curve: dict[str, float] | None = None
     footprint: Footprint | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    weights_hash: str = ""
     warnings: tuple[str, ...] = ()
     check: Check | None = None
 

@@ -161,7 +161,7 @@ class Calibration:
             visible=self._show_progress,
             description="writing text",
         ) as progress:
-            return write_text(
+            text = write_text(
                 self._model.checkpoint.folder,
                 tokenizer,
                 num_sequences=num_sequences,
@@ -174,3 +174,5 @@ class Calibration:
                 advance=progress.advance,
                 load=load_whole,
             )
+        self._model.checkpoint.log_all()  # the text comes from all weights, which transformers has read
+        return text

@@ -1,8 +1,7 @@
 """Opening a run: its scratch folder, its limits, and the sentences of errors that libraries raise in it."""
 
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from oneshot.config import Config
 from oneshot.errors import CheckpointError, DeviceError, OutputError, cause
 from oneshot.footprint import offload_folder
 from oneshot.machine import exact_products, limited_memory, vendor_solvers
+from oneshot.machine.scratch import scratch_folder
 from oneshot.report.progress import Shown, WarningLog
 from oneshot.run.resources import Run
 
@@ -25,15 +25,18 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Sho
         outputs: the results' folders; text that an interrupted run of one of them saved is read again.
     """
     folder = offload_folder(config.machine)
-    try:
-        scratch = tempfile.TemporaryDirectory(prefix="oneshot-", dir=folder)
-    except OSError as error:
-        raise OutputError(
-            f"Nothing can be written to {folder} ({error.strerror}); name another folder as --offload-dir."
-        ) from error
-    with scratch as name, torch.inference_mode(), exact_products(), WarningLog() as warnings:
+    with ExitStack() as stack:
         try:
-            run = Run(config, Path(name), outputs, show_progress=show_progress, warnings=warnings)
+            scratch = stack.enter_context(scratch_folder(folder))
+        except OSError as error:
+            raise OutputError(
+                f"Nothing can be written to {folder} ({error.strerror}); name another folder as --offload-dir."
+            ) from error
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(exact_products())
+        warnings = stack.enter_context(WarningLog())
+        try:
+            run = Run(config, scratch, outputs, show_progress=show_progress, warnings=warnings)
             device, limit = run.machine.device, config.machine.max_device_memory_bytes
             with limited_memory(device, limit), vendor_solvers(device):
                 yield run

@@ -1,6 +1,7 @@
 """Resources shared by all targets of a run: the machine, the model, the method, the text and the profile."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -8,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from oneshot_kernels.backend import ENVIRONMENT_VARIABLE
 
 from oneshot.checkpoint import (
     Checkpoint,
     Model,
+    card_metadata,
     identify,
     locate_checkpoint,
     open_gguf,
 )
+from oneshot.checkpoint.safe_files import companion_hashes
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.compression import Curvature
 from oneshot.config import Config, Target
@@ -45,11 +49,12 @@ from oneshot.profiling import (
     make_profile,
     measure_curvature,
     measured_seconds,
+    profile_hash,
     profile_origin,
     refuse_other,
 )
 from oneshot.report.progress import ProgressBar, Shown, WarningLog, announce
-from oneshot.report.provenance import versions
+from oneshot.report.provenance import code_hash, processor_name, versions
 from oneshot.report.records import Footprint
 from oneshot.run.calibration import Calibration
 from oneshot.schedule import Schedule
@@ -96,6 +101,8 @@ class Run:
         self.model = self._open() if source is None else identify(source)
         self._settle_tables()
         self._tell_of_further_layers()
+        if source is None and workers.is_main:  # the others read the same files
+            self.model = replace(self.model, checkpoint=self.model.checkpoint.logging())
         self.form = form_of(config.form, self.model.family)
         self.dense = self.model.shape.stack()  # without biases that only the result has
         if config.method.correction == "bias" and config.target.sparsity != 0:
@@ -208,6 +215,7 @@ class Run:
                     model_hash=self.model.checkpoint.content_hash(),
                     token_hash=self.text.token_hash,
                     curvature=self.method.curvature,
+                    log=self.model.checkpoint.log,
                 )
         return self._profile
 
@@ -270,16 +278,24 @@ class Run:
         """Return what the written weights depend on: runs with equal fingerprints write the same bytes."""
         device = self.machine.device
         return {
-            "model": self.model.checkpoint.content_hash(),
+            "model": self.model.checkpoint.content_hash(),  # the journal has hashes of all that was read
+            "files": companion_hashes(self.model.checkpoint.folder),
+            "card": card_metadata(self.model.checkpoint.folder),
             "text": self.text.token_hash if schedule.reads_text else None,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "processor": processor_name(),
+            "kernels": os.environ.get(ENVIRONMENT_VARIABLE, ""),
             "dtype": str(self.machine.dtype),
             "batch_size": self.machine.batch_size,
             "threads": torch.get_num_threads(),
             "processes": self.machine.workers.size,
-            "options": config.fingerprint(),
+            "options": config.fingerprint() | {"profile": self._profile_hash(config)},
             "versions": versions(),
+            "code": code_hash(),
         }
+
+    def _profile_hash(self, config: Config) -> str | None:
+        return None if config.profile is None else profile_hash(Path(config.profile).expanduser())
 
     def footprint(self, config: Config, schedule: Schedule, plan: Plan | None, *, dry: bool = False) -> Footprint:
         """Return what the run of a plan will take (None: only a profile); raises `MemoryLimitError` before any work.

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import reprlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -12,6 +11,7 @@ from typing import IO, Any, cast
 import torch
 
 from oneshot.errors import CalibrationError, cause
+from oneshot.machine.scratch import scratch_folder
 from oneshot.text.odd_records import OddRecords
 
 TEXTS = (".txt", ".md")
@@ -206,8 +206,8 @@ def _table_rows(path: Path, kind: str) -> list[dict[str, Any]]:
     """Return the rows of a Parquet or CSV file."""
     from datasets import load_dataset
 
-    with tempfile.TemporaryDirectory(prefix="oneshot-") as folder:
-        plain = Path(folder) / f"rows.{kind}"  # datasets takes brackets and stars in a name for a pattern
+    with scratch_folder() as folder:
+        plain = folder / f"rows.{kind}"  # datasets takes brackets and stars in a name for a pattern
         plain.symlink_to(path.resolve())
         try:
             return [*map(present_row, load_dataset(kind, data_files=str(plain), split="train", streaming=True))]

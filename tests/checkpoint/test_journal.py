@@ -66,8 +66,8 @@ def test_saved_values_are_found_again_and_keep_the_folder(tmp_path: Path) -> Non
     with open_journal(folder) as journal:
         assert journal.saved("plan") is None
         assert journal.saved_tensors("embedding") is None
-        journal.save("plan", {"sizes": [1, 2]})
         journal.save_tensors("embedding", ranks)
+        journal.save("plan", {"sizes": [1, 2]})
     assert peek_saved(folder, "plan") == {"sizes": [1, 2]}
     with open_journal(folder, resume=True) as journal:
         assert journal.saved("plan") == {"sizes": [1, 2]}

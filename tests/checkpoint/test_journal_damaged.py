@@ -26,7 +26,7 @@ def test_a_damaged_part_is_made_again_and_what_follows_it(
     path.unlink() if damage == "gone" else path.write_bytes(path.read_bytes()[:-1])
     with open_journal(folder, resume=True) as journal:
         assert journal.num_finished == 1
-    assert (damage == "record") != (f"{path} was damaged" in caplog.text)
+    assert f"{path} was damaged" in caplog.text
 
 
 @pytest.mark.parametrize("finished", [1, 2, 4])

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from oneshot.checkpoint import Journal, journal
-from oneshot.checkpoint.durable import write_whole
 from oneshot.errors import OutputError
+from oneshot.machine.durable import write_sealed
 
 PARTS = [{"a": torch.ones(3)}, {"b": torch.zeros(2)}, {"c": torch.full((2,), 3.0)}]
 
@@ -70,13 +70,13 @@ def test_an_error_of_the_thread_surfaces_in_the_next_call(last: str, tmp_path: P
 
 
 def test_a_full_disk_is_an_output_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, text: str) -> None:
+    def full(path: Path, content: dict[str, Any]) -> None:
         if path.name == "record-00002.json":
             raise OSError(28, "No space left on device")
-        write_whole(path, text)
+        write_sealed(path, content)
 
     folder = tmp_path / "out"
-    monkeypatch.setattr(journal, "write_whole", full)
+    monkeypatch.setattr(journal, "write_sealed", full)
     with pytest.raises(OutputError, match="No space left"):
         write(folder, 3)
     monkeypatch.undo()

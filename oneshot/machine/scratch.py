@@ -1,0 +1,59 @@
+"""Scratch folders of a process: removed when it is done, or by a later run if the process was killed."""
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+PREFIX, LOCK = "oneshot-", "oneshot-scratch.lock"  # no other folder of ours has a file of this name
+
+
+@contextmanager
+def scratch_folder(place: str | Path | None = None) -> Iterator[Path]:
+    """Make a folder in `place` (None: the system's temporary folder) for a while -> its path.
+
+    The process holds a lock in it, which the system takes back however the process ends. So a folder whose lock is free
+    belongs to nobody, and is removed first. Raises `OSError` if nothing can be written there.
+    """
+    parent = Path(tempfile.gettempdir() if place is None else place)
+    remove_abandoned(parent)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        lock = FileLock(folder / LOCK, timeout=0)
+        try:
+            lock.acquire()
+            break
+        except (FileNotFoundError, Timeout):  # another run took the folder for abandoned, before it was locked
+            continue
+    try:
+        files = folder / "files"
+        files.mkdir()
+        yield files
+    finally:
+        shutil.rmtree(folder)
+        lock.release()
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove scratch folders of this user whose process has ended without removing them."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        if _is_own(folder) and _is_own(folder / LOCK):
+            try:
+                with FileLock(folder / LOCK, timeout=0):
+                    shutil.rmtree(folder)
+            except (Timeout, FileNotFoundError):  # in use, or another run removes it
+                continue
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a path is a folder or file of this user, and no link."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return found.st_uid == os.getuid() and not stat.S_ISLNK(found.st_mode)
