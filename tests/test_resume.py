@@ -18,6 +18,7 @@ import torch
 from child_processes import start, wait
 from factories import MakeCheckpoint, MakeConfig
 from families.cases import CASES
+from interruptions import Killed, contents, stop_before, undisturbed
 
 from oneshot import Config, Report
 from oneshot.checkpoint import Journal
@@ -27,12 +28,10 @@ from oneshot.compression import LayerCompressor
 from oneshot.errors import OutputError
 from oneshot.pipeline import compress, compress_sizes
 from oneshot.profiling import LayerProfiler
-from oneshot.report.card import REPORT_NAME
 
 pytestmark = pytest.mark.long
 
 KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # benchmarks/faults.py has more
-WEIGHTLESS = {REPORT_NAME, "report.html", "README.md"}  # these contain seconds and peak memory
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -54,31 +53,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"up_steps": 2, "heads": "id"},
     {"value_size": 4, "query_key_size": 4, "form": "per-layer", "correction": "same-layer"},
 ]
-
-
-def stop_before(layer: int, run: Callable[[], Any]) -> None:
-    """Run, and press Ctrl-C when a layer is about to be compressed."""
-    original = LayerCompressor.compress_layer
-
-    def interrupted(self: LayerCompressor, index: int, *rest: Any) -> Any:
-        if index == layer:
-            raise KeyboardInterrupt
-        return original(self, index, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerCompressor, "compress_layer", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in WEIGHTLESS}
-
-
-def undisturbed(config: Config) -> dict[str, bytes]:
-    beside = replace(config, output=f"{config.output}-undisturbed")
-    compress(beside)
-    return contents(Path(beside.output))
 
 
 def interrupted_report(config: Config, *layers: int) -> Report:
@@ -209,10 +183,6 @@ def test_several_sizes_continue_after_the_last_finished_layer(
     compress_sizes(replace(config, output=str(output.with_name("undisturbed"))), sizes)
     for size in ("sparsity-0.10", "sparsity-0.15", "sparsity-0.20"):
         assert contents(output / size) == contents(output.with_name("undisturbed") / size)
-
-
-class Killed(BaseException):
-    """Raised while weights are written, as if the process had been killed there."""
 
 
 def killed_at(last: int, run: Callable[[], Any]) -> None:
