@@ -46,6 +46,12 @@ def edit_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(kept))
 
 
+def turn_bit(path: Path, place: int = -3) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
 def replace_by_link(path: Path, target: Path | str) -> None:
     path.unlink()
     path.symlink_to(target)
