@@ -16,6 +16,7 @@ read before (`read_log`).
 import errno
 import logging
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ FINGERPRINT, LOCK, CHECKPOINT = "fingerprint.json", "lock", "checkpoint"
 BLOCK_BYTES = 512  # of st_blocks
 FIRST_FILES = {LOCK, CHECKPOINT, FINGERPRINT + UNFINISHED}  # written before the fingerprint
 PATIENCE_SECONDS = 1.0  # for a lock that another command holds only to ask who has it
-ATTEMPTS = 20  # while runs that end remove the folder
 
 
 class WorkFolder:
@@ -65,30 +65,30 @@ class WorkFolder:
 
     def acquire(self) -> FileLock:
         """Return the lock of the folder, which is made if necessary. Raises `OutputError` if a process has it."""
-        for attempt in range(ATTEMPTS):
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            lock = FileLock(self.lock, timeout=PATIENCE_SECONDS)
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                lock = FileLock(self.lock, timeout=PATIENCE_SECONDS)
-                lock.acquire()
-                flush(self.path.parent)
-                return lock
-            except Timeout:
+                lock.acquire()  # it makes the folder
                 break
-            except FileNotFoundError:  # the run that had the folder removed it
-                if attempt == ATTEMPTS - 1:
+            except Timeout as error:
+                raise OutputError(_busy(self.path)) from error
+            except FileNotFoundError:  # a run that ends removed the folder meanwhile
+                if time.monotonic() > deadline:
                     raise
-        raise OutputError(_busy(self.path))
+        flush(self.path.parent)
+        return lock
 
     def is_busy(self) -> bool:
         """Return whether a process has the lock."""
-        if not self.lock.exists():
-            return False
         try:
             with FileLock(self.lock, timeout=0):
+                if not self.fingerprint.exists():  # its run has ended just now
+                    self.remove()
                 return False
         except Timeout:
             return True
-        except FileNotFoundError:  # its run has ended
+        except FileNotFoundError:  # a run that ends removed the folder meanwhile
             return False
 
     def _names(self) -> set[str]:
@@ -248,6 +248,8 @@ def refuse_output(folder: Path, *, overwrite: bool, resume: bool, is_locked: boo
     if work.holds_something() and not (overwrite or resume):
         if not is_locked and work.is_busy():
             raise OutputError(_busy(work.path))
+        if not work.holds_something():  # its run has ended just now
+            return refuse_output(folder, overwrite=overwrite, resume=resume)
         raise OutputError(
             f"{work.path} holds an interrupted run; continue with --resume, start anew with --overwrite, or remove it."
         )
@@ -266,5 +268,9 @@ def remove_leftovers(folder: Path, fingerprint: dict[str, Any]) -> None:
             return
         with FileLock(work.lock, timeout=0):
             work.remove()
-    except (Timeout, DamagedFileError):  # another process is making the same result again; a folder of anyone
+    except (
+        Timeout,
+        FileNotFoundError,
+        DamagedFileError,
+    ):  # another process is making the same result again; a folder of anyone
         return

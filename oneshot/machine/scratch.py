@@ -28,9 +28,10 @@ def scratch_folder(place: str | Path | None = None) -> Iterator[Path]:
         try:
             lock.acquire()
             break
-        except (FileNotFoundError, Timeout):  # another run took the folder for abandoned, before it was locked
+        except (Timeout, FileNotFoundError):  # another run takes the folder for abandoned, as it was not locked yet
             continue
     try:
+        folder.chmod(0o700)  # if it was removed before it was locked, the lock made it again
         files = folder / "files"
         files.mkdir()
         yield files
