@@ -94,18 +94,18 @@ def _granite(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def _olmo2(keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return OLMo 2, or OLMo 3, which has windows in most layers."""
-    window = keys.get("attention.sliding_window")
+    """Return OLMo 2, or OLMo 3, which has windows in most layers, and scales positions only in the others."""
+    window, rotary = keys.get("attention.sliding_window"), config["rope_parameters"]
     if not window:
         return {}
-    if (
-        keys.get("rope.freq_base_swa", config["rope_parameters"]["rope_theta"])
-        != config["rope_parameters"]["rope_theta"]
-    ):
+    theta = rotary["rope_theta"]
+    if keys.get("rope.freq_base_swa", theta) != theta:
         raise ValueError("rope.freq_base_swa unlike rope.freq_base")
+    local = {"rope_type": "default", "rope_theta": theta}
     return {
         "model_type": "olmo3",
         "architectures": ["Olmo3ForCausalLM"],
+        "rope_parameters": {"full_attention": rotary, "sliding_attention": local},
         "sliding_window": window,
         "layer_types": _layer_types(keys, config, 4),
     }

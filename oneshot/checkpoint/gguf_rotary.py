@@ -96,9 +96,12 @@ def rotary_parameters(
     theta = float(metadata.get("freq_base", 10000.0))
     kind = metadata.get("scaling.type", "linear")  # llama.cpp's default
     factor = float(metadata.get("scaling.factor") or metadata.get("scale_linear") or 1.0)
-    for name, value in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", 1.0), ("attn_factor", 1.0)):
-        if not math.isclose(metadata.get(f"scaling.{name}", value), value, rel_tol=1e-6):
-            raise ValueError(f"rope.scaling.{name} {metadata[f'scaling.{name}']}")
+    # converters write the config's own factor, beside which llama.cpp takes the usual one (llama-context.cpp)
+    usual = {"yarn_ext_factor": (1.0,), "yarn_attn_factor": (1.0, yarn_factor(factor)), "attn_factor": (1.0,)}
+    for name, values in usual.items():
+        stated = metadata.get(f"scaling.{name}", 1.0)
+        if not any(math.isclose(stated, value, rel_tol=1e-6) for value in values):
+            raise ValueError(f"rope.scaling.{name} {stated}")
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(f"rope.scaling.type {kind}")
     if kind == "none" or (kind == "linear" and factor == 1.0):

@@ -47,6 +47,12 @@ WINDOWS = {
     "attention.sliding_window": 7,
     "attention.sliding_window_pattern": [True, True, True, False, True],
 }
+YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 128,
+    "rope.scaling.yarn_attn_factor": 1.1386294361119891,  # 0.1 ln 4 + 1, as the converter writes OLMo 3's own
+}
 GLM = 1.56249996052793e-07  # the default of transformers
 WITHOUT_KV_HEADS = {name: value for name, value in SIZES.items() if name != "attention.head_count_kv"}
 # the family's architecture and what its converter writes; `SIZES` are in all of them
@@ -78,6 +84,12 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {**RMS5, "rope.freq_base": 1e4}),
     "olmo3": ("olmo2", {**RMS5, **WINDOWS, "rope.freq_base": 5e5, "rope.freq_base_swa": 5e5}),
+    "olmo3-yarn": ("olmo2", {**RMS5, **WINDOWS, **YARN, "rope.freq_base": 5e5}),
+    "olmo3-scaled": (
+        "olmo2",
+        {**RMS5, **WINDOWS, "rope.freq_base": 5e5, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    ),
+    "gemma3-yarn": ("gemma3", {**RMS, **HEADS, **LOCAL, **YARN}),
     "exaone4": ("exaone4", {**RMS5, **WINDOWS, "rope.freq_base": 1e4, "vocab_size": 400}),
     "smollm3": ("smollm3", {**RMS, "block_count": 4, "rope.freq_base": 2e6, "rope.dimension_count": 8}),
     "arcee": ("arcee", {**RMS5, **HEADS, **ROTARY8}),
@@ -92,6 +104,8 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 GEMMA3 = CASES["gemma3_text"].options
 GLOBAL, ROTARY = "full_attention", "rope_parameters"
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+SCALED = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 128}
 EQUAL = ("gemma", "phi3", "nemotron", "starcoder2", "stablelm", "granite", "olmo2", "olmo3", "exaone4", "smollm3")
 EQUAL += ("arcee", "cohere", "ernie4_5", "hunyuan_v1_dense", "glm4")
 LONG, SHORT = [1.0, 1.5, 2.0, 4.0], [1.0, 1.01, 1.02, 1.03]
@@ -105,6 +119,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": None,
         "query_pre_attn_scalar": 8,
         ROTARY: GEMMA3[ROTARY] | {GLOBAL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 900.0}},
+    },
+    "gemma3-yarn": {
+        **GEMMA3,
+        "layers": 7,
+        "layer_types": None,
+        "query_pre_attn_scalar": 8,
+        ROTARY: GEMMA3[ROTARY] | {GLOBAL: SCALED | {"rope_theta": 900.0}},
+    },
+    "olmo3-yarn": {**CASES["olmo3"].options, ROTARY: {GLOBAL: SCALED, "sliding_attention": PLAIN}},
+    "olmo3-scaled": {
+        **CASES["olmo3"].options,
+        ROTARY: {GLOBAL: PLAIN | {"rope_type": "linear", "factor": 4.0}, "sliding_attention": PLAIN},
     },
     "gemma3-without-windows": {**GEMMA3, "layers": 2, "layer_types": [GLOBAL] * 2, "query_pre_attn_scalar": 8},
     "phi3-window": {"family": "phi3", "sliding_window": 7},

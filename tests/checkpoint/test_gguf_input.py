@@ -167,6 +167,7 @@ def test_a_table_of_factors_is_read_or_refused(
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor"),
         ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_attn_factor": 1.2}, "yarn_attn_factor"),
         ({"llama.rope.dimension_count": 4}, r"different sizes \[4, 8\]"),
         ({"llama.attention.scale": 0.5}, "attention.scale"),
         ({"llama.expert_count": 8}, "expert_count"),
