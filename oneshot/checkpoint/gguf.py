@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from oneshot.checkpoint.card import write_gguf_card
-from oneshot.checkpoint.gguf_config import architecture_of, config_of
+from oneshot.checkpoint.gguf_config import POOLING, architecture_of, config_of
 from oneshot.checkpoint.gguf_file import GgufModel
 from oneshot.checkpoint.gguf_rotary import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from oneshot.checkpoint.gguf_tokenizer import read_tokenizer
+from oneshot.checkpoint.pooling import KINDS, write_pooling
 from oneshot.checkpoint.reader import INDEX_NAME, Checkpoint, is_damaged
 from oneshot.checkpoint.stock import stock_classes, stock_config, tied_names
 from oneshot.config import SaveDtype
@@ -88,6 +89,12 @@ class GgufCheckpoint(Checkpoint):
                 "give the model it came from as safetensors."
             )
         return found
+
+    @property
+    def pooling(self) -> str | None:
+        """Return how an embedding model pools its last states, by sentence-transformers' name; None for others."""
+        architecture = self._file.metadata["general.architecture"]
+        return KINDS.get(self._file.metadata.get(f"{architecture}.{POOLING}", 0))
 
     @property
     def stored_names(self) -> frozenset[str]:
@@ -179,6 +186,8 @@ def convert_gguf(path: Path, scratch: Path) -> Path:
         _write_weights(source, folder)
         _save_tokenizer(tokenizer, folder)
         _write_config(source.config, folder)
+        if (kind := source.pooling) is not None:
+            write_pooling(folder, kind, source.shapes[FAMILIES[source.config["model_type"]].stack.embedding][1])
         write_gguf_card(source._file.metadata, folder)
     except (OSError, SafetensorError) as error:
         raise OutputError(

@@ -13,6 +13,7 @@ from oneshot.checkpoint.gguf_rotary import (
     longrope_parameters,
     rotary_parameters,
 )
+from oneshot.checkpoint.pooling import KINDS
 from oneshot.errors import CheckpointError
 from oneshot.families import FAMILIES
 
@@ -21,6 +22,7 @@ ROTARY_SIZE = "rope.dimension_count"
 # keys of the architecture that change nothing if they have this value, and those that change nothing at all
 NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 OWN_SIZES = "deci"  # the architecture of `--form gguf` if layers differ
+POOLING = "pooling_type"  # of the last states, for embeddings of texts
 SILENT = ("vocab_size", ROTARY_SIZE, *HEAD_SIZES)
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
@@ -134,7 +136,7 @@ def _refuse_unknown(stated: dict[str, Any], read: set[str]) -> None:
         listed = value if isinstance(value, list) else [value]
         if any(isinstance(one, float) and not math.isfinite(one) for one in listed):
             raise CheckpointError(f"The GGUF file states {key} {value}, which is not a number; give an undamaged file.")
-        if key in known or (key in NEUTRAL and value == NEUTRAL[key]):
+        if key in known or (key in NEUTRAL and value == NEUTRAL[key]) or (key == POOLING and value in (0, *KINDS)):
             continue
         raise CheckpointError(
             f"The GGUF file states {key} {value}, which oneshot does not know; give the model it came from as "

@@ -17,9 +17,10 @@ import numpy as np
 from oneshot.checkpoint import GgufCheckpoint, Journal, Model, card_metadata, complete_config
 from oneshot.checkpoint.gguf_rotary import FACTORS, reason_against_rotary, rotary_factors, rotary_metadata
 from oneshot.checkpoint.layout import Place
+from oneshot.checkpoint.pooling import KINDS, pooling_of
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
-from oneshot.errors import OutputError, PlanError
+from oneshot.errors import CheckpointError, OutputError, PlanError
 from oneshot.export.gguf_tensors import FileTensor, Kind, file_kind, read_stored
 from oneshot.export.gguf_vocabulary import Vocabulary
 from oneshot.export.llama_layers import (
@@ -69,6 +70,10 @@ class GgufForm(LlamaLayers):
         unstated = reason_against_rotary(rotary) if refusal is None else None
         if unstated is not None:
             refusal = f"--form gguf cannot state the model's rotary positions ({unstated}); use another form."
+        try:
+            self._pooling(model)
+        except CheckpointError as error:
+            refusal = f"{error} Use --form stock."
         if importlib.util.find_spec("gguf") is None:
             refusal = "--form gguf needs the package gguf; run pip install 'oneshot-llm[gguf]'."
         differ = not model.shape.query_key_norms  # the architecture for different layers has no norms of queries
@@ -116,9 +121,15 @@ class GgufForm(LlamaLayers):
         path = journal.partial / FILE_NAME
         unfinished = path.with_name(path.name + UNFINISHED)
         tensors = _tensors(model, stack, journal.stored(), quantised=save_dtype == "q8_0")
-        _write(unfinished, model, complete, self._vocabulary(model), tensors, advance)
+        _write(unfinished, model, complete, self._vocabulary(model), tensors, advance, self._pooling(model))
         make_durable(unfinished, path)
         return verify_gguf(path, complete)
+
+    @staticmethod
+    def _pooling(model: Model) -> str | None:
+        """Return how an embedding model pools its last states; None for other models. Raises as `pooling_of`."""
+        source = model.checkpoint
+        return source.pooling if isinstance(source, GgufCheckpoint) else pooling_of(source.folder)
 
     def _vocabulary(self, model: Model) -> Vocabulary:
         return Vocabulary(model.checkpoint.folder, model.shape.vocab_size)
@@ -176,6 +187,7 @@ def _write(
     vocabulary: Vocabulary,
     tensors: list[FileTensor],
     advance: Callable[[int], None],
+    pooling: str | None,
 ) -> None:
     """Write a GGUF file; one tensor at a time is in memory."""
     import gguf
@@ -185,6 +197,8 @@ def _write(
     for tensor in tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, kinds[tensor.kind])
     _add_metadata(writer, model, stack, max(tensors, key=lambda tensor: tensor.num_bytes).kind)
+    if pooling is not None:
+        writer.add_pooling_type(gguf.PoolingType(next(number for number, name in KINDS.items() if name == pooling)))
     vocabulary.write(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

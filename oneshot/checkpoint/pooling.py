@@ -1,0 +1,52 @@
+"""How sentence-transformers makes the embedding of a text of the last states, and the same in a GGUF file."""
+
+import json
+from pathlib import Path
+
+from oneshot.checkpoint.safe_files import read_json, stored_file
+from oneshot.errors import CheckpointError, cause
+
+MODULES = "modules.json"
+KINDS = {1: "mean", 2: "cls", 3: "lasttoken"}
+"""The kinds of a GGUF file (`llama_pooling_type`) by sentence-transformers' names; 0 is none, 4 a classifier."""
+FLAGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken"}
+TYPE = "sentence_transformers.models."
+NEUTRAL = ("Transformer", "Pooling", "Normalize")  # what llama.cpp also does, or leaves to its caller
+
+
+def pooling_of(folder: Path) -> str | None:
+    """Return the kind of pooling that a folder of sentence-transformers states, such as `mean`; None for other folders.
+
+    Raises `CheckpointError` for files that cannot be read, and for modules or kinds that a GGUF file cannot state.
+    """
+    if not (folder / MODULES).exists():
+        return None
+    path = stored_file(folder, MODULES)
+    try:
+        modules = {str(one["type"]).rpartition(".")[2]: str(one["path"]) for one in json.loads(path.read_text("utf-8"))}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a list of modules ({cause(error)}); download it again.") from error
+    if (further := sorted(modules.keys() - set(NEUTRAL))) != []:
+        raise CheckpointError(f"{path} has the module {further[0][:100]}, which a GGUF file cannot state.")
+    if "Pooling" not in modules:
+        return None
+    place = stored_file(folder, f"{modules['Pooling']}/config.json")
+    stated = read_json(place)
+    kinds = [name for name, value in stated.items() if name.startswith("pooling_mode_") and value is True]
+    kinds = kinds or [str(stated.get("pooling_mode"))]
+    found = next((name for name, flag in FLAGS.items() if kinds in ([flag], [name])), None)
+    if found is None:
+        raise CheckpointError(f"{place} states {' and '.join(kinds)[:100]}, which a GGUF file cannot state.")
+    return found
+
+
+def write_pooling(folder: Path, kind: str, hidden_size: int) -> None:
+    """Write the files from which sentence-transformers pools the last states of a model."""
+    names = ("Transformer", ""), ("Pooling", "1_Pooling")
+    modules = [{"idx": n, "name": str(n), "path": path, "type": TYPE + name} for n, (name, path) in enumerate(names)]
+    flags = {flag: name == kind for name, flag in FLAGS.items()}
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": hidden_size, **flags}, indent=2) + "\n"
+    )
+    (folder / MODULES).write_text(json.dumps(modules, indent=2) + "\n")
