@@ -14,6 +14,7 @@ COMMANDS = {
     "profile": "measure what smaller sizes cost, for compress --profile",
     "init": "write a recipe file with comments, for compress --config",
     "evaluate": "measure quality, sizes and latency beside a baseline",
+    "chat": "ask a model, and its original beside it",
     "completion": "print what makes a shell complete commands and options",
 }
 

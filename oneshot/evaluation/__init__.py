@@ -2,6 +2,7 @@
 
 from oneshot.evaluation.by_window import load_windows
 from oneshot.evaluation.comparison import Evaluation, Evaluations, print_evaluations, write_json
+from oneshot.evaluation.conversation import Conversation
 from oneshot.evaluation.evaluate import evaluate
 from oneshot.evaluation.kinds import Kind, kind_of, load_as
 from oneshot.evaluation.models import load_model, measure_latency
@@ -9,6 +10,7 @@ from oneshot.evaluation.scoring import TextScore, perplexity, relative_score, sc
 from oneshot.evaluation.tasks import run_tasks, task_manager
 
 __all__ = [
+    "Conversation",
     "Evaluation",
     "Evaluations",
     "Kind",

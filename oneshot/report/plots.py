@@ -16,7 +16,7 @@ KINDS = {
     "ffn input": ("hidden size at FFN", "#aa4499"),
 }
 WIDTH, HEIGHT = 420, 300
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 34, 44  # around the plotted area, in the units of the SVG
+LEFT, RIGHT, TOP, BOTTOM = 66, 14, 34, 44  # around the plotted area, in the units of the SVG
 MOST_TICKS = 8
 STEPS = (1, 2, 2.5, 5, 10)  # of ticks, times a power of ten
 
@@ -144,7 +144,7 @@ def _percent(value: float) -> str:
 
 
 def _plain(value: float) -> str:
-    return f"{value:.3g}"
+    return f"{value:.2g}"
 
 
 def _whole(value: float) -> str:

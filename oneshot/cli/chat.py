@@ -1,0 +1,89 @@
+"""`oneshot chat OUT`: questions to a model, and to its original beside it."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from oneshot.cli.options import AUTO_DTYPE, CHECKPOINT_HELP, begin_work, run_command
+from oneshot.cli.parser import OneOf, Parser
+from oneshot.config import Dtype
+from oneshot.errors import ConfigError, printable
+
+
+def build_parser(prog: str = "oneshot chat") -> argparse.ArgumentParser:
+    """Return the parser of all options."""
+    parser = Parser(prog, "CHECKPOINT [--prompt TEXT] [options]", "Talk to a model, and to its original beside it.")
+    parser.add_argument("checkpoint", help=CHECKPOINT_HELP)
+    parser.add_argument("--revision", help="branch, tag or commit of a hub name")
+    parser.add_argument("--baseline", help="a model that is asked the same, usually the dense one")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        help="ask this and exit; may be repeated, as turns of one conversation (default: what you type, line by line)",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, help="longest answer, in tokens (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        type=OneOf(get_args(Dtype)),
+        metavar="DTYPE",
+        default="auto",
+        help=f"dtype of the forward passes: {', '.join(get_args(Dtype))} (default: %(default)s, {AUTO_DTYPE})",
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "oneshot chat") -> int:
+    """Run and return the exit code, as `options.run_command`."""
+    arguments = build_parser(prog).parse_args(argv)
+
+    def run() -> None:
+        if arguments.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens} is too small; give at least 1.")
+        begin_work(arguments)
+        _talk(arguments)
+
+    return run_command(arguments, run)
+
+
+def _talk(arguments: argparse.Namespace) -> None:
+    """Let the models answer every prompt, each in a conversation of its own."""
+    from oneshot.checkpoint import locate_checkpoint
+    from oneshot.evaluation import Conversation
+    from oneshot.machine import resolve_device, resolve_dtype
+
+    device = resolve_device(arguments.device)
+    dtype = resolve_dtype(arguments.dtype, device)
+    asked = [(arguments.checkpoint, arguments.revision)]
+    if arguments.baseline:
+        asked.append((arguments.baseline, None))
+    with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
+        folders = [locate_checkpoint(name, Path(scratch), revision) for name, revision in asked]
+        conversations = [Conversation(folder, device=device, dtype=dtype) for folder in folders]
+        for prompt in arguments.prompt or _typed():
+            for (name, _), conversation in zip(asked, conversations, strict=True):
+                if len(asked) > 1:
+                    print(f"[{printable(Path(name).name)}]")
+                for piece in conversation.answer(prompt, arguments.max_new_tokens):
+                    print(piece, end="", flush=True)
+                print()
+
+
+def _typed() -> Iterator[str]:
+    """Yield the lines that a user types, until the end of the input or an empty line."""
+    if sys.stdin.isatty():
+        print("Ask the model; an empty line ends.")
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        yield line

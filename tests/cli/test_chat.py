@@ -1,0 +1,68 @@
+"""`oneshot chat`: the answers are those of the stock class, turn by turn."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint
+from transformers import AutoModelForCausalLM
+
+from oneshot.cli.main import main
+
+LENGTH = 6
+
+
+def stock_answers(folder: Path, tokenizer: Any, prompts: list[str]) -> list[str]:
+    """Return what transformers writes to these prompts, greedily, in one conversation."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    turns: list[dict[str, str]] = []
+    answers = []
+    for prompt in prompts:
+        turns.append({"role": "user", "content": prompt})
+        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        written = model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
+        length = inputs["input_ids"].shape[1]
+        answers.append(tokenizer.decode(written[0, length:], skip_special_tokens=True))
+        turns.append({"role": "assistant", "content": answers[-1].strip()})
+    return answers
+
+
+@pytest.mark.parametrize("typed", [False, True], ids=["--prompt", "typed"])
+def test_answers_are_the_stock_models_turn_by_turn(
+    make_checkpoint: MakeCheckpoint,
+    tokenizer: Any,
+    typed: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, prompts = make_checkpoint(), ["the first of them", "and the second"]
+    expected = stock_answers(folder, tokenizer, prompts)
+    options = [str(folder), f"--max-new-tokens={LENGTH}", "--device=cpu", "--dtype=float32"]
+    if typed:
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(prompts) + "\n"))
+    else:
+        options += [f"--prompt={prompt}" for prompt in prompts]
+    capsys.readouterr()
+    assert main(["chat", *options]) == 0
+    assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in expected)
+
+
+def test_the_original_is_asked_the_same(make_checkpoint: MakeCheckpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_checkpoint()
+    options = [f"--baseline={folder}", "--prompt=the same", f"--max-new-tokens={LENGTH}", "--device=cpu"]
+    assert main(["chat", str(folder), *options]) == 0
+    _, one, other = capsys.readouterr().out.split(f"[{folder.name}]\n")
+    assert one == other != "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [(["--max-new-tokens=0"], "--max-new-tokens 0 is too small"), (["--baseline=/none/here"], "/none/here")],
+)
+def test_wrong_options_are_one_sentence(
+    make_checkpoint: MakeCheckpoint, options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", str(make_checkpoint()), "--prompt=hello", "--device=cpu", *options]) == 1
+    assert sentence in capsys.readouterr().err
