@@ -16,7 +16,16 @@ from oneshot.evaluation.tasks import run_tasks, task_manager
 from oneshot.evaluation.tokenizers import refuse_other_tokenizers
 from oneshot.export import stated_shape
 from oneshot.families import StackShape
-from oneshot.text import BUILTIN, chat_renderer, iter_documents, load_tokenizer, pack, warn_if_long
+from oneshot.text import (
+    BUILTIN,
+    bos_of,
+    chat_renderer,
+    holds_tokenizer,
+    iter_documents,
+    load_tokenizer,
+    pack,
+    warn_if_long,
+)
 
 BUILTIN_WINDOWS = 8  # without a text of the user's
 
@@ -93,6 +102,7 @@ def evaluate_windows(
     results = []
     for name, checkpoint, shape, score, latency in zip(names, checkpoints, shapes, scores, latencies, strict=True):
         result = _evaluation(name, checkpoint, shape, score, latency, records)
+        result = replace(result, bos=_bos(checkpoint, tokenizer))
         if tasks:
             found = run_tasks(
                 checkpoint.folder,
@@ -109,6 +119,15 @@ def evaluate_windows(
         return results
     *compared, dense = results
     return [*(_beside(result, dense) for result in compared), dense]
+
+
+def _bos(checkpoint: Checkpoint, first: Any) -> str:
+    """Return the token that a checkpoint's tokenizer puts before texts, empty for none.
+
+    `first`: the tokenizer of one that lies without its own.
+    """
+    tokenizer = load_tokenizer(checkpoint.folder) if holds_tokenizer(checkpoint.folder) else first
+    return bos_of(tokenizer, checkpoint.folder)
 
 
 def _refuse_beyond_positions(names: Sequence[str], positions: Sequence[int], length: int, option: str) -> None:

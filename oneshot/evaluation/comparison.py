@@ -60,6 +60,8 @@ class Evaluation:
     KV cache are left out. Sizes of layers are None if the family is not known.
     Beside a baseline, `top1_agreement` and `kl_divergence` (nats per token) are as in `TextScore`, `score` is the
     geometric mean over the texts of perplexity ÷ the baseline's, `worst_ratio` the largest of these ratios.
+    `bos` is the token that the tokenizer puts before every window and before a task's texts, empty if it puts none;
+    None for models that are not asked to write.
     `prefill_seconds` is one forward pass over `prefill_tokens` tokens; `decode_seconds` is per generated token.
     """
 
@@ -80,6 +82,7 @@ class Evaluation:
     tasks: dict[str, dict[str, float]] | None = None
     measures: dict[str, dict[str, float]] | None = None
     texts: dict[str, TextRecord] = field(default_factory=dict)
+    bos: str | None = None
 
 
 def text_record(windows: torch.Tensor) -> TextRecord:
@@ -108,6 +111,9 @@ def print_evaluations(evaluations: Sequence[Evaluation], console: Console | None
             shown.append(f"{values[0] / values[1]:.3f}" if values[0] is not None and values[1] else "–")
         table.add_row(Text(printable(name)), *shown)
     console.print(table)
+    for sentence in dict.fromkeys(_bos_sentence(evaluation) for evaluation in evaluations):
+        if sentence:
+            console.print(Text(sentence))
     for evaluation in evaluations:
         if evaluation.score is not None:
             console.print(Text(printable(f"{Path(evaluation.checkpoint).name}: {in_words(evaluation)}")))
@@ -132,6 +138,15 @@ class Evaluations(list[Evaluation]):
         return f"<pre>{html.escape(repr(self))}</pre>"
 
 
+def _bos_sentence(evaluation: Evaluation) -> str:
+    """Return what stands before texts; nothing if none were read."""
+    if evaluation.bos is None or not (evaluation.texts or evaluation.tasks):
+        return ""
+    if not evaluation.bos:
+        return "Texts begin without BOS, as the tokenizer leaves it out."
+    return f"Texts begin with the BOS {printable(evaluation.bos)}, as the tokenizer puts it there."
+
+
 def _shown(value: float, error: float | None) -> str:
     """Return a number rounded for people, with its standard error if it has one."""
     if isinstance(value, int):
@@ -145,7 +160,7 @@ def _rows(evaluation: Evaluation) -> dict[str, Cell]:
     """Return every known number under the name of its row."""
     rows: dict[str, Cell] = {}
     for name, value in asdict(evaluation).items():
-        if name in ("checkpoint", "tokens_scored", "texts") or value is None:
+        if name in ("checkpoint", "tokens_scored", "texts", "bos") or value is None:
             continue
         label = LABELS.get(name, name.replace("_", " "))
         if name == "tasks":

@@ -19,6 +19,7 @@ from oneshot.text import (
     SELF,
     Fillings,
     Text,
+    bos_of,
     check_source,
     documents_together,
     fillings_of,
@@ -114,6 +115,8 @@ class Calibration:
                 seed=seed,
                 with_types=shape.num_token_types > 1,
             )
+        if tokenizer is not None:
+            bos_of(tokenizer, self._model.checkpoint.folder)  # it warns
         counts = shares(options.num_sequences, sources)
         parts = [self._source(source, count, tokenizer) for source, count in counts.items()]
         return mix(parts, seed, options.calibration)

@@ -1,6 +1,6 @@
 """Calibration text: where documents come from, how they are packed, and text that the model writes itself."""
 
-from oneshot.text.chats import added_start, chat_renderer, is_turn, rendered
+from oneshot.text.chats import chat_renderer, is_turn, rendered
 from oneshot.text.examples import encode, load_examples, padded
 from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, file_of, present_row, size_of_records
 from oneshot.text.odd_records import OddRecords
@@ -32,7 +32,7 @@ from oneshot.text.sources import (
 )
 from oneshot.text.token_files import has_tokens, load_token_ids, save_token_ids, save_token_rows
 from oneshot.text.token_rows import LABELS, MASK, TOKENS, Fillings, fillings_of, text_tokens
-from oneshot.text.tokenizers import holds_tokenizer, load_tokenizer, needs_conversion
+from oneshot.text.tokenizers import bos_of, holds_tokenizer, load_tokenizer, needs_conversion
 
 __all__ = [
     "BUILTIN",
@@ -48,7 +48,7 @@ __all__ = [
     "Fillings",
     "OddRecords",
     "Text",
-    "added_start",
+    "bos_of",
     "chat_renderer",
     "check_source",
     "documents_together",

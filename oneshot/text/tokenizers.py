@@ -1,9 +1,13 @@
 """The tokenizer beside the weights, also one that is stored only in a family's older vocabulary files."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from oneshot.errors import CalibrationError, cause
+from oneshot.text.chats import added_start
+
+logger = logging.getLogger(__name__)
 
 FAST = "tokenizer.json"
 PIECES = ("tokenizer.model", "spiece.model")  # of sentencepiece
@@ -47,6 +51,26 @@ def _config_of_unknown_type(folder: Path) -> Any:
     if config.get("model_type") in CONFIG_MAPPING:
         return None
     return PreTrainedConfig.from_dict({name: config[name] for name in READ_OF_CONFIG if name in config})
+
+
+def bos_of(tokenizer: Any, folder: Path) -> str:
+    """Return the BOS that a tokenizer puts before texts, empty if it puts none; warn if its folder states otherwise.
+
+    With a tokenizer.json, transformers 5 reads only there what stands before texts, and not `add_bos_token`.
+    """
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    bos = "" if added_start(tokenizer) is None else str(tokenizer.bos_token)
+    stated = get_tokenizer_config(folder, local_files_only=True).get("add_bos_token")
+    if isinstance(stated, bool) and stated != bool(bos) and tokenizer.bos_token is not None:
+        logger.warning(
+            "tokenizer_config.json of %s states add_bos_token %s, but transformers reads tokenizer.json, which puts %s "
+            "before texts; so does this run, and the post_processor there changes it.",
+            folder,
+            str(stated).lower(),
+            bos or "no BOS",
+        )
+    return bos
 
 
 def holds_tokenizer(folder: Path) -> bool:

@@ -22,12 +22,15 @@ from oneshot.evaluation import (
     load_windows,
     measure_latency,
     perplexity,
+    print_evaluations,
     relative_score,
     score_windows,
     write_json,
 )
+from oneshot.evaluation.comparison import text_record
 from oneshot.evaluation.scoring import POSITIONS
 from oneshot.pipeline import compress
+from oneshot.text import load_tokenizer
 
 OPTIONS: dict[str, Any] = {"sequence_length": 32, "max_windows": 6, "device": "cpu", "dtype": "float32"}
 
@@ -287,6 +290,34 @@ def test_the_command_line_prints_a_table_and_writes_json(
         assert part in printed
     for part in ("top-1 agreement", "KL divergence", "worst text", f"× {rows[0]['score']:.2f} on this text"):
         assert part in printed
+    assert "Texts begin without BOS, as the tokenizer leaves it out." in printed
+    assert [row["bos"] for row in rows] == ["", ""]
+
+
+def test_the_bos_of_the_tokenizer_is_said(
+    own_checkpoint: MakeCheckpoint,
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """transformers reads it in tokenizer.json, and not in tokenizer_config.json; every window has it."""
+    folder = own_checkpoint()
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"add_bos_token": True}))
+    options: dict[str, Any] = {"sequence_length": 16, "max_windows": 1, "decode_tokens": 0, "device": "cpu"}
+    (found,) = evaluate([str(folder)], [str(text_file)], **options)
+    assert found.bos == ""
+    assert "states add_bos_token true, but transformers reads tokenizer.json, which puts no BOS" in caplog.text
+    beginning = load_tokenizer(folder)
+    beginning.add_bos_token = True
+    beginning.save_pretrained(folder)
+    (found,) = evaluate([str(folder)], [str(text_file)], **options)
+    print_evaluations([found])
+    assert "Texts begin with the BOS <s>, as the tokenizer puts it there." in capsys.readouterr().out
+    tokenizer = load_tokenizer(folder)
+    windows = load_windows(str(text_file), tokenizer, sequence_length=16, max_windows=1)
+    assert windows[0, 0] == tokenizer.bos_token_id
+    assert found.texts[str(text_file)].token_hash == text_record(windows).token_hash
 
 
 def test_an_unwritable_result_leaves_no_partial_file(tmp_path: Path) -> None:
