@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from oneshot.checkpoint import GgufCheckpoint, open_gguf, open_headers, output_folder
+from oneshot.checkpoint import GgufCheckpoint, open_gguf, open_headers, output_folder, refuse_unwritable
 from oneshot.config import Config
 from oneshot.errors import ConfigError
 from oneshot.export import with_kept_dtype
@@ -99,6 +99,7 @@ def profile(config: Config, *, show_progress: Shown = False) -> Profile:
     """Profile the model and save it to `config.output`, for later plans. Raises as `compress`."""
     output = output_folder(config.output)
     refuse_existing(output)
+    refuse_unwritable(output)
     with open_run(config, show_progress=show_progress) as run:
         schedule = profile_schedule(run.grid, run.method)
         run.check_text()

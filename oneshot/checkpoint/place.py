@@ -26,10 +26,10 @@ def refuse_place(output: Path, checkpoint: Checkpoint, *, overwrite: bool, resum
     if checkpoint.folder.resolve().is_relative_to(output.resolve()):
         raise OutputError(f"{output} holds the input checkpoint; choose another --output.")
     refuse_output(output, overwrite=overwrite, resume=resume)
-    _refuse_unwritable(output)
+    refuse_unwritable(output)
 
 
-def _refuse_unwritable(output: Path) -> None:
+def refuse_unwritable(output: Path) -> None:
     """Raise `OutputError` if no folder can be made where the result should be; nothing stays there."""
     place = next(folder for folder in output.absolute().parents if folder.exists())
     try:

@@ -46,4 +46,4 @@ def script(shell: str) -> str:
 def main(argv: Sequence[str] | None = None, prog: str = "oneshot completion") -> int:
     """Run and return the exit code, as `options.run_command`."""
     arguments = build_parser(prog).parse_args(argv)
-    return run_command(arguments, lambda: print(script(arguments.shell)))
+    return run_command(arguments, lambda: print(script(arguments.shell)), writes=False)

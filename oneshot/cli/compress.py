@@ -158,4 +158,4 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
             for report in reports:
                 _finish(replace(config, output=report.config["output"]), report, arguments)
 
-    return run_command(arguments, run)
+    return run_command(arguments, run, writes=not arguments.dry_run)

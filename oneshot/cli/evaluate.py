@@ -1,6 +1,7 @@
 """`oneshot evaluate OUT --baseline CHECKPOINT --text FILE`: quality, sizes and latency, side by side."""
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -8,7 +9,7 @@ from typing import get_args
 from oneshot.cli.options import AUTO_DTYPE, CHECKPOINT_HELP, begin_work, run_command
 from oneshot.cli.parser import OneOf, Parser
 from oneshot.config import Dtype, Kind
-from oneshot.errors import CalibrationError, ConfigError, OutputError
+from oneshot.errors import CalibrationError, ConfigError, OutputError, cause
 
 
 def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
@@ -75,6 +76,21 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
     return parser
 
 
+def _refuse_file(path: Path) -> None:
+    """Raise `OutputError` if the numbers cannot be written to a file; nothing stays there."""
+    try:
+        if not path.absolute().parent.is_dir():
+            raise OutputError(f"{path} cannot be written: its folder does not exist; create it first.")
+        if path.is_dir():
+            raise OutputError(f"{path} is a folder; name the JSON file to write.")
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{path} is not a file, and would be replaced by one; name the JSON file to write.")
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.absolute().parent):
+            pass
+    except (OSError, ValueError) as error:  # also a zero byte
+        raise OutputError(f"{path} cannot be written ({cause(error)}); name another file.") from error
+
+
 def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> int:
     """Run and return the exit code, as `options.run_command`."""
     arguments = build_parser(prog).parse_args(argv)
@@ -86,10 +102,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
             raise ConfigError(f"--max-windows {arguments.max_windows} is too small; give at least 1.")
         if arguments.batch_size < 1:
             raise ConfigError(f"--batch-size {arguments.batch_size} is too small; give at least 1.")
-        if arguments.output and not Path(arguments.output).absolute().parent.is_dir():
-            raise OutputError(f"{arguments.output} cannot be written: its folder does not exist; create it first.")
-        if arguments.output and Path(arguments.output).is_dir():
-            raise OutputError(f"{arguments.output} is a folder; name the JSON file to write.")
+        if arguments.output:
+            _refuse_file(Path(arguments.output))
         begin_work(arguments)
         from oneshot.evaluation import evaluate, print_evaluations, write_json
 
@@ -115,4 +129,4 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
         if arguments.output:
             write_json(Path(arguments.output), evaluations, vars(arguments))
 
-    return run_command(arguments, run)
+    return run_command(arguments, run, writes=bool(arguments.output))

@@ -1,11 +1,12 @@
 """`oneshot compress | profile | init | evaluate | completion`: one command with subcommands."""
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from oneshot.cli.signals import interruptible
+from oneshot.cli.streams import lasting_streams, told
 from oneshot.parsing import did_you_mean
 from oneshot.version import __version__
 
@@ -24,14 +25,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
     `prog`: how the usage names the subcommand; None for `oneshot NAME`.
     """
-    try:
+    with lasting_streams(), interruptible():
         try:
             return _run(list(sys.argv[1:] if argv is None else argv), prog)
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
-        return 1
+        except SystemExit as ended:  # argparse's, after its help or an error
+            raise SystemExit(ended.code or told(written=False)) from None
 
 
 def _run(arguments: list[str], prog: str | None) -> int:
@@ -40,10 +38,10 @@ def _run(arguments: list[str], prog: str | None) -> int:
             "usage: oneshot COMMAND [options]\n\n" + "\n".join(f"  {name:12}{text}" for name, text in COMMANDS.items())
         )
         print("\noneshot COMMAND --help lists the options of a command.")
-        return 0 if arguments else 2
+        return told(written=False) if arguments else 2
     if arguments[0] == "--version":
         print(f"oneshot {__version__}")
-        return 0
+        return told(written=False)
     name, *rest = arguments
     if name not in COMMANDS:
         similar = did_you_mean(name, COMMANDS)
@@ -51,6 +49,5 @@ def _run(arguments: list[str], prog: str | None) -> int:
         return 2
     # torch's C++ code warns once that the choice of cuSOLVER (machine/device.py) is experimental; read at its import
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
     code: int = import_module(f"oneshot.cli.{name}").main(rest, prog or f"oneshot {name}")
     return code

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
 from oneshot.cli.parser import OneOf
+from oneshot.cli.streams import told
 from oneshot.config import Config, Dtype, FormName, MachineOptions, SaveDtype, TextOptions
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.method import Method
@@ -184,8 +185,10 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
+def run_command(arguments: argparse.Namespace, run: Callable[[], None], *, writes: bool = True) -> int:
     """Run and return the exit code: 0 done, 1 an error that the user can mend (said on stderr), 130 interrupted.
+
+    `writes`: whether something else than standard output has the result (`streams.told`).
 
     No large library is loaded here: `run` calls `begin_work` after it has found the options to be right.
     """
@@ -201,7 +204,7 @@ def run_command(arguments: argparse.Namespace, run: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0
+    return told(written=writes)
 
 
 def begin_work(arguments: argparse.Namespace) -> None:
