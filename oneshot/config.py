@@ -97,6 +97,16 @@ class Target:
             raise ConfigError("Give either --set inner_rate= or the sizes that it stands for.")
 
     @property
+    def states_share(self) -> bool:
+        """Return whether a number of parameters or a share of the budget is asked for, and not only sizes."""
+        return self.sparsity is not None or self.parameters is not None
+
+    @property
+    def asks_less(self) -> bool:
+        """Return whether anything beside the stated sizes is to be removed."""
+        return bool(self.sparsity) or self.parameters is not None
+
+    @property
     def states_hidden_size(self) -> bool:
         """Return whether the hidden size is given, as a size or as a rate."""
         return self.hidden_size is not None or bool(self.hidden_rate)
@@ -195,7 +205,7 @@ class Config:
         check_values(self)
         check_minimum(self, max_file_bytes=1)
         if self.save_dtype == "q8_0" and self.form != "gguf":
-            raise ConfigError("--save-dtype q8_0 is a type of GGUF files; add --form gguf, or choose another.")
+            raise ConfigError("--save-dtype q8_0 is a type of GGUF files (--form gguf) alone; leave it out.")
 
     @staticmethod
     def of(

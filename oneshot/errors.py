@@ -1,5 +1,7 @@
 """Errors a user can meet. Each message is one sentence that names the thing and the remedy."""
 
+from collections.abc import Sequence
+
 LONGEST_CAUSE = 300  # characters
 
 
@@ -16,6 +18,13 @@ class OneshotError(Exception):
 def printable(text: str) -> str:
     """Return the text on one line, with escapes for line ends, control characters and invalid Unicode."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def together(errors: Sequence[OneshotError]) -> OneshotError:
+    """Return one error that has the sentences of all, of the type of the first."""
+    first, *others = (str(error).removesuffix(".") for error in errors)
+    others = [text[0].lower() + text[1:] if not text[1:2].strip() or text[1].islower() else text for text in others]
+    return type(errors[0])("; moreover ".join([first, *others]) + ".")
 
 
 def cause(error: BaseException) -> str:

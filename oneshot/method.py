@@ -134,25 +134,24 @@ class Method:
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{display(name, value)} is out of range: give 0 or more.")
         if self.pivoting == "qr" and self.sketch == "none":
-            raise ConfigError("--set pivoting=qr needs a matrix to factorise; add --set sketch=count or sparse-sign.")
+            raise ConfigError("--set pivoting=qr needs a sketch (--set sketch=count or sparse-sign); leave it out.")
         if self.depth != "none" and self.hidden != "none":
             raise ConfigError("--set depth= leaves out layers of a model with its full hidden size; set hidden=none.")
         if self.depth != "none" and self.allocation not in ("auto", "sensitivity"):
             raise ConfigError(f"--set depth={self.depth} needs allocation=sensitivity, not {self.allocation}.")
         if self.plans_inner_sizes and (self.hidden != "none" or self.allocation not in ("auto", "sensitivity")):
             raise ConfigError(
-                "--set inner_sizes=sensitivity needs hidden=none and allocation=sensitivity; set them, or give "
-                "value_size= and query_key_size=."
+                "--set inner_sizes=sensitivity needs hidden=none and allocation=sensitivity; leave it out."
             )
         if self.plans_ranks and not self.may_plan_ranks:
             raise ConfigError(
-                "--set ranks=sensitivity needs a selector for ffn, allocation=sensitivity, and whole heads; set heads, "
-                "hidden and inner_sizes to none, and leave out depth=sublayers."
+                "--set ranks=sensitivity needs a selector for ffn, allocation=sensitivity, whole heads (heads, hidden "
+                "and inner_sizes none), and no depth=sublayers; leave it out."
             )
         if self.plans_experts and not self.may_plan_experts:
             raise ConfigError(
-                "--set expert_counts=sensitivity needs experts=effects, hidden=none and allocation=sensitivity; set "
-                "them, or leave it out."
+                "--set expert_counts=sensitivity needs experts=effects, hidden=none and allocation=sensitivity; "
+                "leave it out."
             )
         if self.up_steps and (not self.reduces_ffn or not self.solves or self.hidden != "none"):
             raise ConfigError(
@@ -161,18 +160,18 @@ class Method:
         if self.up_steps and self.residual_target != "stream":
             raise ConfigError("--up-steps follows the dense stream; set residual_target=stream, or leave it out.")
         if self.heads_correction == "two-stream" and not self.follows_dense:
-            raise ConfigError("--set heads_correction=two-stream needs correction=two-stream; set it, or leave it out.")
+            raise ConfigError("--set heads_correction=two-stream needs correction=two-stream; leave it out.")
         if self.heads_correction == "head-level" and (not self.solves or self.hidden != "none" or self.holds_out):
             raise ConfigError(
                 "--set heads_correction=head-level needs least squares as correction, hidden=none and a number as "
-                "damping; set them, or leave it out."
+                "damping; leave it out."
             )
         if self.embedding == "low-rank" and (self.hidden != "none" or self.allocation not in ("auto", "sensitivity")):
-            raise ConfigError("--set embedding=low-rank needs hidden=none and allocation=sensitivity; set them.")
+            raise ConfigError("--set embedding=low-rank needs hidden=none and allocation=sensitivity; leave it out.")
         if self.weighs_output and not self.may_weigh_output:
             raise ConfigError(
-                f"--set curvature={self.curvature} chooses neurons by pivots of the exact Gram; set ffn=id, "
-                "sketch=none, pivot_weights=output and hidden=none, or leave it out."
+                f"--set curvature={self.curvature} chooses neurons by pivots of the exact Gram (ffn=id, "
+                "sketch=none, pivot_weights=output, hidden=none); leave it out."
             )
         if self.only_slices and self.allocation not in ("auto", "uniform", "error"):
             raise ConfigError(
@@ -266,6 +265,11 @@ class Method:
     def only_slices(self) -> bool:
         """Return whether the hidden size is all that shrinks."""
         return self.slices and not self.reduces_sublayers
+
+    @property
+    def allocates_by_form(self) -> bool:
+        """Return whether the form of the result decides how layers share the target."""
+        return self.allocation == AUTO
 
     @property
     def reads_profile(self) -> bool:

@@ -26,9 +26,21 @@ def mentions(text: str) -> list[tuple[str, str | None]]:
 
 
 def advised(message: str, options: Mapping[str, str]) -> Iterator[Options]:
-    """Yield the options of a refused run with each alternative of its advice followed; none for vague advice."""
-    cause, separator, remedy = message.removeprefix("error: ").rpartition("; ")
-    if message.startswith("error: Give "):
+    """Yield the options of a refused run with each alternative of its advice followed; none for vague advice.
+
+    A refusal may name several causes with a remedy each, which are followed together.
+    """
+    found, is_followed = [dict(options)], False
+    for part in message.removeprefix("error: ").removesuffix(".").split("; moreover "):
+        advice = [changed for each in found for changed in advised_of_one(part, each)]
+        found, is_followed = advice or found, is_followed or bool(advice)
+    yield from found if is_followed else []
+
+
+def advised_of_one(message: str, options: Mapping[str, str]) -> Iterator[Options]:
+    """Yield the same of one cause and its remedy, without a full stop."""
+    cause, separator, remedy = message.rpartition("; ")
+    if message.startswith("Give "):
         yield from one_of_two(message, options)
         return
     if not separator:
@@ -70,7 +82,7 @@ def followed(clause: str, cause: str, named: list[str], options: Mapping[str, st
             return [{name: value for name, value in options.items() if name != flag}]
     if not values or any(value is None for _, value in values):
         return None
-    several = re.search(re.escape(str(values[-1][1])) + " or (?!less)([a-z][a-z-]+)$", clause)
+    several = re.search(re.escape(str(values[-1][1])) + " or (?!less|more)([a-z][a-z-]+)$", clause)
     for flag, value in values:
         if flag in ("--sparsity", "--params"):
             changed = {name: one for name, one in changed.items() if name not in ("--sparsity", "--params")}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from advice import advised
+from advice import advised, mentions
 from factories import assert_cache_changes_nothing, calibration_tokens, tiny_tokenizer, topics
 from families.cases import CASES, OTHER_CLASSES, Case, variants
 from last_states import keep_last_states
@@ -27,6 +27,7 @@ from vocabularies import SETTINGS
 
 Options = dict[str, str]  # of the command line, by flag; `--set KEY` for settings
 PAIRED = ("t5", "mt5")
+MOST_FOLLOWED = 5  # refusals of one run, each for another cause
 BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 
 
@@ -225,16 +226,26 @@ def check_run(drawn: Drawn, place: Place) -> Outcome:
 
 
 def refused_again(drawn: Drawn, place: Place, checkpoint: Path, message: str) -> list[str]:
-    """Follow every advice of a refusal to the letter, and return those with which a run is refused again."""
-    faults = []
-    for changed in advised(message, drawn.options):
-        output = place.folder / "followed" / "out"
-        shutil.rmtree(output.parent, ignore_errors=True)
-        again = call(place.command(drawn, checkpoint, output, changed))
-        difference = {flag: changed.get(flag) for flag in drawn.options.keys() | changed.keys()}
-        difference = {flag: value for flag, value in difference.items() if value != drawn.options.get(flag)}
-        if again.code:
-            faults.append(f"refused again: {message} || {difference} || {again.message} {again.faults}")
+    """Follow every advice of a refusal to the letter, and return what is wrong with it.
+
+    A run that is then refused for another cause is followed further. Advice is wrong if that refusal is one of before,
+    or names an option that the advice has set.
+    """
+    faults, waiting = [], [(message, drawn.options, (message,))]
+    while waiting:
+        message, options, before = waiting.pop()
+        for changed in advised(message, options):
+            output = place.folder / "followed" / "out"
+            shutil.rmtree(output.parent, ignore_errors=True)
+            again = call(place.command(drawn, checkpoint, output, changed))
+            if not again.code:
+                continue
+            chosen = {flag for flag in changed if changed[flag] != options.get(flag)}
+            named = {flag for flag, _ in mentions(again.message.rpartition("; ")[0])}
+            if again.message in before or chosen & named or again.faults or len(before) == MOST_FOLLOWED:
+                faults.append(f"wrong advice: {message} || {sorted(chosen)} || {again.message} {again.faults}")
+            else:
+                waiting.append((again.message, changed, (*before, again.message)))
     return faults
 
 
@@ -345,6 +356,8 @@ def faults_of_stream(
     if hidden[0].shape != last.shape:
         return
     compared.append("stream")
+    if drawn.name.startswith("opt"):  # whose per-layer form keeps states without their mean
+        hidden[0], last = (states - states.mean(-1, keepdim=True) for states in (hidden[0], last))
     difference = float((hidden[0] - last).abs().max() / last.abs().max())
     if difference > 1e-3:
         yield f"stream differs by {difference:.1e}"

@@ -64,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("drawn"))
 
 
-@pytest.mark.parametrize("drawn", [row(*each) for each in MENDED], ids=title)
+@pytest.mark.parametrize("drawn", [*(row(*each) for each in MENDED), *covering()], ids=title)
 def test_a_result_or_one_sentence(drawn: Drawn, place: Place) -> None:
     assert check_run(drawn, place).faults == []
 

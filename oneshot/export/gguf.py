@@ -66,10 +66,10 @@ class GgufForm(LlamaLayers):
         refusal = reason_against_llama(model, NAME)
         rotary = complete_config(model.checkpoint.config).get("rope_parameters") or {"rope_type": "default"}
         if refusal is None and model.family.model_type not in ARCHITECTURES:
-            refusal = f"--form gguf does not have the family {model.family.model_type}; use --form stock or per-layer."
+            refusal = f"--form gguf does not have the family {model.family.model_type}; use --form per-layer."
         unstated = reason_against_rotary(rotary) if refusal is None else None
         if unstated is not None:
-            refusal = f"--form gguf cannot state the model's rotary positions ({unstated}); use another form."
+            refusal = f"--form gguf cannot state the model's rotary positions ({unstated}); use --form per-layer."
         try:
             self._pooling(model)
         except CheckpointError as error:

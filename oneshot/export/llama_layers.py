@@ -36,9 +36,12 @@ def reason_against_llama(model: Model, form: str) -> str | None:
     shape, config = model.shape, complete_config(model.checkpoint.config)
     if shape.num_decoder_layers:
         return f"--form {form} has no decoder beside an encoder, unlike {model.family.model_type}; use --form stock."
-    if shape.layer_norms or not shape.gated:
-        return f"--form {form} needs RMSNorms and FFNs with a gate, unlike {model.family.model_type}; use another form."
     reason = model.family.reason_against("per-layer form")
+    if shape.layer_norms or not shape.gated:
+        return (
+            f"--form {form} needs RMSNorms and FFNs with a gate, which {model.family.model_type} does not have; use "
+            f"--form {'per-layer' if reason is None else 'stock'}."
+        )
     if reason is not None:
         return reason
     if not model.family.like_llama:

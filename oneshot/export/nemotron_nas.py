@@ -53,10 +53,10 @@ class NemotronNasForm(OwnCode, LlamaLayers):
     def grid(self, model: Model) -> Grid:
         """Return the sizes that block configs can state."""
         refusal = reason_against_llama(model, NAME)
-        if model.shape.query_key_norms:
+        if refusal is None and model.shape.query_key_norms:
             refusal = (
                 f"--form {NAME} has no norms of queries and keys, which {model.family.model_type} needs; use --form "
-                "stock or per-layer."
+                "per-layer."
             )
         return Grid(
             model.family,

@@ -7,9 +7,10 @@ from typing import Any
 
 from oneshot.checkpoint import Journal, output_folder, refuse_output, refuse_place, remove_leftovers
 from oneshot.config import Config, Target
-from oneshot.errors import OutputError, cause
+from oneshot.errors import OutputError, PlanError, cause
 from oneshot.machine.durable import seal
 from oneshot.planning import make_plan
+from oneshot.planning.sizes import least_share
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Report
 from oneshot.run import SAVED_TEXT, Run
@@ -41,14 +42,23 @@ class Job:
         if run.grid.stack(self.plan) != run.model.shape.stack():
             run.form.config(run.model, self.plan)  # which refuses sizes that it cannot state
         tokens, has_profile = config.text.num_tokens, config.profile is not None
+        dense, kept = run.model.shape.stack(), run.grid.stack(self.plan)
+        asks_less = self.budget.target < self.budget.measure(dense)
         self.schedule = make_schedule(
             run.method,
             self.plan,
             run.grid,
             num_tokens=tokens,
             has_profile=has_profile,
-            asks_less=self.budget.target < self.budget.measure(run.model.shape.stack()),
+            asks_less=asks_less,
         )
+        if asks_less and kept == dense and not self.schedule.plans_by_profile:
+            share = least_share(run.grid, run.method, wanted, self.budget)
+            advice = "set ffn=id" if share is None else f"ask for --sparsity {share} or more"
+            raise PlanError(
+                "The sizes that this model can have are so far apart that the whole model is nearest to the target; "
+                f"{advice}."
+            )
         if has_profile and not self.schedule.plans_by_profile:
             logger.warning(
                 "The profile %s is not used, because this run plans nothing from one; --form per-layer does, or leave "

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from oneshot.errors import PlanError
 from oneshot.families import StackShape
 
 MAX_ROUND_TO = 64
@@ -19,6 +20,20 @@ class Budget:
     def show(self, amount: float) -> str:
         """Return `107,972,928 parameters` or `0.0131 seconds`."""
         return f"{amount:,.4f} {self.unit}" if self.unit == "seconds" else f"{amount:,.0f} {self.unit}"
+
+
+class OutOfReachError(PlanError):
+    """A target is below the `least` that a recipe gets down to.
+
+    `advice`: what reaches the target, or which target is within reach, as somebody has tried it.
+    """
+
+    def __init__(self, budget: Budget, least: float, advice: str = "choose another --recipe or --form") -> None:
+        super().__init__(
+            f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(least)} at best; "
+            f"{advice}."
+        )
+        self.budget, self.least = budget, least
 
 
 def default_round_to(size: int) -> int:

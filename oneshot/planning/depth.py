@@ -38,7 +38,7 @@ def with_fewer_layers(
         if nearest == fewer[-1] and measure > budget.target:
             raise PlanError(
                 f"The target is {budget.show(budget.target)}, but one layer alone has {budget.show(measure)}; ask for "
-                "a smaller --sparsity, or allow --set ffn=id as well."
+                "a smaller --sparsity."
             )
         return nearest
     plans: list[Plan] = []

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 
 from oneshot.config import Target
-from oneshot.errors import ConfigError, PlanError
-from oneshot.families import Description, Feature, LayerShape, ModelShape, StackShape
+from oneshot.errors import PlanError, together
+from oneshot.families import Description, LayerShape, ModelShape, StackShape
 from oneshot.method import AUTO, Allocation, Method
 from oneshot.planning.plan import Plan
-from oneshot.selection import SharedSelector, find_selector, needs_of
+from oneshot.planning.unsupported import errors_against, errors_against_profile
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,8 @@ class Grid:
     Attributes:
         family, shape: the dense model's.
         remedy: an option that allows more, for error messages; None if this form allows everything.
+        instead: the grid of the form that error messages advise where this one cannot hold the model or an option;
+            None if no other can hold the model.
         refusal: a sentence why the form cannot hold this model at all; None if it can.
         layers_differ: whether every layer can have its own FFN width.
         heads_differ: whether every layer can also have its own heads.
@@ -35,6 +37,7 @@ class Grid:
     family: Description
     shape: ModelShape
     remedy: str | None = None
+    instead: "Grid | None" = None
     refusal: str | None = None
     layers_differ: bool = False
     heads_differ: bool = False
@@ -162,45 +165,9 @@ class Grid:
 
         Raises `ConfigError` and `PlanError` for an explicit choice that the form or the family cannot have.
         """
-        if self.refusal is not None:
-            raise PlanError(self.refusal)
-        if method.slices and (reason := self.family.reason_against("hidden size")) is not None:
-            raise PlanError(reason)
-        _, heads = find_selector(method.ffn), find_selector(method.heads)
-        if heads is not None and self.family.shares_heads and not isinstance(heads, SharedSelector):
-            raise PlanError(
-                f"--set heads={method.heads} chooses heads for a single layer, but here all layers of a stack share "
-                "theirs; use heads=id."
-            )
-        if method.up_steps and (reason := self.family.reason_against("up_proj")) is not None:
-            raise PlanError(reason)
-        statistics: dict[Feature, bool] = {
-            "experts": method.reduces_experts,
-            "depth": method.leaves_out_layers,
-            "sketch": method.reduces_ffn and method.sketch != "none",
-            "moments": "moments" in needs_of(method.ffn),
-            "held-out damping": method.holds_out,
-        }
-        for feature, is_asked in statistics.items():
-            if is_asked and (reason := self.family.reason_against(feature)) is not None:
-                raise PlanError(reason)
-        if method.leaves_out_sublayers and not self.sublayers_optional:
-            raise ConfigError(self._needing("depth=sublayers", "set depth=sensitivity"))
-        if method.plans_inner_sizes and not self.inner_sizes_differ:
-            raise ConfigError(self._needing("inner_sizes=sensitivity", "leave it out"))
-        if method.plans_ranks and not self.has_ranks:
-            raise ConfigError(self._needing("ranks=sensitivity", "leave it out"))
-        if method.weighs_output and not self.has_curvature:
-            raise ConfigError(self._needing(f"curvature={method.curvature}", "leave it out"))
-        if method.plans_experts and not self.layers_differ:
-            raise ConfigError(self._needing("expert_counts=sensitivity", "leave it out"))
-        if method.embedding not in (AUTO, "none"):
-            if not self.embedding_ranks:
-                raise ConfigError(self._needing(f"embedding={method.embedding}", "leave it out"))
-            if (reason := self.family.reason_against("embedding ranks")) is not None:
-                raise PlanError(reason)
-            if not self.ranks_embedding:
-                raise PlanError("--set embedding=low-rank needs an output head that is the embedding; leave it out.")
+        errors = errors_against(self, method, target)
+        if errors:
+            raise together(errors)
         if method.expert_counts == AUTO:
             plans = self.layers_differ and method.may_plan_experts and target.num_experts is None
             method = replace(method, expert_counts="sensitivity" if plans else "equal")
@@ -211,11 +178,9 @@ class Grid:
             # where the stream passes all groups, the narrowest would be a bottleneck (docs/claims.md)
             otherwise: Allocation = "error" if method.only_slices and self.family.stack.norms_after else "uniform"
             method = replace(method, allocation=own if by_profile else otherwise)
-        if method.reads_profile and (reason := self.family.reason_against("profile")) is not None:
-            raise PlanError(reason)
-        by_scores = method.reads_profile and method.allocation in ("flap", "stat", "stat-reversed")
-        if by_scores and (reason := self.family.reason_against("neuron scores")) is not None:
-            raise PlanError(reason)
+        errors = errors_against_profile(self, method)
+        if errors:
+            raise together(errors)
         by_sensitivity = method.allocation == "sensitivity" and not method.slices
         if method.ranks == AUTO:
             ranks = self.has_ranks and by_sensitivity and method.may_plan_ranks and method.solves
@@ -226,9 +191,3 @@ class Grid:
         if method.embedding == AUTO:
             return replace(method, embedding="low-rank" if self.ranks_embedding and by_sensitivity else "none")
         return method
-
-    def _needing(self, option: str, otherwise: str) -> str:
-        """Return a sentence about an option that this form cannot have, with what to do instead."""
-        if self.remedy is None:
-            return f"--set {option} is not possible for this {self.family.model_type}; {otherwise}."
-        return f"--set {option} needs {self.remedy}; add it, or {otherwise}."

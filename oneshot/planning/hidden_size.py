@@ -43,7 +43,7 @@ def plan_hidden(
     if not parameters[widths[0]] <= target_parameters <= largest:
         raise PlanError(
             f"The hidden size alone cannot reach {target_parameters:,} parameters: {widths[0]} gives "
-            f"{parameters[widths[0]]:,}, all of it {largest:,}; ask for less, or shrink the FFN instead (--set ffn=id)."
+            f"{parameters[widths[0]]:,}, all of it {largest:,}; ask for a smaller --sparsity."
         )
     return with_width(min(widths, key=lambda size: abs(parameters[size] - target_parameters)))
 

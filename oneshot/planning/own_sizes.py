@@ -1,6 +1,5 @@
 """Sizes of its own for every layer: what each sublayer may be, and the choice of least predicted damage."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,7 @@ import torch
 from oneshot.errors import PlanError
 from oneshot.families import RANKED_KINDS, LayerShape, ModelShape, RankedKind, TableShape
 from oneshot.linalg.allocation import least_damage
-from oneshot.planning.budget import Budget, default_round_to
+from oneshot.planning.budget import Budget, OutOfReachError, default_round_to
 from oneshot.planning.damages import Damages, predicted_damage
 from oneshot.planning.experts import expert_counts
 from oneshot.planning.grid import Grid
@@ -73,7 +72,7 @@ def spread(
     chosen = least_damage([item.damages for item in items], [item.costs for item in items], budget.target - total)
     if chosen is None:
         least = total + sum(float(item.costs.min()) for item in items)
-        raise out_of_reach(grid, budget, least, reduce_heads=reduce_heads)
+        raise OutOfReachError(budget, least)
     options = (int(item.options[index]) for item, index in zip(items, chosen, strict=True))
     layers = list(plan.layers)
     for layer in plan.kept_layers:
@@ -83,16 +82,6 @@ def spread(
     embedding = tuple(ranks[option] for ranks, option in zip(ranges, options, strict=True))
     whole = tuple(ranks[-1] for ranks in ranges)
     return replace(plan, layers=tuple(layers), embedding=() if embedding == whole else embedding)
-
-
-def out_of_reach(grid: Grid, budget: Budget, least: float, *, reduce_heads: bool) -> PlanError:
-    """Return the error of a target below what a recipe gets down to; it names the largest --sparsity within reach."""
-    share = math.floor(1000 * (1 - least / budget.measure(grid.shape.stack()))) / 1000
-    heads = "" if reduce_heads or grid.reason_against_heads() else ", or allow --set heads=id as well"
-    return PlanError(
-        f"The target is {budget.show(budget.target)}, but this recipe gets down to {budget.show(least)} at best; "
-        f"ask for --sparsity {share:.3f} or less{heads}."
-    )
 
 
 def worth_trying(grid: Grid, options: Sequence[Plan], budget: Budget) -> list[Plan]:

@@ -1,6 +1,7 @@
 """All kinds of sizes for one target, within what the form can state."""
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
 from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, StackShape
 from oneshot.method import Method
-from oneshot.planning.budget import Budget
+from oneshot.planning.budget import Budget, OutOfReachError
 from oneshot.planning.curves import Profile
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
 from oneshot.planning.depth import with_fewer_layers
@@ -18,6 +19,8 @@ from oneshot.planning.grid import Grid
 from oneshot.planning.hidden_size import plan_hidden
 from oneshot.planning.plan import Plan, dense_plan
 from oneshot.planning.widths import meet_budget
+
+SECONDS_DIFFER = 0.1  # share by which a latency that is measured again may be another
 
 
 def parameter_budget(target: Target, dense: StackShape) -> Budget:
@@ -28,6 +31,62 @@ def parameter_budget(target: Target, dense: StackShape) -> Budget:
 def make_plan(
     grid: Grid, method: Method, target: Target, damages: Damages | None = None, budget: Budget | None = None
 ) -> Plan:
+    """Return the kept sizes of every kind whose whole model comes nearest to the target, as `_plan` does.
+
+    An error of a target out of reach advises only what reaches it.
+    """
+    budget = budget or parameter_budget(target, grid.shape.stack())
+    try:
+        return _plan(grid, method, target, damages, budget)
+    except OutOfReachError as error:
+        advice = _within_reach(grid, method, target, damages, budget, error.least)
+        raise OutOfReachError(error.budget, error.least, advice) if advice else error from None
+
+
+def _within_reach(
+    grid: Grid, method: Method, target: Target, damages: Damages | None, budget: Budget, least: float
+) -> str:
+    """Return what helps beside a target out of reach: the largest share within reach, and heads if they suffice."""
+    whole = (
+        budget.target / (1 - (target.sparsity or 0))
+        if target.parameters is None
+        else budget.measure(grid.shape.stack())
+    )
+    most = 1 - least / whole - (SECONDS_DIFFER if budget.unit == "seconds" else 0)
+    share = math.floor(1000 * most) / 1000
+    found = []
+    if share > 0 and _reaches(grid, method, target, damages, replace(budget, target=whole * (1 - share))):
+        found.append(f"ask for --sparsity {share:.3f} or less")
+    with contextlib.suppress(ConfigError):
+        with_heads = replace(method, heads="id", ranks="none" if method.plans_ranks else method.ranks)
+        possible = not method.reduces_heads and grid.reason_against_heads() is None
+        if possible and _reaches(grid, with_heads, target, None, budget):
+            found.append("allow --set heads=id as well")
+    return ", or ".join(found)
+
+
+def _reaches(grid: Grid, method: Method, target: Target, damages: Damages | None, budget: Budget) -> bool:
+    """Return whether there is a plan."""
+    try:
+        _plan(grid, method, target, damages, budget)
+    except (ConfigError, PlanError):
+        return False
+    return True
+
+
+def least_share(grid: Grid, method: Method, target: Target, budget: Budget) -> float | None:
+    """Return a share that removes something although a smaller one that is asked for removes nothing; None without."""
+    whole = budget.measure(grid.shape.stack())
+    share = 1 - budget.target / whole
+    while (share := round(1.5 * share + 0.0005, 3)) < 1:
+        with contextlib.suppress(ConfigError, PlanError):
+            plan = _plan(grid, method, target, None, replace(budget, target=whole * (1 - share)))
+            if budget.measure(grid.stack(plan)) < whole:
+                return share
+    return None
+
+
+def _plan(grid: Grid, method: Method, target: Target, damages: Damages | None, budget: Budget) -> Plan:
     """Return the kept sizes of every kind whose whole model comes nearest to the target.
 
     Sizes that the target states are kept. FFN and heads take what is left; the hidden size does if nothing else is
@@ -36,13 +95,11 @@ def make_plan(
 
     Args:
         method: settled for this grid (`Grid.settle`).
-        budget: None: the stored parameters of the target.
 
     Raises `ConfigError` for sizes that contradict each other, `PlanError` if a size or the target is out of reach, or
     the form cannot state it.
     """
     shape = grid.shape
-    budget = budget or parameter_budget(target, shape.stack())
     dense = budget.measure(shape.stack())
     if budget.target > dense:
         raise PlanError(
@@ -108,8 +165,11 @@ def with_sizes(target: Target, grid: Grid) -> Target:
     if target.inner_rate:
         kept, pair = 1 - target.inner_rate, 2 if grid.family.stack.rotary else 1
         sizes["intermediate_size"] = max(1, round(shape.intermediate_size * kept))
-        sizes["value_size"] = max(1, round(shape.head_dim * kept))
-        sizes["query_key_size"] = max(1, round(shape.head_dim * kept / pair)) * pair
+        inner = {
+            "value_size": max(1, round(shape.head_dim * kept)),
+            "query_key_size": max(1, round(shape.head_dim * kept / pair)) * pair,
+        }
+        sizes |= {name: size for name, size in inner.items() if size < shape.head_dim}  # the nearest may be the whole
     return replace(target, **sizes, hidden_rate=None, inner_rate=None)
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from oneshot.errors import PlanError
 from oneshot.families import RankedKind
-from oneshot.planning.budget import Budget, default_round_to
+from oneshot.planning.budget import Budget, OutOfReachError, default_round_to
 from oneshot.planning.damages import Damages, predicted_damage
 from oneshot.planning.grid import Grid
 from oneshot.planning.heads import head_options
-from oneshot.planning.own_sizes import out_of_reach, spread, spread_with_equal_heads, worth_trying
+from oneshot.planning.own_sizes import spread, spread_with_equal_heads, worth_trying
 from oneshot.planning.plan import Plan
 from oneshot.planning.vocabulary import equal_tables
 
@@ -57,7 +57,9 @@ def meet_budget(
     if reduce_ffn and step > shape.intermediate_size:
         raise PlanError(f"--round-to {step} is above the FFN width of {shape.intermediate_size}; give a smaller one.")
     if reduce_ffn and step % shape.width_step:
-        raise PlanError(f"--round-to {step} is not a multiple of {shape.width_step}, as FFN widths of this model are.")
+        raise PlanError(
+            f"--round-to {step} is not a multiple of {shape.width_step}, as FFN widths of this model are; give one."
+        )
     if damages is not None and grid.layers_differ:
         ffn_step = step if reduce_ffn else None
         if reduce_heads and not grid.heads_differ:
@@ -95,7 +97,7 @@ def _nearest_heads(grid: Grid, plan: Plan, options: list[Plan], budget: Budget, 
     if surplus > most:
         raise PlanError(
             f"Heads alone can give up {budget.show(most)} of the {budget.show(surplus)} asked for; "
-            "ask for less or allow --set ffn=id."
+            "ask for a smaller --sparsity."
         )
     return min(options, key=lambda option: abs(budget.measure(grid.stack(option)) - budget.target))
 
@@ -119,7 +121,7 @@ def _with_width(
         measures = [budget.measure(grid.stack(option)) for option in options]
         lowest = measures[0]
     if budget.target < lowest:
-        raise out_of_reach(grid, budget, measures[0], reduce_heads=reduce_heads)
+        raise OutOfReachError(budget, measures[0])
     return min(zip(options, measures, strict=True), key=lambda pair: abs(pair[1] - budget.target))[0]
 
 

@@ -42,7 +42,7 @@ from oneshot.machine import (
 )
 from oneshot.machine.memory import release_heap, reset_peak
 from oneshot.method import AUTO, Method
-from oneshot.planning import Budget, Plan, Profile, parameter_budget
+from oneshot.planning import Budget, Grid, Plan, Profile, parameter_budget
 from oneshot.profiling import (
     CURVATURE_TOKENS,
     load_profile,
@@ -107,7 +107,7 @@ class Run:
         self.dense = self.model.shape.stack()  # without biases that only the result has
         if config.method.correction == "bias" and config.target.sparsity != 0:
             self.model = self.model.with_ffn_biases()
-        self.grid = self.form.grid(self.model)
+        self.grid = self._grid()
         self.method = self._settled(config)
         self._calibration = Calibration(config, self.model, self.machine, outputs, self.show_progress)
         self._profile: Profile | None = None
@@ -123,6 +123,13 @@ class Run:
             refuse_conversion(checkpoint, gguf, self._config.machine, bounds)
         folder = machine.workers.share(0, lambda: locate_checkpoint(checkpoint, machine.scratch, self._config.revision))
         return identify(Checkpoint(folder))
+
+    def _grid(self) -> Grid:
+        """Return the grid of the form, which knows the form that its refusals advise: per-layer, or else stock."""
+        grid, family = self.form.grid(self.model), self.model.family
+        others = [form_of(name, family) for name in ("per-layer", "stock")]
+        grids = [form.grid(self.model) for form in others if form.name != self.form.name]
+        return replace(grid, instead=next((one for one in grids if one.refusal is None), None))
 
     def _settled(self, config: Config) -> Method:
         """Return the method with every `auto` settled; it has the curvature of a given profile if it can."""

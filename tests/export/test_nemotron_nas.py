@@ -223,7 +223,7 @@ def test_the_hidden_size_shrinks_in_one_subspace(
         ({"family": "opt"}, {}, "RMSNorms"),
         ({"family": "mistral", "sliding_window": 8}, {}, "no sliding attention window"),
         ({"hidden_act": "gelu"}, {}, "the model's is gelu"),
-        ({}, {"value_size": 4}, "add --form per-layer"),
+        ({}, {"value_size": 4}, "needs --form per-layer; add it"),
         ({}, {"recipe": "group-pca", "group_size": 1, "hidden_size": 24}, "shortcut matrices"),
         ({"tied": True}, {"embedding": "low-rank"}, "--form per-layer"),
     ],

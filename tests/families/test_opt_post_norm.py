@@ -148,7 +148,7 @@ def test_a_profile_measures_its_widths(make_checkpoint: MakeCheckpoint, make_con
         ({"form": "gguf"}, "needs RMSNorms"),
         ({"heads": "id"}, "use --set heads=none"),
         ({"hidden": "pca", "hidden_size": 24}, "Hidden size 24 .* leave it out"),
-        ({"value_size": 4}, "value_size=4 has no place .* leave it out"),
+        ({"value_size": 4}, "value_size=4 is not possible for this opt; give --sparsity"),
         ({"depth": "sublayers"}, "depth=sublayers is not possible for this opt; set depth=sensitivity"),
     ],
     ids=str,

@@ -323,10 +323,10 @@ def test_a_config_without_ranks_is_of_whole_linears(make_checkpoint: MakeCheckpo
     ("options", "sentence"),
     [
         ({"form": "stock"}, "needs --form per-layer"),
-        ({"allocation": "uniform"}, "needs a selector for ffn, allocation=sensitivity, and whole heads"),
-        ({"heads": "id"}, "needs a selector for ffn, allocation=sensitivity, and whole heads"),
-        ({"inner_sizes": "sensitivity"}, "needs a selector for ffn, allocation=sensitivity, and whole heads"),
-        ({"depth": "sublayers"}, "needs a selector for ffn, allocation=sensitivity, and whole heads"),
+        ({"allocation": "uniform"}, "needs a selector for ffn, allocation=sensitivity, whole heads"),
+        ({"heads": "id"}, "needs a selector for ffn, allocation=sensitivity, whole heads"),
+        ({"inner_sizes": "sensitivity"}, "needs a selector for ffn, allocation=sensitivity, whole heads"),
+        ({"depth": "sublayers"}, "needs a selector for ffn, allocation=sensitivity, whole heads"),
     ],
     ids=str,
 )

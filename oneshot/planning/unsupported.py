@@ -1,0 +1,116 @@
+"""What a form or a family cannot have of what a run asks for: all of it at once, each with the remedy."""
+
+from typing import TYPE_CHECKING
+
+from oneshot.config import Target
+from oneshot.errors import ConfigError, OneshotError, PlanError
+from oneshot.families import Feature
+from oneshot.method import Method
+from oneshot.selection import SharedSelector, find_selector, needs_of
+
+if TYPE_CHECKING:
+    from oneshot.planning.grid import Grid
+
+
+def errors_against(grid: "Grid", method: Method, target: Target) -> list[OneshotError]:
+    """Return errors for everything that this form, or no form of the family, can have.
+
+    If the form cannot hold the model, the others are those of the form that is advised in its place.
+    """
+    if grid.refusal is not None:
+        others = [] if grid.instead is None else errors_against(grid.instead, method, target)
+        return [PlanError(grid.refusal), *others]
+    found = _against_sizes(grid, method, target)
+    features: dict[Feature, bool] = {
+        "hidden size": method.slices,
+        "up_proj": method.up_steps > 0,
+        "experts": method.reduces_experts,
+        "depth": method.leaves_out_layers,
+        "sketch": method.reduces_ffn and method.sketch != "none",
+        "moments": "moments" in needs_of(method.ffn),
+        "held-out damping": method.holds_out,
+        "latency": target.budget == "latency",
+        "embedding ranks": method.embedding == "low-rank" and grid.embedding_ranks,
+    }
+    reasons = [grid.family.reason_against(feature) for feature, is_asked in features.items() if is_asked]
+    found += [PlanError(reason) for reason in reasons if reason is not None]
+    _, heads = find_selector(method.ffn), find_selector(method.heads)
+    if heads is not None and grid.family.shares_heads and not isinstance(heads, SharedSelector):
+        found.append(
+            PlanError(
+                f"--set heads={method.heads} chooses heads for a single layer, but here all layers of a stack "
+                "share theirs; use heads=id."
+            )
+        )
+    if method.reduces_heads and target.asks_less and (reason := grid.reason_against_heads()) is not None:
+        found.append(PlanError(reason))
+    has_depth = grid.family.reason_against("depth") is None
+    needed: list[tuple[bool, str, str, str]] = [
+        (method.leaves_out_sublayers and has_depth, "depth=sublayers", "sublayers_optional", "set depth=sensitivity"),
+        (method.plans_inner_sizes, "inner_sizes=sensitivity", "inner_sizes_differ", "leave it out"),
+        (method.plans_ranks, "ranks=sensitivity", "has_ranks", "leave it out"),
+        (method.weighs_output, f"curvature={method.curvature}", "has_curvature", "leave it out"),
+        (method.plans_experts, "expert_counts=sensitivity", "layers_differ", "leave it out"),
+        (method.embedding == "low-rank", "embedding=low-rank", "embedding_ranks", "leave it out"),
+    ]
+    for is_asked, option, ability, otherwise in needed:
+        if is_asked and not getattr(grid, ability):
+            found.append(ConfigError(_needing(grid, option, ability, otherwise)))
+    reason = grid.family.reason_against("embedding ranks")
+    if method.embedding == "low-rank" and grid.embedding_ranks and not grid.ranks_embedding and reason is None:
+        found.append(PlanError("--set embedding=low-rank needs an output head that is the embedding; leave it out."))
+    if not method.allocates_by_form:
+        found += errors_against_profile(grid, method)
+    return found
+
+
+def errors_against_profile(grid: "Grid", method: Method) -> list[OneshotError]:
+    """Return errors for a profile that the family cannot have, once its use is settled."""
+    by_scores = method.reads_profile and method.allocation in ("flap", "stat", "stat-reversed")
+    features: dict[Feature, bool] = {"profile": method.reads_profile, "neuron scores": by_scores}
+    reasons = [grid.family.reason_against(feature) for feature, is_asked in features.items() if is_asked]
+    return [PlanError(reason) for reason in reasons if reason is not None]
+
+
+def _against_sizes(grid: "Grid", method: Method, target: Target) -> list[OneshotError]:
+    """Return errors for sizes that are stated and that the family or the form cannot have."""
+    found: list[OneshotError] = []
+    otherwise = "leave it out" if target.states_share else "give --sparsity in its place"
+    name = grid.family.model_type
+    hidden = "hidden_size" if target.hidden_size is not None else "hidden_rate"
+    if target.states_hidden_size and not method.slices:
+        if grid.family.reason_against("hidden size") is not None:
+            found.append(PlanError(f"--set {hidden}= is not possible for {name}; {otherwise}."))
+        else:
+            found.append(ConfigError(f"--set {hidden}= needs a method for the hidden size; add --set hidden=pca."))
+    if target.num_experts is not None and not method.reduces_experts:
+        if grid.family.reason_against("experts") is not None:
+            found.append(PlanError(f"--set num_experts= is not possible for {name}; {otherwise}."))
+        else:
+            found.append(
+                ConfigError(
+                    f"--set num_experts={target.num_experts} needs a selector of experts; add --set experts=effects."
+                )
+            )
+    inner = {"value_size": target.value_size, "query_key_size": target.query_key_size}
+    stated = {size: f"{size}={value}" for size, value in inner.items() if value is not None}
+    if target.inner_rate:
+        stated = dict.fromkeys(inner, f"inner_rate={target.inner_rate}")
+    reason = grid.family.reason_against("queries and keys") if "query_key_size" in stated else None
+    if reason is not None and target.inner_rate:
+        reason = f"--set inner_rate= is not possible for {name}, whose queries and keys stay; {otherwise}."
+    if reason is not None:
+        found.append(PlanError(reason.replace("leave it out", otherwise)))
+    elif stated and not grid.inner_sizes:
+        found += [
+            PlanError(_needing(grid, option, "inner_sizes", otherwise)) for option in dict.fromkeys(stated.values())
+        ]
+    return found
+
+
+def _needing(grid: "Grid", option: str, ability: str, otherwise: str) -> str:
+    """Return a sentence about an option that this form cannot have, with what to do instead."""
+    other = grid.instead
+    if grid.remedy is None or (other is not None and not getattr(other, ability)):
+        return f"--set {option} is not possible for this {grid.family.model_type}; {otherwise}."
+    return f"--set {option} needs {grid.remedy}; add it, or {otherwise}."
