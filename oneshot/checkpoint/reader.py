@@ -5,7 +5,7 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -88,7 +88,7 @@ class Checkpoint:
             )
         raise CheckpointError(f"{self.folder} holds no safetensors weights; give the folder of a complete checkpoint.")
 
-    def _read_header(self, shard: str, stated: Set[str]) -> None:
+    def _read_header(self, shard: str, stated: set[str]) -> None:
         """Read shapes and dtypes of a shard, which holds the `stated` tensors."""
         with _open_shard(self.folder, shard) as handle:
             stored = list(handle.keys())

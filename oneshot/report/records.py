@@ -179,6 +179,6 @@ class Report:
         if check is not None and check.perplexity is not None:
             check = replace(check, perplexity=numbers(check.perplexity))
         divergence = values.get("predicted_divergence")
-        read = {"layers": layers, "footprint": footprint, "warnings": warnings, "check": check}
+        read: dict[str, Any] = {"layers": layers, "footprint": footprint, "warnings": warnings, "check": check}
         read["predicted_divergence"] = None if divergence is None else numbers(divergence)
         return Report(**{**values, **read})
