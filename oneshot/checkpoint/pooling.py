@@ -5,6 +5,7 @@ from pathlib import Path
 
 from oneshot.checkpoint.safe_files import read_json, stored_file
 from oneshot.errors import CheckpointError, cause
+from oneshot.json_text import json_text
 
 MODULES = "modules.json"
 KINDS = {1: "mean", 2: "cls", 3: "lasttoken"}
@@ -46,7 +47,6 @@ def write_pooling(folder: Path, kind: str, hidden_size: int) -> None:
     modules = [{"idx": n, "name": str(n), "path": path, "type": TYPE + name} for n, (name, path) in enumerate(names)]
     flags = {flag: name == kind for name, flag in FLAGS.items()}
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling" / "config.json").write_text(
-        json.dumps({"word_embedding_dimension": hidden_size, **flags}, indent=2) + "\n"
-    )
-    (folder / MODULES).write_text(json.dumps(modules, indent=2) + "\n")
+    stated = {"word_embedding_dimension": hidden_size, **flags}
+    (folder / "1_Pooling" / "config.json").write_text(json_text(stated) + "\n")
+    (folder / MODULES).write_text(json_text(modules) + "\n")
