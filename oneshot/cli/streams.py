@@ -68,7 +68,7 @@ def lasting_streams() -> Iterator[Stream]:
     """
     before = sys.stdout, sys.stderr
     output, errors = (_lasting(stream, number) for stream, number in ((sys.stdout, 1), (sys.stderr, 2)))
-    sys.stdout, sys.stderr = output, errors  # type: ignore[assignment]
+    sys.stdout, sys.stderr = output, errors
     try:
         yield output
     finally:

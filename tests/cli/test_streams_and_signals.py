@@ -30,9 +30,7 @@ STREAMS: dict[str, tuple[Callable[[], TextIO | None], str]] = {
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-@pytest.mark.parametrize(
-    "command", [["--version"], ["--help"], ["compress", "--help"], ["completion", "bash"]], ids=str
-)
+@pytest.mark.parametrize("command", ["--version", "--help", "compress --help", "completion bash"])
 def test_a_command_that_only_prints_ends_with_a_sentence(
     command: str, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
