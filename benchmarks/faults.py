@@ -120,7 +120,7 @@ def damage(runs: Runs, name: str, chance: random.Random, kind: str) -> None:
     files = [
         path for path in (runs.folder / f"{name}.incomplete").rglob("*") if path.suffix in (".safetensors", ".json")
     ]
-    files = [path for path in files if path.name != "fingerprint.json"]
+    files = [path for path in files if path.name != "fingerprint.json"]  # whose damage is told, and not made good
     path = chance.choice(sorted(files))
     content = bytearray(path.read_bytes())
     if kind == "turned":

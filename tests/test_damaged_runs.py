@@ -13,7 +13,7 @@ from factories import MakeCheckpoint, MakeConfig
 from interruptions import contents, stop_at, undisturbed
 
 from oneshot import Config
-from oneshot.errors import OutputError
+from oneshot.errors import OutputError, PlanError
 from oneshot.pipeline import compress
 
 Damage = Callable[[Path, random.Random], None]
@@ -109,7 +109,7 @@ def judge(what: str, config: Config, work: Path, wanted: dict[str, bytes]) -> No
     try:
         compress(replace(config, resume=True))
         said = None
-    except OutputError as error:
+    except (OutputError, PlanError) as error:  # the latter if new latencies are out of reach
         said = str(error)
     if said is None:
         assert contents(output) == wanted, what
@@ -118,4 +118,4 @@ def judge(what: str, config: Config, work: Path, wanted: dict[str, bytes]) -> No
         assert parts_of(work) == before, what
         assert "\n" not in said, what
         assert said.endswith("."), what
-        assert str(work) in said, what
+        assert str(work) in said or "seconds" in said, what
