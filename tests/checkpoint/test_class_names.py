@@ -81,7 +81,11 @@ def test_another_prefix_changes_nothing(name: str, old: str, new: str) -> None:
     """The class, the head and all sizes are the same."""
     file = headers(name)
     wanted, found = identify(file), identify(renamed(file, old, new))
-    assert (found.family, found.shape, found.checkpoint.config) == (wanted.family, wanted.shape, file.config)
+    assert (found.family, found.shape, found.checkpoint.config) == (
+        wanted.family,
+        wanted.shape,
+        wanted.checkpoint.config,
+    )
     assert found.checkpoint.shapes == wanted.checkpoint.shapes
 
 
