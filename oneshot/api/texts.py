@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from oneshot.config import TextOptions
 from oneshot.errors import CalibrationError
 from oneshot.text import (
     LABELS,
@@ -174,14 +175,15 @@ def _batch_rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _save_tokens(rows: Iterable[Mapping[str, Any]], folder: Path) -> tuple[str, Sizes]:
-    """Write rows of tokens without their padding; rows of several lengths are joined and cut when they are read."""
+    """Write rows of tokens without their padding.
+
+    Rows of several lengths are joined and cut when they are read: to the longest, or to what is usual.
+    """
     found = [text_tokens(row, "The calibration text", {}) for row in rows]
     found = [row for row in found if len(row)]
     if not found:
         raise CalibrationError("The calibration text is empty; give some.")
     save_token_rows(found, folder / TOKEN_FILE)
-    longest = max(map(len, found))
-    return str(folder / TOKEN_FILE), {
-        "num_sequences": sum(map(len, found)) // longest,
-        "sequence_length": longest,
-    }
+    lengths = {len(row) for row in found}
+    length = max(lengths) if len(lengths) == 1 else min(max(lengths), TextOptions().sequence_length)
+    return str(folder / TOKEN_FILE), {"num_sequences": sum(map(len, found)) // length, "sequence_length": length}

@@ -177,6 +177,13 @@ def test_what_is_not_understood_is_refused(
         list(iter_documents(str(path), 0))
 
 
+def test_rows_of_several_lengths_give_sequences_of_the_usual_length(tmp_path: Path) -> None:
+    """At most; rows of one length are taken as they are."""
+    for lengths, wanted in (((5, 3), (1, 5)), ((5000, 3000), (7, 1024)), ((3000, 3000), (2, 3000))):
+        _, sizes = save_text([[1] * length for length in lengths], tmp_path, num_sequences=9, seed=0)
+        assert (sizes["num_sequences"], sizes["sequence_length"]) == wanted
+
+
 def test_rows_that_are_full_are_cut_as_they_are(padded: Any, tmp_path: Path) -> None:
     """Each gives one window, also with a mask of ones."""
     ids = torch.arange(10, 34).view(2, 12)
