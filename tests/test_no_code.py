@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig, build_model
 from transformers import AutoModelForCausalLM
 
+from oneshot.api.models import save_model
 from oneshot.checkpoint import load_whole, open_model
-from oneshot.errors import CheckpointError
+from oneshot.errors import CalibrationError, CheckpointError
 from oneshot.evaluation import evaluate
 from oneshot.pipeline import compress
 
@@ -98,3 +99,17 @@ def test_companions_that_are_not_what_their_names_say(
         CheckpointError, match=rf"{name} is not (JSON|text|an object).*; download it again, or remove it"
     ):
         open_model(str(folder), folder)
+
+
+def test_a_tokenizer_on_the_hub_brings_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the option transformers would ask on the terminal."""
+    asked: list[dict[str, Any]] = []
+
+    def fetched(name: str, **options: Any) -> Any:
+        asked.append(options)
+        raise OSError("no network")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fetched)
+    with pytest.raises(CalibrationError, match="no network"):
+        save_model(build_model(), "some-org/some-model", tmp_path)
+    assert [options["trust_remote_code"] for options in asked] == [False]

@@ -89,7 +89,9 @@ def _tokenizer(tokenizer: Any, origin: str) -> Any:
     if not name:
         return None
     try:
-        return load_tokenizer(Path(name)) if Path(name).is_dir() else AutoTokenizer.from_pretrained(name)
+        if Path(name).is_dir():
+            return load_tokenizer(Path(name))
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the readers of tokenizers raise many unrelated types; the cause is named and chained
         if tokenizer is None:
             return None
