@@ -12,7 +12,15 @@ from oneshot.config import Config
 from oneshot.errors import ConfigError
 from oneshot.export import with_kept_dtype
 from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
-from oneshot.job import Job, compress_layers, decide_sizes, expect_parts, write_outside, write_result
+from oneshot.job import (
+    Job,
+    compress_layers,
+    decide_sizes,
+    expect_parts,
+    tell_of_missed_target,
+    write_outside,
+    write_result,
+)
 from oneshot.machine.memory import reset_peak
 from oneshot.planning import Profile
 from oneshot.profiling import refuse_existing, save_profile
@@ -92,6 +100,8 @@ def predict(config: Config) -> Footprint:
         job = Job(config, run, target=target, dry=True)
         if job.schedule.reads_text:
             run.warn_of_text()
+        if not job.schedule.plans_by_profile:
+            tell_of_missed_target(job, job.plan)
         return with_conversion(job.footprint, gguf)
 
 

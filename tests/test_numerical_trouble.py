@@ -2,9 +2,11 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -12,11 +14,13 @@ import torch
 from factories import MakeConfig, build_model
 from safetensors.torch import load_file
 
-from oneshot.families import LLAMA
+from oneshot.errors import CheckpointError
+from oneshot.families import LLAMA, ModelShape
 from oneshot.linalg.elimination import eliminate
 from oneshot.linalg.psd import RidgeFactor
 from oneshot.method import Correction, Pivoting, SelectorName, Sketch
 from oneshot.pipeline import compress
+from oneshot.planning import Grid, Profile, profiled_damages
 
 WIDTH = 64
 MASSIVE_TOKENS = slice(60, 90)
@@ -227,3 +231,26 @@ def test_elimination_without_activations_keeps_the_largest_weights(block_size: i
     weight = torch.tensor([[1.0, 1, 5, 5, 3, 3, 4, 4]])
     kept = eliminate(torch.zeros(8, 8), weight, kept=4 // block_size, block_size=block_size, damping=1e-2)
     assert kept.tolist() == ([2, 3, 6, 7] if block_size == 1 else [1, 3])
+
+
+@pytest.mark.parametrize("form", ["stock", "per-layer"])
+def test_errors_beyond_float32_are_told_with_the_largest_weight(form: str, save_model: Any, make_config: Any) -> None:
+    model = build_model()
+    model.model.layers[1].mlp.down_proj.weight.data *= 1e19
+    report = compress(make_config(save_model(model), form=form, sparsity=0.1))
+    errors = [one.predicted_error for layer in report.layers for one in layer.sublayers]
+    assert any(error is not None and not math.isfinite(error) for error in errors)
+    [told] = [warning for warning in report.layers[1].warnings if "beyond float32" in warning]
+    assert told.endswith("e+18 in mlp.down_proj.weight.")
+
+
+def test_a_profile_with_nan_plans_nothing() -> None:
+    shape = ModelShape(2, 8, 12, 4, 2, 4)
+    profile = SimpleNamespace(
+        block_influence=torch.ones(2, dtype=torch.float64),
+        ffn_errors=torch.tensor([[1.0] * 13, [math.nan] * 13]),
+        head_errors=torch.ones(2, 3),
+        layer_divergence=torch.ones(2),
+    )
+    with pytest.raises(CheckpointError, match="layer 1 the profile of ffn is not a number"):
+        profiled_damages(cast(Profile, profile), "error", Grid(LLAMA, shape))

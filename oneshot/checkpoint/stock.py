@@ -233,7 +233,7 @@ def _without_weights(config_json: str, dtype: torch.dtype) -> Any:
     with torch.device("meta"), torch.inference_mode(False):  # its parameters outlive the run
         hf_config = stock_config(config)
         model = model_class._from_config(hf_config, dtype=dtype, attn_implementation=attention_of(model_class))
-    _keep_dtypes_(model, dtype)
+        _keep_dtypes_(model, dtype)
     return model.requires_grad_(False)
 
 
@@ -250,7 +250,10 @@ def _keep_dtypes_(model: Any, dtype: torch.dtype) -> None:
     patterns, kept_by, _ = build_glob_alternation(list(plan))
     for name, tensor in model.state_dict(keep_vars=True).items():
         if match := patterns.search(name):
-            tensor.data = tensor.data.to(plan[kept_by[match.lastgroup]])
+            module, _, own = name.rpartition(".")
+            kept = tensor.detach().to(plan[kept_by[match.lastgroup]])
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            setattr(model.get_submodule(module), own, torch.nn.Parameter(kept, False) if is_parameter else kept)
 
 
 def load_whole(model_class: Any, folder: Path, **options: Any) -> Any:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from oneshot.compression.statistics import Statistics, refuse_overflow
+from oneshot.compression.overflow import refuse_overflow
+from oneshot.compression.statistics import Statistics
 from oneshot.linalg.sums import add_grams_, add_products_, as_float32, finished_gram
 from oneshot.machine import ALONE, Workers
 from oneshot.stream import Routing
@@ -116,12 +117,12 @@ class ExpertAccumulator:
         for own, total in zip(grams, self._grams, strict=True):
             own.copy_(finished_gram(total))
         del self._grams
-        refuse_overflow(grams)
         of_group = self._counts[:, self._group.start : self._group.stop]
         scales, residuals = of_group[0] / of_group[1].clamp_min(1), None
         if self._residuals is not None:
             workers.sum_(self._residuals)
             residuals = as_float32(self._residuals).mul_(scales.float().view(-1, 1, 1))
             del self._residuals
+        refuse_overflow(grams, *(() if residuals is None else (residuals,)))
         rows, targets = self._counts.long().cpu()
         return ExpertStatistics(self._group, grams, residuals, scales * self._energies, rows, targets)

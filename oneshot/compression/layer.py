@@ -14,6 +14,7 @@ from oneshot.compression.inner_heads import InnerMaps
 from oneshot.compression.layer_folder import LayerFolder
 from oneshot.compression.layer_reports import input_reports, left_out_reports, sublayer_report
 from oneshot.compression.measuring import relative_error
+from oneshot.compression.overflow import naming_the_layer, warn_of_overflow
 from oneshot.compression.steps import LayerWork, Step
 from oneshot.compression.sublayer import SublayerTask
 from oneshot.compression.subspaces import StreamSubspaces
@@ -120,10 +121,12 @@ class LayerCompressor:
             return CompressedLayer({}, {}, left_out_reports(tasks))
         uploaded = self._upload(tensors)
         work = LayerWork(self._confined(layer, uploaded))
-        if self._states is None:
-            self._by_weights(layer, work, tasks)
-        else:
-            self._by_text(layer, uploaded, work, tasks, self._states)
+        with naming_the_layer(layer, lambda: uploaded):
+            if self._states is None:
+                self._by_weights(layer, work, tasks)
+            else:
+                self._by_text(layer, uploaded, work, tasks, self._states)
+        warn_of_overflow(layer, work.reports, uploaded)
         folded, working = self._fold(layer, tensors, uploaded, work)
         return CompressedLayer(folded, working, work.reports + left_out_reports(tasks))
 

@@ -9,6 +9,7 @@ import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.fold import augmented_weight, row_energy
+from oneshot.compression.overflow import naming_the_layer
 from oneshot.compression.statistics import GramAccumulator, MomentAccumulator
 from oneshot.families import ModelShape
 from oneshot.machine import Machine
@@ -48,10 +49,12 @@ def find_shared_heads(
             inner = layer.inner(index, x)
             gram.update_(inner)
             moments.update_(inner)
+        with naming_the_layer(number, lambda tensors=tensors: tensors):  # type: ignore[misc]
+            statistics = gram.finish(workers=machine.workers)
         evidence = Evidence(
             consumer=augmented_weight(tensors, attention.out).to(machine.device),
             producer_energy=row_energy(tensors, attention.v).to(machine.device),
-            gram=gram.finish(workers=machine.workers).gram,
+            gram=statistics.gram,
             generator=torch.Generator().manual_seed(seed + number),
             moments=moments.finish(machine.workers),
         )

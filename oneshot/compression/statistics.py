@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from oneshot.errors import CheckpointError
+from oneshot.compression.overflow import refuse_overflow
 from oneshot.linalg.sums import add_gram_, add_product_, add_sketch_, as_float32, finished_gram
 from oneshot.machine import ALONE, Workers
 from oneshot.selection import Moments
@@ -92,14 +92,15 @@ class GramAccumulator:
         workers.sum_(self._gram, self._energy, *([] if self._residual is None else [self._residual]))
         gram = finished_gram(self._gram)
         del self._gram
-        refuse_overflow(gram)
         if self._residual is None:
+            refuse_overflow(gram)
             return Statistics(gram, None, self._energy, num_rows)
         if not num_targets:
             raise ValueError("no row had a target: give what the linear lacks of it")
         scale = num_rows / num_targets
         residual = as_float32(self._residual).mul_(scale)
         del self._residual
+        refuse_overflow(gram, residual)
         return Statistics(gram, residual, scale * self._energy, num_rows, num_targets)
 
 
@@ -194,12 +195,6 @@ class HeadGramAccumulator:
         """Return the Grams `(heads, h, h)` float32."""
         workers.sum_(self._grams)
         return as_float32(self._grams)
-
-
-def refuse_overflow(gram: torch.Tensor) -> None:
-    """Raise `CheckpointError` if a sum of products is not finite."""
-    if not torch.isfinite(torch.stack(gram.aminmax())).all():
-        raise CheckpointError("The activations overflow to NaN or Inf; run with --dtype float32 or check the weights.")
 
 
 def batches_apart(num_tokens: int, num_columns: int) -> int:

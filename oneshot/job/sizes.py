@@ -1,5 +1,6 @@
 """The final sizes of a job, which a profile or the subspaces of a smaller hidden size may decide."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -14,6 +15,7 @@ from oneshot.planning import (
     Grid,
     Plan,
     make_plan,
+    missed_target,
     predicted_curve,
     predicted_divergences,
     profiled_damages,
@@ -22,6 +24,7 @@ from oneshot.planning import (
 from oneshot.report.progress import ProgressBar, Stopwatch, announce
 from oneshot.tensors import Tensors
 
+logger = logging.getLogger(__name__)
 EMBEDDING = "embedding"  # the journal's name for a reduced embedding
 
 
@@ -54,6 +57,8 @@ def decide_sizes(job: Job, journal: Journal, watch: Stopwatch) -> JobSizes:
     if schedule.plans_by_profile:
         watch.lap("profile")
     sizes = _with_subspaces(job, sizes)
+    if job.run.machine.workers.is_main:
+        tell_of_missed_target(job, sizes.plan)
     if schedule.finds_subspaces:
         watch.lap("hidden size")
     return replace(
@@ -62,6 +67,14 @@ def decide_sizes(job: Job, journal: Journal, watch: Stopwatch) -> JobSizes:
         warnings=job.run.warnings.take(),
         gram_notes=job.run.machine.workers.gather(job.run.warnings.take_notes()),
     )
+
+
+def tell_of_missed_target(job: Job, plan: Plan) -> None:
+    """Warn if a plan removes clearly more or less than was asked for."""
+    grid, budget = job.run.grid, job.budget
+    sentence = missed_target(budget, budget.measure(grid.shape.stack()), budget.measure(grid.stack(plan)))
+    if sentence is not None:
+        logger.warning("%s", sentence)
 
 
 def _measured(job: Job, journal: Journal) -> JobSizes:

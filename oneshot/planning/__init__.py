@@ -4,7 +4,7 @@
 each, by the `damages` that a profile predicts.
 """
 
-from oneshot.planning.budget import Budget, default_round_to
+from oneshot.planning.budget import Budget, default_round_to, missed_target
 from oneshot.planning.curves import Profile, ProfileOrigin
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
 from oneshot.planning.experts import expert_counts
@@ -29,6 +29,7 @@ __all__ = [
     "expert_counts",
     "groups_of_positions",
     "make_plan",
+    "missed_target",
     "parameter_budget",
     "predicted_curve",
     "predicted_damage",

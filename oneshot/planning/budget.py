@@ -7,6 +7,7 @@ from oneshot.errors import PlanError
 from oneshot.families import StackShape
 
 MAX_ROUND_TO = 64
+MISSED_SHARE = 0.05  # of what was to be removed, from which on a plan that misses its target is told
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,20 @@ class OutOfReachError(PlanError):
             f"{advice}."
         )
         self.budget, self.least = budget, least
+
+
+def missed_target(budget: Budget, dense: float, planned: float) -> str | None:
+    """Return a sentence if a plan removes clearly more or less than was asked for; else None.
+
+    `dense`, `planned`: measures of the dense model and of the plan.
+    """
+    asked, removed = dense - budget.target, dense - planned
+    if abs(removed - asked) <= MISSED_SHARE * asked:
+        return None
+    return (
+        f"The plan removes {removed / dense:.2%} of the {budget.unit} where {asked / dense:.2%} was asked for: widths "
+        "have steps (--round-to), heads, experts and layers go whole, and what is predicted to cost nothing goes too."
+    )
 
 
 def default_round_to(size: int) -> int:

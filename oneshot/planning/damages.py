@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from oneshot.errors import CheckpointError
 from oneshot.families import RANKED_KINDS, ModelShape
 from oneshot.method import Allocation
 from oneshot.planning.curves import Profile
@@ -42,8 +43,19 @@ class Damages:
 
 
 def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Damages:
-    """Return the predicted cost of every size of every sublayer, by an entry of `ALLOCATIONS`."""
-    return ALLOCATIONS[allocation](profile, grid)
+    """Return the predicted cost of every size of every sublayer, by an entry of `ALLOCATIONS`.
+
+    Raises `CheckpointError` if a cost is not a number.
+    """
+    damages = ALLOCATIONS[allocation](profile, grid)
+    for kind in ("ffn", "heads", "layers", "queries_keys", "values", "ranks", "experts"):
+        costs: torch.Tensor = getattr(damages, kind)
+        if costs.isnan().any():
+            raise CheckpointError(
+                f"In layer {int(costs.isnan().nonzero()[0, 0])} the profile of {kind} is not a number, because weights "
+                "are too large for its sums; check the weights of this layer and those before it."
+            )
+    return damages
 
 
 def sensitivity_damages(profile: Profile, _: Grid) -> Damages:

@@ -7,6 +7,7 @@ a device for a part of it, are held at a time, and every layer is read twice.
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm, at_scaled
 from oneshot.compression.curvature import Curvature, shrunk
 from oneshot.compression.mixture_norms import MixtureNorms
+from oneshot.compression.overflow import SumsOverflowError, naming_the_layer
 from oneshot.compression.statistics import GramAccumulator
 from oneshot.families import Description, ModelShape, Stack, part_of_output
 from oneshot.machine import Machine, repeatable_attention
@@ -26,6 +28,7 @@ from oneshot.text import Batch, Text, placed
 
 CURVATURE_TOKENS = 16_384
 Norms = list[BranchNorm | MixtureNorms | None]  # of a layer, by sublayer: what follows their writers
+OfLayer = tuple[int, "_Sums", Callable[[], int]]  # number, sums of the part of the text, what finds an overflow
 SCORES_TOGETHER = 2**28  # numbers of attention's scores on a device, which has them whole
 LARGEST_GRADIENT = 10.0  # of a token, in units of the mean norm of its sequence
 
@@ -45,7 +48,7 @@ def measure_curvature(
     Args:
         seed: for drawing tokens. advance: receives the tokens that passed a layer, in either direction.
 
-    Raises `CheckpointError` if gradients are not finite.
+    Raises `CheckpointError` if gradients are not finite; it names the layer where states overflow.
     """
     text = text.first(CURVATURE_TOKENS)
     batches = text.batches(machine.batch_size)
@@ -56,8 +59,13 @@ def measure_curvature(
         passed = (
             _passed_back(model, machine, own, text.longest, first, seed, advance) if own else _nothing(model, machine)
         )
-        for number, sums in passed:
-            sums.save(curvature, number, machine, text.num_tokens)
+        for number, sums, cause in passed:
+            try:
+                sums.save(curvature, number, machine, text.num_tokens)
+            except SumsOverflowError:
+                layer = cause()
+                with naming_the_layer(layer, partial(model.read_layer, layer)):
+                    raise
     return curvature
 
 
@@ -69,7 +77,7 @@ def _passed_back(
     first: int,
     seed: int,
     advance: Callable[[float], None],
-) -> Iterator[tuple[int, "_Sums"]]:
+) -> Iterator[OfLayer]:
     """Pass a worker's `own` batches forward and back, and yield every layer's sums over them, from the last layer.
 
     `longest`: sequence of the whole text. `first`: index of the first own sequence in it.
@@ -96,16 +104,23 @@ def _passed_back(
                 before.append(own_before)
             gradients.write(batch.rows, torch.cat(before))
             advance(batch.token_ids.numel())
-        yield number, sums
+        yield number, sums, partial(_first_overflow, states, own)
         states.pop().close()
     gradients.close()
     lent.close()
 
 
-def _nothing(model: Model, machine: Machine) -> Iterator[tuple[int, "_Sums"]]:
+def _nothing(model: Model, machine: Machine) -> Iterator[OfLayer]:
     """Yield the sums of a worker without batches, as `_passed_back`: zeros, without a pass."""
     for number in range(model.shape.num_hidden_layers)[::-1]:
-        yield number, _Sums(measured_sizes(model.family, model.shape, model.family.stack_of(number)), machine.device)
+        sizes = measured_sizes(model.family, model.shape, model.family.stack_of(number))
+        yield number, _Sums(sizes, machine.device), partial(int, number)
+
+
+def _first_overflow(states: Sequence[ActivationStore], batches: Sequence[Batch]) -> int:
+    """Return the first layer behind which states are not finite, of those before every layer; else the last one."""
+    finite = (all(bool(_read(store, batch).isfinite().all()) for batch in batches) for store in states[1:])
+    return next((layer for layer, is_finite in enumerate(finite) if not is_finite), len(states) - 1)
 
 
 def measured_sizes(family: Description, shape: ModelShape, stack: Stack) -> dict[str, int]:

@@ -13,6 +13,7 @@ import torch
 from oneshot.checkpoint import Model
 from oneshot.compression.curvature import Curvature, LayerCurvature
 from oneshot.compression.expert_statistics import ExpertStatistics
+from oneshot.compression.overflow import naming_the_layer
 from oneshot.compression.statistics import Statistics
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
@@ -90,7 +91,8 @@ class LayerProfiler:
             width = self._model.shape.intermediate_size
             task = experts_task(self._model, self._machine, layer, width // 2, curvature)
             narrower = NarrowerExperts(task, tensors)
-        statistics = self._statistics(layer, tensors, of_text, curvature, narrower)
+        with naming_the_layer(layer, lambda: tensors):
+            statistics = self._statistics(layer, tensors, of_text, curvature, narrower)
         before = self._probes.dense
         attended = dense.run(mixer, before)
         profile = LayerProfile(self._model, self._machine, builder, self._probes, self._measures, layer, tensors, dense)

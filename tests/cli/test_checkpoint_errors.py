@@ -147,14 +147,25 @@ def test_weights_that_are_not_finite(
     fails(folder, name, "NaN or Inf", recipe=recipe)
 
 
-@pytest.mark.parametrize("recipe", ["oneshot", "tcsp"])
-def test_activations_that_overflow(recipe: str, own_checkpoint: MakeCheckpoint, fails: Fails) -> None:
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, "layer 0 overflow to NaN or Inf, where the largest weight is "),
+        ({"form": "per-layer"}, " in mlp."),
+        ({"form": "per-layer", "settings": ["curvature=none"]}, "layer 0 overflow"),
+        ({"recipe": "tcsp"}, "overflow to NaN or Inf"),
+    ],
+    ids=str,
+)
+def test_activations_that_overflow(
+    settings: dict[str, Any], named: str, own_checkpoint: MakeCheckpoint, fails: Fails
+) -> None:
     folder = own_checkpoint()
     tensors = load_file(folder / SINGLE_NAME)
     for name in ("up_proj", "gate_proj"):
         tensors[f"model.layers.0.mlp.{name}.weight"] *= 1e25
     save_file(tensors, folder / SINGLE_NAME)
-    fails(folder, "overflow", "--dtype float32", recipe=recipe)
+    fails(folder, named, "--dtype float32", **settings)
 
 
 def test_a_damaged_gguf_file(tmp_path: Path, fails: Fails) -> None:

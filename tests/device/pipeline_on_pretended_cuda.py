@@ -76,6 +76,7 @@ STAGES = {
     "kernels/oneshot_kernels/gram": "sums",
     "kernels/oneshot_kernels/count_sketch": "sums",
     "oneshot/compression/statistics.py": "sums",
+    "oneshot/compression/overflow.py": "sums",
     "kernels/oneshot_kernels/pivoted_qr": "selection",
     "oneshot/selection": "selection",
     "oneshot/linalg/pivoted_qr.py": "selection",

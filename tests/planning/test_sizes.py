@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, cpu_machine
+from families.cases import CASES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +20,8 @@ from oneshot.errors import ConfigError, PlanError
 from oneshot.export import coordinates
 from oneshot.families import LLAMA, ModelShape, StackShape, find_family, read_shape
 from oneshot.parsing import parse_count, parse_size
-from oneshot.pipeline import compress
-from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, default_round_to
+from oneshot.pipeline import compress, predict
+from oneshot.planning import Budget, Damages, Grid, LayerPlan, Plan, default_round_to, missed_target
 from oneshot.planning.widths import meet_budget
 from oneshot.profiling import measured_seconds
 
@@ -338,3 +339,19 @@ def test_heads_that_cost_nothing_go_though_they_are_more_than_was_asked_for(laye
     budget = Budget(grid.stack(wanted).stored_parameters() + 10)
     options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": True, "round_to": None, "damages": damages}
     assert meet_budget(grid, start, budget, **options) == wanted
+
+
+@pytest.mark.parametrize(("planned", "is_told"), [(80, False), (81, False), (82, True), (78, True), (100, True)])
+def test_a_plan_that_clearly_misses_its_target_is_told(planned: float, is_told: bool) -> None:
+    assert (missed_target(Budget(80), 100, planned) is not None) == is_told
+
+
+def test_a_missed_target_is_in_the_report_the_card_and_the_dry_run(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(make_checkpoint(**CASES["qwen3_moe"].options), sparsity=0.07, recipe="magnitude")
+    predict(config)
+    [told] = [message for message in caplog.messages if "where 7.00% was asked for" in message]
+    report = compress(config)
+    assert told in report.warnings
+    assert "7.00% was asked for" in (Path(config.output) / "README.md").read_text()
