@@ -50,9 +50,16 @@ def cast(save_dtype: SaveDtype, tensors: Tensors) -> Tensors:
         if not tensor.is_floating_point():
             in_dtype[name] = tensor
             continue
-        beyond = 0 if tensor.is_meta else int(((tensor.abs() > largest) & tensor.isfinite()).sum())
+        beyond = _beyond(tensor, largest)
         if beyond:
             logger.warning("%s has %d values beyond the range of %s; they are clamped.", name, beyond, save_dtype)
             tensor = torch.where(tensor.isfinite(), tensor.clamp(-largest, largest), tensor)
         in_dtype[name] = tensor.to(dtype)
     return in_dtype
+
+
+def _beyond(tensor: torch.Tensor, largest: float) -> int:
+    """Return how many finite values are beyond a range; without any, it needs no temporary of the tensor's size."""
+    if tensor.is_meta or tensor.numel() == 0 or bool(torch.stack(tensor.aminmax()).abs().max() <= largest):
+        return 0  # extremes that are NaN are not below
+    return int(((tensor.abs() > largest) & tensor.isfinite()).sum())

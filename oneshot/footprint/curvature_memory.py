@@ -7,6 +7,7 @@ from oneshot.profiling.curvature import sequences_together
 
 # Numbers of a token that the graph of a layer and its gradients hold, in units of the sizes of its activations.
 OF_NEURONS, OF_HEADS, OF_HIDDEN = 8, 12, 10
+OF_SCORES = 6
 OF_LENT = 6  # lent keys and values, their gradients in this layer and from later ones, each read and written
 OF_EXPERTS = 1.5  # in units of what a pass without a graph takes
 FLOATS_OF_HIDDEN = 10  # norms and the gradients that are summed
@@ -32,7 +33,9 @@ def curvature_stages(work: Work) -> list[Stage]:
 def _graph(work: Work) -> Term:
     """Return what the sequences that pass a layer with a graph together need."""
     shape, length = work.shape, work.text.sequence_length
-    together = sequences_together(work.batch_tokens // length, length, shape.num_attention_heads, work.device)
+    together = sequences_together(
+        work.batch_tokens // length, length, shape.num_attention_heads, work.device, work.holds_scores
+    )
     tokens = together * length
     heads = shape.num_attention_heads * shape.head_dim
     floats = FLOATS_OF_HIDDEN + work.grid.family.stack.norms_inside * FLOATS_OF_NORMS_INSIDE
@@ -44,6 +47,8 @@ def _graph(work: Work) -> Term:
     needed: float = tokens * (work.dtype.itemsize * numbers + FLOAT * floats)
     if shape.experts is not None:
         needed += tokens * OF_EXPERTS * terms.experts(work, shape.intermediate_size)
-    if work.on_cuda:  # scores are whole there, so that gradients add up in a fixed order
-        needed += 6 * FLOAT * tokens * length * shape.num_attention_heads
+    if work.on_cuda or work.holds_scores:  # on CUDA always, so that gradients add up in a fixed order
+        needed += OF_SCORES * FLOAT * tokens * length * shape.num_attention_heads
+    if work.has_masks:
+        needed += terms.MASKS * FLOAT * length**2
     return Term(needed, computed=True, knobs=BATCH)

@@ -149,7 +149,7 @@ def _outside(work: Work) -> Stage:
     size, bases = work.outside_bytes, terms.bases(work)
     if not work.schedule.finds_subspaces and not work.grid.replaces_layer_norms:
         cast = terms.cast_share(work)
-        table = (4 + cast if cast else 1) * work.token_table_bytes  # mapped; beside it what a cast tests
+        table = (1 + cast) * work.token_table_bytes  # mapped
         return Stage("writing the embedding", (Term(max((2 + cast) * size, size + table)),))
     panels = Term(
         3 * DOUBLE * min(PANEL_ROWS, work.shape.vocab_size) * work.shape.hidden_size

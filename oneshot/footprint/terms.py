@@ -24,7 +24,9 @@ BUCKET_BYTES = 48  # of one distance: integers of 64 bits and their temporaries
 # hidden states that are stored.
 GAPS_OF_ACTIVATIONS, GAPS_OF_TEXT = 0.25, 0.5
 CARRIED_COPIES = 8  # of the outputs of a carried mixer's linears, in float32: parts, their products, states by chunks
-SCORES = 6  # of attention with sinks: masked, beside the sinks, below their largest, their softmax in steps
+SCORES = 3  # floats for each of whole scores: masked, their softmax in steps
+SCORES_WITH_SINKS = 6  # also beside the sinks, and below their largest
+MASKS = 3  # floats for every two tokens: of full attention and of a window, and one while it is made or converted
 
 BATCH = ("--batch-size", "--sequence-length")
 LENGTH = ("--sequence-length",)
@@ -127,8 +129,11 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
     positions = 0  # scores of relative positions, causal ones apart, and the buckets of all distances
     if shape.num_buckets:
         positions = work.text.sequence_length**2 * (3 * itemsize * shape.num_attention_heads + BUCKET_BYTES)
-    if shape.sinks:  # such attention has whole scores
-        positions += SCORES * itemsize * tokens * work.text.sequence_length * shape.num_attention_heads
+    if work.holds_scores:  # of one sequence at a time
+        scores = SCORES_WITH_SINKS if shape.sinks else SCORES
+        positions += scores * FLOAT * work.text.sequence_length**2 * shape.num_attention_heads
+    if work.has_masks:
+        positions += MASKS * FLOAT * work.text.sequence_length**2
     norm = 3 * FLOAT * hidden
     attention = max(norm, itemsize * (4 * heads + 3 * keys + 2 * hidden))
     widest = max((sizes.width for sizes in shape.carried), default=0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oneshot.checkpoint import Checkpoint, Model
+from oneshot.checkpoint import Checkpoint, Model, complete_text_config
 from oneshot.config import Config, SaveDtype, TextOptions
 from oneshot.export.outside import token_table, unchanged_parts
 from oneshot.families import ModelShape
@@ -17,6 +17,7 @@ from oneshot.profiling import CURVATURE_TOKENS
 from oneshot.profiling.curvature import measured_sizes
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.schedule import Schedule
+from oneshot.stream import holds_scores
 from oneshot.text import documents_together, shares, split_sources
 
 # Bytes of an element; dtypes that are not listed take one byte or less.
@@ -38,6 +39,8 @@ class Work:
         same_dtype: whether weights are stored in the compute dtype.
         device_bytes: what a CUDA device has, or may give.
         measures_latency: whether layers are timed for the budget.
+        holds_scores: see `stream.holds_scores`.
+        has_masks: whether attention reads masks of every two tokens.
     """
 
     schedule: Schedule
@@ -56,6 +59,8 @@ class Work:
     token_table_bytes: int = 0
     device_bytes: int = 0
     measures_latency: bool = False
+    holds_scores: bool = False
+    has_masks: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -147,7 +152,7 @@ def describe_work(
     config: Config, model: Model, method: Method, grid: Grid, schedule: Schedule, plan: Plan | None, machine: Machine
 ) -> Work:
     """Return the numbers of a run; it reads no weights. `method` is settled for the grid."""
-    sizes = tensor_bytes(model.checkpoint)
+    sizes, whole = tensor_bytes(model.checkpoint), holds_scores(model, machine.device)
     layers = {*model.kinds, model.shape.num_hidden_layers - 1}  # the last is a decoder's, where layers differ
     of_layers = [
         [size for name, size in sizes.items() if name.startswith(model.family.layer_prefix(layer))] for layer in layers
@@ -169,7 +174,15 @@ def describe_work(
         same_dtype=set(model.checkpoint.dtypes.values()) == {DTYPE_NAMES.get(machine.dtype)},
         device_bytes=device_capacity(machine.device, config.machine.max_device_memory_bytes),
         measures_latency=config.target.budget == "latency",
+        holds_scores=whole,
+        has_masks=whole or _has_windows(model, config.text.sequence_length),
     )
+
+
+def _has_windows(model: Model, length: int) -> bool:
+    """Return whether layers attend to fewer tokens than a sequence has."""
+    stated = complete_text_config(model.family, model.checkpoint.config)
+    return any(0 < (stated.get(name) or 0) < length for name in ("sliding_window", "local_attention"))
 
 
 def tensor_bytes(checkpoint: Checkpoint) -> dict[str, int]:

@@ -23,7 +23,7 @@ from oneshot.machine import Machine, repeatable_attention
 from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import Uploader, pinned, uploaded
 from oneshot.profiling.lent_gradients import Beside, LentGradients
-from oneshot.stream import ActivationStore, Layer, LayerBuilder, Memory, OutputHead, memory_of
+from oneshot.stream import ActivationStore, Layer, LayerBuilder, Memory, OutputHead, holds_scores, memory_of
 from oneshot.text import Batch, Text, placed
 
 CURVATURE_TOKENS = 16_384
@@ -88,14 +88,14 @@ def _passed_back(
     lent = LentGradients(memory, machine, own)
     gradients = states.pop()  # what is behind the last layer gives way to its gradients
     _start(builder.output_head(), gradients, own, first, seed)
-    numbers = range(model.shape.num_hidden_layers)[::-1]
+    whole, numbers = holds_scores(model, machine.device), range(model.shape.num_hidden_layers)[::-1]
     for number, (layer, norms) in zip(numbers, _layers(model, machine, builder, numbers, memory), strict=True):
         stack = model.family.stack_of(number)
         sizes = measured_sizes(model.family, model.shape, stack)
         sums = _Sums(sizes, machine.device)
         for batch in own:
             behind, x = _read(gradients, batch), _read(states[-1], batch)
-            together = sequences_together(len(x), x.shape[1], model.shape.num_attention_heads, x.device)
+            together = sequences_together(len(x), x.shape[1], model.shape.num_attention_heads, x.device, whole)
             before = []
             parts = lent.parts(batch, together, borrows=model.family.borrows(number))
             for some, gradient, beside in zip(x.split(together), behind.split(together), parts, strict=True):
@@ -134,10 +134,10 @@ def measured_sizes(family: Description, shape: ModelShape, stack: Stack) -> dict
     return sizes
 
 
-def sequences_together(sequences: int, length: int, heads: int, device: torch.device) -> int:
+def sequences_together(sequences: int, length: int, heads: int, device: torch.device, holds_scores: bool) -> int:
     """Return how many of a batch's sequences pass a layer with a graph together: fewer where scores take memory."""
     if device.type != "cuda":
-        return sequences
+        return 1 if holds_scores else sequences
     return min(sequences, max(1, SCORES_TOGETHER // (heads * length**2)))
 
 

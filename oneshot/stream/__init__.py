@@ -1,5 +1,6 @@
 """The model as a stream of hidden states: single layers, what moves through them, and where states are stored."""
 
+from oneshot.stream.attention import holds_scores
 from oneshot.stream.check import check_family
 from oneshot.stream.dense_pass import DensePass
 from oneshot.stream.layer import Layer
@@ -27,5 +28,6 @@ __all__ = [
     "States",
     "Step",
     "check_family",
+    "holds_scores",
     "memory_of",
 ]

@@ -10,6 +10,7 @@ from torch import nn
 from oneshot.checkpoint import Model, make_buffers, sample_model
 from oneshot.families import Carried, Stack, with_text
 from oneshot.machine import Machine
+from oneshot.stream.attention import attend_by_sequence, holds_scores
 from oneshot.stream.layer import SHARED
 
 
@@ -61,6 +62,8 @@ class Template:
         else:
             # scaled dot product attention is causal by itself where the module says so
             self.arguments = {kind: {"attention_mask": None} for kind in kinds}
+        if holds_scores(model, machine.device):  # after the masks, which depend on the implementation
+            attend_by_sequence(model, whole)
 
 
 def _required(attention: nn.Module) -> dict[str, Any]:

@@ -187,11 +187,12 @@ def test_it_is_that_of_the_whole_stock_model(
 @pytest.mark.parametrize(("sequences", "length", "heads"), [(4, 1024, 9), (4, 2048, 32), (4, 2048, 64), (3, 65536, 64)])
 def test_scores_that_a_device_holds_together(sequences: int, length: int, heads: int) -> None:
     """As many sequences as the limit allows, at least one; all on a CPU, which has no whole scores."""
-    together = sequences_together(sequences, length, heads, torch.device("cuda"))
+    together = sequences_together(sequences, length, heads, torch.device("cuda"), False)
     assert 1 <= together <= sequences
     assert together == 1 or together * heads * length**2 <= SCORES_TOGETHER
     assert together == sequences or (together + 1) * heads * length**2 > SCORES_TOGETHER
-    assert sequences_together(sequences, length, heads, torch.device("cpu")) == sequences
+    on_cpu = [sequences_together(sequences, length, heads, torch.device("cpu"), whole) for whole in (False, True)]
+    assert on_cpu == [sequences, 1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo2", "granite", "phi3", "lfm2"])
