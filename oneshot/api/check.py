@@ -1,62 +1,71 @@
 """A quick check of a finished result: held-out text and one answer, before and after; bounded in time and memory."""
 
 import os
+import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Checkpoint, locate_checkpoint
+from oneshot.checkpoint import Checkpoint, GgufCheckpoint, locate_checkpoint, open_gguf
 from oneshot.config import Config
 from oneshot.errors import CalibrationError, OneshotError, OutputError, cause, printable
 from oneshot.evaluation import kind_of, load_model, perplexity
 from oneshot.export import FORMS
+from oneshot.footprint.check_memory import ANSWER_TOKENS, LONGEST_WINDOW, num_windows
 from oneshot.machine import resolve_device, resolve_dtype
-from oneshot.machine.scratch import scratch_folder
+from oneshot.machine.memory import peak_bytes, peak_device_bytes, release_heap, reset_peak
 from oneshot.report.records import Check, Report
 from oneshot.text import SELF, has_tokens, load_text, load_tokenizer, rendered, shares, split_sources, token_hash
 
 MOST_LETTERS = 2**15  # of a question in the words of a chat template
 QUESTION, OPENING = "Why is the sky blue? Answer in one sentence.", "The sky is blue because"
 LONGEST_REASON = 200  # letters
-ANSWER_TOKENS = 32
-MOST_WINDOWS, LONGEST_WINDOW = 4, 512  # of held-out text
-CHECKED_SHARE = 16  # the text of a run has at least so many times the tokens of its check
-LOADED_SHARE = 1.2  # of the weights: what a forward pass takes beside them
-LOGITS = 4  # float32 copies of a window's logits at a time
 
 
 def quick_check(config: Config, report: Report) -> Check:
     """Measure the result of a run beside its original, one model in memory at a time.
 
     It reads text of the same source that the run did not read, and never more than a sixteenth of the run's tokens or
-    four windows. A check that is not possible, or a part of it, has a sentence that says why.
+    four windows. A check that is not possible, that needs more memory than is allowed, or a part of it, has a sentence
+    that says why.
     """
+    started = time.perf_counter()
+    release_heap()
+    reset_peak()
+    check = _checked(config, report)
+    return replace(
+        check,
+        seconds=time.perf_counter() - started,
+        peak_bytes=peak_bytes(),
+        peak_device_bytes=peak_device_bytes(),
+    )
+
+
+def _checked(config: Config, report: Report) -> Check:
     output = Path(config.output).expanduser()
     form = FORMS[config.form]
     if form.opened_by != "transformers":
         return Check(skipped=f"{form.title} is checked by {form.opened_by}.")
     try:
-        with scratch_folder(config.machine.offload_dir) as scratch:
-            if kind_of(Checkpoint(output).config) != "causal":
-                return Check(skipped="The check asks models that write text; oneshot evaluate measures this one.")
-            dense = Checkpoint(locate_checkpoint(config.checkpoint, scratch, config.revision))
-            return _measured(config, report, dense, output)
+        if kind_of(Checkpoint(output).config) != "causal":
+            return Check(skipped="The check asks models that write text; oneshot evaluate measures this one.")
+        return _measured(config, report, output)
     except (OneshotError, OSError, torch.cuda.OutOfMemoryError) as error:
         return Check(skipped=f"The check was not possible ({printable(str(error))[:LONGEST_REASON]}).")
 
 
-def _measured(config: Config, report: Report, dense: Checkpoint, output: Path) -> Check:
+def _measured(config: Config, report: Report, output: Path) -> Check:
     device = resolve_device(config.machine.device)
     dtype = resolve_dtype(config.machine.dtype, device)
-    vocabulary = int(report.dense_shape["vocab_size"])
-    logits = LOGITS * LONGEST_WINDOW * vocabulary * torch.float32.itemsize
-    needed = round(LOADED_SHARE * report.stored_parameters["dense"] * dtype.itemsize) + logits
-    if needed > _free(config, device):
-        return Check(
-            skipped=f"The check was left out, because the whole original needs {needed / 2**30:.1f} GiB of memory."
-        )
-    tokenizer = load_tokenizer(dense.folder)
+    reason = _too_large(config, report, device)
+    if reason is not None:
+        return Check(skipped=reason)
+    gguf = open_gguf(config.checkpoint)  # read as it is: converting it again takes a disk, and pages of float32
+    folder = output if gguf is not None else locate_checkpoint(config.checkpoint, Path(), config.revision)
+    tokenizer = load_tokenizer(folder)  # a result has its original's
     windows, source = _held_out(config, report, tokenizer)
     perplexities: dict[str, float] = {}
     answers: dict[str, str] = {}
@@ -65,37 +74,63 @@ def _measured(config: Config, report: Report, dense: Checkpoint, output: Path) -
         question, prompt = _question(tokenizer)
     except CalibrationError as error:
         question, prompt, unasked = "", None, f"Nothing was asked ({printable(str(error))[:LONGEST_REASON]})."
-    for name, folder in (("dense", dense.folder), ("compressed", output)):
-        model = _opened(folder, device, dtype)
+    models: list[tuple[str, Path | GgufCheckpoint]] = [
+        ("compressed", output),
+        ("dense", folder if gguf is None else gguf),
+    ]
+    del gguf  # its file is closed when its model is there
+    while models:
+        name, place = models.pop()
+        model = _opened(place, device, dtype)
+        del place
         if windows is not None:
             perplexities[name], _ = perplexity(model, windows)
         if prompt is not None:
             answers[name] = _answer(model, tokenizer, prompt)
         del model
+        release_heap()
     if windows is None:
         return Check(question=question, answers=answers, skipped=unasked)
     return Check(source, windows.numel(), perplexities, question, answers, unasked)
 
 
-def _opened(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return the model of a folder. Raises `OutputError` if transformers does not open it."""
+def _opened(place: Path | GgufCheckpoint, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the model of a folder or a file. Raises `OutputError` if transformers does not open it."""
+    load = place.load if isinstance(place, GgufCheckpoint) else partial(load_model, place)
     try:
-        return load_model(folder, device=device, dtype=dtype)
+        return load(device=device, dtype=dtype)
     except (OneshotError, OSError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises many unrelated types; the cause is named and chained
-        raise OutputError(f"transformers does not open {folder}: {cause(error)}") from error
+        where = place.folder if isinstance(place, GgufCheckpoint) else place
+        raise OutputError(f"transformers does not open {where}: {cause(error)}") from error
 
 
-def _free(config: Config, device: torch.device) -> int:
-    """Return the bytes that the check may take beside what the process holds."""
+def _too_large(config: Config, report: Report, device: torch.device) -> str | None:
+    """Return the sentence on a check that needs more memory than is allowed; None if it fits."""
     import psutil
 
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if config.machine.max_memory_bytes is not None:
-        return config.machine.max_memory_bytes - psutil.Process().memory_info().rss
-    return int(psutil.virtual_memory().available)
+    footprint = report.footprint
+    assert footprint is not None, "every run predicts its footprint"
+    host, where = config.machine.max_memory_bytes, "allowed (--max-memory)"
+    if host is None:
+        host, where = psutil.Process().memory_info().rss + psutil.virtual_memory().available, "free"
+    if footprint.check_bytes > host:
+        needed, allowed = footprint.check_bytes, host
+    elif device.type == "cuda" and footprint.check_device_bytes > _free_on(config, device):
+        needed, allowed, where = footprint.check_device_bytes, _free_on(config, device), "free on the device"
+    else:
+        return None
+    return (
+        f"The check was left out, because it loads the whole original and needs {needed / 2**30:.1f} GiB of memory, "
+        f"and {allowed / 2**30:.1f} GiB is {where}."
+    )
+
+
+def _free_on(config: Config, device: torch.device) -> int:
+    """Return the bytes of a CUDA device that the check may take."""
+    free = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+    return min(free, config.machine.max_device_memory_bytes or free)
 
 
 def _held_out(config: Config, report: Report, tokenizer: Any) -> tuple[torch.Tensor | None, str]:
@@ -106,7 +141,7 @@ def _held_out(config: Config, report: Report, tokenizer: Any) -> tuple[torch.Ten
     for source, count in shares(options.num_sequences, split_sources(options.calibration)).items():
         if source == SELF or has_tokens(source):
             continue
-        more = max(1, min(MOST_WINDOWS, options.num_sequences // CHECKED_SHARE))
+        more = num_windows(options.num_sequences)
         ids = load_text(
             source, tokenizer, num_sequences=count + more, sequence_length=options.sequence_length, seed=config.seed
         ).token_ids

@@ -19,7 +19,7 @@ from oneshot.checkpoint.gguf_rotary import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from oneshot.checkpoint.gguf_tokenizer import read_tokenizer
 from oneshot.checkpoint.pooling import KINDS, write_pooling
 from oneshot.checkpoint.reader import INDEX_NAME, Checkpoint, is_damaged
-from oneshot.checkpoint.stock import stock_classes, stock_config, tied_names
+from oneshot.checkpoint.stock import attention_of, make_buffers, stock_classes, stock_config, tied_names
 from oneshot.config import SaveDtype
 from oneshot.errors import CheckpointError, OutputError, cause
 from oneshot.families import FAMILIES
@@ -132,6 +132,20 @@ class GgufCheckpoint(Checkpoint):
     def read_panels(self, name: str, panels: Iterable[slice]) -> Iterator[torch.Tensor]:
         """Yield panels of rows of a tensor that is no projection of queries or keys."""
         yield from (torch.from_numpy(self._file.read(self._file_names[self.stored(name)], rows)) for rows in panels)
+
+    def load(self, *, device: torch.device, dtype: torch.dtype) -> Any:
+        """Return the whole model of transformers for inference; one tensor at a time is in float32."""
+        _, model_class = stock_classes(self.config)
+        options = {"dtype": dtype, "attn_implementation": attention_of(model_class)}
+        with torch.device("meta"):
+            model: Any = model_class._from_config(stock_config(self.config), **options)
+        make_buffers(model, device)  # while weights are on the meta device, because some classes reset them here
+        for name in self.shapes:
+            module, _, part = name.rpartition(".")
+            weight = self.read([name])[name].to(device, dtype)
+            setattr(model.get_submodule(module), part, torch.nn.Parameter(weight, requires_grad=False))
+        model.tie_weights()
+        return model.eval()
 
     def _turned(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that transformers has; some of its linears are the other way round."""

@@ -146,7 +146,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
         if arguments.dry_run:
             targets = [replace(config.target, sparsity=sparsity) for sparsity in sparsities] or [config.target]
             for target in targets:
-                print_footprint(predict(replace(config, target=target)))
+                checks = not arguments.quiet and not arguments.no_check
+                print_footprint(predict(replace(config, target=target)), checks=checks)
             return
         if len(sparsities) > 1:
             if arguments.output is None:

@@ -4,11 +4,13 @@
 """
 
 from oneshot.footprint.bounds import current_bounds, load_libraries, offload_folder, predict_footprint
+from oneshot.footprint.check_memory import check_stages
 from oneshot.footprint.conversion import refuse_conversion, with_conversion
 from oneshot.footprint.work import Work, describe_work
 
 __all__ = [
     "Work",
+    "check_stages",
     "current_bounds",
     "describe_work",
     "load_libraries",

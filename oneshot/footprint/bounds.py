@@ -4,7 +4,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from oneshot.footprint.memory import (
     stages_outside_layers,
 )
 from oneshot.footprint.rates import measure_rates
-from oneshot.footprint.seconds import predicted_seconds
+from oneshot.footprint.seconds import check_seconds, predicted_seconds
 from oneshot.footprint.terms import Stage
 from oneshot.footprint.work import Work
 from oneshot.machine import Machine, Store
@@ -103,12 +103,14 @@ def predict_footprint(
     *,
     result_bytes: int,
     beside_bytes: int = 0,
+    check: Sequence[Stage] = (),
     measure_time: bool,
 ) -> Footprint:
     """Return what a run will take; activations are stored on the device if all fits, else on the host, else on disk.
 
     The experts of a mixture's layers are taken in as few groups as fit, with a pass over the text for each.
-    `beside_bytes`: of weights that lie beside the result until it is complete.
+    `beside_bytes`: of weights that lie beside the result until it is complete. `check`: stages of the check of the
+    result, which a command leaves out if they do not fit.
 
     Raises `MemoryLimitError` if a bound that the user set cannot hold even with activations on disk, or the disk of
     `--offload-dir` is too small. Warns if the free memory does not suffice.
@@ -128,7 +130,12 @@ def predict_footprint(
             (way.device, bounds.device_allowed, bounds.device_forced), way.device_stage, "memory", "--max-device-memory"
         )
     work, store = way.work, way.store
-    seconds = predicted_seconds(work, measure_rates(work.device, work.dtype), store) if measure_time else {}
+    rates = measure_rates(work.device, work.dtype) if measure_time else None
+    seconds = {} if rates is None else predicted_seconds(work, rates, store)
+    checked = [
+        max(_peak(work, [stage], store, bounds, computed=computed)[0] for stage in check) if check else 0
+        for computed in (False, True)
+    ]
     offloaded = max(sum(stage.stores(work)) for stage in stages(work)) if store == "disk" else 0
     refuse_full_disk(options, bounds, scratch_bytes(work) + offloaded)
     return Footprint(
@@ -145,6 +152,10 @@ def predict_footprint(
         stored_parameters={"dense": stored, "compressed": compressed},
         seconds=seconds,
         exact=work.exact,
+        check_bytes=checked[0],
+        check_device_bytes=checked[1],
+        check_fits=checked[0] <= bounds.host_allowed and checked[1] <= bounds.device_allowed,
+        check_seconds=check_seconds(work, rates) if rates is not None and check else 0.0,
     )
 
 

@@ -8,16 +8,15 @@ from oneshot.checkpoint.gguf import SHARD_BYTES
 from oneshot.config import MachineOptions
 from oneshot.errors import MemoryLimitError
 from oneshot.footprint.bounds import Bounds, refuse_full_disk
+from oneshot.footprint.terms import DEQUANTISED
 from oneshot.report.records import Footprint
 from oneshot.report.terminal import gibibytes
-
-TENSORS_HELD = 2.0  # of the largest tensor in float32, while it is dequantised
 
 
 def conversion_bytes(gguf: GgufCheckpoint) -> int:
     """Return the host memory that the conversion takes."""
     largest = 4 * max(math.prod(shape) for shape in gguf.shapes.values())
-    return round(gguf.file_bytes + max(largest, min(gguf.num_bytes, SHARD_BYTES)) + TENSORS_HELD * largest)
+    return round(gguf.file_bytes + max(largest, min(gguf.num_bytes, SHARD_BYTES)) + DEQUANTISED * largest)
 
 
 def refuse_conversion(checkpoint: str, gguf: GgufCheckpoint, options: MachineOptions, bounds: Bounds) -> None:

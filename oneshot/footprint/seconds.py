@@ -11,6 +11,7 @@ from oneshot.compression.expert_correction import solved_together
 from oneshot.compression.expert_removal import TOKENS_TOGETHER
 from oneshot.compression.statistics import batches_apart
 from oneshot.compression.up_proj import UP_BATCHES
+from oneshot.footprint.check_memory import ANSWER_TOKENS, LONGEST_WINDOW, num_windows
 from oneshot.footprint.expert_memory import as_profiled, num_groups, profiles
 from oneshot.footprint.rates import Rates
 from oneshot.footprint.terms import choice_cost
@@ -27,6 +28,8 @@ from oneshot.text.self_written import DOCUMENT_TOKENS
 
 SUMMED_BYTES = 32  # moved for a number of a batch: zero, sum and read in float32, then added in float64
 START_SECONDS = 3.0  # tokenizer, headers, report, and what libraries do when a device uses them first
+CHECK_START_SECONDS = 2.0  # the text is read again
+STEP_FACTOR = 10  # of a forward pass of a CPU while it writes a single text
 STEP_SECONDS = 2e-3  # of a layer while a device writes text token by token; to a factor of 1.3
 SOLVE_SECONDS = 7.2e-8  # for each row of a triangle that a device solves with one right-hand side
 EIGEN_SECONDS = 7.1e-9  # for each number of a matrix whose eigenvectors a device finds, in float32
@@ -72,6 +75,17 @@ def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[
     of_layer = _layer_seconds(work, kept, forward, rates, store)
     stages["layers"] = {phase: layers * seconds for phase, seconds in of_layer.items()}
     return stages
+
+
+def check_seconds(work: Work, rates: Rates) -> float:
+    """Return the seconds of the check of a result, in which two models score windows and answer a question."""
+    forward, layers = _forward(work, rates), work.shape.num_hidden_layers
+    head = 2 * work.shape.vocab_size * work.shape.hidden_size
+    scored = num_windows(work.text.num_sequences) * min(work.text.sequence_length, LONGEST_WINDOW)
+    answered = ANSWER_TOKENS * (STEP_SECONDS * layers if rates.on_device else 0.0)
+    if not rates.on_device:  # each token reads all weights
+        answered = ANSWER_TOKENS * STEP_FACTOR * (layers * forward + head) / rates.stream
+    return CHECK_START_SECONDS + 2 * (scored * (layers * forward + head) / rates.stream + answered)
 
 
 def _writing(work: Work, forward: float, rates: Rates) -> float:

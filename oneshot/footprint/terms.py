@@ -19,6 +19,7 @@ HEAP_BLOCK_BYTES = 32 * 2**20  # smaller blocks stay in glibc's heap when they a
 FLOAT, DOUBLE = 4, 8
 MAPPED_BYTES = 64 * 2**10  # that Linux maps around a page of a file
 COMPILED_BYTES, COMPILED_PRODUCTS = 0.8 * 2**20, 1024  # of a product that oneDNN compiled, and how many it keeps
+DEQUANTISED = 2.0  # of the largest tensor of a GGUF file in float32, while it is dequantised
 BUCKET_BYTES = 48  # of one distance: integers of 64 bits and their temporaries
 # Gaps that texts of unequal lengths leave in the heap, measured on MiniLM: shares of a batch's activations and of all
 # hidden states that are stored.

@@ -162,7 +162,16 @@ def add_check(folder: Path, report: Report, check: Check) -> Report:
     """Put a check into the report, its page and the card of a result; return the report. Missing files stay missing."""
     from oneshot.report.page import report_page  # jinja2: only a finished run draws
 
-    report = replace(report, check=check)
+    seconds = {stage: spent for stage, spent in report.seconds.items() if stage not in ("check", "total")}
+    before = report.seconds["total"] - report.seconds.get("check", 0.0)
+    seconds |= {"check": check.seconds, "total": before + check.seconds}
+    report = replace(
+        report,
+        check=check,
+        seconds=seconds,
+        peak_bytes=max(report.peak_bytes, check.peak_bytes),
+        peak_device_bytes=max(report.peak_device_bytes, check.peak_device_bytes),
+    )
     if (folder / REPORT_NAME).is_file():
         write_whole(folder / REPORT_NAME, json_text(report.to_dict()) + "\n")
     if (folder / PAGE_NAME).is_file():

@@ -69,6 +69,9 @@ class Footprint:
         stored_parameters: parameters of the model before (`dense`) and after (`compressed`).
         seconds: seconds by stage, and `total`.
         exact: whether the sizes of layers are known; otherwise a profile will decide them.
+        check_bytes, check_device_bytes: peaks in the check at the end of a command, as `host_bytes` and `device_bytes`;
+            0 without one. check_fits: whether they are allowed; the check is left out otherwise.
+        check_seconds: seconds of the check; they are not in `total`.
     """
 
     host_bytes: int
@@ -84,6 +87,10 @@ class Footprint:
     disk_bytes: int = 0
     experts_together: int | None = None
     expert_groups: int = 1
+    check_bytes: int = 0
+    check_device_bytes: int = 0
+    check_fits: bool = False
+    check_seconds: float = 0.0
 
     def __str__(self) -> str:
         dense, compressed = self.stored_parameters["dense"], self.stored_parameters["compressed"]
@@ -118,6 +125,7 @@ class Check:
         question: what both were asked.
         answers: what they wrote, greedily.
         skipped: the sentence that says why there is no check, or no answers; empty if there are.
+        seconds, peak_bytes, peak_device_bytes: of the check, as measured; a report counts them in its own.
     """
 
     source: str = ""
@@ -126,6 +134,9 @@ class Check:
     question: str = ""
     answers: dict[str, str] = field(default_factory=dict)
     skipped: str = ""
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    peak_device_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,14 @@ def _low_ranks(layers: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-def print_footprint(footprint: Footprint) -> None:
-    """Print what a run would take."""
+def print_footprint(footprint: Footprint, *, checks: bool = False) -> None:
+    """Print what a run would take; `checks`: with the check of its result, if that fits."""
     table = _table("", "predicted", "", title="dry run: only headers are read, nothing is written")
     table.add_row("peak host memory", gibibytes(footprint.host_bytes), footprint.host_stage)
     if footprint.device_bytes:
         table.add_row("peak device memory", gibibytes(footprint.device_bytes), footprint.device_stage)
+    if checks and footprint.check_bytes:
+        table.add_row("peak in the check", *_of_check(footprint))
     table.add_row("activations", footprint.store, "device, host or disk")
     if footprint.experts_together is not None:
         groups = f"in {footprint.expert_groups} groups, a pass over the text for each"
@@ -92,10 +94,20 @@ def print_footprint(footprint: Footprint) -> None:
     for stage, seconds in footprint.seconds.items():
         remark = "may be wrong by a factor of two" if stage == "total" else ""
         table.add_row(f"seconds: {stage}", f"{seconds:,.0f}", remark)
+    if checks and footprint.check_fits:
+        table.add_row("seconds: check", f"{footprint.check_seconds:,.0f}", "after the run")
     console = open_console()
     console.print(table)
     if not footprint.exact:
         console.print("The sizes of each layer will come from a profile; this is for equal layers.")
+
+
+def _of_check(footprint: Footprint) -> tuple[str, str]:
+    """Return the predicted peaks of the check, and a remark."""
+    peak = gibibytes(footprint.check_bytes)
+    if footprint.check_device_bytes:
+        peak += f", {gibibytes(footprint.check_device_bytes)} of the device"
+    return peak, "the whole original is loaded" if footprint.check_fits else "left out, because it does not fit"
 
 
 def print_profile(profile: Profile) -> None:

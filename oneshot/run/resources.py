@@ -13,6 +13,7 @@ from oneshot_kernels.backend import ENVIRONMENT_VARIABLE
 
 from oneshot.checkpoint import (
     Checkpoint,
+    GgufCheckpoint,
     Model,
     card_metadata,
     identify,
@@ -28,6 +29,7 @@ from oneshot.export import coordinates, expected_bytes, form_of, part_dtype
 from oneshot.families import StackShape
 from oneshot.footprint import (
     Work,
+    check_stages,
     current_bounds,
     describe_work,
     load_libraries,
@@ -98,6 +100,7 @@ class Run:
         dtype = resolve_dtype(config.machine.dtype, device)
         self.machine = Machine(device, dtype, scratch, workers, batch_size=config.machine.batch_size)
         self.show_progress: Shown = show_progress if workers.is_main else False
+        self._gguf = source if isinstance(source, GgufCheckpoint) else None
         self.model = self._open() if source is None else identify(source)
         self._settle_tables()
         self._tell_of_further_layers()
@@ -117,10 +120,10 @@ class Run:
         """Find, fetch or convert the checkpoint, in one process for all."""
         checkpoint, machine = self._config.checkpoint, self.machine
         announce(f"opening {checkpoint}", self.show_progress)
-        gguf = open_gguf(checkpoint)
-        if gguf is not None:
+        self._gguf = open_gguf(checkpoint)
+        if self._gguf is not None:
             bounds = current_bounds(self._config.machine, machine.device)
-            refuse_conversion(checkpoint, gguf, self._config.machine, bounds)
+            refuse_conversion(checkpoint, self._gguf, self._config.machine, bounds)
         folder = machine.workers.share(0, lambda: locate_checkpoint(checkpoint, machine.scratch, self._config.revision))
         return identify(Checkpoint(folder))
 
@@ -312,11 +315,18 @@ class Run:
         load_libraries(self.model, self.machine, config.text.calibration)
         result_bytes, beside_bytes = (0, 0) if plan is None else self.result_bytes(config, plan)
         work = describe_work(config, self.model, self.method, self.grid, schedule, plan, self.machine)
+        check = check_stages(work, self._gguf, result_bytes) if self.form.opened_by == "transformers" else []
         bounds = current_bounds(config.machine, self.machine.device)
 
         def predicted(work: Work) -> Footprint:
             return predict_footprint(
-                work, bounds, config.machine, result_bytes=result_bytes, beside_bytes=beside_bytes, measure_time=dry
+                work,
+                bounds,
+                config.machine,
+                result_bytes=result_bytes,
+                beside_bytes=beside_bytes,
+                check=check,
+                measure_time=dry,
             )
 
         footprint = predicted(work)

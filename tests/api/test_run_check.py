@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from oneshot import Config, Report
 from oneshot.api.check import quick_check, weight_bytes
+from oneshot.checkpoint import locate_checkpoint
 from oneshot.cli.main import main
 from oneshot.evaluation import perplexity
 from oneshot.pipeline import compress
@@ -61,6 +62,21 @@ def test_without_more_text_there_are_only_answers(
     assert check.answers.keys() == {"dense", "compressed"}
 
 
+def test_a_gguf_input_is_not_converted_again(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compress(make_config(make_checkpoint(tied=True), form="gguf", sparsity=0, output=tmp_path / "file"))
+    config = make_config(tmp_path / "file" / "model.gguf", num_sequences=40)
+    report = compress(config)
+    converted = locate_checkpoint(config.checkpoint, tmp_path)
+    monkeypatch.setattr("oneshot.checkpoint.locate.convert_gguf", lambda *_: pytest.fail("it is converted again"))
+    check = quick_check(config, report)
+    ids = load_text(config.text.calibration, load_tokenizer(converted), num_sequences=42, sequence_length=32, seed=0)
+    model: Any = AutoModelForCausalLM.from_pretrained(converted)
+    assert check.perplexity is not None
+    assert check.perplexity["dense"] == pytest.approx(perplexity(model, ids.token_ids[40:])[0], rel=1e-6)
+
+
 def fits(line: str) -> bool:
     """Return whether a line has at most 80 columns, or a path that no line can hold beside the line's name."""
     return len(line) <= 80 or max(map(len, line.split())) > 80 - NAME_COLUMNS
@@ -79,7 +95,7 @@ def test_a_check_that_does_not_fit_or_is_not_possible_has_a_reason(
     bounded = make_config(make_checkpoint(), output=tmp_path / "bounded")
     report = compress(bounded)
     small = Config.from_dict(bounded.to_dict() | {"machine": bounded.to_dict()["machine"] | {"max_memory_bytes": 1}})
-    assert "left out, because the whole original needs" in quick_check(small, report).skipped
+    assert "because it loads the whole original and needs" in quick_check(small, report).skipped
 
 
 def test_the_command_ends_with_a_summary_and_the_card_has_the_quality(
@@ -105,6 +121,9 @@ def test_the_command_ends_with_a_summary_and_the_card_has_the_quality(
     assert report.check.perplexity is not None
     assert f"{report.check.perplexity['dense']:.2f} before" in card
     assert report.check.source == str(text_file)
+    assert report.footprint is not None
+    assert report.check.peak_bytes <= min(report.peak_bytes, report.footprint.check_bytes)
+    assert report.seconds["total"] > report.seconds["check"] == report.check.seconds > 0
     shared = without_local_paths(report).check
     assert shared is not None
     assert shared.source == text_file.name

@@ -234,6 +234,10 @@ def test_a_file_is_the_model_it_came_from(name: str, write_gguf: Write) -> None:
     found = model_class.from_pretrained(None, config=stock_config(source.config), state_dict=weights)
     assert type(found) is type(model)
     torch.testing.assert_close(found(TOKEN_IDS).logits, model(TOKEN_IDS).logits, rtol=1e-5, atol=1e-5)
+    loaded = source.load(device=torch.device("cpu"), dtype=torch.float32)
+    assert (type(loaded), loaded.config.to_diff_dict()) == (type(found), found.config.to_diff_dict())
+    torch.testing.assert_close(loaded(TOKEN_IDS).logits, found(TOKEN_IDS).logits, rtol=0, atol=0)
+    assert loaded.num_parameters() == found.num_parameters(), "tied tables are one"
 
 
 def test_a_converted_gemma_has_its_tokenizer(write_gguf: Write, make_config: MakeConfig, tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ def measure(runs: Sequence[dict[str, Any]], found: Path) -> None:
     A peak begins at the resident memory of the fork, so what runs import is there already.
 
     Args:
-        runs: flat options. `max_memory_bytes` 1 means as much as the refusal names.
+        runs: flat options. `max_memory_bytes` 1 means as much as the refusal names. With `check` a second line has the
+            check of the result.
     """
     import datasets  # noqa: F401
     import torch
 
     from oneshot import Config
+    from oneshot.api.check import quick_check
     from oneshot.errors import MemoryLimitError
     from oneshot.machine.memory import peak_bytes
     from oneshot.pipeline import compress, predict
@@ -34,8 +36,17 @@ def measure(runs: Sequence[dict[str, Any]], found: Path) -> None:
                 predict(Config.of(**options))
             except MemoryLimitError as error:
                 options["max_memory_bytes"] = int(str(error).rpartition("--max-memory ")[2][:-4]) * 2**20
-        footprint = compress(Config.of(**options)).footprint
+        is_checked = options.pop("check", False)
+        config = Config.of(**options)
+        report = compress(config)
+        footprint = report.footprint
         stage = f"{footprint.host_stage}, {footprint.expert_groups} groups of experts"
+        lines = [(footprint.host_bytes, peak_bytes(), stage)]
+        if is_checked:
+            check = quick_check(config, report)
+            assert check.perplexity, check.skipped
+            lines.append((footprint.check_bytes, check.peak_bytes, "the check, 1 groups of experts"))
         with found.open("a") as file:
-            print(json.dumps([footprint.host_bytes, peak_bytes(), stage]), file=file)
+            for line in lines:
+                print(json.dumps(line), file=file)
         os._exit(0)

@@ -170,17 +170,26 @@ def test_no_run_takes_more_than_predicted(
     }
     long = {"num_sequences": 8, "sequence_length": 512, "batch_size": 8}
     scores = {
-        name: flat_options(
-            make_config(make_checkpoint(**LONG | model), output=str(tmp_path / name), **long | changes)
-        )
+        name: flat_options(make_config(make_checkpoint(**LONG | model), output=str(tmp_path / name), **long | changes))
         for name, (model, changes) in WHOLE_SCORES.items()
     }
+    words = {"width": 128, "layers": 1, "heads": 16, "groups": 16, "vocabulary": 32768, "tied": True}
+    plain = make_checkpoint(hidden=256, **words)
+    compress(make_config(plain, form="gguf", sparsity=0, output=tmp_path / "file"))
+    narrow = {"form": "per-layer", "value_size": 12, "dtype": "bfloat16"}
+    for name, given, changes in (
+        ("narrow values", plain, narrow),
+        ("a GGUF file", tmp_path / "file/model.gguf", {"recipe": "magnitude", "sparsity": 0.005}),
+    ):
+        options = {"sequence_length": 512, "num_sequences": 4, "output": str(tmp_path / name)} | changes
+        scores[name] = flat_options(make_config(given, **options)) | {"check": True}
     encoders = encoder_runs(make_checkpoint, make_config, tmp_path)
     runs = dict(zip(MEASURED_RUNS, decoders, strict=True)) | experts | hybrids | scores | encoders
     process = CONTEXT.Process(target=measure, args=(list(runs.values()), tmp_path / "found.jsonl"))
     process.start()
     assert wait([process], seconds=600) == [0]
-    for name, line in zip(runs, (tmp_path / "found.jsonl").read_text().splitlines(), strict=True):
+    names = [name for name, options in runs.items() for _ in range(1 + options.get("check", False))]
+    for name, line in zip(names, (tmp_path / "found.jsonl").read_text().splitlines(), strict=True):
         predicted, measured, stage = json.loads(line)
         assert name.startswith("groups") != stage.endswith(" 1 groups of experts")
         print(name, measured / predicted, predicted / 2**20, stage)

@@ -1,0 +1,76 @@
+"""Peak bytes of the check of a finished result (`api.check`), which holds the original and then the result."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from oneshot.checkpoint import GgufCheckpoint
+from oneshot.export.saving import SAVED_DTYPES
+from oneshot.footprint import terms
+from oneshot.footprint.terms import FLOAT, LENGTH, Stage, Term
+from oneshot.footprint.work import Work
+from oneshot.text.self_written import document_bytes
+
+LONGEST_WINDOW = 512  # tokens of held-out text that pass a model together
+MOST_WINDOWS = 4
+CHECKED_SHARE = 16  # the text of a run has at least so many times the tokens of its check
+ANSWER_TOKENS = 32
+LOGITS = 2  # float32 copies of a window's logits
+
+
+def num_windows(num_sequences: int) -> int:
+    """Return how many windows of held-out text the check of a run with so many sequences reads at most."""
+    return max(1, min(MOST_WINDOWS, num_sequences // CHECKED_SHARE))
+
+
+def check_stages(work: Work, gguf: GgufCheckpoint | None, result_bytes: int) -> list[Stage]:
+    """Return the stages of the check; none for models that do not write text.
+
+    Args:
+        gguf: the file that the original is in. result_bytes: bytes of the result's weights.
+    """
+    shape, family, plan = work.shape, work.grid.family, work.plan
+    if plan is None or not shape.causal or not shape.has_head or family.decoder is not None:
+        return []
+    saved = work.dtype if work.save_dtype == "keep" else SAVED_DTYPES.get(work.save_dtype)
+    keeps_dtype = work.save_dtype == "keep" and not work.same_dtype
+    window = min(work.text.sequence_length, LONGEST_WINDOW)
+    narrower = work.device.type == "cpu" and (plan.reduces_values or plan.reduces_queries_keys)
+    one = replace(
+        work,
+        text=replace(work.text, num_sequences=1, sequence_length=window),
+        holds_scores=work.holds_scores or narrower or work.method.plans_inner_sizes,
+    )
+    logits = shape.vocab_size * window * (work.dtype.itemsize + LOGITS * FLOAT)
+    passed = (
+        terms.activations(one, shape.intermediate_size),
+        Term(max(logits, document_bytes(shape, work.dtype)), computed=True, knobs=LENGTH),
+    )
+
+    def of_model(name: str, parameters: int, read: float, *, is_mapped: bool) -> list[Stage]:
+        # pages of the files count as read, and are the model itself if it is mapped
+        copied = parameters * work.dtype.itemsize
+        on_device = Term(work.on_cuda * copied, computed=True)
+        loaded = (Term(read), Term(0 if is_mapped else copied), on_device)
+        held = (Term(0 if work.on_cuda else read if is_mapped else copied), on_device)
+        return [
+            Stage(f"loading the {name} for the check", loaded, has_states=False),
+            Stage(f"the check of the {name}", (*held, *passed), has_states=False),
+        ]
+
+    same = work.same_dtype and shape.experts is None  # files hold experts one by one, and the class together
+    original = of_model(
+        "original",
+        shape.stack().stored_parameters(),
+        work.model_bytes if gguf is None else _gguf_bytes(gguf),
+        is_mapped=same and gguf is None,
+    )
+    is_mapped = saved == work.dtype and not keeps_dtype and shape.experts is None
+    result = of_model("result", work.grid.stack(plan).stored_parameters(), result_bytes, is_mapped=is_mapped)
+    return [*original, *result]
+
+
+def _gguf_bytes(gguf: GgufCheckpoint) -> float:
+    """Return the pages of the file, and what one tensor takes while it is dequantised."""
+    return gguf.file_bytes + terms.DEQUANTISED * torch.float32.itemsize * max(map(math.prod, gguf.shapes.values()))
