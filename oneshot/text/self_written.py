@@ -23,6 +23,7 @@ LEAST_TOGETHER, MOST_TOGETHER = 8, 512  # on a device
 DOCUMENT_TOKENS = 256  # written in each; small models lose the thread soon
 OPENING_TOKENS = 32  # the openings take fewer
 ENDINGS = ("safetensors", "bin")  # of weight files
+EXPANDED = 2  # copies of a layer's keys and values for every head, which attention with a latent or with sinks makes
 CACHE_SHARE = 1.25  # of the KV cache: one layer's is copied whenever a token is added
 
 FORMS = (
@@ -122,8 +123,13 @@ def write_text(
 
 def document_bytes(shape: ModelShape, dtype: torch.dtype) -> float:
     """Return the bytes that a document takes while it is written: its keys and values, states, and logits."""
-    cache = shape.stack().kv_bytes_per_token(dtype.itemsize) * (OPENING_TOKENS + DOCUMENT_TOKENS)
-    return CACHE_SHARE * (cache + shape.state_bytes) + 4 * torch.float32.itemsize * shape.vocab_size
+    tokens = OPENING_TOKENS + DOCUMENT_TOKENS
+    cache = shape.stack().kv_bytes_per_token(dtype.itemsize) * tokens
+    needed = CACHE_SHARE * (cache + shape.state_bytes) + 4 * torch.float32.itemsize * shape.vocab_size
+    if shape.latent is None and not shape.sinks:
+        return needed
+    every_head = shape.num_attention_heads * (shape.query_key_size + shape.head_dim) * dtype.itemsize * tokens
+    return needed + EXPANDED * every_head
 
 
 def documents_together(shape: ModelShape, dtype: torch.dtype, device_bytes: int) -> int:
