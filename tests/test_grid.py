@@ -40,13 +40,15 @@ def row(name: str, options: Options) -> Drawn:
 
 
 def covering(seed: int = 0) -> Iterator[Drawn]:
-    """Yield runs in which every family and every value occurs, with forms in turn."""
+    """Yield a run of every family; together they have every value, and forms in turn."""
     dice, names, choices = random.Random(seed), list(CASES), list(CHOICES)
     dice.shuffle(names)
     dice.shuffle(choices)
-    for number in range(max(len(names), len(choices))):
-        options = {"--form": FORMS[number % len(FORMS)]} | choices[number % len(choices)]
-        yield row(names[number % len(names)], options)
+    for number, name in enumerate(names):
+        options = {"--form": FORMS[number % len(FORMS)]}
+        for choice in choices[number :: len(names)]:
+            options |= choice
+        yield row(name, options)
 
 
 def whole() -> Iterator[Drawn]:

@@ -43,7 +43,8 @@ def errors_against(grid: "Grid", method: Method, target: Target) -> list[Oneshot
             )
         )
     if method.reduces_heads and target.asks_less and (reason := grid.reason_against_heads()) is not None:
-        found.append(PlanError(reason))
+        only_heads = not (method.reduces_ffn or method.slices or method.reduces_experts or method.leaves_out_layers)
+        found.append(PlanError(reason.replace("heads=none", "heads=none and ffn=id") if only_heads else reason))
     has_depth = grid.family.reason_against("depth") is None
     needed: list[tuple[bool, str, str, str]] = [
         (method.leaves_out_sublayers and has_depth, "depth=sublayers", "sublayers_optional", "set depth=sensitivity"),
