@@ -31,6 +31,7 @@ MENDED: list[tuple[str, Options]] = [
     ("qwen2_vl", {"--recipe": "stat", "--set sketch": "none", "--set pivoting": "cholesky"}),
     ("llama-one-kv-head", {"--form": "per-layer", "--round-to": "64"}),
     ("gemma", {"--form": "per-layer", "--round-to": "64"}),
+    ("qwen3_moe", {"--form": "per-layer", "--set layer_allocation": "auto"}),
 ]
 
 

@@ -51,11 +51,13 @@ def _heads(text: dict[str, Any]) -> str | None:
 
 
 def _kinds(text: dict[str, Any]) -> str | None:
-    engines = KINDS_BY_NUMBER.get(text["model_type"], ())
+    engines = KINDS_BY_NUMBER.get(text["model_type"])
+    if engines is None:
+        return None
     stated = per_layer_lists(text)
     derived = per_layer_lists({name: value for name, value in text.items() if name not in stated})
     differ = [name for name, values in stated.items() if derived.get(name) != values]
-    if not engines or not differ:
+    if not differ:
         return None
     return (
         f"{' and '.join(engines)} would compute another model: removed layers have moved the others, and there the "
@@ -79,7 +81,11 @@ def _scale(text: dict[str, Any]) -> str | None:
 
 def _windows(text: dict[str, Any]) -> str | None:
     layers = WINDOWED_BY_LAYERS.get(text["model_type"])
-    if layers in (None, text["num_hidden_layers"]) or "sliding_attention" not in (text.get("layer_types") or ()):
+    if (
+        layers is None
+        or layers == text["num_hidden_layers"]
+        or "sliding_attention" not in (text.get("layer_types") or ())
+    ):
         return None
     return f"llama.cpp would compute another model: it has the attention windows with {layers} layers only."
 
