@@ -92,7 +92,7 @@ def cached_layers(config: DeciLMConfig) -> Any:
     return layers
 
 
-def kv_heads(config: DeciLMConfig) -> dict[int, int]:
+def kv_heads(config: Any) -> dict[int, int]:
     """Return the KV heads of every layer that has attention, by its number."""
     return {
         number: config.num_attention_heads // block["attention"]["n_heads_in_group"]

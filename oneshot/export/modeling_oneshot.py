@@ -151,7 +151,7 @@ def cache_name(arguments: dict[str, Any]) -> str | None:
 def refuse_other_place(cache: Any, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Raise `ValueError` if a static cache was filled early for keys and values of other sizes."""
     layers = getattr(cache, "layers", ())
-    place = layers[slot] if slot < len(layers) else None
+    place: Any = layers[slot] if slot < len(layers) else None
     if not hasattr(place, "max_cache_len") or not place.is_initialized:
         return
     for held, own, name in ((place.keys, keys, "keys"), (place.values, values, "values")):

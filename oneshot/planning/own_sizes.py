@@ -17,6 +17,7 @@ from oneshot.planning.heads import Sizes, head_options, head_sizes
 from oneshot.planning.plan import Plan
 from oneshot.planning.vocabulary import table_options
 
+Ranks = dict[RankedKind, list[int | None]]  # that linears of a kind may have; None: whole
 NO_HEADS: Sizes = {"num_attention_heads": 0, "num_key_value_heads": 0, "query_key_size": None, "value_size": None}
 
 
@@ -32,17 +33,20 @@ def spread(
     reduce_embedding: bool = False,
     reduce_inner: bool = False,
     ranked_kinds: Sequence[RankedKind] = (),
+    round_ranks_to: int | None = None,
     reduce_experts: bool = False,
 ) -> Plan:
     """Return each layer's own sizes with the least sum of damages within the budget (`linalg.allocation`).
 
     Args:
-        step: between FFN widths; None for whole FFNs. The others: see `widths.meet_budget`.
+        step: between FFN widths; None for whole FFNs. round_ranks_to: ranks are multiples of it; None: of what suits
+            the hidden size. The others: see `widths.meet_budget`.
 
     Raises `PlanError` if the budget is out of reach, or leaves no attention.
     """
-    stays = _Options(grid, [{}], torch.zeros(len(plan.layers), 1), ())
-    ffn = _ffn_options(grid, damages, step, ranked_kinds, leaves_out=leaves_out, reduce_experts=reduce_experts)
+    ranks = {kind: _ranks(grid.shape, kind, round_ranks_to) for kind in ranked_kinds}
+    stays = _Options(grid, [{}], torch.zeros(len(plan.layers), 1), {})
+    ffn = _ffn_options(grid, damages, step, ranks, leaves_out=leaves_out, reduce_experts=reduce_experts)
     ffns = [stays if layer in grid.family.dense_layers else ffn for layer in range(len(plan.layers))]
     mixers = [stays] * len(plan.layers)  # carried ones stay
     attending = [layer for layer in plan.kept_layers if grid.family.stack_of(layer).attentions]
@@ -52,12 +56,12 @@ def spread(
                 grid,
                 plan,
                 damages,
-                kinds,
+                offered,
                 reduce_heads=reduce_heads,
                 leaves_out=leaves_out,
                 reduce_inner=reduce_inner,
             )
-            for kinds in (ranked_kinds, ())
+            for offered in (ranks, Ranks())
         )
         for layer in attending:  # what ranks cost is measured by the FFN that shrinks beside them
             mixers[layer] = unranked if layer in grid.family.dense_layers else attention
@@ -175,7 +179,7 @@ def _ffn_options(
     grid: Grid,
     damages: Damages,
     step: int | None,
-    ranked_kinds: Sequence[RankedKind],
+    ranks: Ranks,
     *,
     leaves_out: bool,
     reduce_experts: bool,
@@ -195,15 +199,15 @@ def _ffn_options(
         counts = expert_counts(grid.shape.experts)
         sizes = [size | {"num_experts": count} for size in sizes for count in counts]
         lost = (lost.unsqueeze(2) + damages.experts[:, counts].unsqueeze(1)).flatten(1)
-    kinds = [kind for kind in grid.family.stack.feed_forward.ranked if kind in ranked_kinds]
-    return _Options(grid, sizes, lost, kinds)
+    of_ffn = grid.family.stack.feed_forward.ranked
+    return _Options(grid, sizes, lost, {kind: ranks[kind] for kind in of_ffn if kind in ranks})
 
 
 def _attention_options(
     grid: Grid,
     plan: Plan,
     damages: Damages,
-    ranked_kinds: Sequence[RankedKind],
+    ranks: Ranks,
     *,
     reduce_heads: bool,
     leaves_out: bool,
@@ -225,8 +229,8 @@ def _attention_options(
     if leaves_out:
         lost = torch.cat((damages.heads[:, :1], lost), 1)
         sizes = [NO_HEADS, *sizes]
-    kinds = [kind for kind in grid.family.stack.attention.ranked if kind in ranked_kinds]
-    return _Options(grid, sizes, lost, kinds)
+    of_attention = grid.family.stack.attention.ranked
+    return _Options(grid, sizes, lost, {kind: ranks[kind] for kind in of_attention if kind in ranks})
 
 
 def _inner_sizes(grid: Grid) -> list[Sizes]:
@@ -248,7 +252,7 @@ def _inner_sizes(grid: Grid) -> list[Sizes]:
     return [score | value for score in ({}, *scores) for value in ({}, *values)]
 
 
-def _ranks(shape: ModelShape, kind: RankedKind) -> list[int | None]:
+def _ranks(shape: ModelShape, kind: RankedKind, round_to: int | None) -> list[int | None]:
     """Return the ranks of a linear, None for whole, in steps of about a sixteenth from a quarter of the hidden size.
 
     A profile measures what half of it costs.
@@ -260,20 +264,20 @@ def _ranks(shape: ModelShape, kind: RankedKind) -> list[int | None]:
         "gate": shape.intermediate_size,
         "up": shape.intermediate_size,
     }
-    step = default_round_to(hidden)
+    step = round_to or default_round_to(hidden)
     step *= max(1, hidden // (16 * step))
     return [*range(step * -(-hidden // (4 * step)), min(hidden, rows[kind]), step), None]
 
 
 class _Options:
-    """List what a sublayer may be: each of its `own` sizes, with every combination of ranks of `kinds` of linears.
+    """List what a sublayer may be: each of its `own` sizes, with every combination of `ranks` of linears.
 
     `lost (layers, own)` is the damage of the own sizes in every layer.
     """
 
-    def __init__(self, grid: Grid, own: list[Sizes], lost: torch.Tensor, kinds: Sequence[RankedKind]) -> None:
-        self._grid, self._own, self._lost, self._kinds = grid, own, lost, kinds
-        self._ranks = [_ranks(grid.shape, kind) for kind in kinds]
+    def __init__(self, grid: Grid, own: list[Sizes], lost: torch.Tensor, ranks: Ranks) -> None:
+        self._grid, self._own, self._lost, self._kinds = grid, own, lost, tuple(ranks)
+        self._ranks = list(ranks.values())
         self._shape = (len(own), *(len(ranks) for ranks in self._ranks))
 
     def sizes(self, option: int) -> Sizes:

@@ -75,6 +75,7 @@ def meet_budget(
             reduce_embedding=reduce_embedding,
             reduce_inner=reduce_inner and grid.inner_sizes_differ,
             ranked_kinds=ranked_kinds if grid.has_ranks and len(damages.ranks) else (),
+            round_ranks_to=round_to,
             reduce_experts=reduce_experts,
         )
     if not reduce_heads:
