@@ -1,4 +1,4 @@
-# make setup | check | test | docs | demo | bench | gpu-bundle: each works on a fresh machine with Python 3.11 or newer.
+# make setup | check | test | docs | demo | bench | findings | gpu-bundle: each works on a fresh machine with Python 3.11 or newer.
 PYTHON ?= python3
 # with a GPU-less machine and the network: make demo TORCH_INDEX='--index-url https://download.pytorch.org/whl/cpu'
 TORCH_INDEX ?=
@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DATA_DIR ?= data
 
-.PHONY: setup check format test test-floors clients test-clients docs demo bench gpu-bundle clean
+.PHONY: setup check format test test-floors clients test-clients docs demo bench findings gpu-bundle clean
 
 setup: $(VENV)/.installed
 
@@ -107,6 +107,12 @@ bench: setup
 	$(BIN)/python benchmarks/overhead.py --data-dir $(DATA_DIR)
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/render.py
+
+# Behaviour of other software, as CONTRIBUTING says; each script installs what it needs in a folder of its own. Not a part of CI.
+findings: export TORCH_INDEX := $(TORCH_INDEX)
+findings:
+	@failed=; for script in findings/*.sh; do echo "== $$script"; $$script || failed="$$failed $$script"; done; \
+		test -z "$$failed" || { echo "changed:$$failed"; exit 1; }
 
 # What benchmarks/gpu.py carries to a machine with a GPU and without network, into .gpu/1 and .gpu/2 (less than 58 MiB each).
 gpu-bundle: setup

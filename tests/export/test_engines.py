@@ -11,11 +11,12 @@ import pytest
 from factories import MakeCheckpoint, MakeConfig
 from transformers import AutoConfig
 
-from oneshot.export.engines import notes_on_engines
+from oneshot.export.engines import HEADS_FILL_HIDDEN_SIZE, KINDS_BY_NUMBER, notes_on_engines
 from oneshot.export.stock import StockForm, with_kept_layers
 from oneshot.families import find_family
 from oneshot.pipeline import compress
 
+ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
@@ -29,6 +30,19 @@ def cut(config: dict[str, Any], layer: int) -> dict[str, Any]:
     """Return the config.json of a stock result without one layer."""
     kept = [number for number in range(config["num_hidden_layers"]) if number != layer]
     return with_kept_layers(config, kept, find_family(config))
+
+
+def documented(changed: str, engine: str) -> set[str]:
+    """Return the families in a line of the table of docs/engines.md."""
+    cells = [line.split("|") for line in (ROOT / "docs" / "engines.md").read_text().splitlines()]
+    lines = [one for one in cells if len(one) == 6 and one[1].strip().startswith(changed) and one[2].strip() == engine]
+    return set(lines[0][3].strip().split(", "))
+
+
+def test_the_page_names_the_families() -> None:
+    for engine, changed in (("llama.cpp", "layers have moved"), ("mlx-lm", "the same")):
+        assert documented(changed, engine) == {name for name, engines in KINDS_BY_NUMBER.items() if engine in engines}
+    assert documented("heads × head size", "llama.cpp") == set(HEADS_FILL_HIDDEN_SIZE)
 
 
 @pytest.mark.parametrize(
