@@ -251,7 +251,7 @@ def _keep_dtypes_(model: Any, dtype: torch.dtype) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if match := patterns.search(name):
             module, _, own = name.rpartition(".")
-            kept = tensor.detach().to(plan[kept_by[match.lastgroup]])
+            kept = tensor.detach().to(plan[kept_by[str(match.lastgroup)]])
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             setattr(model.get_submodule(module), own, torch.nn.Parameter(kept, False) if is_parameter else kept)
 
