@@ -78,8 +78,7 @@ class ResizedForm(OwnCode, StockForm):
         """Return the config.json of the result. Raises `PlanError` for a smaller hidden size."""
         if plan.hidden is not None:
             raise PlanError(
-                f"The per-layer form of this {model.family.model_type} keeps its hidden size; use --form stock, or "
-                "--set hidden=none."
+                f"The per-layer form of this {model.family.model_type} keeps its hidden size; use --form stock."
             )
         config, shape, stack = model.checkpoint.config, model.shape, self.grid(model).stack(plan)
         if len(plan.kept_layers) < shape.num_hidden_layers:
