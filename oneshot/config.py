@@ -28,6 +28,8 @@ NOT_IN_FINGERPRINT = ("checkpoint", "revision", "output", "machine", "overwrite"
 SPELLINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "params": ("parameters", parse_count),
     "parameters": ("parameters", parse_count),
+    "max_size": ("size_bytes", parse_size),
+    "size_bytes": ("size_bytes", parse_size),
     "max_memory": ("max_memory_bytes", parse_size),
     "max_memory_bytes": ("max_memory_bytes", parse_size),
     "max_device_memory": ("max_device_memory_bytes", parse_size),
@@ -45,7 +47,8 @@ class Target:
 
     Attributes:
         sparsity: fraction of the budget to remove, from 0 up to below 1.
-        parameters: stored parameters to keep, instead of `sparsity`.
+        parameters: stored parameters to keep at most, instead of `sparsity`.
+        size_bytes: bytes of the weight files at most, instead of `sparsity`.
         budget: what `sparsity` is a fraction of; latency is measured on this machine, for one sequence.
         hidden_size: kept hidden size; None: the whole.
         intermediate_size: kept FFN width of all layers; None: what the target asks for.
@@ -59,6 +62,7 @@ class Target:
 
     sparsity: float | None = None
     parameters: int | None = None
+    size_bytes: int | None = None
     budget: BudgetUnit = "parameters"
     hidden_size: int | None = None
     intermediate_size: int | None = None
@@ -71,18 +75,22 @@ class Target:
 
     def __post_init__(self) -> None:
         check_values(self)
-        given = (self.sparsity is not None) + (self.parameters is not None)
+        given = sum(one is not None for one in (self.sparsity, self.parameters, self.size_bytes))
         rates = self.hidden_rate, self.inner_rate
         sizes = self.hidden_size, self.intermediate_size, self.value_size, self.query_key_size
         sizes_given = any(size is not None for size in (*sizes, *rates, self.num_experts))
         if given > 1 or (given == 0 and not sizes_given):
-            raise ConfigError("Give exactly one target: --sparsity (such as 0.2) or --params (such as 900M).")
+            raise ConfigError(
+                "Give exactly one target: --sparsity (such as 0.2), --params (such as 900M) or --max-size (2GB)."
+            )
         if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
             raise ConfigError(f"--sparsity {self.sparsity} is out of range: give a fraction from 0 up to below 1.")
-        if self.parameters is not None and self.budget != "parameters":
-            raise ConfigError(f"--params counts parameters; give --sparsity beside --budget {self.budget}.")
+        for option, value in (("--params", self.parameters), ("--max-size", self.size_bytes)):
+            if value is not None and self.budget != "parameters":
+                raise ConfigError(f"{option} is a budget of its own; give --sparsity beside --budget {self.budget}.")
         if self.parameters is not None and self.parameters <= 0:
             raise ConfigError(f"--params {self.parameters} is out of range: give a positive number of parameters.")
+        check_minimum(self, size_bytes=1)
         check_minimum(self, round_to=1, hidden_size=1, intermediate_size=1, value_size=1, query_key_size=1)
         check_minimum(self, num_experts=1)
         for name in ("hidden_rate", "inner_rate"):
@@ -98,13 +106,13 @@ class Target:
 
     @property
     def states_share(self) -> bool:
-        """Return whether a number of parameters or a share of the budget is asked for, and not only sizes."""
-        return self.sparsity is not None or self.parameters is not None
+        """Return whether a whole size is asked for, beside or instead of sizes of its parts."""
+        return (self.sparsity, self.parameters, self.size_bytes) != (None, None, None)
 
     @property
     def asks_less(self) -> bool:
         """Return whether anything beside the stated sizes is to be removed."""
-        return bool(self.sparsity) or self.parameters is not None
+        return bool(self.sparsity) or self.parameters is not None or self.size_bytes is not None
 
     @property
     def states_hidden_size(self) -> bool:
@@ -306,6 +314,8 @@ def default_output(checkpoint: str, target: Target) -> str:
     size = "" if target.sparsity is None else f"-{target.sparsity:.2f}"
     if target.parameters is not None:
         size = f"-{target.parameters / 1e6:.0f}M"
+    if target.size_bytes is not None:
+        size = f"-{target.size_bytes / 1e6:.0f}MB"
     return f"{own_name(checkpoint)}-oneshot{size}"
 
 

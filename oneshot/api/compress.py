@@ -19,6 +19,7 @@ def compress(
     *,
     sparsity: float | None = None,
     params: str | int | None = None,
+    max_size: str | int | None = None,
     calibration: Any = None,
     form: str | None = None,
     recipe: str | None = None,
@@ -44,7 +45,8 @@ def compress(
         model: a folder of safetensors, a `.gguf` file, a name on the hub, or a model of transformers.
         output: the folder to write, which must not exist; None: `NAME-oneshot-0.20` in the working folder.
         sparsity: fraction of the stored parameters to remove.
-        params: stored parameters to keep, such as `"900M"`; give one of the two.
+        params: stored parameters to keep at most, such as `"900M"`.
+        max_size: bytes of the weight files at most, such as `"2GB"`; give one of the three.
         calibration: text like the one that the model will read: a source as on the command line (default `"c4"`), a
             path, a list of strings or of chats, a `datasets.Dataset`, a `DataLoader`, or token ids `(sequences,
             length)`.
@@ -68,6 +70,7 @@ def compress(
     given = {
         "sparsity": sparsity,
         "params": params,
+        "max_size": max_size,
         "calibration": calibration,
         "form": form,
         "recipe": recipe,

@@ -59,7 +59,10 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
         help=f"what --sparsity is a share of: {', '.join(budgets)} (default: parameters)",
     )
     target.add_argument(
-        "--params", metavar="P", help="stored parameters to keep, such as 900M or 5.5B, instead of --sparsity"
+        "--params", metavar="P", help="stored parameters to keep at most, such as 900M or 5.5B, instead of --sparsity"
+    )
+    target.add_argument(
+        "--max-size", metavar="SIZE", help="bytes of the weight files at most, such as 2GB, instead of --sparsity"
     )
     method = parser.add_argument_group("method")
     method.add_argument("--recipe", metavar="NAME", help=f"one of {', '.join(RECIPES)} (default: oneshot)")

@@ -135,9 +135,6 @@ def _with_subspaces(job: Job, sizes: JobSizes) -> JobSizes:
             advance=progress.advance,
         )
     if method.allocation == "error" and not target.states_hidden_size and plan.hidden.num_groups > 1:
-        wanted = target.wanted_parameters(run.dense.stored_parameters())
-        plan = spread_hidden_sizes(
-            run.grid, plan, subspaces.energies, target_parameters=wanted, round_to=target.round_to
-        )
+        plan = spread_hidden_sizes(run.grid, plan, subspaces.energies, budget=job.budget, round_to=target.round_to)
     assert plan.hidden is not None
     return replace(sizes, plan=plan, subspaces=StreamSubspaces(subspaces, plan.hidden, run.machine.device))

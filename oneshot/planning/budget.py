@@ -1,22 +1,35 @@
 """The bound of a plan, and the steps between sizes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from oneshot.errors import PlanError
 from oneshot.families import StackShape
 
 MAX_ROUND_TO = 64
 MISSED_SHARE = 0.05  # of what was to be removed, from which on a plan that misses its target is told
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The bound of a plan: `measure` of its sizes comes near to `target` or stays below it, in `unit`s."""
+    """The bound of a plan: `measure` of its sizes comes near to `target`, in `unit`s.
+
+    `is_ceiling`: it never exceeds the target, as users mean a number of parameters or of bytes.
+    """
 
     target: float
     measure: Callable[[StackShape], float] = StackShape.stored_parameters
     unit: str = "parameters"
+    is_ceiling: bool = False
+
+    def choose(self, options: Sequence[T], measures: Sequence[float]) -> T:
+        """Return the option whose measure is nearest to the target, below a ceiling if any is; else the smallest."""
+        pairs = list(zip(options, measures, strict=True))
+        if self.is_ceiling:
+            pairs = [pair for pair in pairs if pair[1] <= self.target] or [min(pairs, key=lambda pair: pair[1])]
+        return min(pairs, key=lambda pair: abs(pair[1] - self.target))[0]
 
     def show(self, amount: float) -> str:
         """Return `107,972,928 parameters` or `0.0131 seconds`."""

@@ -32,18 +32,18 @@ def with_fewer_layers(
         layers = list(fewer[-1].layers)
         layers[layer] = LEFT_OUT
         fewer.append(replace(plan, layers=tuple(layers)))
-    measured = [(option, budget.measure(grid.stack(option))) for option in fewer]
+    measures = [budget.measure(grid.stack(option)) for option in fewer]
     if meet_budget is None:
-        nearest, measure = min(measured, key=lambda pair: abs(pair[1] - budget.target))
-        if nearest == fewer[-1] and measure > budget.target:
+        nearest = budget.choose(fewer, measures)
+        if nearest == fewer[-1] and measures[-1] > budget.target:
             raise PlanError(
-                f"The target is {budget.show(budget.target)}, but one layer alone has {budget.show(measure)}; ask for "
-                "a smaller --sparsity."
+                f"The target is {budget.show(budget.target)}, but one layer alone has {budget.show(measures[-1])}; ask "
+                "for a smaller --sparsity."
             )
         return nearest
     plans: list[Plan] = []
     refusal: PlanError | None = None
-    for option, measure in measured:
+    for option, measure in zip(fewer, measures, strict=True):
         if plans and damages is None:
             break
         if measure < budget.target:

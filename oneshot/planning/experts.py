@@ -57,11 +57,11 @@ def with_experts(
             "Give --set num_experts= if neurons or heads also go, which take what is left; or set ffn=none, heads=none."
         )
     counts = expert_counts(experts)[::-1]
-    measures = {count: budget.measure(grid.stack(plan.with_sizes(num_experts=count))) for count in counts}
-    least = min(measures.values())
+    measures = [budget.measure(grid.stack(plan.with_sizes(num_experts=count))) for count in counts]
+    least = min(measures)
     if budget.target < least:
         raise PlanError(
             f"The target is {budget.show(budget.target)}, but removing experts gets down to {budget.show(least)} at "
             "best; ask for a smaller --sparsity."
         )
-    return plan.with_sizes(num_experts=min(measures, key=lambda count: abs(measures[count] - budget.target)))
+    return plan.with_sizes(num_experts=budget.choose(counts, measures))

@@ -7,7 +7,7 @@ import torch
 
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
-from oneshot.planning.budget import default_round_to
+from oneshot.planning.budget import Budget, default_round_to
 from oneshot.planning.grid import Grid
 from oneshot.planning.plan import HiddenPlan, Plan
 
@@ -15,13 +15,13 @@ PRICE_STEPS = 60  # bisection steps for the price of a parameter
 
 
 def plan_hidden(
-    grid: Grid, plan: Plan, target: Target, group_size: int, *, sublayers_shrink: bool, target_parameters: int
+    grid: Grid, plan: Plan, target: Target, group_size: int, *, sublayers_shrink: bool, budget: Budget
 ) -> Plan:
-    """Return the plan with one width for all groups: the given one, or the one nearest to the target."""
+    """Return the plan with one width for all groups: the given one, or the one that the budget chooses."""
     shape, by_target = grid.shape, target.hidden_size is None
     if sublayers_shrink and by_target:
         raise ConfigError("Give --set hidden_size= if FFN or heads also shrink; they take what is left.")
-    if not sublayers_shrink and not by_target and (target.sparsity is not None or target.parameters is not None):
+    if not sublayers_shrink and not by_target and target.states_share:
         raise ConfigError("Give either --set hidden_size= or a target if only the hidden size shrinks.")
     group_of = groups_of_positions(grid.family.last_stack.position(shape.num_hidden_layers), group_size)
 
@@ -38,14 +38,14 @@ def plan_hidden(
     widths = range(step, shape.hidden_size, step)
     if not widths:
         raise PlanError(f"--round-to {step} is above the hidden size of {shape.hidden_size}; give a smaller one.")
-    parameters = {size: grid.stack(with_width(size)).stored_parameters() for size in widths}
-    largest = grid.stack(with_width(shape.hidden_size)).stored_parameters()
-    if not parameters[widths[0]] <= target_parameters <= largest:
+    measures = [budget.measure(grid.stack(with_width(size))) for size in widths]
+    largest = budget.measure(grid.stack(with_width(shape.hidden_size)))
+    if not measures[0] <= budget.target <= largest:
         raise PlanError(
-            f"The hidden size alone cannot reach {target_parameters:,} parameters: {widths[0]} gives "
-            f"{parameters[widths[0]]:,}, all of it {largest:,}; ask for a smaller --sparsity."
+            f"The hidden size alone cannot reach {budget.show(budget.target)}: {widths[0]} gives "
+            f"{budget.show(measures[0])}, all of it {budget.show(largest)}; ask for a smaller --sparsity."
         )
-    return with_width(min(widths, key=lambda size: abs(parameters[size] - target_parameters)))
+    return with_width(budget.choose(widths, measures))
 
 
 def groups_of_positions(sublayers: int, group_size: int) -> tuple[int, ...]:
@@ -58,9 +58,9 @@ def groups_of_positions(sublayers: int, group_size: int) -> tuple[int, ...]:
 
 
 def spread_hidden_sizes(
-    grid: Grid, plan: Plan, energies: torch.Tensor, *, target_parameters: int, round_to: int | None
+    grid: Grid, plan: Plan, energies: torch.Tensor, *, budget: Budget, round_to: int | None
 ) -> Plan:
-    """Return the plan whose groups have the widths of least lost energy at the target number of stored parameters.
+    """Return the plan whose groups have the widths of least lost energy within a budget of stored parameters.
 
     A direction stays if its share of the group's energy, per parameter that it costs, is above one price for all
     groups. Bisection finds the price (a Lagrange multiplier).
@@ -93,7 +93,6 @@ def spread_hidden_sizes(
     for _ in range(PRICE_STEPS):
         middle = (low + high) / 2
         sizes = [int(widths[count]) for count in (tails > math.exp(middle)).long().cumprod(1).sum(1)]
-        if abs(total(sizes) - target_parameters) <= abs(total(best) - target_parameters):
-            best = sizes
-        low, high = (middle, high) if total(sizes) > target_parameters else (low, middle)
+        best = budget.choose([sizes, best], [total(sizes), total(best)])
+        low, high = (middle, high) if total(sizes) > budget.target else (low, middle)
     return with_sizes(best)

@@ -25,7 +25,8 @@ SECONDS_DIFFER = 0.1  # share by which a latency that is measured again may be a
 
 def parameter_budget(target: Target, dense: StackShape) -> Budget:
     """Return the budget of a target that counts stored parameters."""
-    return Budget(target.wanted_parameters(dense.stored_parameters()))
+    is_ceiling = target.parameters is not None
+    return Budget(target.wanted_parameters(dense.stored_parameters()), is_ceiling=is_ceiling)
 
 
 def make_plan(
@@ -120,7 +121,7 @@ def _plan(grid: Grid, method: Method, target: Target, damages: Damages | None, b
             target,
             method.group_size,
             sublayers_shrink=sublayers_shrink,
-            target_parameters=round(budget.target),
+            budget=budget,
         )
     grid.refuse(plan)
     shrinks = sublayers_shrink or (method.plans_experts and damages is not None)
@@ -271,6 +272,6 @@ def predicted_curve(grid: Grid, method: Method, target: Target, damages: Damages
     curve = {}
     for share in CURVE_SHARES:
         with contextlib.suppress(PlanError, ConfigError):
-            plan = make_plan(grid, method, replace(target, sparsity=share, parameters=None), damages)
+            plan = make_plan(grid, method, replace(target, sparsity=share, parameters=None, size_bytes=None), damages)
             curve[str(share)] = predicted_damage(plan, grid.shape, damages)
     return curve

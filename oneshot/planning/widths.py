@@ -100,7 +100,7 @@ def _nearest_heads(grid: Grid, plan: Plan, options: list[Plan], budget: Budget, 
             f"Heads alone can give up {budget.show(most)} of the {budget.show(surplus)} asked for; "
             "ask for a smaller --sparsity."
         )
-    return min(options, key=lambda option: abs(budget.measure(grid.stack(option)) - budget.target))
+    return budget.choose(options, [budget.measure(grid.stack(option)) for option in options])
 
 
 def _with_width(
@@ -115,7 +115,8 @@ def _with_width(
     widths = [*range(step, width, step), width]
     options = [plan.with_sizes(intermediate_size=width) for width in widths]
     measures = [budget.measure(grid.stack(option)) for option in options]
-    lowest = measures[0] - (measures[1] - measures[0] if len(measures) > 1 else 0) / 2
+    below = (measures[1] - measures[0]) / 2 if len(measures) > 1 and not budget.is_ceiling else 0.0
+    lowest = measures[0] - below
     if budget.target < lowest and reduce_embedding:
         tables = equal_tables(grid.shape.vocab_size, grid.shape.hidden_size)
         options = [replace(options[0], embedding=ranges) for ranges in tables]
@@ -123,7 +124,7 @@ def _with_width(
         lowest = measures[0]
     if budget.target < lowest:
         raise OutOfReachError(budget, measures[0])
-    return min(zip(options, measures, strict=True), key=lambda pair: abs(pair[1] - budget.target))[0]
+    return budget.choose(options, measures)
 
 
 def _least_damage(grid: Grid, options: list[Plan], budget: Budget, damages: Damages, step: int) -> Plan:

@@ -33,7 +33,7 @@ def build_report(
         text: None if none was read. measured: other fields of `Report`.
     """
     target = config.target
-    asked = target.sparsity if target.parameters is None else 1 - target.parameters / stored["dense"]
+    asked = target.sparsity if target.parameters is None else 1 - target.parameters / stored["dense"]  # bytes: none
     return Report(
         config=config.to_dict(),
         method=asdict(method),

@@ -1,6 +1,7 @@
 """Resources shared by all targets of a run: the machine, the model, the method, the text and the profile."""
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -65,6 +66,7 @@ from oneshot.text import (
     Text,
 )
 
+HEADER_BYTES = 256  # of a tensor, in the header of a weight file
 logger = logging.getLogger(__name__)
 
 
@@ -267,6 +269,8 @@ class Run:
     def budget(self, target: Target) -> Budget:
         """Return what a target asks for, in its own unit."""
         checkpoint, dense = self.model.checkpoint, self.dense
+        if target.size_bytes is not None:
+            return self._file_budget(target.size_bytes)
         kept = 1 - (target.sparsity or 0.0)
         if target.budget == "bytes":
             each = expected_bytes(self._config.save_dtype, checkpoint, 10**9) / 10**9
@@ -283,6 +287,20 @@ class Run:
                 raise PlanError(reason)
             return Budget(kept * self._seconds(dense), self._seconds, "seconds")
         return parameter_budget(target, dense)
+
+    def _file_budget(self, size_bytes: int) -> Budget:
+        """Return a ceiling of the bytes of the weight files, with headers; mixed dtypes count as the narrowest."""
+        checkpoint, dense = self.model.checkpoint, self.dense.stored_parameters()
+        whole = expected_bytes(self._config.save_dtype, checkpoint, dense)
+        narrowest = whole / dense if self._config.save_dtype != "keep" else math.floor(whole / dense)
+        headers = HEADER_BYTES * 2 * len(checkpoint.shapes)  # a linear of low rank is two tensors
+        if not self.form.is_safetensors:  # one file, with the vocabulary
+            headers += sum(path.stat().st_size for path in checkpoint.folder.glob("tokenizer*"))
+
+        def measure(stack: StackShape) -> float:
+            return headers + whole - narrowest * (dense - stack.stored_parameters())
+
+        return Budget(size_bytes, measure, "bytes", is_ceiling=True)
 
     def fingerprint(self, config: Config, schedule: Schedule) -> dict[str, Any]:
         """Return what the written weights depend on: runs with equal fingerprints write the same bytes."""

@@ -24,7 +24,7 @@ from oneshot.families import LLAMA, ModelShape
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.method import TokenWeighting
 from oneshot.pipeline import compress
-from oneshot.planning import Grid, HiddenPlan, LayerPlan, Plan, groups_of_positions, spread_hidden_sizes
+from oneshot.planning import Budget, Grid, HiddenPlan, LayerPlan, Plan, groups_of_positions, spread_hidden_sizes
 from oneshot.text import Text
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -321,7 +321,7 @@ def test_widths_follow_the_spectra() -> None:
     target = grid.stack(plan).stored_parameters()
     steep, flat = torch.logspace(0, -6, 64, dtype=torch.float64), torch.logspace(0, -1, 64, dtype=torch.float64)
     energies = torch.stack([steep, steep, flat, flat, flat])
-    spread = spread_hidden_sizes(grid, plan, energies, target_parameters=target, round_to=4)
+    spread = spread_hidden_sizes(grid, plan, energies, budget=Budget(target), round_to=4)
     assert spread.hidden is not None
     first, second = spread.hidden.sizes[0], spread.hidden.sizes[-1]
     assert first < 48 < second

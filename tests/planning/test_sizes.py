@@ -318,7 +318,7 @@ def test_ranks_are_timed_for_every_linear(make_checkpoint: MakeCheckpoint, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parameters": 1000, "budget": "flops"}, "counts parameters"),
+        ({"parameters": 1000, "budget": "flops"}, "is a budget of its own"),
         ({"sparsity": 0.2, "budget": "money"}, "not one of"),
     ],
 )
