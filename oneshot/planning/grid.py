@@ -150,10 +150,10 @@ class Grid:
                 )
         if plan.hidden is not None and plan.hidden.num_groups > 1 and not self.subspaces_differ:
             can = self.remedy is not None and (self.instead is None or self.instead.subspaces_differ)
-            other = f"add {self.remedy}, or " if can else ""
+            other = f"add {self.remedy}, or " if can else "use "
             raise PlanError(
                 f"{plan.hidden.num_groups} groups with their own subspaces need shortcut matrices, which this form "
-                f"does not hold; {other}set group_size=0."
+                f"does not hold; {other}--set group_size=0."
             )
         projects = self.replaces_layer_norms or (self.shape.norms_after and self.subspaces_differ)
         if plan.hidden is not None and self.shape.layer_norms and not projects:
