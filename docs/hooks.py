@@ -19,6 +19,7 @@ with warnings.catch_warnings(action="ignore"):  # ziamath opens its font by a de
 
 ROOT = Path(__file__).resolve().parent.parent
 
+EXAMPLES = ("chat_model.py", "first_result.ipynb", "heal_and_serve.py", "mixture.py")
 # file of the repository: file of the site
 OUTSIDE = {
     "README.md": "index.md",
@@ -29,6 +30,8 @@ OUTSIDE = {
     "benchmarks/results/layers.svg": "assets/layers.svg",
     "benchmarks/results/pareto.svg": "assets/pareto.svg",
     "benchmarks/results/quality.svg": "assets/quality.svg",
+    "examples/README.md": "examples/index.md",
+    **{f"examples/{name}": f"examples/{name}" for name in EXAMPLES},
     "kernels/oneshot_kernels/count_sketch/README.md": "kernels/count-sketch.md",
     "kernels/oneshot_kernels/gram/README.md": "kernels/gram.md",
     "kernels/oneshot_kernels/pivoted_qr/README.md": "kernels/pivoted-qr.md",
