@@ -10,6 +10,7 @@ from oneshot.cli.options import AUTO_DTYPE, CHECKPOINT_HELP, begin_work, run_com
 from oneshot.cli.parser import OneOf, Parser
 from oneshot.config import Dtype, Kind
 from oneshot.errors import CalibrationError, ConfigError, OutputError, cause
+from oneshot.tasks import ALL_BUILTIN, builtin_tasks, refuse_unknown
 
 
 def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
@@ -49,7 +50,12 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
         type=int,
         help="at most this many windows or examples of each text (default: all; c4 has hundreds of millions)",
     )
-    parser.add_argument("--tasks", nargs="+", default=[], help="lm-eval tasks")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=[],
+        help=f"lm-eval tasks; {', '.join(builtin_tasks())}, or {ALL_BUILTIN} for these, need no network",
+    )
     parser.add_argument("--limit", type=int, help="at most this many documents of each task")
     parser.add_argument(
         "--include-path", help="folder with task YAML files of your own; they replace lm-eval's of the same name"
@@ -104,6 +110,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
             raise ConfigError(f"--batch-size {arguments.batch_size} is too small; give at least 1.")
         if arguments.output:
             _refuse_file(Path(arguments.output))
+        if arguments.tasks:
+            refuse_unknown(arguments.tasks, arguments.include_path)
         begin_work(arguments)
         from oneshot.evaluation import evaluate, print_evaluations, write_json
 

@@ -12,7 +12,7 @@ from oneshot.errors import CalibrationError, ConfigError
 from oneshot.evaluation.comparison import Evaluation, TextRecord, text_record
 from oneshot.evaluation.models import load_model, measure_latency
 from oneshot.evaluation.scoring import TextScore, relative_score, score_windows
-from oneshot.evaluation.tasks import run_tasks, task_manager
+from oneshot.evaluation.tasks import load_documents, run_tasks, task_manager
 from oneshot.evaluation.tokenizers import refuse_other_tokenizers
 from oneshot.export import stated_shape
 from oneshot.families import StackShape
@@ -69,7 +69,10 @@ def evaluate_windows(
 
     Raises `CheckpointError`, `CalibrationError` and `ConfigError`.
     """
-    manager = task_manager(tasks, include_path) if tasks else None  # a wrong name is refused before hours of scoring
+    manager = None
+    if tasks:  # a wrong name is refused before hours of scoring
+        manager = task_manager(tasks, include_path)
+        load_documents(tasks, manager)
     sizes = [_sizes(checkpoint) for checkpoint in checkpoints]
     shapes, positions = [shape for shape, _ in sizes], [most for _, most in sizes]
     if not texts and not tasks:

@@ -1,0 +1,54 @@
+"""Names of tasks, looked up in the task files of lm-eval: loading lm-eval and its index takes ten seconds."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from oneshot.errors import ConfigError
+from oneshot.parsing import did_you_mean
+from oneshot.tasks.builtin import ALL_BUILTIN, builtin_tasks
+
+NAMED = re.compile(rb"^(?:task|group|tag): *[\"']?([\w.-]+)[\"']? *$", re.MULTILINE)
+
+
+def refuse_unknown(tasks: Sequence[str], include_path: str | None) -> None:
+    """Raise `ConfigError` if lm-eval is missing, `include_path` is not a folder, or a name is in no task file.
+
+    A name that is part of a file's text passes here, and lm-eval's index decides.
+    """
+    origin = getattr(find_spec("lm_eval"), "origin", None)
+    if origin is None:
+        raise ConfigError("--tasks needs lm-eval; run pip install 'oneshot-llm[eval]'.")
+    if include_path is not None and not Path(include_path).is_dir():
+        raise ConfigError(f"--include-path {include_path} is not a folder; give the one with your task YAML files.")
+    own = {ALL_BUILTIN, *builtin_tasks()}
+    wanted = [task for task in tasks if task not in own and not Path(task).is_file()]
+    folders = [Path(origin).parent / "tasks"] if include_path is None else [include_path, Path(origin).parent / "tasks"]
+    unseen, named = {task: task.encode() for task in wanted}, set(own)
+    for folder in folders if wanted else ():
+        for text in _task_files(folder):
+            unseen = {task: name for task, name in unseen.items() if name not in text}
+            if not unseen:
+                return
+            named.update(match.decode() for match in NAMED.findall(text))
+    if unseen:
+        raise unknown(next(iter(unseen)), named)
+
+
+def unknown(task: str, known: set[str]) -> ConfigError:
+    """Return the error on a name that is not known."""
+    start = task[:1]
+    similar = did_you_mean(task, sorted(name for name in known if name[:1] == start and abs(len(name) - len(task)) < 4))
+    advice = f"; check the name, give --include-path, or the small tasks of --tasks {ALL_BUILTIN}"
+    return ConfigError(f"--tasks {task} is not known to lm-eval{advice if similar == '.' else ''}{similar}")
+
+
+def _task_files(folder: str | os.PathLike[str]) -> Iterator[bytes]:
+    """Yield the text of every task file, and of every file that task files include."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith("yaml"):
+                with open(os.path.join(place, name), "rb") as file:
+                    yield file.read()
