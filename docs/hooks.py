@@ -54,7 +54,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links between files of the repository as links between pages, and free tables from their markers.
+    """Rewrite links between files of the repository as links between pages; leave out badges and markers of tables.
 
     A link to a file that is not on the site keeps its text alone. A link to a file that does not exist stays, and the
     strict build refuses it.
@@ -78,7 +78,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return match[0]
         return f"{text}({posixpath.relpath(site, posixpath.dirname(here) or '.')}{anchor}{name})"
 
-    return re.sub(r"<!-- (?:table: \w+|end) -->", "\n", LINK.sub(rewrite, markdown))
+    without_badges = re.sub(r"^\[!\[.*\n", "", markdown, flags=re.MULTILINE)  # they would be asked of another host
+    return re.sub(r"<!-- (?:table: \w+|end) -->", "\n", LINK.sub(rewrite, without_badges))
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:

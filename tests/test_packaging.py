@@ -5,6 +5,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import yaml
 from packaging.version import Version
 
 from oneshot.version import __version__
@@ -54,3 +55,10 @@ def test_the_version_is_the_modules() -> None:
     (dynamic,) = PROJECT["tool"]["setuptools"]["dynamic"].values()
     assert dynamic == {"attr": "oneshot.version.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
+
+
+def test_the_citation_is_of_this_version_and_names_no_person() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what the format requires
+    assert (citation["version"], citation["license"]) == (__version__, PROJECT["project"]["license"])
+    assert citation["authors"] == [{"name": "The oneshot developers"}]

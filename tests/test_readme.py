@@ -22,6 +22,7 @@ DOCUMENTS = [
     *(ROOT / "docs").rglob("*.md"),
     *ROOT.glob("kernels/*/*/*.md"),
     ROOT / "benchmarks/README.md",
+    ROOT / "examples/README.md",
 ]
 FOREIGN = {
     *("--model", "--model_args", "--multi_gpu", "--num_processes", "--nproc-per-node"),  # lm_eval, accelerate, torchrun
