@@ -1,8 +1,8 @@
 """`make demo`: compress SmolLM2-135M-Instruct by a tenth, off-line, and put the result beside the original.
 
 The model comes as a 4-bit GGUF file and is written as bfloat16 first, so that sizes before and after are of one kind.
-Calibration is Python's own help text, which every machine has: a narrow, technical kind, fit for a demo and nothing
-more. The perplexity is measured on this repository's documents, another kind of text.
+Calibration is the text that is in the package, eight kinds in English. The perplexity is measured on this repository's
+documents, which are not among it.
 """
 
 import shutil
