@@ -77,9 +77,9 @@ def models_table() -> str:
     names = {**KINDS, CODE: "Python code"}
     head = ["model", "form", "text", "stored parameters", "score", *(names[kind] for kind in kinds), "made on, windows"]
     caption = (
-        "Perplexity ÷ the dense model's; the score is the geometric mean of the first five; general.jsonl, and where "
-        "the text says so as much of the model's own (`+self`). In bfloat16 on a GPU, in float32 on a CPU, each "
-        "judged on so many windows of a text"
+        "Perplexity ÷ the dense model's; the score is the geometric mean of the first five. Calibrated on "
+        "general.jsonl, with `+self` half of it and half of the model's own text. In bfloat16 on a GPU, in float32 on "
+        "a CPU; the last column ends with the number of windows of each kind of text"
     )
     seeds = sorted({str(len(row["scores"])) for row in rows if "scores" in row})
     caption += f"; ± is the standard deviation over {' or '.join(seeds)} seeds" if seeds else ""
