@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,19 @@ from oneshot.families import FAMILIES
 FLOAT_BYTES = 4
 FLOAT_KINDS: dict[str, SaveDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SHARD_BYTES = 2**30  # of the converted files; one of them is in memory
+
+
+class WeightSource(Protocol):
+    """Tensors by their names in a checkpoint, read in float32; `num_bytes`: of all of them."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return some tensors."""
 
 
 class GgufCheckpoint(Checkpoint):
@@ -49,7 +62,7 @@ class GgufCheckpoint(Checkpoint):
             self._file = GgufModel(path)
         except Exception as error:  # damage shows itself in many types; the cause is named and chained
             raise _unreadable(path, error) from error
-        self._architecture, self.config = architecture_of(self._file), config_of(self._file)
+        self._architecture, self.config = architecture_of(self._file, path), config_of(self._file)
         family = FAMILIES[self._architecture.model_type]
         self._transposed = tuple(f"{linear}.weight" for linear in family.stack.transposed)
         self._num_layers = self.config[family.sizes.num_hidden_layers]
@@ -197,7 +210,7 @@ def convert_gguf(path: Path, scratch: Path) -> Path:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_weights(source, folder)
+        write_weights(source, folder)
         _save_tokenizer(tokenizer, folder)
         _write_config(source.config, folder)
         if (kind := source.pooling) is not None:
@@ -228,7 +241,7 @@ def _write_config(config: dict[str, Any], folder: Path) -> None:
     complete.save_pretrained(folder)
 
 
-def _write_weights(source: GgufCheckpoint, folder: Path) -> None:
+def write_weights(source: WeightSource, folder: Path) -> None:
     """Write the weights as one file, or as several with an index."""
     from safetensors.torch import save_file
 

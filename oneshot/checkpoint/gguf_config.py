@@ -1,8 +1,11 @@
 """From the metadata of a GGUF file to the config.json of the model in it."""
 
 import math
+import shlex
+from pathlib import Path
 from typing import Any
 
+from oneshot.checkpoint.compressed import again
 from oneshot.checkpoint.gguf_architectures import ARCHITECTURES, KV_HEADS, Architecture
 from oneshot.checkpoint.gguf_file import GgufModel
 from oneshot.checkpoint.gguf_rotary import (
@@ -27,13 +30,17 @@ SILENT = ("vocab_size", ROTARY_SIZE, *HEAD_SIZES)
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
 
-def architecture_of(file: GgufModel) -> Architecture:
-    """Return the description of a file's architecture; raises `CheckpointError` for one that is not known."""
+def architecture_of(file: GgufModel, path: Path = Path()) -> Architecture:
+    """Return the description of a file's architecture; raises `CheckpointError` for one that is not known.
+
+    `path`: of the file, for the message.
+    """
     name = file.metadata.get("general.architecture")
     if name == OWN_SIZES:
         raise CheckpointError(
-            f"The layers of this GGUF file have sizes of their own (architecture {name}), which llama.cpp alone opens; "
-            "evaluate it with llama-perplexity, or give the model it came from."
+            f"The layers of this GGUF file have sizes of their own (architecture {name}); to compress further, "
+            f"{again(path.parent, 'gguf')}; to measure it, give oneshot evaluate the file in its folder with "
+            f"config.json, or run llama-perplexity -m {shlex.quote(str(path))} -f YOUR_TEXT."
         )
     if name not in ARCHITECTURES:
         raise CheckpointError(

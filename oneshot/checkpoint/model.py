@@ -16,6 +16,7 @@ from oneshot.checkpoint.checks import (
     stock_sample,
 )
 from oneshot.checkpoint.class_names import names_in_class
+from oneshot.checkpoint.compressed import refuse_compressed
 from oneshot.checkpoint.nearest import nearest_family
 from oneshot.checkpoint.quantised import refuse_quantised
 from oneshot.checkpoint.reader import Checkpoint
@@ -181,6 +182,7 @@ def identify(checkpoint: Checkpoint) -> Model:
 
     Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
     """
+    refuse_compressed(checkpoint.config, checkpoint.folder)
     refuse_quantised(checkpoint.config, checkpoint.folder)
     family = _known_family(checkpoint.config)
     if family.text_module is None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from oneshot.checkpoint.compressed import refuse_compressed
 from oneshot.checkpoint.dtypes import ITEM_BYTES
 from oneshot.checkpoint.quantised import UNUSED, dequantised, scales_of
 from oneshot.checkpoint.read_log import ReadLog
@@ -78,6 +79,9 @@ class Checkpoint:
                     return dict.fromkeys(handle.keys(), file)
         files = sorted(self.folder.glob("*.gguf"))
         if files:
+            layers = self.config.get("layers")  # of the form gguf; equal ones are opened as any other GGUF file
+            if isinstance(layers, list) and any(layer != layers[0] for layer in layers):
+                refuse_compressed(self.config, self.folder)
             raise CheckpointError(
                 f"{self.folder} holds a GGUF file and no safetensors weights; give {files[0]} itself."
             )

@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot chat") -> int:
 
 def _talk(arguments: argparse.Namespace) -> None:
     """Let the models answer every prompt, each in a conversation of its own."""
-    from oneshot.checkpoint import locate_checkpoint
     from oneshot.evaluation import Conversation
+    from oneshot.export import open_folder
     from oneshot.machine import resolve_device, resolve_dtype
 
     device = resolve_device(arguments.device)
@@ -65,7 +65,7 @@ def _talk(arguments: argparse.Namespace) -> None:
     if arguments.baseline:
         asked.append((arguments.baseline, None))
     with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
-        folders = [locate_checkpoint(name, Path(scratch), revision) for name, revision in asked]
+        folders = [open_folder(name, Path(scratch), revision) for name, revision in asked]
         conversations = [Conversation(folder, device=device, dtype=dtype) for folder in folders]
         for prompt in arguments.prompt or _typed():
             for (name, _), conversation in zip(asked, conversations, strict=True):

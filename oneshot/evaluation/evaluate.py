@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oneshot.checkpoint import Checkpoint, locate_checkpoint, open_gguf
+from oneshot.checkpoint import Checkpoint, open_gguf
 from oneshot.errors import ConfigError
 from oneshot.evaluation.by_example import evaluate_examples
 from oneshot.evaluation.by_window import evaluate_windows
 from oneshot.evaluation.comparison import Evaluation
 from oneshot.evaluation.kinds import Kind, kind_of
+from oneshot.export import open_folder, own_gguf
 from oneshot.machine import resolve_device, resolve_dtype
 from oneshot.machine.scratch import scratch_folder
 
@@ -51,9 +52,9 @@ def evaluate(
     compute = resolve_dtype(dtype, where)
     names = [*checkpoints, baseline] if baseline is not None else [*checkpoints]
     with scratch_folder() as scratch:
-        located = [Checkpoint(locate_checkpoint(name, scratch, revision)) for name in checkpoints]
+        located = [Checkpoint(open_folder(name, scratch, revision)) for name in checkpoints]
         if baseline is not None:
-            located.append(Checkpoint(locate_checkpoint(baseline, scratch, baseline_revision)))
+            located.append(Checkpoint(open_folder(baseline, scratch, baseline_revision)))
         kind = kind_of(located[0].config) if kind is None else kind
         if kind == "causal":
             results = evaluate_windows(
@@ -90,5 +91,8 @@ def evaluate(
 
 def _with_file_bytes(result: Evaluation) -> Evaluation:
     """Return the result with the bytes of the GGUF file, of which its model was a converted copy."""
+    own = own_gguf(result.checkpoint)
+    if own is not None:
+        return replace(result, file_bytes=own.stat().st_size)
     gguf = open_gguf(result.checkpoint)
     return result if gguf is None else replace(result, file_bytes=gguf.file_bytes)

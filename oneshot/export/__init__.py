@@ -3,6 +3,7 @@
 from oneshot.export.companions import model_classes, verify, write_companions
 from oneshot.export.engines import notes_on_engines
 from oneshot.export.forms import FORMS, Form, form_of, stated_shape
+from oneshot.export.gguf_result import open_folder, own_gguf
 from oneshot.export.layers import write_layers
 from oneshot.export.own_classes import coordinates
 from oneshot.export.planned import planned_parts
@@ -18,6 +19,8 @@ __all__ = [
     "form_of",
     "model_classes",
     "notes_on_engines",
+    "open_folder",
+    "own_gguf",
     "part_dtype",
     "planned_parts",
     "renamed_ranks",

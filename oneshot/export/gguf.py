@@ -169,12 +169,12 @@ def _tensors(model: Model, stack: StackShape, stored: list[Place], *, quantised:
         name = names.get_name(place.name, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise OutputError(f"llama.cpp has no place for {place.name}; please report this with the config.json.")
-        heads = _rotated_heads(place.name, stack) if architecture in INTERLEAVED else None
+        heads = rotated_heads(place.name, stack) if architecture in INTERLEAVED else None
         order = None if heads is None else partial(interleave, heads=heads)
         into = file_kind(place.dtype, place.shape, quantised=quantised)
         tensors.append(FileTensor(name, place.shape, into, partial(read_stored, place, into, order)))
-    without_them = dict(_expected(stack))
-    for name, shape in _expected(complete):
+    without_them = dict(expected_tensors(stack))
+    for name, shape in expected_tensors(complete):
         if name not in without_them:
             tensors.append(FileTensor(name, shape, "F32", partial(np.zeros, shape, np.float32)))
     return tensors
@@ -254,7 +254,7 @@ def _add_rotary(writer: Any, architecture: str, rotary: dict[str, Any]) -> None:
         add(f"{architecture}.rope.{key}", value)
 
 
-def _rotated_heads(name: str, stack: StackShape) -> int | None:
+def rotated_heads(name: str, stack: StackShape) -> int | None:
     """Return the heads of queries or keys under a tensor's stored name; None for other tensors."""
     module = name.rpartition(".")[0]
     if not module.endswith(("q_proj", "k_proj")):
@@ -282,7 +282,7 @@ def verify_gguf(path: Path, stack: StackShape) -> int:
         for tensor in reader.tensors
         if tensor.name != FACTORS
     }
-    expected = dict(_expected(stack))
+    expected = dict(expected_tensors(stack))
     for name in sorted(expected.keys() | written.keys()):
         if expected.get(name) != written.get(name):
             raise OutputError(
@@ -292,7 +292,7 @@ def verify_gguf(path: Path, stack: StackShape) -> int:
     return sum(math.prod(shape) for shape in written.values())
 
 
-def _expected(stack: StackShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def expected_tensors(stack: StackShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the tensors of a file and their shapes."""
     size = stack.embedding_size
     yield "token_embd.weight", (stack.vocab_size, size)

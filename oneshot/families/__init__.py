@@ -15,6 +15,7 @@ from oneshot.families.layer_shape import RANKED_KINDS, LayerShape, RankedKind, T
 from oneshot.families.llama import LLAMA
 from oneshot.families.reading import FAMILIES, find_family
 from oneshot.families.refusals import (
+    COMPRESSED,
     COMPRESSED_MODEL_TYPE,
     ENCODER_MODEL_TYPE,
     NAS_MODEL_TYPE,
@@ -30,6 +31,7 @@ from oneshot.families.wrappers import is_text, text_of, with_text
 
 __all__ = [
     "BERT",
+    "COMPRESSED",
     "COMPRESSED_MODEL_TYPE",
     "ENCODER_MODEL_TYPE",
     "FAMILIES",

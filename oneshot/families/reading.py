@@ -46,7 +46,7 @@ from oneshot.families.qwen2 import QWEN2
 from oneshot.families.qwen3 import QWEN3
 from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from oneshot.families.qwen3_next import QWEN3_NEXT
-from oneshot.families.refusals import UnknownFamilyError, refuse_compressed, refuse_recurrent
+from oneshot.families.refusals import UnknownFamilyError, refuse_recurrent
 from oneshot.families.roberta import CAMEMBERT, ELECTRA, ROBERTA, XLM_ROBERTA
 from oneshot.families.seed_oss import SEED_OSS
 from oneshot.families.smollm3 import SMOLLM3
@@ -136,7 +136,6 @@ def find_family(config: dict[str, Any]) -> Description:
     refuse_recurrent(model_type)
     if model_type not in FAMILIES:
         _refuse_unknown_mixture(config, model_type, None)
-        refuse_compressed(model_type)
         raise UnknownFamilyError(model_type, FAMILIES)
     classes, stated = FAMILIES[model_type].classes, stated_class(config)
     if classes and stated is not None and stated not in classes:

@@ -42,21 +42,8 @@ COMPRESSED_MODEL_TYPE = "oneshot"  # of a checkpoint in the per-layer form
 ENCODER_MODEL_TYPE = "oneshot-encoder"  # of an encoder in the per-layer form
 NAS_MODEL_TYPE = "nemotron-nas"
 RESIZED_MODEL_TYPE = "oneshot-resized"  # of one in its family's class with other linears
-_PER_LAYER = "The checkpoint is a compressed one in the per-layer form; give the model it came from."
-COMPRESSED = {
-    COMPRESSED_MODEL_TYPE: _PER_LAYER,
-    RESIZED_MODEL_TYPE: _PER_LAYER,
-    ENCODER_MODEL_TYPE: _PER_LAYER,
-    NAS_MODEL_TYPE: "The layers of the checkpoint have different sizes already (nemotron-nas); give the model it came "
-    "from.",
-}
-"""Sentences for model types whose layers have sizes of their own."""
-
-
-def refuse_compressed(model_type: str) -> None:
-    """Raise `CheckpointError` for a checkpoint whose layers have sizes of their own."""
-    if model_type in COMPRESSED:
-        raise CheckpointError(COMPRESSED[model_type])
+COMPRESSED = (COMPRESSED_MODEL_TYPE, RESIZED_MODEL_TYPE, ENCODER_MODEL_TYPE, NAS_MODEL_TYPE)
+"""Model types whose layers have sizes of their own."""
 
 
 def refuse_recurrent(model_type: str) -> None:

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig, build_model, silence, topics
+from factories import Fails, MakeCheckpoint, MakeConfig, build_model, silence, topics
 
 from oneshot import OneshotError
 from oneshot.checkpoint.layout import lay_out
 from oneshot.checkpoint.weight_files import WeightFiles
-from oneshot.errors import PlanError
-from oneshot.evaluation.models import load_model
+from oneshot.errors import CheckpointError, PlanError
+from oneshot.evaluation import evaluate, load_model
 from oneshot.export import gguf as form
-from oneshot.export import gguf_tensors
+from oneshot.export import gguf_tensors, open_folder
 from oneshot.export.gguf_vocabulary import CONTRACTIONS, REST, WORDS, Vocabulary, split_rules
 from oneshot.pipeline import compress, predict
 
@@ -133,6 +133,11 @@ def test_llama_cpps_graph_gives_the_logits_of_the_per_layer_form(
     with torch.inference_mode():
         wanted = load_model(tmp_path / "per-layer", device=CPU, dtype=torch.float32)(TOKEN_IDS).logits.double()
     torch.testing.assert_close(graph(path, TOKEN_IDS), wanted, rtol=1e-4, atol=2e-5)
+    for number, place in enumerate((path, path.parent)):  # what evaluate and chat open
+        (scratch := tmp_path / f"scratch-{number}").mkdir()
+        with torch.inference_mode():
+            opened = load_model(open_folder(str(place), scratch), device=CPU, dtype=torch.float32)
+            torch.testing.assert_close(opened(TOKEN_IDS).logits.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +165,7 @@ def test_the_architecture_of_equal_layers_holds_their_sizes(
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"attention_bias": True, "mlp_bias": True}], ids=str)
 def test_attention_and_ffns_are_left_out(
-    options: dict[str, Any], save_model: Callable[..., Path], make_config: MakeConfig
+    options: dict[str, Any], save_model: Callable[..., Path], make_config: MakeConfig, tmp_path: Path
 ) -> None:
     """Compare with the dense model, whose idle sublayers add nothing; the first attention stays."""
     model = build_model(layers=4, **options)
@@ -179,8 +184,12 @@ def test_attention_and_ffns_are_left_out(
     assert [layer["intermediate_size"] for layer in report.plan["layers"]] == [64, 0, 64, 0]
     biases = 2 * (2 + 32) if options.get("mlp_bias") else 0
     assert report.stored_parameters["compressed"] == wanted + 2 * 4 * 32 + biases  # neurons of zeros and their norms
+    (scratch := tmp_path / "scratch").mkdir()
+    opened = load_model(open_folder(str(path), scratch), device=CPU, dtype=torch.float32)
     with torch.inference_mode():
-        torch.testing.assert_close(graph(path, TOKEN_IDS), model(TOKEN_IDS).logits.double(), rtol=1e-4, atol=1e-4)
+        wanted_logits = model(TOKEN_IDS).logits.double()
+        torch.testing.assert_close(graph(path, TOKEN_IDS), wanted_logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(opened(TOKEN_IDS).logits.double(), wanted_logits, rtol=1e-4, atol=1e-4)
 
 
 def test_beside_it_lie_tokenizer_card_and_report(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
@@ -424,3 +433,42 @@ def test_what_it_cannot_hold_is_refused(
 ) -> None:
     with pytest.raises(OneshotError, match=sentence):
         compress(make_config(make_checkpoint(**model), form="gguf", **options))
+
+
+def test_a_file_of_own_sizes_alone_names_the_command_that_measures_it(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """It lies without its config.json, or beside the config.json of another result; the folder is measured."""
+    config = make_config(make_checkpoint(layers=3), form="gguf", embedding="none")
+    compress(config)
+    folder = Path(config.output)
+    options: dict[str, Any] = {"sequence_length": 32, "max_windows": 1, "decode_tokens": 0}
+    [measured] = evaluate([str(folder)], [config.text.calibration], **options)
+    assert measured.file_bytes == (folder / "model.gguf").stat().st_size
+    (alone := tmp_path / "alone file.gguf").write_bytes((folder / "model.gguf").read_bytes())
+    with pytest.raises(CheckpointError, match=f"run llama-perplexity -m '{alone}' -f YOUR_TEXT"):
+        evaluate([str(alone)], [config.text.calibration], **options)
+    stated = json.loads((folder / "config.json").read_text())
+    stated["layers"][0]["intermediate_size"] += 8
+    (folder / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(CheckpointError, match=f"with llama.cpp alone: llama-perplexity -m {folder}/model.gguf -f"):
+        evaluate([str(folder)], [config.text.calibration], **options)
+
+
+@pytest.mark.parametrize("form", ["per-layer", "nemotron-nas", "gguf"])
+def test_a_result_of_own_sizes_is_not_compressed_again(
+    form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, fails: Fails, tmp_path: Path
+) -> None:
+    """The command that is told starts from the original, and reaches the share that is left of two times the same."""
+    source = make_checkpoint(layers=3)
+    config = make_config(source, form=form, embedding="none", sparsity=0.1, output=str(tmp_path / "first"))
+    stored = compress(config).stored_parameters
+    share = 1 - (stored["compressed"] / stored["dense"]) ** 2
+    command = f"larger share: oneshot compress {source} --form {form} --sparsity {share:.2f}"
+    places = [tmp_path / "first", *(tmp_path / "first").glob("*.gguf")]
+    for place in places:
+        fails(place, command)
+    (tmp_path / "first" / "oneshot_report.json").unlink()
+    for place in places:
+        fails(place, "start from the model it came from with a larger share")
+    predict(make_config(source, form=form, embedding="none", sparsity=round(share, 2), output=str(tmp_path / "next")))
