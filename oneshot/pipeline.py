@@ -17,6 +17,7 @@ from oneshot.job import (
     compress_layers,
     decide_sizes,
     expect_parts,
+    expect_stages,
     tell_of_missed_target,
     write_outside,
     write_result,
@@ -25,7 +26,7 @@ from oneshot.machine.memory import reset_peak
 from oneshot.planning import Profile
 from oneshot.profiling import refuse_existing, save_profile
 from oneshot.report.grams import gram_sentences
-from oneshot.report.progress import Shown, Stopwatch
+from oneshot.report.progress import Shown, Stopwatch, Tracker, following
 from oneshot.report.records import Footprint, Report
 from oneshot.run import Run, open_run
 from oneshot.schedule import profile_schedule
@@ -33,7 +34,7 @@ from oneshot.schedule import profile_schedule
 logger = logging.getLogger(__name__)
 
 
-def compress(config: Config, *, show_progress: Shown = False) -> Report:
+def compress(config: Config, *, show_progress: Shown | Tracker = False) -> Report:
     """Compress a checkpoint into `config.output` and return the report that is also written there.
 
     Nothing appears at the output before it is complete. The same seed, machine and thread count give the same bytes,
@@ -43,11 +44,18 @@ def compress(config: Config, *, show_progress: Shown = False) -> Report:
     """
     watch = Stopwatch()
     config = with_kept_dtype(config, open_gguf(config.checkpoint))
-    with open_run(config, [output_folder(config.output)], show_progress=show_progress) as run:
-        return _compress(Job(config, run), watch)
+    with (
+        following(show_progress) as tracker,
+        open_run(config, [output_folder(config.output)], tracker=tracker) as run,
+    ):
+        job = Job(config, run)
+        expect_stages([job])
+        return _compress(job, watch)
 
 
-def compress_sizes(config: Config, sparsities: Sequence[float], *, show_progress: Shown = False) -> list[Report]:
+def compress_sizes(
+    config: Config, sparsities: Sequence[float], *, show_progress: Shown | Tracker = False
+) -> list[Report]:
     """Compress once for every sparsity, into `OUT/sparsity-0.10` and so on; text and profile are shared.
 
     All targets are planned before the first run, so that one out of reach is refused before any work.
@@ -66,8 +74,12 @@ def compress_sizes(config: Config, sparsities: Sequence[float], *, show_progress
     watch = Stopwatch()
     # the largest target decides whether a model needs further tensors
     largest = max(configs, key=lambda one: one.target.sparsity or 0)
-    with open_run(largest, [output_folder(one.output) for one in configs], show_progress=show_progress) as run:
+    with (
+        following(show_progress) as tracker,
+        open_run(largest, [output_folder(one.output) for one in configs], tracker=tracker) as run,
+    ):
         jobs = [Job(one, run) for one in configs]
+        expect_stages(jobs)
         reports = []
         for job in jobs:  # what all share counts for the first
             reports.append(_compress(job, watch))
@@ -105,15 +117,17 @@ def predict(config: Config) -> Footprint:
         return with_conversion(job.footprint, gguf)
 
 
-def profile(config: Config, *, show_progress: Shown = False) -> Profile:
+def profile(config: Config, *, show_progress: Shown | Tracker = False) -> Profile:
     """Profile the model and save it to `config.output`, for later plans. Raises as `compress`."""
     output = output_folder(config.output)
     refuse_existing(output)
     refuse_unwritable(output)
-    with open_run(config, show_progress=show_progress) as run:
+    with following(show_progress) as tracker, open_run(config, tracker=tracker) as run:
         schedule = profile_schedule(run.grid, run.method)
         run.check_text()
-        run.use_memory(run.footprint(config, schedule, None))
+        footprint = run.footprint(config, schedule, None)
+        run.use_memory(footprint)
+        tracker.expect(list(run.stage_seconds(config, schedule, None, footprint).items()))
         run.check_family()
         measured = run.make_profile(schedule)
         for sentence in gram_sentences(run.machine.workers.gather(run.warnings.take_notes()), []):

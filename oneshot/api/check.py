@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,19 +24,29 @@ from oneshot.text import SELF, has_tokens, load_text, load_tokenizer, rendered, 
 MOST_LETTERS = 2**15  # of a question in the words of a chat template
 QUESTION, OPENING = "Why is the sky blue? Answer in one sentence.", "The sky is blue because"
 LONGEST_REASON = 200  # letters
+CUT = " …"  # after an answer that its model did not end
+Step = Callable[[str], None]  # is told what the check does now
 
 
-def quick_check(config: Config, report: Report) -> Check:
+def _silent(step: str) -> None:
+    pass
+
+
+def quick_check(config: Config, report: Report, *, question: str | None = None, step: Step = _silent) -> Check:
     """Measure the result of a run beside its original, one model in memory at a time.
 
     It reads text of the same source that the run did not read, and never more than a sixteenth of the run's tokens or
     four windows. A check that is not possible, that needs more memory than is allowed, or a part of it, has a sentence
     that says why.
+
+    Args:
+        question: what both models are asked; None: the built-in question. A model without a chat template goes on with
+            it. step: is told what the check does now.
     """
     started = time.perf_counter()
     release_heap()
     reset_peak()
-    check = _checked(config, report)
+    check = _checked(config, report, question, step)
     return replace(
         check,
         seconds=time.perf_counter() - started,
@@ -44,7 +55,7 @@ def quick_check(config: Config, report: Report) -> Check:
     )
 
 
-def _checked(config: Config, report: Report) -> Check:
+def _checked(config: Config, report: Report, question: str | None, step: Step) -> Check:
     output = Path(config.output).expanduser()
     form = FORMS[config.form]
     if form.opened_by != "transformers":
@@ -52,12 +63,12 @@ def _checked(config: Config, report: Report) -> Check:
     try:
         if kind_of(Checkpoint(output).config) != "causal":
             return Check(skipped="The check asks models that write text; oneshot evaluate measures this one.")
-        return _measured(config, report, output)
+        return _measured(config, report, output, question, step)
     except (OneshotError, OSError, torch.cuda.OutOfMemoryError) as error:
         return Check(skipped=f"The check was not possible ({printable(str(error))[:LONGEST_REASON]}).")
 
 
-def _measured(config: Config, report: Report, output: Path) -> Check:
+def _measured(config: Config, report: Report, output: Path, asked: str | None, step: Step) -> Check:
     device = resolve_device(config.machine.device)
     dtype = resolve_dtype(config.machine.dtype, device)
     reason = _too_large(config, report, device)
@@ -71,7 +82,7 @@ def _measured(config: Config, report: Report, output: Path) -> Check:
     answers: dict[str, str] = {}
     unasked = ""
     try:
-        question, prompt = _question(tokenizer)
+        question, prompt = _question(tokenizer, asked)
     except CalibrationError as error:
         question, prompt, unasked = "", None, f"Nothing was asked ({printable(str(error))[:LONGEST_REASON]})."
     models: list[tuple[str, Path | GgufCheckpoint]] = [
@@ -81,6 +92,7 @@ def _measured(config: Config, report: Report, output: Path) -> Check:
     del gguf  # its file is closed when its model is there
     while models:
         name, place = models.pop()
+        step("checking the original" if name == "dense" else "checking the result")
         model = _opened(place, device, dtype)
         del place
         if windows is not None:
@@ -151,28 +163,34 @@ def _held_out(config: Config, report: Report, tokenizer: Any) -> tuple[torch.Ten
     return None, ""
 
 
-def _question(tokenizer: Any) -> tuple[str, torch.Tensor]:
-    """Return what both models are asked, and its tokens `(1, length)`, int64.
+def _question(tokenizer: Any, asked: str | None) -> tuple[str, torch.Tensor]:
+    """Return what both models are asked, and its tokens `(1, length)`, int64; `asked` replaces the built-in question.
 
     Raises `CalibrationError` if the chat template does not write it within bounds.
     """
     if not tokenizer.chat_template:
-        return OPENING, tokenizer(OPENING, return_tensors="pt")["input_ids"]
-    chat, arguments = [{"role": "user", "content": QUESTION}], {"add_generation_prompt": True}
+        opening = asked or OPENING
+        return opening, tokenizer(opening, return_tensors="pt")["input_ids"]
+    question = asked or QUESTION
+    chat, arguments = [{"role": "user", "content": question}], {"add_generation_prompt": True}
     text = rendered(tokenizer, chat, arguments, "a question", MOST_LETTERS)
-    return QUESTION, tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return question, tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
 
 
 @torch.inference_mode()
 def _answer(model: Any, tokenizer: Any, prompt: torch.Tensor) -> str:
-    """Return what a model writes greedily, in at most `ANSWER_TOKENS` tokens."""
+    """Return what a model writes greedily, in at most `ANSWER_TOKENS` tokens; `CUT` follows if it did not end there."""
     ids = prompt.to(model.device)
     mask = torch.ones_like(ids)
     try:
         written = model.generate(ids, attention_mask=mask, max_new_tokens=ANSWER_TOKENS, do_sample=False)
     except (TypeError, ValueError, RuntimeError) as error:  # of a generation_config.json that does not fit, for example
         raise CalibrationError(f"{type(model).__name__} does not write an answer ({cause(error)}).") from error
-    return str(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+    answer = written[0, ids.shape[1] :]
+    text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
+    ends = model.generation_config.eos_token_id
+    ended = len(answer) < ANSWER_TOKENS or int(answer[-1]) in (ends if isinstance(ends, list) else [ends])
+    return text if ended or not text else text + CUT
 
 
 def weight_bytes(place: str | os.PathLike[str]) -> int | None:

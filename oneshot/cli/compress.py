@@ -24,6 +24,7 @@ from oneshot.errors import ConfigError
 from oneshot.recipes import RECIPES
 
 if TYPE_CHECKING:
+    from oneshot.report.progress import Tracker
     from oneshot.report.records import Report
 
 
@@ -77,6 +78,11 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
     add_output_form(add_machine(parser))
     parser.add_argument("--verbose", action="store_true", help="also show tables of sizes and of every layer's error")
     parser.add_argument("--no-check", action="store_true", help="leave out the check on held-out text at the end")
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="question that the check asks both models (default: one of its own)",
+    )
     parser.add_argument("--push-to-hub", metavar="REPO", help="also upload the result, as NAME or ORGANISATION/NAME")
     parser.add_argument(
         "--dry-run",
@@ -106,21 +112,21 @@ def _apply_tcsp(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, value)
 
 
-def _finish(config: Config, report: "Report", arguments: argparse.Namespace) -> None:
+def _finish(config: Config, report: "Report", arguments: argparse.Namespace, tracker: "Tracker") -> None:
     """Check a result, show what came out, and upload it if that is asked for."""
     from oneshot.api.check import quick_check, weight_bytes
     from oneshot.api.hub import push
     from oneshot.export import FORMS
     from oneshot.export.gguf import FILE_NAME
     from oneshot.report.card import add_check
-    from oneshot.report.progress import announce
     from oneshot.report.summary import summary
     from oneshot.report.terminal import print_report
 
     check = None
     if not arguments.quiet and not arguments.no_check:
-        announce("checking the result on held-out text", True)
-        check = quick_check(config, report)
+        tracker.enter("check")
+        tracker.step("checking the result on held-out text")
+        check = quick_check(config, report, question=arguments.prompt, step=tracker.step)
         report = add_check(Path(config.output).expanduser(), report, check)
     if not arguments.quiet:
         if arguments.verbose:
@@ -138,12 +144,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
     arguments = build_parser(prog).parse_args(argv)
 
     def run() -> None:
+        if arguments.prompt is not None and not arguments.prompt.strip():
+            raise ConfigError("--prompt is empty; give a question, or leave it out.")
+        if arguments.prompt is not None and arguments.no_check:
+            raise ConfigError("--prompt is asked by the check, which --no-check leaves out; give one of the two.")
+        if arguments.prompt is not None and arguments.quiet:
+            raise ConfigError("--prompt shows answers, which --quiet leaves out; give one of the two.")
         sparsities = [_parse_fraction(text) for text in arguments.sparsity or []]
         if arguments.tcsp is not None:
             _apply_tcsp(arguments)
         config = parse_config(arguments, sparsity=sparsities[0] if sparsities else None)
         begin_work(arguments)
         from oneshot.pipeline import compress, compress_sizes, predict
+        from oneshot.report.progress import Tracker
         from oneshot.report.terminal import print_footprint
 
         if arguments.dry_run:
@@ -152,14 +165,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
                 checks = not arguments.quiet and not arguments.no_check
                 print_footprint(predict(replace(config, target=target)), checks=checks)
             return
-        if len(sparsities) > 1:
-            if arguments.output is None:
-                config = replace(config, output=f"{own_name(config.checkpoint)}-oneshot")
-            reports = compress_sizes(config, sparsities, show_progress=not arguments.quiet)
-        else:
-            reports = [compress(config, show_progress=not arguments.quiet)]
-        if launched_rank() == 0:
-            for report in reports:
-                _finish(replace(config, output=report.config["output"]), report, arguments)
+        checks = not arguments.quiet and not arguments.no_check
+        with Tracker(not arguments.quiet, ending=["check"] * checks * max(1, len(sparsities))) as tracker:
+            if len(sparsities) > 1:
+                if arguments.output is None:
+                    config = replace(config, output=f"{own_name(config.checkpoint)}-oneshot")
+                reports = compress_sizes(config, sparsities, show_progress=tracker)
+            else:
+                reports = [compress(config, show_progress=tracker)]
+            if launched_rank() == 0:
+                for report in reports:
+                    _finish(replace(config, output=report.config["output"]), report, arguments, tracker)
 
     return run_command(arguments, run, writes=not arguments.dry_run)

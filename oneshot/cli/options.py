@@ -31,6 +31,7 @@ COMMAND_ONLY = (
     "push_to_hub",
     "verbose",
     "no_check",
+    "prompt",
 )
 
 

@@ -16,7 +16,7 @@ from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import pinned
 from oneshot.planning import Plan
 from oneshot.report.grams import worst
-from oneshot.report.progress import ProgressBar, Shown, WarningLog
+from oneshot.report.progress import ProgressBar, Tracker, WarningLog
 from oneshot.report.records import LayerReport
 from oneshot.stream import States
 from oneshot.tensors import Tensors
@@ -33,7 +33,7 @@ def write_layers(
     machine: Machine,
     save_dtype: SaveDtype,
     warnings: WarningLog,
-    show_progress: Shown,
+    tracker: Tracker,
 ) -> list[LayerReport]:
     """Compress the layers in order into the journal; return a report of each, also of those already finished."""
     num_layers = model.shape.num_hidden_layers
@@ -43,7 +43,7 @@ def write_layers(
     if finished == num_layers:
         return reports
     num_tokens = 1 if states is None else states.num_tokens
-    with ProgressBar(num_layers=num_layers, num_tokens=num_tokens, visible=show_progress) as progress:
+    with ProgressBar(tracker, num_layers=num_layers, total=num_tokens, stage="layers", unit="layers") as progress:
         if states is not None:
             states.advance = progress.advance
         read = prefetch(lambda layer: pinned(model.read_layer(layer), machine.device), num_layers)

@@ -6,6 +6,7 @@
 from oneshot.footprint.bounds import current_bounds, load_libraries, offload_folder, predict_footprint
 from oneshot.footprint.check_memory import check_stages
 from oneshot.footprint.conversion import refuse_conversion, with_conversion
+from oneshot.footprint.stages import stage_seconds
 from oneshot.footprint.work import Work, describe_work
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "offload_folder",
     "predict_footprint",
     "refuse_conversion",
+    "stage_seconds",
     "with_conversion",
 ]

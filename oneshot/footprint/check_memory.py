@@ -15,7 +15,7 @@ from oneshot.text.self_written import document_bytes
 LONGEST_WINDOW = 512  # tokens of held-out text that pass a model together
 MOST_WINDOWS = 4
 CHECKED_SHARE = 16  # the text of a run has at least so many times the tokens of its check
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 60
 LOGITS = 2  # float32 copies of a window's logits
 
 

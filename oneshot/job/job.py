@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,9 @@ from oneshot.run import SAVED_TEXT, Run
 from oneshot.schedule import make_schedule
 
 logger = logging.getLogger(__name__)
+
+
+SHARED_STAGES = ("reading", "writing text", "curvature", "profile", "ranks of the embedding")  # of several targets
 
 
 class Job:
@@ -129,3 +133,15 @@ class Job:
     def passes_layers(self, journal: Journal) -> bool:
         """Return whether a layer is not finished, so that the run needs what layers are compressed by."""
         return journal.num_finished < self.run.model.shape.num_hidden_layers
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Return the stages of this job in order, and predicted seconds of which only ratios count."""
+        return self.run.stage_seconds(self.config, self.schedule, self.plan, self.footprint)
+
+
+def expect_stages(jobs: Sequence[Job]) -> None:
+    """Tell the tracker of a run which stages its jobs have; what they share comes once."""
+    of_jobs = [job.stage_seconds() for job in jobs]
+    shared = {name: stages[name] for name in SHARED_STAGES for stages in of_jobs if name in stages}
+    own = [stage for stages in of_jobs for stage in stages.items() if stage[0] not in shared]
+    jobs[0].run.tracker.expect([*shared.items(), *own])

@@ -9,7 +9,7 @@ from oneshot.compression import LayerCompressor, expanded, find_shared_heads
 from oneshot.export import write_layers
 from oneshot.job.job import Job
 from oneshot.job.sizes import JobSizes
-from oneshot.report.progress import Stopwatch
+from oneshot.report.progress import ERROR_EXPLAINED, Stopwatch
 from oneshot.report.records import LayerReport
 from oneshot.stream import States
 
@@ -21,6 +21,10 @@ def compress_layers(job: Job, sizes: JobSizes, journal: Journal, watch: Stopwatc
     curvature = run.curvature if schedule.measures_curvature and is_passed else None
     if curvature is not None:
         watch.lap("curvature")
+    if is_passed:
+        if schedule.streams:
+            run.tracker.say(ERROR_EXPLAINED)
+        run.tracker.enter("layers")
     shared_heads: dict[str, torch.Tensor] = {}
     if schedule.finds_shared_heads and is_passed:
         shared_heads = find_shared_heads(model, run.text, sizes.plan, run.method.heads, machine, seed=seed)
@@ -47,7 +51,7 @@ def compress_layers(job: Job, sizes: JobSizes, journal: Journal, watch: Stopwatc
         machine=machine,
         save_dtype=job.config.save_dtype,
         warnings=run.warnings,
-        show_progress=run.show_progress,
+        tracker=run.tracker,
     )
 
 

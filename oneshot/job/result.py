@@ -10,7 +10,7 @@ from oneshot.job.sizes import JobSizes
 from oneshot.report.build import build_report
 from oneshot.report.card import task_of, write_report
 from oneshot.report.grams import gram_sentences
-from oneshot.report.progress import ProgressBar, Stopwatch, announce
+from oneshot.report.progress import ProgressBar, Stopwatch
 from oneshot.report.records import LayerReport, Report
 from oneshot.settings import RECIPE_NAME, recipe_text
 
@@ -29,6 +29,7 @@ def expect_parts(job: Job, sizes: JobSizes, journal: Journal) -> None:
 
 def write_outside(job: Job, sizes: JobSizes, journal: Journal, layers: Sequence[LayerReport]) -> None:
     """Add the tensors outside the layers, which follow the layers in the journal, as far as it lacks them."""
+    job.run.tracker.enter("writing")
     parts = job.run.form.outside(job.run.model, sizes.plan, sizes.subspaces, sizes.embedding)
     for read in parts[journal.num_finished - len(layers) :]:
         journal.add(cast(job.config.save_dtype, read()))
@@ -40,6 +41,7 @@ def write_result(
     """Complete the result in the journal's folder, and return its report; only the first process does this."""
     run, config, plan, folder = job.run, job.config, sizes.plan, journal.partial
     source, form, stated = run.model.checkpoint, run.form, part_dtype(config.save_dtype)
+    run.tracker.step("comparing the input with what was read")
     weights_hash = job.weights_hash()  # a resumed run compares what it had no need to read
     written = form.config(run.model, plan)
     write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
@@ -47,7 +49,7 @@ def write_result(
     watch.lap("write")
     for sentence in (*gram_sentences(sizes.gram_notes, layers), *notes_on_engines(written)):
         logger.warning("%s", sentence)
-    announce("writing the report", run.show_progress)
+    run.tracker.step("writing the report")
     report = build_report(
         config,
         run.method,
@@ -82,6 +84,6 @@ def write_result(
 
 def _write_weights(job: Job, sizes: JobSizes, journal: Journal) -> int:
     """Complete the weight files of the result, and return the parameters that they hold."""
-    form, visible = job.run.form, job.run.show_progress and not job.run.form.is_safetensors  # others are written by now
-    with ProgressBar(num_layers=1, num_tokens=0, visible=visible, description="writing", unit="B") as progress:
+    form = job.run.form
+    with ProgressBar(job.run.tracker, total=0, unit="bytes") as progress:
         return form.write(job.run.model, sizes.plan, journal, progress.advance, job.config.save_dtype)

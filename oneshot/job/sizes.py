@@ -21,7 +21,7 @@ from oneshot.planning import (
     profiled_damages,
     spread_hidden_sizes,
 )
-from oneshot.report.progress import ProgressBar, Stopwatch, announce
+from oneshot.report.progress import ProgressBar, Stopwatch
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,8 @@ def _measured(job: Job, journal: Journal) -> JobSizes:
 def _profiled(job: Job, journal: Journal) -> JobSizes:
     run, config = job.run, job.config
     measured = run.profile(job.schedule)
-    announce("planning the sizes of the layers", run.show_progress)
+    run.tracker.enter("planning")
+    run.tracker.step("planning the sizes of the layers")
     damages = profiled_damages(measured, run.method.allocation, run.grid)
     plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, job.budget))
     grids: dict[str, Grid] = {name: form_of(name, run.model.family).grid(run.model) for name in FORMS}
@@ -105,6 +106,7 @@ def _profiled(job: Job, journal: Journal) -> JobSizes:
     sensitivity = profiled_damages(measured, "sensitivity", run.grid)
     curve = run.machine.workers.share(0, lambda: predicted_curve(run.grid, run.method, config.target, sensitivity))
     if plan.embedding and run.machine.workers.is_main:
+        run.tracker.step("reducing the embedding")
         device = run.machine.device
         evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
         journal.save_tensors(EMBEDDING, reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding))
@@ -118,10 +120,10 @@ def _with_subspaces(job: Job, sizes: JobSizes) -> JobSizes:
     if plan.hidden is None:
         return sizes
     with ProgressBar(
+        run.tracker,
         num_layers=run.model.shape.num_hidden_layers,
-        num_tokens=run.text.num_tokens,
-        visible=run.show_progress,
-        description="hidden size",
+        total=run.text.num_tokens,
+        stage="hidden size",
     ) as progress:
         subspaces = find_subspaces(
             run.model,

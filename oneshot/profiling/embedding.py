@@ -38,12 +38,19 @@ def no_embedding_profile() -> EmbeddingProfile:
     return EmbeddingProfile(empty, torch.empty(0), empty, torch.zeros(1, dtype=torch.float64))
 
 
+def embedding_steps(model: Model) -> int:
+    """Return the steps of `profile_embedding`: states and ranks, every layer, and the output."""
+    return model.shape.num_hidden_layers + 3
+
+
 def profile_embedding(
     model: Model,
     states: States,
     text: Text,
     whole: Sequence[int],
     layers: Callable[[], Iterable[Tensors]],
+    *,
+    advance: Callable[[float], None] = lambda steps: None,
 ) -> EmbeddingProfile:
     """Measure what ranks of the vocabulary's ranges cost; `states` are those after the last layer.
 
@@ -51,14 +58,17 @@ def profile_embedding(
 
     Args:
         text: the text of the states, of all workers. whole: tokens whose ranges stay whole.
+        advance: is told of each of the `embedding_steps`.
     """
     machine = states.machine
     workers = machine.workers
     part = states.part
     head = states.builder.output_head()
     gram, probabilities, last = _read_by_head(model, states, head)
+    advance(1)
     embedding = model.read_embedding()
     errors = workers.share(EMBEDDING_TASK, lambda: range_errors(embedding, gram, probabilities, whole))
+    advance(1)
     tables, lost = embedding_probe(errors, len(embedding))
     total, count = torch.zeros(2, dtype=torch.float64, device=machine.device)
     if last:
@@ -72,11 +82,13 @@ def profile_embedding(
             layer = states.builder.layer(number, upload(tensors))
             for probe in probes.split(1):
                 probe.copy_(layer.run_all(probe))
+            advance(1)
         other = replace(head, weight=reduced.to(head.weight))
         total += sum(
             float(other.divergence_from(head, state, probe).mean()) for state, probe in zip(last, probes, strict=True)
         )
         count += len(last)
+        advance(1)
     workers.sum_(total, count)
     sensitivity = torch.tensor([max(0.0, float(total / count)) / max(lost, MIN_EMBEDDING_ERROR)], dtype=torch.float64)
     return EmbeddingProfile(gram.cpu(), probabilities.cpu(), errors, sensitivity)

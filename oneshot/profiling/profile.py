@@ -9,9 +9,9 @@ from oneshot.machine.prefetch import prefetch
 from oneshot.machine.transfer import pinned
 from oneshot.method import Method
 from oneshot.planning import Profile, ProfileOrigin, removed_unit
-from oneshot.profiling.embedding import no_embedding_profile, profile_embedding
+from oneshot.profiling.embedding import embedding_steps, no_embedding_profile, profile_embedding
 from oneshot.profiling.profiler import LayerProfiler
-from oneshot.report.progress import ProgressBar, Shown, announce
+from oneshot.report.progress import ProgressBar, Tracker
 from oneshot.report.provenance import versions
 from oneshot.tensors import Tensors
 from oneshot.text import Text, load_tokenizer, special_tokens
@@ -26,7 +26,7 @@ def make_profile(
     kinds: Sequence[str],
     with_embedding: bool,
     curvature: Curvature | None = None,
-    show_progress: Shown = False,
+    tracker: Tracker | None = None,
 ) -> Profile:
     """Pass the dense model once over the first sequences and measure what smaller sizes cost.
 
@@ -35,6 +35,7 @@ def make_profile(
         with_embedding: whether the embedding's ranks are measured; a few sequences then pass the layers once more.
         curvature: output curvature, in whose metric errors are measured; None for squared errors.
     """
+    tracker = Tracker() if tracker is None else tracker
     num_layers, unit = model.shape.num_hidden_layers, removed_unit(method, model.shape)
 
     def layers() -> Iterator[Tensors]:
@@ -43,18 +44,20 @@ def make_profile(
     profiler = LayerProfiler(
         model, machine, text, head_unit=unit, damping=method.fixed_damping, probed=kinds, curvature=curvature
     )
-    with ProgressBar(
-        num_layers=num_layers, num_tokens=profiler.states.num_tokens, visible=show_progress, description="profile"
-    ) as progress:
+    with ProgressBar(tracker, num_layers=num_layers, total=profiler.states.num_tokens, stage="profile") as progress:
         profiler.states.advance = progress.advance
         for layer, tensors in enumerate(layers()):
             profiler.profile_layer(layer, tensors)
             del tensors  # free before the next layer is waited for
     embedding = no_embedding_profile()
     if with_embedding:
-        announce("profile: ranks of the embedding", show_progress)
         marks = special_tokens(load_tokenizer(model.checkpoint.folder), model.shape.vocab_size)
-        embedding = profile_embedding(model, profiler.states, profiler.text, marks, layers)
+        steps = embedding_steps(model)
+        with ProgressBar(tracker, total=steps, stage="ranks of the embedding", unit="steps") as progress:
+            embedding = profile_embedding(
+                model, profiler.states, profiler.text, marks, layers, advance=progress.advance
+            )
+    tracker.step("the effect on the model's output")
     origin = ProfileOrigin(
         model_hash=model.checkpoint.content_hash(),
         token_hash=text.token_hash,

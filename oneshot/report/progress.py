@@ -1,83 +1,196 @@
-"""Progress of a run: bars, warnings, and the seconds of its stages."""
+"""Progress of a run: its stages, bars, warnings, and the seconds of its stages."""
 
 import logging
 import math
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-
-from tqdm import tqdm
 
 from oneshot.linalg import psd
 from oneshot.linalg.psd import GramNote
+from oneshot.report.display import Display
 from oneshot.report.records import LayerReport
+from oneshot.report.stages import Stages
+from oneshot.report.words import amount, left
+
+READING = "reading"  # the first stage of every run
+ERROR_EXPLAINED = (
+    "error: how far the output of a layer's attention or FFN is from the original's, as a share of it (0.1 is 10 %); "
+    "the larger of the two is shown"
+)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a stage of a run. `done` and `total` are tokens or bytes; `total` is None if it is not known."""
+    """The progress of a run, as a function is told.
+
+    Attributes:
+        stage: what the run does now.
+        done, total: tokens of the text, or bytes, that have passed this stage, and all of them; `total` is None if it
+            is not known.
+        number, count: the number of the stage, from 1, and of all stages; None as long as they are not known.
+        seconds_left: about what the whole run still takes; None as long as too little was measured.
+    """
 
     stage: str
     done: float
     total: float | None = None
+    number: int | None = None
+    count: int | None = None
+    seconds_left: float | None = None
 
 
-Shown = bool | Callable[[Progress], None]  # whether bars are on stderr, or who is told instead
+Shown = bool | Callable[[Progress], None]  # whether progress is on stderr, or who is told instead
 
 
-def announce(stage: str, shown: Shown) -> None:
-    """Say that a stage begins whose length is not known."""
-    if callable(shown):
-        shown(Progress(stage, 0))
-    elif shown:
-        print(f"{stage} …", file=sys.stderr, flush=True)
-
-
-class ProgressBar:
-    """Show layer, error, tokens per second, time left and peak memory on stderr, or tell a function. A context manager.
+class Tracker:
+    """Follow a run through its stages, and show or tell where it is. A context manager.
 
     Args:
-        num_layers, num_tokens: their product is the total; 0 tokens if it is not known.
-        description: description of the stage; None counts layers.
+        shown: whether progress is on stderr, or the function that is told instead.
+        ending: names of stages that come after the run, with the caller.
     """
 
     def __init__(
-        self, *, num_layers: int, num_tokens: int, visible: Shown, description: str | None = None, unit: str = "tok"
+        self, shown: Shown = False, *, ending: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._num_layers, self._tell = num_layers, visible if callable(visible) else None
-        self._stage, self._done, self._total = description or f"layer 1/{num_layers}", 0.0, num_layers * num_tokens
-        self._bar = tqdm(
-            total=self._total or None,
-            unit=unit,
-            unit_scale=True,
-            disable=visible is not True,
-            desc=self._stage,
-            smoothing=0.1,
-        )
+        self._tell, self._shows = shown if callable(shown) else None, shown is True
+        self._display: Display | None = None
+        self._clock = clock
+        self.stages, self.ending = Stages(clock), tuple(ending)
+        self.stages.enter(READING)
+        self._said = set[str]()
+        self._step, self._detail, self._note = "", "", ""
+        self._share: float | None = None
+        self._since = clock()  # of the step
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+
+    def expect(self, stages: Sequence[tuple[str, float]]) -> None:
+        """State the stages of the run in order, and the predicted seconds of each, of which only ratios count."""
+        self.stages.expect([*stages, *((name, 0.0) for name in self.ending)])
+
+    def enter(self, stage: str) -> None:
+        """Go on to a stage of the run."""
+        if self.stages.enter(stage):
+            self._begin("", stage)
+
+    def step(self, what: str) -> None:
+        """Say what the present stage does now, whose length is not known."""
+        self._begin(what, what)
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence that stays, once; a function is not told of it."""
+        if self._shows and sentence not in self._said:
+            self._said.add(sentence)
+            self._shown().say(sentence)
+
+    def advanced(self, name: str, done: float, total: float | None, *, detail: str = "", note: str = "") -> None:
+        """Show how far the present stage is, or tell a function. `name`: of the stage, for a function."""
+        self._share, self._step = done / total if total else None, ""
+        self._detail, self._note = detail, note
+        self._told(name, done, total)
+        if self._shows:
+            self._shown().update()
+
+    def describe(self) -> tuple[str, float | None]:
+        """Return the line that is shown now, and the share of the stage that is done."""
+        stages, parts = self.stages, [self._detail] if self._detail else []
+        name = stages.name if stages.number is None else f"{stages.name} ({stages.number} of {stages.count})"
+        if self._step:
+            name = f"{name}: {self._step}" if stages.number is not None else self._step
+            seconds = self._clock() - self._since
+            parts = [f"{seconds:.0f} s so far"] if seconds >= 1 else []
+        remaining = stages.left(self._share)
+        parts += [] if remaining is None else [left(remaining)]
+        parts += [self._note] if self._note else []
+        return "  |  ".join([name, *parts]), self._share
+
+    def _begin(self, step: str, told: str) -> None:
+        self._step, self._share, self._detail, self._note, self._since = step, None, "", "", self._clock()
+        self._told(told, 0)
+        if self._shows:
+            self._shown().begin(f"{self.describe()[0]} …")
+
+    def _told(self, name: str, done: float, total: float | None = None) -> None:
+        if self._tell is not None:
+            number, count = self.stages.number, self.stages.count
+            self._tell(Progress(name, done, total, number, count, self.stages.left(self._share)))
+
+    def _shown(self) -> Display:
+        if self._display is None:
+            self._display = Display(self.describe, self._clock)
+        return self._display
+
+
+@contextmanager
+def following(shown: Shown | Tracker) -> Iterator[Tracker]:
+    """Yield a tracker: the caller's, which stays open, or one of our own."""
+    if isinstance(shown, Tracker):
+        yield shown
+        return
+    with Tracker(shown) as tracker:
+        yield tracker
+
+
+class ProgressBar:
+    """Count how much of a text passed the layers of a stage, or other units. A context manager.
+
+    Args:
+        tracker: who shows it. num_layers: layers that all of the text passes. total: tokens of the text, bytes or other
+            units; 0 if that is not known.
+        stage: the stage that begins; None: the present one goes on.
+        unit: of what is shown: `layers`, or of the total.
+    """
+
+    def __init__(
+        self, tracker: Tracker, *, total: float, num_layers: int = 1, stage: str | None = None, unit: str = "tokens"
+    ) -> None:
+        self._tracker, self._num_layers, self._total, self._unit = tracker, num_layers, total, unit
+        self._passed, self._note = 0.0, ""
+        if stage is not None:
+            tracker.enter(stage)
 
     def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        pass
 
-    def advance(self, amount: float) -> None:
-        """Count tokens that passed a part of a layer, or bytes."""
-        self._done = min(self._done + amount, self._total or math.inf)  # parts of a layer are fractions, which round
-        self._bar.update(self._done - self._bar.n)
-        if self._tell is not None:
-            self._tell(Progress(self._stage, self._done, self._total or None))
+    def advance(self, passed: float) -> None:
+        """Count tokens that passed a part of a layer, or other units."""
+        most = self._num_layers * self._total or math.inf
+        self._passed = min(self._passed + passed, most)  # parts of a layer are fractions, which round
+        self._show()
 
     def layer_done(self, layer: LayerReport) -> None:
-        """Show the layer's worst error and the number of the next layer."""
+        """Show the layer's worst error and the memory."""
         known = [sublayer.predicted_error or sublayer.measured_error for sublayer in layer.sublayers]
         errors = [error for error in known if error is not None]
-        shown = f"{max(errors):.3f}" if errors else "–"
-        self._stage = f"layer {min(layer.layer + 2, self._num_layers)}/{self._num_layers}"
-        self._bar.set_description(self._stage)
-        self._bar.set_postfix_str(f"error {shown}, peak {layer.peak_bytes / 2**30:.2f} GiB")
+        shown = [f"error {max(errors):.3f}"] if errors else []
+        self._note = ", ".join([*shown, f"peak {layer.peak_bytes / 2**30:.2f} GiB"])
+        self._show()
+
+    def _show(self) -> None:
+        name, done = self._tracker.stages.name, self._passed / self._num_layers
+        if self._unit == "layers":
+            layers = self._passed / self._total if self._total else 0.0
+            rounding = 1e-6  # of sums of fractions
+            name = f"layer {max(1, math.ceil(layers - rounding))}/{self._num_layers}"
+            detail = f"{int(layers + rounding)}/{self._num_layers}"
+        elif self._total:
+            detail = f"{amount(done)}/{amount(self._total)} {self._unit}"
+        else:
+            detail = f"{amount(done)} {self._unit}"
+        self._tracker.advanced(name, done, self._total or None, detail=detail, note=self._note)
 
 
 class WarningLog(logging.Handler):

@@ -123,7 +123,7 @@ class Check:
         tokens: scored tokens.
         perplexity: None without such a text.
         question: what both were asked.
-        answers: what they wrote, greedily.
+        answers: what they wrote, greedily; `…` ends one that was cut.
         skipped: the sentence that says why there is no check, or no answers; empty if there are.
         seconds, peak_bytes, peak_device_bytes: of the check, as measured; a report counts them in its own.
     """

@@ -6,6 +6,7 @@ import textwrap
 from oneshot.errors import printable
 from oneshot.report.records import Check, Report
 from oneshot.report.terminal import WIDTH
+from oneshot.report.words import amount
 
 NAME_WIDTH = 14
 
@@ -55,14 +56,6 @@ def check_lines(check: Check | None) -> list[tuple[str, str]]:
     if check.skipped:
         lines.append(("asked" if check.perplexity else "quality", check.skipped))
     return lines
-
-
-def amount(number: int) -> str:
-    """Return a number of parameters as `107.6 M`."""
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return str(number)
 
 
 def _wrapped(name: str, value: str) -> str:

@@ -25,3 +25,16 @@ def duration(seconds: float) -> str:
         return f"{seconds / MINUTE:.0f} min"
     hours, minutes = divmod(round(seconds / MINUTE), 60)
     return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+
+
+def left(seconds: float) -> str:
+    """Return what is left of a run as `about 6 min left`."""
+    return "a few seconds left" if seconds < 10 else f"about {duration(seconds)} left"
+
+
+def amount(number: float) -> str:
+    """Return a large number, such as that of parameters, as `107.6 M`."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"

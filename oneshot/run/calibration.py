@@ -14,7 +14,7 @@ from oneshot.errors import CalibrationError
 from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity
 from oneshot.method import TOKENS_PER_NEURON
-from oneshot.report.progress import ProgressBar, Shown, announce
+from oneshot.report.progress import ProgressBar, Tracker
 from oneshot.text import (
     SELF,
     Fillings,
@@ -53,10 +53,10 @@ class Calibration:
     """
 
     def __init__(
-        self, config: Config, model: Model, machine: Machine, outputs: Sequence[Path], show_progress: Shown
+        self, config: Config, model: Model, machine: Machine, outputs: Sequence[Path], tracker: Tracker
     ) -> None:
         self._config, self._model, self._machine = config, model, machine
-        self._outputs, self._show_progress = outputs, show_progress
+        self._outputs, self._tracker = outputs, tracker
         self.written: Text | None = None
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ class Calibration:
     def read(self) -> Text:
         """Return the text. Raises `CalibrationError` if a source does not suit the family."""
         options, family, shape, seed = self._config.text, self._model.family, self._model.shape, self._config.seed
-        announce(f"reading the text {options.calibration}", self._show_progress)
+        self._tracker.step(f"reading the text {options.calibration}")
         sources = split_sources(options.calibration)
         tokens = [source for source in sources if has_tokens(source)]
         if tokens and not (family.stack.causal and family.decoder is None):
@@ -158,12 +158,7 @@ class Calibration:
         """Let the model write the text."""
         length, machine = self._config.text.sequence_length, self._machine
         capacity = device_capacity(machine.device, self._config.machine.max_device_memory_bytes)
-        with ProgressBar(
-            num_layers=1,
-            num_tokens=num_sequences * length,
-            visible=self._show_progress,
-            description="writing text",
-        ) as progress:
+        with ProgressBar(self._tracker, total=num_sequences * length, stage="writing text") as progress:
             text = write_text(
                 self._model.checkpoint.folder,
                 tokenizer,

@@ -13,16 +13,17 @@ from oneshot.errors import CheckpointError, DeviceError, OutputError, cause
 from oneshot.footprint import offload_folder
 from oneshot.machine import exact_products, limited_memory, vendor_solvers
 from oneshot.machine.scratch import scratch_folder
-from oneshot.report.progress import Shown, WarningLog
+from oneshot.report.progress import Tracker, WarningLog
 from oneshot.run.resources import Run
 
 
 @contextmanager
-def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Shown = False) -> Iterator[Run]:
+def open_run(config: Config, outputs: Sequence[Path] = (), *, tracker: Tracker | None = None) -> Iterator[Run]:
     """Open the resources of a run, with a scratch folder in the off-load folder until the end.
 
     Args:
         outputs: the results' folders; text that an interrupted run of one of them saved is read again.
+        tracker: who follows its progress.
     """
     folder = offload_folder(config.machine)
     with ExitStack() as stack:
@@ -36,7 +37,7 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, show_progress: Sho
         stack.enter_context(exact_products())
         warnings = stack.enter_context(WarningLog())
         try:
-            run = Run(config, scratch, outputs, show_progress=show_progress, warnings=warnings)
+            run = Run(config, scratch, outputs, tracker=tracker, warnings=warnings)
             device, limit = run.machine.device, config.machine.max_device_memory_bytes
             with limited_memory(device, limit), vendor_solvers(device):
                 yield run

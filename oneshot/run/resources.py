@@ -36,6 +36,7 @@ from oneshot.footprint import (
     load_libraries,
     predict_footprint,
     refuse_conversion,
+    stage_seconds,
 )
 from oneshot.machine import (
     Machine,
@@ -56,7 +57,7 @@ from oneshot.profiling import (
     profile_origin,
     refuse_other,
 )
-from oneshot.report.progress import ProgressBar, Shown, WarningLog, announce
+from oneshot.report.progress import ProgressBar, Tracker, WarningLog
 from oneshot.report.provenance import code_hash, processor_name, versions
 from oneshot.report.records import Footprint
 from oneshot.run.calibration import Calibration
@@ -88,7 +89,7 @@ class Run:
         scratch: Path,
         outputs: Sequence[Path] = (),
         *,
-        show_progress: Shown = False,
+        tracker: Tracker | None = None,
         source: Checkpoint | None = None,
         warnings: WarningLog | None = None,
     ) -> None:
@@ -101,7 +102,7 @@ class Run:
         reset_peak()
         dtype = resolve_dtype(config.machine.dtype, device)
         self.machine = Machine(device, dtype, scratch, workers, batch_size=config.machine.batch_size)
-        self.show_progress: Shown = show_progress if workers.is_main else False
+        self.tracker = tracker if tracker is not None and workers.is_main else Tracker()
         self._gguf = source if isinstance(source, GgufCheckpoint) else None
         self.model = self._open() if source is None else identify(source)
         self._settle_tables()
@@ -114,14 +115,14 @@ class Run:
             self.model = self.model.with_ffn_biases()
         self.grid = self._grid()
         self.method = self._settled(config)
-        self._calibration = Calibration(config, self.model, self.machine, outputs, self.show_progress)
+        self._calibration = Calibration(config, self.model, self.machine, outputs, self.tracker)
         self._profile: Profile | None = None
         self._is_checked = False
 
     def _open(self) -> Model:
         """Find, fetch or convert the checkpoint, in one process for all."""
         checkpoint, machine = self._config.checkpoint, self.machine
-        announce(f"opening {checkpoint}", self.show_progress)
+        self.tracker.step(f"opening {checkpoint}")
         self._gguf = open_gguf(checkpoint)
         if self._gguf is not None:
             bounds = current_bounds(self._config.machine, machine.device)
@@ -192,6 +193,7 @@ class Run:
     def check_family(self) -> None:
         """Refuse a model that its family's description does not fit; it is checked once, by reading a layer."""
         if not self._is_checked:
+            self.tracker.step("comparing a layer with its stock class")
             check_family(self.model, self.machine)
             self._is_checked = True
 
@@ -244,7 +246,7 @@ class Run:
             kinds=schedule.profiled_kinds,
             with_embedding=schedule.profiles_embedding,
             curvature=self.curvature if schedule.measures_curvature else None,
-            show_progress=self.show_progress,
+            tracker=self.tracker,
         )
 
     @cached_property
@@ -252,10 +254,10 @@ class Run:
         """Return the output curvature of every layer, measured when it is first needed."""
         num_tokens = self.text.first(CURVATURE_TOKENS).num_tokens
         with ProgressBar(
+            self.tracker,
             num_layers=2 * self.model.shape.num_hidden_layers,  # forward and back
-            num_tokens=num_tokens,
-            visible=self.show_progress,
-            description="curvature",
+            total=num_tokens,
+            stage="curvature",
         ) as progress:
             return measure_curvature(
                 self.model, self.text, self.machine, seed=self._config.seed, advance=progress.advance
@@ -355,6 +357,14 @@ class Run:
             work = replace(work, machine=replace(work.machine, experts_together=min(together)))
             footprint = predicted(work)
         return footprint
+
+    def stage_seconds(
+        self, config: Config, schedule: Schedule, plan: Plan | None, footprint: Footprint
+    ) -> dict[str, float]:
+        """Return the stages of a run in order, and predicted seconds of which only ratios count."""
+        machine = replace(self.machine, experts_together=footprint.experts_together)
+        work = describe_work(config, self.model, self.method, self.grid, schedule, plan, machine)
+        return stage_seconds(work, footprint.store)
 
     def result_bytes(self, config: Config, plan: Plan) -> tuple[int, int]:
         """Return the bytes of the result's weights, and of those beside it that a form with a file of its own needs."""
