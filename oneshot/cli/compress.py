@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -22,6 +23,8 @@ from oneshot.cli.parser import OneOf, Parser
 from oneshot.config import BudgetUnit, Config, own_name, tcsp_options
 from oneshot.errors import ConfigError
 from oneshot.recipes import RECIPES
+
+CHECK = "checking the result on held-out text"
 
 if TYPE_CHECKING:
     from oneshot.report.progress import Tracker
@@ -124,9 +127,8 @@ def _finish(config: Config, report: "Report", arguments: argparse.Namespace, tra
 
     check = None
     if not arguments.quiet and not arguments.no_check:
-        tracker.enter("check")
-        tracker.step("checking the result on held-out text")
-        check = quick_check(config, report, question=arguments.prompt, step=tracker.step)
+        tracker.enter(CHECK)
+        check = quick_check(config, report, question=arguments.prompt, step=partial(tracker.step, brief=True))
         report = add_check(Path(config.output).expanduser(), report, check)
     if not arguments.quiet:
         if arguments.verbose:
@@ -166,7 +168,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
                 print_footprint(predict(replace(config, target=target)), checks=checks)
             return
         checks = not arguments.quiet and not arguments.no_check
-        with Tracker(not arguments.quiet, ending=["check"] * checks * max(1, len(sparsities))) as tracker:
+        with Tracker(not arguments.quiet, ending=[CHECK] * checks * max(1, len(sparsities))) as tracker:
             if len(sparsities) > 1:
                 if arguments.output is None:
                     config = replace(config, output=f"{own_name(config.checkpoint)}-oneshot")

@@ -25,5 +25,5 @@ def stage_seconds(work: Work, store: Store) -> dict[str, float]:
         if embedding:
             stages["ranks of the embedding"] = embedding
         if name == "profile" and work.plan is not None:
-            stages["planning"] = 0.0
+            stages["planning the sizes of the layers"] = 0.0
     return stages | ({} if work.plan is None else {"writing": 0.0})

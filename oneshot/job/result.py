@@ -41,7 +41,7 @@ def write_result(
     """Complete the result in the journal's folder, and return its report; only the first process does this."""
     run, config, plan, folder = job.run, job.config, sizes.plan, journal.partial
     source, form, stated = run.model.checkpoint, run.form, part_dtype(config.save_dtype)
-    run.tracker.step("comparing the input with what was read")
+    run.tracker.step("comparing the input with what was read", brief=True)
     weights_hash = job.weights_hash()  # a resumed run compares what it had no need to read
     written = form.config(run.model, plan)
     write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)

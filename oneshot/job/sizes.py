@@ -97,8 +97,7 @@ def _measured(job: Job, journal: Journal) -> JobSizes:
 def _profiled(job: Job, journal: Journal) -> JobSizes:
     run, config = job.run, job.config
     measured = run.profile(job.schedule)
-    run.tracker.enter("planning")
-    run.tracker.step("planning the sizes of the layers")
+    run.tracker.enter("planning the sizes of the layers")
     damages = profiled_damages(measured, run.method.allocation, run.grid)
     plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, job.budget))
     grids: dict[str, Grid] = {name: form_of(name, run.model.family).grid(run.model) for name in FORMS}
@@ -106,7 +105,7 @@ def _profiled(job: Job, journal: Journal) -> JobSizes:
     sensitivity = profiled_damages(measured, "sensitivity", run.grid)
     curve = run.machine.workers.share(0, lambda: predicted_curve(run.grid, run.method, config.target, sensitivity))
     if plan.embedding and run.machine.workers.is_main:
-        run.tracker.step("reducing the embedding")
+        run.tracker.step("reducing the embedding", brief=True)
         device = run.machine.device
         evidence = measured.embedding_gram.to(device), measured.embedding_probabilities.to(device)
         journal.save_tensors(EMBEDDING, reduce_embedding(run.model.read_embedding(), *evidence, plan.embedding))

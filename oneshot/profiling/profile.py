@@ -57,7 +57,7 @@ def make_profile(
             embedding = profile_embedding(
                 model, profiler.states, profiler.text, marks, layers, advance=progress.advance
             )
-    tracker.step("the effect on the model's output")
+    tracker.step("comparing outputs", brief=True)
     origin = ProfileOrigin(
         model_hash=model.checkpoint.content_hash(),
         token_hash=text.token_hash,

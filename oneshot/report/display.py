@@ -35,12 +35,12 @@ class Display:
         self._thread.start()
 
     def begin(self, line: str) -> None:
-        """Show that something begins."""
+        """Show that something begins; an empty line is none in a file."""
         with self._lock:
-            if self._bar is None:
-                self._print(line)
-            else:
+            if self._bar is not None:
                 self._draw()
+            elif line:
+                self._print(line)
 
     def say(self, sentence: str) -> None:
         """Show a sentence that stays."""

@@ -28,8 +28,8 @@ class Progress:
 
     Attributes:
         stage: what the run does now.
-        done, total: tokens of the text, or bytes, that have passed this stage, and all of them; `total` is None if it
-            is not known.
+        done, total: tokens that passed a layer, counted for every layer, or bytes or steps; `total` is None if it is
+            not known.
         number, count: the number of the stage, from 1, and of all stages; None as long as they are not known.
         seconds_left: about what the whole run still takes; None as long as too little was measured.
     """
@@ -83,9 +83,9 @@ class Tracker:
         if self.stages.enter(stage):
             self._begin("", stage)
 
-    def step(self, what: str) -> None:
-        """Say what the present stage does now, whose length is not known."""
-        self._begin(what, what)
+    def step(self, what: str, *, brief: bool = False) -> None:
+        """Say what the present stage does now, whose length is not known; `brief`: no line of a file is worth it."""
+        self._begin(what, what, brief=brief)
 
     def say(self, sentence: str) -> None:
         """Show a sentence that stays, once; a function is not told of it."""
@@ -93,7 +93,7 @@ class Tracker:
             self._said.add(sentence)
             self._shown().say(sentence)
 
-    def advanced(self, name: str, done: float, total: float | None, *, detail: str = "", note: str = "") -> None:
+    def advanced(self, name: str, done: float, total: float | None, *, detail: str, note: str) -> None:
         """Show how far the present stage is, or tell a function. `name`: of the stage, for a function."""
         self._share, self._step = done / total if total else None, ""
         self._detail, self._note = detail, note
@@ -104,9 +104,9 @@ class Tracker:
     def describe(self) -> tuple[str, float | None]:
         """Return the line that is shown now, and the share of the stage that is done."""
         stages, parts = self.stages, [self._detail] if self._detail else []
-        name = stages.name if stages.number is None else f"{stages.name} ({stages.number} of {stages.count})"
+        name = self._step or stages.name
+        name += "" if stages.number is None else f" ({stages.number} of {stages.count})"
         if self._step:
-            name = f"{name}: {self._step}" if stages.number is not None else self._step
             seconds = self._clock() - self._since
             parts = [f"{seconds:.0f} s so far"] if seconds >= 1 else []
         remaining = stages.left(self._share)
@@ -114,11 +114,11 @@ class Tracker:
         parts += [self._note] if self._note else []
         return "  |  ".join([name, *parts]), self._share
 
-    def _begin(self, step: str, told: str) -> None:
+    def _begin(self, step: str, told: str, *, brief: bool = False) -> None:
         self._step, self._share, self._detail, self._note, self._since = step, None, "", "", self._clock()
         self._told(told, 0)
         if self._shows:
-            self._shown().begin(f"{self.describe()[0]} …")
+            self._shown().begin("" if brief else f"{self.describe()[0]} …")
 
     def _told(self, name: str, done: float, total: float | None = None) -> None:
         if self._tell is not None:
@@ -180,17 +180,18 @@ class ProgressBar:
         self._show()
 
     def _show(self) -> None:
-        name, done = self._tracker.stages.name, self._passed / self._num_layers
+        name, whole = self._tracker.stages.name, self._num_layers * self._total
+        of_text = self._passed / self._num_layers
         if self._unit == "layers":
             layers = self._passed / self._total if self._total else 0.0
             rounding = 1e-6  # of sums of fractions
             name = f"layer {max(1, math.ceil(layers - rounding))}/{self._num_layers}"
             detail = f"{int(layers + rounding)}/{self._num_layers}"
         elif self._total:
-            detail = f"{amount(done)}/{amount(self._total)} {self._unit}"
+            detail = f"{amount(of_text)}/{amount(self._total)} {self._unit}"
         else:
-            detail = f"{amount(done)} {self._unit}"
-        self._tracker.advanced(name, done, self._total or None, detail=detail, note=self._note)
+            detail = f"{amount(of_text)} {self._unit}"
+        self._tracker.advanced(name, self._passed, whole or None, detail=detail, note=self._note)
 
 
 class WarningLog(logging.Handler):

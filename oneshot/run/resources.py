@@ -193,7 +193,7 @@ class Run:
     def check_family(self) -> None:
         """Refuse a model that its family's description does not fit; it is checked once, by reading a layer."""
         if not self._is_checked:
-            self.tracker.step("comparing a layer with its stock class")
+            self.tracker.step("comparing a layer with its stock class", brief=True)
             check_family(self.model, self.machine)
             self._is_checked = True
 

@@ -1,6 +1,7 @@
 """The end of a run: held-out text, answers before and after, and a summary; bounded, or with the reason."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from factories import MakeCheckpoint, MakeConfig, calibration_tokens
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from oneshot import Config, Report
-from oneshot.api.check import quick_check, weight_bytes
+from oneshot.api.check import CUT, quick_check, weight_bytes
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.cli.main import main
 from oneshot.evaluation import perplexity
+from oneshot.footprint.check_memory import ANSWER_TOKENS
 from oneshot.pipeline import compress
 from oneshot.report.card import QUALITY, REPORT_NAME
 from oneshot.report.records import Check
@@ -33,7 +35,9 @@ def run(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> tuple[Confi
 
 def test_the_check_is_the_perplexity_on_text_that_the_run_did_not_read(run: tuple[Config, Report]) -> None:
     config, report = run
-    check = quick_check(config, report)
+    steps: list[str] = []
+    check = quick_check(config, report, question="Who are you?", step=steps.append)
+    assert (check.question, steps) == ("Who are you?", ["checking the original", "checking the result"])
     options = {"sequence_length": 32, "seed": config.seed}
     tokenizer = load_tokenizer(Path(config.checkpoint))
     ids = load_text(config.text.calibration, tokenizer, num_sequences=42, **options).token_ids
@@ -45,9 +49,12 @@ def test_the_check_is_the_perplexity_on_text_that_the_run_did_not_read(run: tupl
         assert check.perplexity[name] == pytest.approx(perplexity(model, ids[40:])[0], rel=1e-4)
         chat = [{"role": "user", "content": check.question}]
         inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True, add_generation_prompt=True)
-        written = model.generate(**inputs, max_new_tokens=32, do_sample=False)
-        answer = tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert check.answers[name] == answer.strip()
+        written = model.generate(**inputs, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+        ids_written = written[0, inputs["input_ids"].shape[1] :]
+        answer = tokenizer.decode(ids_written, skip_special_tokens=True).strip()
+        is_cut = len(ids_written) == ANSWER_TOKENS and ids_written[-1] != tokenizer.eos_token_id
+        assert check.answers[name] == (answer + CUT if is_cut and answer else answer)
+        assert is_cut
 
 
 def test_without_more_text_there_are_only_answers(
@@ -155,7 +162,7 @@ def test_a_complete_result_is_told_whatever_its_chat_template_does(
     make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One that raises, and one that takes long, for which a stand-in sleeps: exit code 0, the quality, a sentence."""
-    folder = make_checkpoint()
+    folder = Path(shutil.copytree(make_checkpoint(), tmp_path / "model"))
     options = ["--num-sequences=4", "--sequence-length=16", "--device=cpu", "--dtype=float32", "--sparsity=0.2"]
     command = ["compress", str(folder), f"--calibration={text_file}", *options]
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")

@@ -134,7 +134,7 @@ def test_a_file_gets_few_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(clock, io.StringIO(), monkeypatch, layers(clock))
     assert "\r" not in text
     lines = text.splitlines()
-    assert lines[0] == "reading (1 of 3): opening a model …"
+    assert lines[0] == "opening a model (1 of 3) …"
     assert lines[1] == ERROR_EXPLAINED
     assert lines[2] == "layers (2 of 3) …"
     assert len(lines) <= 3 + 300 / LINE_SECONDS
@@ -172,22 +172,22 @@ def test_nothing_is_silent_for_long(stream: type[io.StringIO], seconds: float, m
         again.clear()
         again.wait(5)
 
-    assert f"planning  |  {seconds:.0f} s so far" in shown(clock, told, monkeypatch, work)
+    assert f"planning (1 of 3)  |  {seconds:.0f} s so far" in shown(clock, told, monkeypatch, work)
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
 # What is told
 
 
-def test_counts_are_of_the_stage_and_end_at_its_total() -> None:
+def test_counts_end_at_the_total() -> None:
     """Counts are sums of fractions, which round."""
     told: list[Progress] = []
     with ProgressBar(Tracker(told.append), num_layers=3, total=10, stage="layers", unit="layers") as bar:
         for _ in range(3):
             bar.advance(10 + 1e-9)
     counted = told[1:]
-    assert [progress.done for progress in counted] == pytest.approx([10 / 3, 20 / 3, 10])
-    assert counted[-1].done == counted[-1].total == 10
+    assert [progress.done for progress in counted] == pytest.approx([10, 20, 30])
+    assert counted[-1].done == counted[-1].total == 30
     assert [progress.stage for progress in counted] == ["layer 1/3", "layer 2/3", "layer 3/3"]
 
 
@@ -218,9 +218,17 @@ def test_a_run_tells_of_every_stage_that_it_predicted(
     assert list(dict.fromkeys(numbers)) == list(range(1, len(predicted) + 1))
     assert {progress.count for progress in told} == {None, len(predicted)}
     assert list(predicted) == [
-        *("reading", "curvature", "profile", "ranks of the embedding", "planning", "layers", "writing")
+        *(
+            "reading",
+            "curvature",
+            "profile",
+            "ranks of the embedding",
+            "planning the sizes of the layers",
+            "layers",
+            "writing",
+        )
     ]
-    assert max(p.done for p in told if p.stage == "layer 2/2") == config.text.num_tokens
+    assert max(p.done for p in told if p.stage == "layer 2/2") == 2 * config.text.num_tokens
     embedding = [p for p in told if p.stage == "ranks of the embedding"]
     assert embedding[-1].done == embedding[-1].total == 2 + 3
 

@@ -1,0 +1,41 @@
+"""A question of the user's that the check at the end asks."""
+
+from pathlib import Path
+
+import pytest
+from factories import MakeCheckpoint
+
+from oneshot.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (["--prompt="], "--prompt is empty"),
+        (["--prompt= "], "--prompt is empty"),
+        (["--prompt=Why?", "--no-check"], "--no-check leaves out"),
+        (["--prompt=Why?", "--quiet"], "--quiet leaves out"),
+    ],
+)
+def test_a_question_that_nobody_would_be_asked_is_refused(
+    options: list[str], cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compress", "/no/such/model", "--sparsity=0.2", *options]) == 1
+    assert cause in capsys.readouterr().err
+
+
+def test_both_models_are_asked_what_the_user_asks(
+    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--num-sequences=4", "--sequence-length=16", "--device=cpu", "--dtype=float32", "--sparsity=0.2"]
+    command = ["compress", str(make_checkpoint()), f"--calibration={text_file}", *options]
+    assert main([*command, "-o", str(tmp_path / "out"), "--prompt=Who is there?"]) == 0
+    printed, told = capsys.readouterr()
+    assert "\nasked         Who is there?\n" in printed
+    assert "Who" not in (tmp_path / "out" / "recipe.yaml").read_text(), "it does not change the result"
+    lines = told.splitlines()
+    assert "\r" not in told, "stderr is no terminal"
+    assert [line for line in lines if line.startswith("layers (")] == ["layers (2 of 4) …"]
+    assert [line for line in lines if line.startswith("checking the result")] == [
+        "checking the result on held-out text (4 of 4) …"
+    ]
