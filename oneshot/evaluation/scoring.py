@@ -2,12 +2,16 @@
 
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from tqdm import tqdm
 
+from oneshot.errors import CheckpointError
+
+LARGEST_LOSS = math.log(sys.float_info.max)
 POSITIONS = 256  # with float32 logits at a time; vocabulary × length is large
 
 
@@ -105,8 +109,14 @@ class _Totals:
         self.tokens += len(flat)
 
     def score(self) -> TextScore:
-        """Return the means."""
-        value, losses = math.exp(statistics.fmean(self.window_losses)), tuple(self.window_losses)
+        """Return the means. Raises `CheckpointError` for a loss whose exponential is beyond float64, or NaN."""
+        loss, losses = statistics.fmean(self.window_losses), tuple(self.window_losses)
+        if not loss < LARGEST_LOSS:
+            raise CheckpointError(
+                f"The mean loss on the text is {loss:.3g} nats per token, which has no perplexity; look for huge "
+                "weights in the checkpoint, or give --dtype float32."
+            )
+        value = math.exp(loss)
         if not self.compared:
             return TextScore(value, self.tokens, losses)
         return TextScore(value, self.tokens, losses, self.agreed / self.compared, self.divergence / self.compared)

@@ -15,7 +15,6 @@ from oneshot_kernels.backend import ENVIRONMENT_VARIABLE
 from oneshot.checkpoint import (
     Checkpoint,
     GgufCheckpoint,
-    Model,
     card_metadata,
     identify,
     locate_checkpoint,
@@ -27,7 +26,7 @@ from oneshot.compression import Curvature
 from oneshot.config import Config, Target
 from oneshot.errors import PlanError
 from oneshot.export import coordinates, expected_bytes, form_of, part_dtype
-from oneshot.families import StackShape
+from oneshot.families import StackShape, predicts_tokens, stated_class
 from oneshot.footprint import (
     Work,
     check_stages,
@@ -104,7 +103,9 @@ class Run:
         self.machine = Machine(device, dtype, scratch, workers, batch_size=config.machine.batch_size)
         self.tracker = tracker if tracker is not None and workers.is_main else Tracker()
         self._gguf = source if isinstance(source, GgufCheckpoint) else None
-        self.model = self._open() if source is None else identify(source)
+        opened = self._open() if source is None else source
+        self.model = identify(opened)
+        self._tell_of_class(opened)
         self._settle_tables()
         self._tell_of_further_layers()
         if source is None and workers.is_main:  # the others read the same files
@@ -119,7 +120,7 @@ class Run:
         self._profile: Profile | None = None
         self._is_checked = False
 
-    def _open(self) -> Model:
+    def _open(self) -> Checkpoint:
         """Find, fetch or convert the checkpoint, in one process for all."""
         checkpoint, machine = self._config.checkpoint, self.machine
         self.tracker.step(f"opening {checkpoint}")
@@ -128,7 +129,7 @@ class Run:
             bounds = current_bounds(self._config.machine, machine.device)
             refuse_conversion(checkpoint, self._gguf, self._config.machine, bounds)
         folder = machine.workers.share(0, lambda: locate_checkpoint(checkpoint, machine.scratch, self._config.revision))
-        return identify(Checkpoint(folder))
+        return Checkpoint(folder)
 
     def _grid(self) -> Grid:
         """Return the grid of the form, which knows the form that its refusals advise: per-layer, or else stock."""
@@ -166,6 +167,17 @@ class Run:
                 "them, which removes %.0f %% of the parameters and little else.",
                 100 * difference,
                 100 * share,
+            )
+
+    def _tell_of_class(self, opened: Checkpoint) -> None:
+        """Say that no head is stored where the config states a class with one."""
+        stated, found = stated_class(opened.config), stated_class(self.model.checkpoint.config)
+        if predicts_tokens(opened.config) and not predicts_tokens(self.model.checkpoint.config):
+            logger.warning(
+                "The checkpoint has no output head, although config.json states %s: the result is a %s, which writes "
+                "no text.",
+                stated or f"a {self.model.family.model_type}",
+                found,
             )
 
     def _tell_of_further_layers(self) -> None:

@@ -81,8 +81,8 @@ class LayerBuilder:
         machine, positions, token_ids = self._machine, self._positions, batch.token_ids
         if int(token_ids.max()) >= len(embedding):
             raise CalibrationError(
-                f"The tokenizer gives token {int(token_ids.max())} but the embedding has {len(embedding)} rows; "
-                "give the tokenizer that belongs to the model."
+                f"The text has token {int(token_ids.max())} but the embedding has {len(embedding)} rows; "
+                "give the tokenizer, or the tokens, that belong to the model."
             )
         total = uploaded(functional.embedding(token_ids, embedding), machine.device).to(machine.dtype)
         scale = self._model.family.stack.embedding_scale

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint, MakeConfig, calibration_tokens
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from oneshot import Config, Report
@@ -103,6 +104,39 @@ def test_a_check_that_does_not_fit_or_is_not_possible_has_a_reason(
     report = compress(bounded)
     small = Config.from_dict(bounded.to_dict() | {"machine": bounded.to_dict()["machine"] | {"max_memory_bytes": 1}})
     assert "because it loads the whole original and needs" in quick_check(small, report).skipped
+
+
+@pytest.mark.parametrize(
+    ("model_class", "head", "reason"),
+    [
+        ("LlamaForCausalLM", 1e30, "which has no perplexity"),  # its exponential is beyond float64
+        ("LlamaModel", 1.0, "the original's config states no such class"),  # so its class leaves the head out
+    ],
+)
+def test_models_without_a_perplexity_have_a_reason(
+    model_class: str, head: float, reason: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(make_checkpoint(), tmp_path / "odd"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][7] *= head
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stated | {"architectures": [model_class]}))
+    config = make_config(folder, num_sequences=40)
+    assert reason in quick_check(config, compress(config)).skipped
+
+
+def test_a_head_that_is_not_stored_is_told(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """As embedding models are stored: under names without prefix, with a config of the class that predicts tokens."""
+    folder = Path(shutil.copytree(make_checkpoint(), tmp_path / "odd"))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, folder / "model.safetensors", {"format": "pt"})
+    warnings = compress(make_config(folder, sparsity=0)).warnings
+    assert any("has no output head, although config.json states LlamaForCausalLM" in warning for warning in warnings)
 
 
 def test_the_command_ends_with_a_summary_and_the_card_has_the_quality(
