@@ -21,7 +21,7 @@ def test_every_kind_has_an_equal_share() -> None:
     assert count.keys() == KINDS
     for share in (count, letters):
         assert max(share.values()) <= 1.5 * min(share.values())
-    assert all(600 <= len(row["text"]) <= 2400 for row in ROWS)
+    assert all(700 <= len(row["text"]) <= 2700 for row in ROWS)
 
 
 def test_the_size_is_that_of_half_a_run() -> None:
