@@ -309,9 +309,12 @@ def own_name(checkpoint: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.name or path.resolve().name
 
 
-def default_output(checkpoint: str, target: Target) -> str:
-    """Return the folder of a result whose output is not given: `NAME-oneshot-0.20` in the working folder."""
-    size = "" if target.sparsity is None else f"-{target.sparsity:.2f}"
+def default_output(checkpoint: str, target: Target, *, several: bool = False) -> str:
+    """Return the folder of a result whose output is not given: `NAME-oneshot-0.20` in the working folder.
+
+    `several`: whether it holds the results of several sparsities.
+    """
+    size = "" if several or target.sparsity is None else f"-{target.sparsity:.2f}"
     if target.parameters is not None:
         size = f"-{target.parameters / 1e6:.0f}M"
     if target.size_bytes is not None:

@@ -60,17 +60,7 @@ def compress_sizes(
 
     All targets are planned before the first run, so that one out of reach is refused before any work.
     """
-    config = with_kept_dtype(config, open_gguf(config.checkpoint))
-    configs = [
-        replace(
-            config,
-            target=replace(config.target, sparsity=sparsity),
-            output=str(Path(config.output) / f"sparsity-{sparsity:.2f}"),
-        )
-        for sparsity in sparsities
-    ]
-    if len({one.output for one in configs}) < len(configs):
-        raise ConfigError("Two of the --sparsity values are equal to two decimals; give each once.")
+    configs = configs_of(with_kept_dtype(config, open_gguf(config.checkpoint)), sparsities)
     watch = Stopwatch()
     # the largest target decides whether a model needs further tensors
     largest = max(configs, key=lambda one: one.target.sparsity or 0)
@@ -88,6 +78,21 @@ def compress_sizes(
         return reports
 
 
+def configs_of(config: Config, sparsities: Sequence[float]) -> list[Config]:
+    """Return the config of every sparsity, whose output is `OUT/sparsity-0.10` and so on.
+
+    Raises `ConfigError` if two have the same output.
+    """
+    targets = [replace(config.target, sparsity=sparsity) for sparsity in sparsities]  # which checks the values
+    configs = [
+        replace(config, target=target, output=str(Path(config.output) / f"sparsity-{target.sparsity:.2f}"))
+        for target in targets
+    ]
+    if len({one.output for one in configs}) < len(configs):
+        raise ConfigError("Two of the --sparsity values are equal to two decimals; give each once.")
+    return configs
+
+
 def predict(config: Config) -> Footprint:
     """Return what `compress` would take: a bound of its memory, its disk, its parameters, and roughly its time.
 
@@ -95,7 +100,8 @@ def predict(config: Config) -> Footprint:
     distribute the same parameters otherwise, which the bound covers. A latency budget is taken as one of FLOPs, because
     measuring a layer needs its weights.
 
-    Raises as `compress` for everything that is known before the first weight is read.
+    Raises as `compress` for everything that is known before the first weight is read, but an output that is in the way
+    is a warning.
     """
     offload_folder(config.machine)
     with torch.inference_mode():

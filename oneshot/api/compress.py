@@ -1,23 +1,36 @@
 """`oneshot.compress`, `oneshot.predict` and `oneshot.profile`: a run on names or on objects in memory."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from oneshot import pipeline
-from oneshot.api.inputs import request
+from oneshot.api.inputs import Request, request
 from oneshot.api.result import Result
+from oneshot.config import Config
+from oneshot.errors import ConfigError
 from oneshot.planning import Profile
 from oneshot.report.progress import Shown
-from oneshot.report.records import Footprint
+from oneshot.report.records import Footprint, Report
 from oneshot.settings import RECIPE_NAME, recipe_text
+
+Output = str | os.PathLike[str] | None
+
+
+@overload
+def compress(model: Any, output: Output = None, *, sparsity: Sequence[float], **options: Any) -> list[Result]: ...
+
+
+@overload
+def compress(model: Any, output: Output = None, *, sparsity: float | None = None, **options: Any) -> Result: ...
 
 
 def compress(
     model: Any,
-    output: str | os.PathLike[str] | None = None,
+    output: Output = None,
     *,
-    sparsity: float | None = None,
+    sparsity: float | Sequence[float] | None = None,
     params: str | int | None = None,
     max_size: str | int | None = None,
     calibration: Any = None,
@@ -35,7 +48,7 @@ def compress(
     resume: bool = False,
     progress: Shown = True,
     **settings: Any,
-) -> Result:
+) -> Result | list[Result]:
     """Make a model smaller, in one run and without training, and return where it is and what it took.
 
     A model in memory is not changed: it is written to a temporary folder and read from there layer by layer. The
@@ -44,7 +57,8 @@ def compress(
     Args:
         model: a folder of safetensors, a `.gguf` file, a name on the hub, or a model of transformers.
         output: the folder to write, which must not exist; None: `NAME-oneshot-0.20` in the working folder.
-        sparsity: fraction of the stored parameters to remove.
+        sparsity: fraction of the stored parameters to remove; of a list, every fraction has a result, a `Result` of
+            its own in the list that is returned, and a folder `sparsity-0.10` and so on in `output`.
         params: stored parameters to keep at most, such as `"900M"`.
         max_size: bytes of the weight files at most, such as `"2GB"`; give one of the three.
         calibration: text like the one that the model will read: a source as on the command line (default `"c4"`), a
@@ -67,8 +81,9 @@ def compress(
 
     Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
     """
+    first, several = _split(sparsity)
     given = {
-        "sparsity": sparsity,
+        "sparsity": first,
         "params": params,
         "max_size": max_size,
         "calibration": calibration,
@@ -84,29 +99,57 @@ def compress(
         "overwrite": overwrite or None,
         "resume": resume or None,
     }
-    with request(model, output, tokenizer, given | settings) as asked:
-        report = pipeline.compress(asked.config, show_progress=progress)
-        folder = Path(asked.config.output).expanduser()
-        if asked.in_memory:
-            (folder / RECIPE_NAME).write_text(recipe_text(asked.config, in_memory=asked.in_memory), encoding="utf-8")
-        source = None if "checkpoint" in asked.in_memory else asked.config.checkpoint
-        return Result(folder, report, source)
+    with request(model, output, tokenizer, given | settings, several=several is not None) as asked:
+        if several is None:
+            return _result(asked, asked.config, pipeline.compress(asked.config, show_progress=progress))
+        reports = pipeline.compress_sizes(asked.config, several, show_progress=progress)
+        configs = pipeline.configs_of(asked.config, several)
+        return [_result(asked, config, report) for config, report in zip(configs, reports, strict=True)]
+
+
+def _split(sparsity: Any) -> tuple[Any, list[float] | None]:
+    """Return the sparsity, or the first one, and all if a list is given. Raises `ConfigError` for an empty list."""
+    if not isinstance(sparsity, list | tuple):
+        return sparsity, None
+    if not sparsity:
+        raise ConfigError("The list of sparsities is empty; give at least one, such as [0.1, 0.2].")
+    return sparsity[0], list(sparsity)
+
+
+def _result(asked: Request, config: Config, report: Report) -> Result:
+    """Return a finished result, whose recipe names what was in memory."""
+    folder = Path(config.output).expanduser()
+    if asked.in_memory:
+        (folder / RECIPE_NAME).write_text(recipe_text(config, in_memory=asked.in_memory), encoding="utf-8")
+    return Result(folder, report, None if "checkpoint" in asked.in_memory else config.checkpoint)
+
+
+@overload
+def predict(model: Any, output: Output = None, *, sparsity: Sequence[float], **options: Any) -> list[Footprint]: ...
+
+
+@overload
+def predict(model: Any, output: Output = None, *, sparsity: float | None = None, **options: Any) -> Footprint: ...
 
 
 def predict(
-    model: Any, output: str | os.PathLike[str] | None = None, *, tokenizer: Any = None, **options: Any
-) -> Footprint:
+    model: Any, output: Output = None, *, sparsity: Any = None, tokenizer: Any = None, **options: Any
+) -> Footprint | list[Footprint]:
     """Return what `compress` with these options would take: memory, disk, parameters and time; nothing is written.
 
-    Options are those of `compress`. Raises as `compress` for everything that is known before the first weight is read.
+    Options are those of `compress`; of several sparsities it returns a list. An output in the way is a warning.
+    Raises as `compress` for everything else that is known before the first weight is read.
     """
-    with request(model, output, tokenizer, options) as asked:
-        return pipeline.predict(asked.config)
+    first, several = _split(sparsity)
+    with request(model, output, tokenizer, {"sparsity": first} | options, several=several is not None) as asked:
+        if several is None:
+            return pipeline.predict(asked.config)
+        return [pipeline.predict(config) for config in pipeline.configs_of(asked.config, several)]
 
 
 def profile(
     model: Any,
-    output: str | os.PathLike[str] | None = None,
+    output: Output = None,
     *,
     tokenizer: Any = None,
     progress: Shown = True,

@@ -9,7 +9,7 @@ from typing import Any
 
 from oneshot.api.models import save_model
 from oneshot.api.texts import save_text
-from oneshot.config import Config, MachineOptions, TextOptions, own_name
+from oneshot.config import Config, MachineOptions, TextOptions, default_output, own_name
 from oneshot.errors import ConfigError
 from oneshot.footprint import offload_folder
 from oneshot.machine import usual_settings
@@ -26,7 +26,7 @@ class Request:
 
 @contextmanager
 def request(
-    model: Any, output: Any, tokenizer: Any, options: Mapping[str, Any], *, ending: str = ""
+    model: Any, output: Any, tokenizer: Any, options: Mapping[str, Any], *, ending: str = "", several: bool = False
 ) -> Iterator[Request]:
     """Make the config of a call; objects in memory lie in a temporary folder until the end.
 
@@ -34,7 +34,8 @@ def request(
 
     Args:
         model: a path, a hub name, a model of transformers, or a `Config` that has all options.
-        output: None for a folder in the working folder that is named after the model, with `ending` if that is given.
+        output: None for a folder in the working folder that is named after the model, with `ending` if that is given;
+            `several`: of several sparsities.
         options: as `Config.of` takes them; those that are None count as not given. `calibration`: as
             `texts.save_text` takes it.
 
@@ -64,6 +65,8 @@ def request(
         config = Config.of(checkpoint, output, **given)
         if output is None and ending:
             config = replace(config, output=f"{own_name(config.checkpoint)}{ending}")
+        if output is None and several:
+            config = replace(config, output=default_output(config.checkpoint, config.target, several=True))
         yield Request(config, tuple(in_memory))
 
 

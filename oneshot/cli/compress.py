@@ -20,7 +20,7 @@ from oneshot.cli.options import (
     run_command,
 )
 from oneshot.cli.parser import OneOf, Parser
-from oneshot.config import BudgetUnit, Config, own_name, tcsp_options
+from oneshot.config import BudgetUnit, Config, default_output, tcsp_options
 from oneshot.errors import ConfigError
 from oneshot.recipes import RECIPES
 
@@ -157,21 +157,21 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
             _apply_tcsp(arguments)
         config = parse_config(arguments, sparsity=sparsities[0] if sparsities else None)
         begin_work(arguments)
-        from oneshot.pipeline import compress, compress_sizes, predict
+        from oneshot.pipeline import compress, compress_sizes, configs_of, predict
         from oneshot.report.progress import Tracker
         from oneshot.report.terminal import print_footprint
 
+        if len(sparsities) > 1 and arguments.output is None:
+            config = replace(config, output=default_output(config.checkpoint, config.target, several=True))
         if arguments.dry_run:
-            targets = [replace(config.target, sparsity=sparsity) for sparsity in sparsities] or [config.target]
-            for target in targets:
+            configs = configs_of(config, sparsities) if len(sparsities) > 1 else [config]
+            for one in configs:
                 checks = not arguments.quiet and not arguments.no_check
-                print_footprint(predict(replace(config, target=target)), checks=checks)
+                print_footprint(predict(one), checks=checks)
             return
         checks = not arguments.quiet and not arguments.no_check
         with Tracker(not arguments.quiet, ending=[CHECK] * checks * max(1, len(sparsities))) as tracker:
             if len(sparsities) > 1:
-                if arguments.output is None:
-                    config = replace(config, output=f"{own_name(config.checkpoint)}-oneshot")
                 reports = compress_sizes(config, sparsities, show_progress=tracker)
             else:
                 reports = [compress(config, show_progress=tracker)]

@@ -34,12 +34,18 @@ class Job:
         config: with the target's output. target: replaces the config's for the plan; None keeps it.
         dry: whether seconds are predicted, for which the machine is timed.
 
-    Raises `OneshotError` for everything that is known before the first weight is read.
+    Raises `OneshotError` for everything that is known before the first weight is read; a dry run only warns that the
+    output is in the way.
     """
 
     def __init__(self, config: Config, run: Run, *, target: Target | None = None, dry: bool = False) -> None:
         self.config, self.run, self.output = config, run, output_folder(config.output)
-        refuse_place(self.output, run.model.checkpoint, overwrite=config.overwrite, resume=config.resume)
+        try:
+            refuse_place(self.output, run.model.checkpoint, overwrite=config.overwrite, resume=config.resume)
+        except OutputError as error:
+            if not dry:
+                raise
+            logger.warning("%s", error)  # what a run would take is known all the same
         wanted = config.target if target is None else target
         self.budget = run.budget(wanted)
         self.plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, wanted, budget=self.budget))

@@ -224,3 +224,29 @@ def test_options_beside_a_config_are_refused(make_checkpoint: MakeCheckpoint, tm
         oneshot.compress(config, sparsity=0.3)
     with pytest.raises(ConfigError, match="tokenizer"):
         oneshot.compress(make_checkpoint(), tmp_path / "out", tokenizer="x", **SMALL)
+
+
+def test_a_list_of_sparsities_gives_a_list_of_results(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In folders of their own, also of a text in memory and in the default output; as one by one."""
+    monkeypatch.chdir(tmp_path)
+    folder, options = make_checkpoint(), SMALL | {"calibration": [topics(0, 3)], "sequence_length": 32}
+    del options["sparsity"]
+    options |= {"num_sequences": 4}
+    results = oneshot.compress(folder, sparsity=[0.1, 0.2], **options)
+    assert [result.output for result in results] == [
+        Path(f"{folder.name}-oneshot/sparsity-{share}") for share in ("0.10", "0.20")
+    ]
+    sizes = [result.report.stored_parameters["compressed"] for result in results]
+    for result in results:
+        assert "in memory" in (result.output / "recipe.yaml").read_text()
+    one = oneshot.compress(folder, tmp_path / "one", sparsity=0.2, **options)
+    assert one.report.stored_parameters["compressed"] == sizes[1] < sizes[0]
+    weights = [(result.output / "model.safetensors").read_bytes() for result in (one, results[1])]
+    assert weights[0] == weights[1]
+    predicted = oneshot.predict(folder, sparsity=(0.1, 0.2), **{**options, "progress": None})
+    assert [one.stored_parameters["compressed"] for one in predicted] == sizes
+    for wrong in ([], [0.1, "much"], [0.1, 1.5], [0.1, 0.101]):
+        with pytest.raises(ConfigError, match="sparsit"):
+            oneshot.compress(folder, tmp_path / "wrong", sparsity=wrong, **options)

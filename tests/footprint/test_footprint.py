@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections import namedtuple
@@ -384,13 +385,30 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_dry_run_refuses_an_existing_output_as_the_run_does(
-    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+def test_a_dry_run_only_tells_that_the_output_is_in_the_way(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = make_config(make_checkpoint())
-    Path(config.output).mkdir()
-    with pytest.raises(OutputError, match="exists already"):
-        predict(config)
+    """A finished result, an interrupted run, a folder of anyone, the input itself: the numbers are the same."""
+    folder = make_checkpoint()
+    config = make_config(folder)
+    free = predict(config)
+    assert not caplog.messages
+    interrupted = Path(f"{config.output}.incomplete")
+    for output, place, words in (
+        (config.output, Path(config.output), "exists already; choose another --output or add --overwrite."),
+        (config.output, interrupted, "is in the way"),
+        (str(folder), folder, "holds the input checkpoint"),
+    ):
+        caplog.clear()
+        place.mkdir(exist_ok=True)
+        if place == interrupted:
+            (place / "mine").touch()
+        assert predict(replace(config, output=output)).stored_parameters == free.stored_parameters
+        assert [words in message for message in caplog.messages] == [True]
+        with pytest.raises(OutputError, match=words):
+            compress(replace(config, output=output))
+        if place != folder:
+            shutil.rmtree(place)
 
 
 def test_prediction_and_report_agree(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
