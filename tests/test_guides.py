@@ -1,15 +1,18 @@
 """Code of the guides runs as it is written, on tiny models."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories import MakeCheckpoint, MakeConfig
+from factories import MakeCheckpoint, MakeConfig, stored_numbers
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from oneshot.cli.compress import build_parser as compress_parser
+from oneshot.cli.main import main
 from oneshot.pipeline import compress
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -84,22 +87,43 @@ def test_a_result_is_a_draft(result: Path) -> None:
     assert torch.equal(found["written"], alone)
 
 
-def test_the_quick_start_from_python(
+def commands_of(page: str) -> list[list[str]]:
+    """Return the words of every command of ours on a page."""
+    blocks = re.findall(r"```\n(.*?)```", (DOCS / page).read_text().replace("\\\n", " "), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("oneshot ")]
+
+
+def test_the_quick_start(
     make_checkpoint: MakeCheckpoint,
     make_config: MakeConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It begins with the GGUF file that `make setup` installs, as the page's other commands do."""
+    """It begins with a GGUF file, has the same options in the prediction, the run and Python, and every command runs.
+
+    The result of Python stands in for the run's, which differs in nothing.
+    """
+    predict, run, chat, evaluate = commands_of("quick-start.md")
+    assert predict == [*run, "--dry-run"]
     config = make_config(make_checkpoint(), form="gguf", sparsity=0)
     compress(config)
     place = tmp_path / ".venv" / "lib" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     place.parent.mkdir(parents=True)
     place.symlink_to(Path(config.output) / "model.gguf")
+    (tmp_path / "README.md").write_text((DOCS.parent / "README.md").read_text())
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(code_of("quick-start.md", "From Python", **{"512": "32"}), names)
-    assert names["smaller"].num_parameters() == names["result"].report.stored_parameters["compressed"]
-    assert (tmp_path / "smaller-again" / "model.safetensors").exists()
+    exec(code_of("quick-start.md", "From Python", **{"256": "32"}), names)
+    assert main([word.replace("$MODEL", str(place)) for word in predict]) == 0
+    (tmp_path / "smaller").symlink_to("smaller-again")
+    given = vars(compress_parser().parse_args(run[1:]))
+    options = names["options"] | {"sequence_length": 256, "sparsity": ["0.2"]}
+    assert {name: given[name] for name in options} == options
+    assert stored_numbers(names["smaller"]) == names["result"].report.stored_parameters["compressed"]
     assert "parameters" in capsys.readouterr().out
+    for command in ([*chat, "--max-new-tokens=8"], [*evaluate, "--decode-tokens=0"]):
+        assert main([word.replace("$MODEL", str(place)) for word in command]) == 0
+    exec(code_of("quick-start.md", "4. Ask and measure"), names)
+    assert names["model"].num_parameters() == names["smaller"].num_parameters()

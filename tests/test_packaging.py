@@ -62,3 +62,12 @@ def test_the_citation_is_of_this_version_and_names_no_person() -> None:
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what the format requires
     assert (citation["version"], citation["license"]) == (__version__, PROJECT["project"]["license"])
     assert citation["authors"] == [{"name": "The oneshot developers"}]
+
+
+def test_every_environment_takes_the_index_of_torch() -> None:
+    """`TORCH_INDEX` chooses the small build of torch; an environment that ignores it downloads gigabytes of CUDA."""
+    installs = re.findall(
+        r"^\t.*pip install .*-c (?:constraints|floors)\.txt.* torch$", (ROOT / "Makefile").read_text(), re.M
+    )
+    assert len(installs) == 3  # make setup, make test-floors, make demo
+    assert [line for line in installs if "$(TORCH_INDEX)" not in line] == []

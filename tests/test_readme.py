@@ -26,7 +26,7 @@ DOCUMENTS = [
 ]
 FOREIGN = {
     *("--model", "--model_args", "--multi_gpu", "--num_processes", "--nproc-per-node"),  # lm_eval, accelerate, torchrun
-    "--index-url",  # pip
+    *("--index-url", "--no-deps"),  # pip
     *("--outtype", "--outfile", "--pure"),  # llama.cpp
     *("--enforce-eager", "--model-impl", "--trust-remote-code"),  # vLLM
     *("--tensor-parallel-size", "--enable-expert-parallel"),
