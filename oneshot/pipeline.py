@@ -136,7 +136,9 @@ def profile(config: Config, *, show_progress: Shown | Tracker = False) -> Profil
         tracker.expect(list(run.stage_seconds(config, schedule, None, footprint).items()))
         run.check_family()
         measured = run.make_profile(schedule)
-        for sentence in gram_sentences(run.machine.workers.gather(run.warnings.take_notes()), []):
+        for sentence in gram_sentences(
+            run.machine.workers.gather(run.warnings.notes_of_all + run.warnings.take_notes()), []
+        ):
             logger.warning("%s", sentence)
         if run.machine.workers.is_main:
             save_profile(measured, output)

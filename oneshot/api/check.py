@@ -102,7 +102,7 @@ def _measured(config: Config, report: Report, output: Path, asked: str | None, s
         model = _opened(place, device, dtype)
         del place
         if windows is not None:
-            perplexities[name], _ = perplexity(model, windows)
+            perplexities[name], _ = perplexity(model, windows, has_bar=False)
         if prompt is not None:
             answers[name] = _answer(model, tokenizer, prompt)
         del model

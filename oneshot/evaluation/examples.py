@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from oneshot.errors import CalibrationError
 from oneshot.evaluation.comparison import TextRecord
+from oneshot.report.display import progress_bar
 from oneshot.text import encode, padded, read_rows, token_hash, whole_letters
 
 
@@ -94,7 +94,7 @@ class Inputs:
         with_types = takes_token_types(model)
         order = sorted(range(len(self)), key=lambda place: (len(self.token_ids[place]), place))
         chunks = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-        for places in tqdm(chunks, desc="evaluating", unit="batch", leave=False):
+        for places in progress_bar(chunks, "evaluating"):
             ids = [self.token_ids[place] for place in places]
             arguments = {
                 "input_ids": padded(ids, padding),

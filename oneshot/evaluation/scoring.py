@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from tqdm import tqdm
+
+from oneshot.report.display import progress_bar
 
 from oneshot.errors import CheckpointError
 
@@ -31,9 +32,11 @@ class TextScore:
     kl_divergence: float | None = None
 
 
-def perplexity(model: torch.nn.Module, token_ids: torch.Tensor, *, batch_size: int = 1) -> tuple[float, int]:
+def perplexity(
+    model: torch.nn.Module, token_ids: torch.Tensor, *, batch_size: int = 1, has_bar: bool = True
+) -> tuple[float, int]:
     """Return a model's perplexity and the number of scored tokens; see `score_windows`."""
-    (score,) = score_windows([model], token_ids, batch_size=batch_size)
+    (score,) = score_windows([model], token_ids, batch_size=batch_size, has_bar=has_bar)
     return score.perplexity, score.tokens_scored
 
 
@@ -44,6 +47,7 @@ def score_windows(
     *,
     baseline: torch.nn.Module | None = None,
     batch_size: int = 1,
+    has_bar: bool = True,
 ) -> list[TextScore]:
     """Score tokens 2 … L of every window, log-softmax in float32: the models in order, then the baseline.
 
@@ -53,12 +57,12 @@ def score_windows(
     Args:
         models: causal language models of transformers, on one device. baseline: the model to compare with; a model
             with logits of another width has no agreement (None).
-        token_ids: int64 `(windows, L)`. batch_size: windows in one forward pass.
+        token_ids: int64 `(windows, L)`. batch_size: windows in one forward pass. has_bar: whether a bar is on stderr.
     """
     totals = [_Totals() for _ in models]
     baseline_totals = _Totals()
     device = next((models[0] if baseline is None else baseline).parameters()).device
-    for batch in tqdm(token_ids.split(batch_size), desc="scoring", unit="batch", leave=False):
+    for batch in progress_bar(token_ids.split(batch_size), "scoring", visible=has_bar):
         batch = batch.to(device)
         targets = batch[:, 1:]
         reference = None

@@ -66,7 +66,7 @@ def write_result(
         footprint=job.footprint,
         fingerprint=job.fingerprint,
         weights_hash=weights_hash,
-        warnings=sizes.warnings + run.warnings.take(),
+        warnings=run.warnings.of_all + sizes.warnings + run.warnings.take(),
     )
     (folder / RECIPE_NAME).write_text(recipe_text(config), encoding="utf-8")
     task = task_of(written)

@@ -65,7 +65,7 @@ def decide_sizes(job: Job, journal: Journal, watch: Stopwatch) -> JobSizes:
         sizes,
         embedding=journal.saved_tensors(EMBEDDING) if sizes.plan.embedding else None,
         warnings=job.run.warnings.take(),
-        gram_notes=job.run.machine.workers.gather(job.run.warnings.take_notes()),
+        gram_notes=job.run.machine.workers.gather(job.run.warnings.notes_of_all + job.run.warnings.take_notes()),
     )
 
 

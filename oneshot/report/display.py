@@ -3,12 +3,22 @@
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from tqdm import tqdm
 
 SILENT_SECONDS = 1.0  # after which the line on a terminal is drawn again, with the seconds so far
 LINE_SECONDS = 30.0  # between lines in a file
+
+
+def progress_bar(batches: Sequence[Any], name: str, *, visible: bool = True) -> Iterable[Any]:
+    """Yield batches with a bar on stderr, which a file gets once in `LINE_SECONDS` at most."""
+    shown_every = 0.1 if sys.stderr.isatty() else LINE_SECONDS
+    bar: Iterable[Any] = tqdm(
+        batches, desc=name, unit="batch", leave=False, mininterval=shown_every, disable=not visible
+    )
+    return bar
 
 
 class Display:

@@ -5,10 +5,13 @@ from collections.abc import Iterable, Sequence
 from oneshot.linalg.psd import GramNote
 from oneshot.report.records import LayerReport
 
-REMEDIES = {
-    "raised": "its weakest directions count less; give more text, or --dtype float32",
-    "left out": "give more text, or a damping above zero",
-    "singular": "give more text, or more damping",
+MEANINGS = {  # what it means for the result, and what is to be done
+    "raised": "they count a little less there, which is safe; nothing has to be done, and more text "
+    "(--num-sequences) or --dtype float32 makes it more exact",
+    "left out": "those were left out, which is safe but less exact; give more text (--num-sequences), or --set "
+    "damping= above zero",
+    "singular": "rounding may decide there, so measure the result; give more text (--num-sequences), or a larger --set "
+    "damping=",
 }
 NAMED_LAYERS = 8
 
@@ -37,10 +40,10 @@ def gram_sentences(elsewhere: Sequence[GramNote], layers: Sequence[LayerReport])
         numbers = [layer.layer for layer in layers if any(map(same, layer.gram_notes))]
         earlier = sum(map(same, elsewhere))
         places = [f"{_layers(numbers)} of {len(layers)}"] if numbers else []
-        places += [f"{earlier} times before the layers"] if earlier else []
+        places += [f"{earlier} times while sizes were measured"] if earlier else []
         sentences.append(
-            f"The Gram of the {note.of} is singular to rounding ({', '.join(places)}), at worst {note}: "
-            f"{REMEDIES[note.kind]}."
+            f"The text says too little about some directions of the {note.of} ({', '.join(places)}): "
+            f"{MEANINGS[note.kind]}. (The Gram is singular to rounding; at worst {note}.)"
         )
     return sentences
 

@@ -17,8 +17,8 @@ from oneshot.report.words import amount, left
 
 READING = "reading"  # the first stage of every run
 ERROR_EXPLAINED = (
-    "error: how far the output of a layer's attention or FFN is from the original's, as a share of it (0.1 is 10 %); "
-    "the larger of the two is shown"
+    '"error" beside the layers is how far the output of their attention or FFN is from the original\'s, as a share '
+    "of it (0.144 is 14.4 %)."
 )
 
 
@@ -197,20 +197,28 @@ class ProgressBar:
 class WarningLog(logging.Handler):
     """Collect this package's warnings of the present thread for the report. A context manager.
 
-    Several runs may go on in threads; each hears of its own. Notes on Grams are collected apart, and nobody else hears
-    of them: a run tells of each kind once (`report.grams`).
+    What is heard inside `shared` is of all targets of a run, and stays. Several runs may go on in threads; each hears
+    of its own. Notes on Grams are collected apart, and nobody else hears of them: a run tells of each kind once
+    (`report.grams`).
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._messages: list[str] = []
         self._notes: list[GramNote] = []
+        self._shared: dict[str, None] = {}
+        self._shared_notes: list[GramNote] = []
+        self._is_shared = False
         self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the message of a warning."""
         if record.thread == self._thread:
-            self._messages.append(record.getMessage())
+            message = record.getMessage()
+            if self._is_shared:
+                self._shared[message] = None
+            else:
+                self._messages.append(message)
 
     def take(self) -> tuple[str, ...]:
         """Return the messages since the last call."""
@@ -227,8 +235,27 @@ class WarningLog(logging.Handler):
         found = getattr(record, "gram_note", None)
         if record.thread != self._thread or not isinstance(found, GramNote):
             return True
-        self._notes.append(found)
+        (self._shared_notes if self._is_shared else self._notes).append(found)
         return False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Keep what is heard meanwhile for every target of the run."""
+        before, self._is_shared = self._is_shared, True
+        try:
+            yield
+        finally:
+            self._is_shared = before
+
+    @property
+    def of_all(self) -> tuple[str, ...]:
+        """Return the messages that are of all targets."""
+        return tuple(self._shared)
+
+    @property
+    def notes_of_all(self) -> tuple[GramNote, ...]:
+        """Return the notes on Grams that are of all targets."""
+        return tuple(self._shared_notes)
 
     def __enter__(self) -> "WarningLog":
         logging.getLogger("oneshot").addHandler(self)

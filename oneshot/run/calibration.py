@@ -72,11 +72,13 @@ class Calibration:
         if num_tokens < needed:
             logger.warning(
                 "%d calibration tokens are few for %s of width %d: the correction will fit the text, not the "
-                "model; give at least %d (--num-sequences).",
+                "model; give at least %d tokens, such as --num-sequences %d of %d tokens each.",
                 num_tokens,
                 "an FFN" if shape.experts is None else f"{shape.experts.count} experts",
                 shape.intermediate_size,
                 needed,
+                math.ceil(needed / self._config.text.sequence_length),
+                self._config.text.sequence_length,
             )
 
     def warn_if_long(self) -> None:

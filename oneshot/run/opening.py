@@ -37,7 +37,8 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, tracker: Tracker |
         stack.enter_context(exact_products())
         warnings = stack.enter_context(WarningLog())
         try:
-            run = Run(config, scratch, outputs, tracker=tracker, warnings=warnings)
+            with warnings.shared():
+                run = Run(config, scratch, outputs, tracker=tracker, warnings=warnings)
             device, limit = run.machine.device, config.machine.max_device_memory_bytes
             with limited_memory(device, limit), vendor_solvers(device):
                 yield run

@@ -217,10 +217,11 @@ class Run:
     @cached_property
     def text(self) -> Text:
         """Return the calibration text, all of it in every process."""
-        text = self.machine.workers.share(0, self._calibration.read)
-        release_heap()  # of the tokeniser
-        self._calibration.warn_if_few(text.num_tokens)
-        self._calibration.warn_if_long()
+        with self.warnings.shared():
+            text = self.machine.workers.share(0, self._calibration.read)
+            release_heap()  # of the tokeniser
+            self._calibration.warn_if_few(text.num_tokens)
+            self._calibration.warn_if_long()
         return text
 
     @property
@@ -232,7 +233,8 @@ class Run:
         """Return the given profile if it belongs to this model and text, or one made now; each run has one."""
         if self._profile is None:
             if self._config.profile is None:
-                self._profile = self.make_profile(schedule)
+                with self.warnings.shared():
+                    self._profile = self.make_profile(schedule)
             else:
                 self._profile = load_profile(Path(self._config.profile).expanduser())
                 refuse_other(
@@ -265,12 +267,13 @@ class Run:
     def curvature(self) -> Curvature:
         """Return the output curvature of every layer, measured when it is first needed."""
         num_tokens = self.text.first(CURVATURE_TOKENS).num_tokens
-        with ProgressBar(
+        progress = ProgressBar(
             self.tracker,
             num_layers=2 * self.model.shape.num_hidden_layers,  # forward and back
             total=num_tokens,
             stage="curvature",
-        ) as progress:
+        )
+        with self.warnings.shared():
             return measure_curvature(
                 self.model, self.text, self.machine, seed=self._config.seed, advance=progress.advance
             )

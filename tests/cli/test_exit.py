@@ -12,6 +12,7 @@ from factories import MakeCheckpoint, small_arguments
 from oneshot.checkpoint.reader import SINGLE_NAME
 from oneshot.cli.compress import main
 from oneshot.errors import CheckpointError
+from oneshot.report.progress import ERROR_EXPLAINED
 
 
 def test_an_interrupt_before_the_first_layer_leaves_nothing(
@@ -67,9 +68,9 @@ def test_a_good_run_of_the_command_line(make_checkpoint: MakeCheckpoint, output:
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout.startswith("result ")
-    assert "layer 2/2" in result.stderr
+    assert "layers (2 of 4) …" in result.stderr
     lines = [line for line in re.split(r"[\r\n]+", result.stderr) if line.strip()]
-    bars = ("WARNING: ", "profile: ", "layer 1/2: ", "layer 2/2: ", "writing: ", "scoring: ")
+    bars = ("WARNING: ", ERROR_EXPLAINED, "layers (", "writing (")
     stages = ("opening ", "reading the text ", "planning the sizes ", "writing the report ", "checking the result ")
     assert [line for line in lines if not line.startswith(bars + stages)] == [], "other libraries are silent"
     assert {"config.json", "README.md", "oneshot_report.json", SINGLE_NAME, "tokenizer.json"} <= {

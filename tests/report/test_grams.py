@@ -24,11 +24,12 @@ def layer(number: int, *notes: GramNote) -> LayerReport:
 def test_there_is_one_sentence_for_each_kind_and_it_names_the_layers() -> None:
     layers = [layer(0, RAISED, INPUTS), layer(1), layer(2, replace(RAISED, size=1e-1)), layer(3, SINGULAR)]
     inputs, kept, singular = gram_sentences([INPUTS, INPUTS], layers)
-    assert kept.startswith(
-        "The Gram of the kept columns is singular to rounding (layers 0, 2 of 4), at worst its ridge"
-    )
+    assert kept.startswith("The text says too little about some directions of the kept columns (layers 0, 2 of 4): ")
+    assert "nothing has to be done" in kept
+    assert "measure the result" in singular
+    assert all("(--num-sequences)" in sentence for sentence in (inputs, kept, singular))
     assert "raised to 1e-01 of the mean diagonal" in kept
-    assert "inputs of up_proj is singular to rounding (layer 0 of 4, 2 times before the layers)" in inputs
+    assert "inputs of up_proj (layer 0 of 4, 2 times while sizes were measured)" in inputs
     assert "layer 3 of 4" in singular
     assert "condition number is 3e+09" in singular
     assert gram_sentences([], [layer(0)]) == []

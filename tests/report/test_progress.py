@@ -242,3 +242,18 @@ def test_stages_that_several_sizes_share_are_counted_once(
     numbers = [progress.number for progress in told if progress.number is not None]
     assert list(dict.fromkeys(numbers)) == [1, 2, 3, 4, 5], "reading, and twice layers and writing"
     assert numbers == sorted(numbers)
+
+
+# Warnings
+
+
+def test_what_several_sizes_share_warns_in_the_report_of_each(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    """The text is read once, for the first; a text of few tokens is few for all."""
+    config = make_config(make_checkpoint(layers=2), num_sequences=2)
+    first, second = compress_sizes(config, [0.1, 0.2])
+    [sentence] = [warning for warning in first.warnings if "calibration tokens are few" in warning]
+    assert "64 calibration tokens are few" in sentence
+    assert "at least 256 tokens, such as --num-sequences 8 of 32 tokens each" in sentence
+    assert sentence in second.warnings
