@@ -1,7 +1,7 @@
 """`oneshot compress CHECKPOINT --output OUT --sparsity 0.2`: the command line of the pipeline."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from oneshot.cli.options import (
     add_text,
     begin_work,
     launched_rank,
+    noted_warnings,
     parse_config,
     run_command,
 )
@@ -115,7 +116,9 @@ def _apply_tcsp(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, value)
 
 
-def _finish(config: Config, report: "Report", arguments: argparse.Namespace, tracker: "Tracker") -> None:
+def _finish(
+    config: Config, report: "Report", arguments: argparse.Namespace, tracker: "Tracker", told: Collection[str]
+) -> None:
     """Check a result, show what came out, and upload it if that is asked for."""
     from oneshot.api.check import quick_check, weight_bytes
     from oneshot.api.hub import push
@@ -130,12 +133,13 @@ def _finish(config: Config, report: "Report", arguments: argparse.Namespace, tra
         tracker.enter(CHECK)
         check = quick_check(config, report, question=arguments.prompt, step=partial(tracker.step, brief=True))
         report = add_check(Path(config.output).expanduser(), report, check)
+    tracker.close()
     if not arguments.quiet:
         if arguments.verbose:
             print_report(report)
         weights = weight_bytes(config.checkpoint), weight_bytes(config.output)
         gguf = str(Path(config.output) / FILE_NAME) if FORMS[config.form].opened_by == "llama.cpp" else None
-        print(summary(report, weights=weights, check=check, source=config.checkpoint, gguf=gguf))
+        print(summary(report, weights=weights, check=check, source=config.checkpoint, gguf=gguf, told=told))
     if arguments.push_to_hub is not None:
         address = push(Path(config.output).expanduser(), report, arguments.push_to_hub)
         print(f"uploaded to {address}")
@@ -170,13 +174,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
                 print_footprint(predict(one), checks=checks)
             return
         checks = not arguments.quiet and not arguments.no_check
-        with Tracker(not arguments.quiet, ending=[CHECK] * checks * max(1, len(sparsities))) as tracker:
+        with (
+            noted_warnings() as told,
+            Tracker(not arguments.quiet, ending=[CHECK] * checks * max(1, len(sparsities))) as tracker,
+        ):
             if len(sparsities) > 1:
                 reports = compress_sizes(config, sparsities, show_progress=tracker)
             else:
                 reports = [compress(config, show_progress=tracker)]
             if launched_rank() == 0:
                 for report in reports:
-                    _finish(replace(config, output=report.config["output"]), report, arguments, tracker)
+                    _finish(replace(config, output=report.config["output"]), report, arguments, tracker, told)
 
     return run_command(arguments, run, writes=not arguments.dry_run)

@@ -5,7 +5,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
@@ -206,6 +207,19 @@ def run_command(arguments: argparse.Namespace, run: Callable[[], None], *, write
         print("interrupted", file=sys.stderr)
         return 130
     return told(written=writes)
+
+
+@contextmanager
+def noted_warnings() -> Iterator[list[str]]:
+    """Yield a list of the warnings that a terminal shows meanwhile."""
+    shown: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("oneshot").addHandler(handler)
+    try:
+        yield shown
+    finally:
+        logging.getLogger("oneshot").removeHandler(handler)
 
 
 def begin_work(arguments: argparse.Namespace) -> None:

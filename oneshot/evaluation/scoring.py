@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from oneshot.report.display import progress_bar
-
 from oneshot.errors import CheckpointError
+from oneshot.report.display import progress_bar
 
 LARGEST_LOSS = math.log(sys.float_info.max)
 POSITIONS = 256  # with float32 logits at a time; vocabulary × length is large

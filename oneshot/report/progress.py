@@ -70,6 +70,10 @@ class Tracker:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the line from a terminal, before something else is printed; the next stage shows it again."""
         if self._display is not None:
             self._display.close()
             self._display = None

@@ -2,24 +2,34 @@
 
 import shlex
 import textwrap
+from collections.abc import Collection
 
 from oneshot.errors import printable
+from oneshot.report.card import PAGE_NAME
 from oneshot.report.records import Check, Report
 from oneshot.report.terminal import WIDTH
-from oneshot.report.words import amount
+from oneshot.report.words import amount, duration, size, verdict
 
 NAME_WIDTH = 14
+NOTHING = "(nothing)"  # an empty answer
+OTHER_DTYPE = 0.1  # two files differ in the bytes of a parameter by more only if their dtypes do
 
 
 def summary(
-    report: Report, *, weights: tuple[int | None, int | None], check: Check | None, source: str, gguf: str | None = None
+    report: Report,
+    *,
+    weights: tuple[int | None, int | None],
+    check: Check | None,
+    source: str,
+    gguf: str | None = None,
+    told: Collection[str] = (),
 ) -> str:
     """Return the summary of a run in lines of at most 80 columns.
 
     Args:
         weights: bytes of the weight files before and after, None if they are not known.
         check: None without one. source: the checkpoint as it was given. gguf: the result's GGUF file, which llama.cpp
-            measures; None if the result has none.
+            measures; None if the result has none. told: warnings that the user has read on this terminal.
     """
     stored, output = report.stored_parameters, str(report.config["output"])
     removed = 1 - stored["compressed"] / stored["dense"]
@@ -29,15 +39,22 @@ def summary(
     if before is not None and after is not None:
         dtype = str(report.config["save_dtype"])
         stored_as = "" if dtype == "keep" else f", stored as {dtype}"  # a quantised input may be the smaller file
-        lines.append(("weight files", f"{before / 1e6:,.0f} MB → {after / 1e6:,.0f} MB{stored_as}"))
-    lines.append(("time", f"{report.seconds['total']:,.0f} s, peak memory {report.peak_bytes / 2**30:.2f} GiB"))
+        lines.append(("weight files", f"{size(before)} → {size(after)}{stored_as}"))
+        alike = after * stored["dense"] / stored["compressed"]  # of the original in the result's dtype
+        if abs(alike / before - 1) > OTHER_DTYPE:
+            lines.append(("same dtype", f"{size(alike)} → {size(after)}, had the original been stored like the result"))
+    lines.append(("time", f"{duration(report.seconds['total'])}, peak memory {report.peak_bytes / 2**30:.2f} GiB"))
     lines += check_lines(check)
     warnings = {*report.warnings, *(warning for layer in report.layers for warning in layer.warnings)}
-    lines += [("warning", warning) for warning in sorted(warnings)]
-    measures = f"oneshot evaluate {shlex.quote(output)} --baseline {shlex.quote(source)} --text YOUR_TEXT"
+    lines += [("warning", warning) for warning in sorted(warnings.difference(told))]
+    again = len(warnings.intersection(told))
+    lines += [("warning", f"{again} while it ran (also in {output}/{PAGE_NAME})")] * bool(again)
+    both = f"{shlex.quote(output)} --baseline {shlex.quote(source)}"
+    lines.append(("next", f"oneshot evaluate {both} --text YOUR_TEXT"))
     if gguf is not None:
-        measures = f"llama-perplexity -m {shlex.quote(gguf)} -f YOUR_TEXT"
-    lines.append(("next", measures))
+        lines[-1] = "next", f"llama-perplexity -m {shlex.quote(gguf)} -f YOUR_TEXT"
+    elif report.dense_shape["causal"] and not report.dense_shape["num_decoder_layers"]:
+        lines.append(("", f"oneshot chat {both}"))
     return "\n".join(_wrapped(name, value) for name, value in lines)
 
 
@@ -50,9 +67,10 @@ def check_lines(check: Check | None) -> list[tuple[str, str]]:
         dense, compressed = check.perplexity["dense"], check.perplexity["compressed"]
         measured = f"perplexity {dense:.2f} → {compressed:.2f} (× {compressed / dense:.2f})"
         lines.append(("quality", f"{measured} on {check.tokens:,} tokens of {check.source} that the run did not read"))
+        lines.append(("", f"{verdict(compressed / dense)}"))
     if check.answers:
         lines.append(("asked", check.question))
-        lines += [(name, check.answers[key]) for name, key in (("before", "dense"), ("after", "compressed"))]
+        lines += [(name, check.answers[key] or NOTHING) for name, key in (("before", "dense"), ("after", "compressed"))]
     if check.skipped:
         lines.append(("asked" if check.perplexity else "quality", check.skipped))
     return lines

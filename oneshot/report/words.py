@@ -38,3 +38,14 @@ def amount(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f}"
+
+
+def size(bytes_: float) -> str:
+    """Return bytes of files with the digits that a reader compares: `12.41 GB`, `216 MB`, `1.4 MB`, `87 KB`."""
+    if bytes_ >= 1e10:
+        return f"{bytes_ / 1e9:,.2f} GB"
+    if bytes_ >= 1e7:
+        return f"{bytes_ / 1e6:,.0f} MB"
+    if bytes_ >= 1e6:
+        return f"{bytes_ / 1e6:.1f} MB"
+    return f"{bytes_ / 1e3:.0f} KB" if bytes_ >= 1e3 else f"{bytes_:.0f} bytes"

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from oneshot.report.card import QUALITY, REPORT_NAME
 from oneshot.report.records import Check
 from oneshot.report.sharing import without_local_paths
 from oneshot.report.summary import summary
+from oneshot.report.words import verdict
 from oneshot.text import load_text, load_tokenizer
 
 NAME_COLUMNS = 14  # of a line of the summary
@@ -182,13 +184,28 @@ def test_the_summary_of_long_names_and_answers_fits(run: tuple[Config, Report]) 
     text = summary(report, weights=(None, 5), check=check, source="a model")
     assert all(map(fits, text.splitlines()))
     assert "× 1.50" in text
+    assert f"\n{' ' * NAME_COLUMNS}{verdict(1.5)[:20]}" in text
+    assert "\nafter         (nothing)\n" in text
+    assert "oneshot chat" in text
+    few, again = "few tokens", "(also in"
+    report = replace(report, warnings=(few, "another"))
+    texts = [summary(report, weights=(None, 5), check=None, source="a model", told=told) for told in ([], [few])]
+    assert [(few in text, "another" in text, again in text) for text in texts] == [
+        (True, True, False),
+        (False, True, True),
+    ]
     assert "--baseline 'a model'" in " ".join(text.split())
     assert "weight files" not in text
     report.config["save_dtype"] = "bfloat16"
     text = summary(report, weights=(98_400_000, 216_000_000), check=None, source="a model")
     assert "weight files  98 MB → 216 MB, stored as bfloat16\n" in text
+    alike = 216 * report.stored_parameters["dense"] / report.stored_parameters["compressed"]
+    assert f"same dtype    {alike:.0f} MB → 216 MB" in text, "a quantised input is not the larger file"
+    text = summary(report, weights=(1_440_000, 412_000), check=None, source="a model")
+    assert "weight files  1.4 MB → 412 KB" in text
     text = summary(report, weights=(None, None), check=None, source="a model", gguf="an out/model.gguf")
     assert "llama-perplexity -m 'an out/model.gguf' -f" in text
+    assert "oneshot chat" not in text
     assert "oneshot evaluate" not in text
 
 
