@@ -23,7 +23,7 @@ from tables.gpu_measured import (
     gpu_speed_table,
     mixture_runs_table,
 )
-from tables.gpu_quality import by_model_table, gpu_quality_table, ideas_table, models_table
+from tables.gpu_quality import accuracy_table, by_model_table, gpu_quality_table, ideas_table, models_table
 from tables.grams import singular_grams_table
 from tables.heal import heal_table
 from tables.hidden_size import hidden_error_table, hidden_size_table
@@ -156,6 +156,7 @@ TABLES = {
     "exactness": (exactness_table, "exactness"),
     "models": (models_table, "gpu"),
     "by_model": (by_model_table, "gpu"),
+    "accuracy": (accuracy_table, "gpu"),
     "ideas": (ideas_table, "gpu"),
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),

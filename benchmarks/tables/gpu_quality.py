@@ -2,10 +2,10 @@
 
 from compare import compare_rows
 from harness import Row, read_rows
-from judging import CODE, KINDS
+from judging import CODE, KINDS, task_values
 from quality_rows import with_seeds
 
-from tables.cells import difference_cells, markdown, score_cell, settings
+from tables.cells import difference_cells, markdown, score_cell, settings, standard_error
 from tables.gpu_measured import GB, NOT_YET, STAGES, made_by, rows_of
 
 MODEL_TITLES = {"gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}  # of names of files
@@ -142,7 +142,8 @@ def by_model_table() -> str:
         lines,
         "Perplexity ÷ the dense model's, geometric mean over five kinds of text that are not the calibration's; mean ± "
         f"standard deviation over {seeds} seeds. Accuracy: mean over arc_easy, boolq, lambada_openai, piqa and "
-        "winogrande, dense → compressed, first seed. The sizes are shares of the stored parameters, the embedding "
+        "winogrande (500 documents of each), dense → compressed, one seed. The sizes are shares of the stored "
+        "parameters, the embedding "
         "included.",
     )
 
@@ -184,3 +185,26 @@ def _dense_perplexities() -> dict[str, dict[str, float]]:
     """Return the dense model's perplexities by the texts that they were measured on."""
     judged = rows_of("quality") + read_rows("models")
     return {str(row["texts"]): row["perplexity"] for row in judged if row.get("recipe") == "dense"}
+
+
+def accuracy_table() -> str:
+    """Return the mean accuracy over five tasks of every model and form by size, and of every task at −20 %."""
+    newest = {(row["model"], row["form"], row["asked"]): row for row in rows_of("tasks")}
+    lines = []
+    for model, form in dict.fromkeys((model, form) for model, form, _ in newest):
+        of = {asked: row for (*key, asked), row in newest.items() if key == [model, form]}
+        sizes = [f"{of[size]['mean_accuracy']:.1%}" if size in of else "–" for size in (0.0, 0.1, 0.2, 0.3)]
+        values = task_values(of[0.2]["tasks"], "chosen")
+        dense = task_values(of[0.0]["tasks"], "chosen")
+        each = [f"{dense[task][0]:.1%} → {value:.1%}" for task, (value, _) in values.items()]
+        lines.append([model.removesuffix("-Instruct"), form, *sizes, *each])
+    first = next(iter(newest.values()))
+    error = standard_error(task_values(first["tasks"], "chosen"))
+    caption = (
+        "Accuracy by lm-eval, length-normalised where the task has that: the mean over five tasks, and each task dense "
+        f"→ −20 %. The first {first['task_limit']} documents of each; standard error of a mean {100 * error:.1f} "
+        "points. "
+        "131,072 tokens of general.jsonl+self, one seed, bfloat16"
+    )
+    head = ["model", "form", "dense", "−10 %", "−20 %", "−30 %", *task_values(first["tasks"], "chosen")]
+    return markdown(head, lines, f"{caption}; {made_by(list(newest.values()))}.")

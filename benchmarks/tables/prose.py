@@ -17,7 +17,7 @@ def headline() -> str:
     """Return what SmolLM2 by default loses at −20 %: the one number that every page quotes."""
     name = "SmolLM2-135M"
     measured = accuracy(name, 0.2)
-    kept = f", and keeps {measured[1] / measured[0]:.0%} of its accuracy in five tasks" if measured else ""
+    kept = f" and {measured[1] / measured[0]:.0%} of its accuracy in five tasks" if measured else ""
     return f"{default_row(name, 0.2)['score']:.2f} times its perplexity{kept}"
 
 
