@@ -1,5 +1,6 @@
 """Options that are written as text: `key=value` of `--set`, and recipe files, which are YAML with one option a line."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -58,6 +59,8 @@ def read_recipe(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     import yaml
 
+    if not os.path.isfile(os.path.expanduser(path)):
+        raise ConfigError(f"{path} is not a file; give a recipe file, such as the one that oneshot init writes.")
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
         values, twice = yaml.safe_load(text), _key_given_twice(yaml.compose(text, Loader=yaml.SafeLoader))

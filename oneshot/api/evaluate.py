@@ -7,6 +7,7 @@ from typing import Any
 
 from oneshot.api.models import save_model
 from oneshot.api.texts import save_text
+from oneshot.api.words import python_words
 from oneshot.errors import CalibrationError
 from oneshot.evaluation import Evaluation, Evaluations
 from oneshot.evaluation import evaluate as evaluate_checkpoints
@@ -29,7 +30,7 @@ def evaluate(model: Any, text: Any = (), *, baseline: Any = None, tokenizer: Any
     Returns the numbers of the model, then the baseline's; text in memory is called `given-text.jsonl` there. A list of
     strings counts as sources if each is a file or the short name of a data set.
     """
-    with usual_settings(), scratch_folder() as scratch:
+    with usual_settings(), scratch_folder() as scratch, python_words(scratch):
 
         def named(given: Any, place: str) -> str:
             if isinstance(given, str | os.PathLike):

@@ -9,6 +9,7 @@ from typing import Any
 
 from oneshot.api.models import save_model
 from oneshot.api.texts import save_text
+from oneshot.api.words import python_words
 from oneshot.config import Config, MachineOptions, TextOptions, default_output, own_name
 from oneshot.errors import ConfigError
 from oneshot.footprint import offload_folder
@@ -45,10 +46,10 @@ def request(
     if isinstance(model, Config):
         if output is not None or given:
             raise ConfigError("A Config has all options; give them there.")
-        with usual_settings():
+        with usual_settings(), python_words():
             yield Request(model)
         return
-    with usual_settings(), scratch_folder(_scratch(given)) as folder:
+    with usual_settings(), python_words(), scratch_folder(_scratch(given)) as folder, python_words(folder):
         in_memory = []
         calibration = given.get("calibration", "")
         if not isinstance(calibration, str | os.PathLike):

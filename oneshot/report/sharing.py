@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from oneshot.report.records import Report
-from oneshot.text import file_of, split_sources
+from oneshot.text import exists, file_of, split_sources
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -18,7 +18,7 @@ def is_hub_name(name: str) -> bool:
 
 def shared_name(source: str) -> str:
     """Return the last part of a local path; names on the hub, with columns and splits, stay."""
-    is_local = source.startswith((".", "/", "~")) or file_of(source)[0].exists() or source.count("/") > 1
+    is_local = source.startswith((".", "/", "~")) or exists(file_of(source)[0]) or source.count("/") > 1
     return Path(source).name if is_local else source
 
 

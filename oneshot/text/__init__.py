@@ -2,7 +2,7 @@
 
 from oneshot.text.chats import chat_renderer, is_turn, rendered
 from oneshot.text.examples import encode, load_examples, padded
-from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, file_of, present_row, size_of_records
+from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, exists, file_of, present_row, size_of_records
 from oneshot.text.odd_records import OddRecords
 from oneshot.text.packing import (
     Batch,
@@ -54,6 +54,7 @@ __all__ = [
     "documents_together",
     "encode",
     "ending_of",
+    "exists",
     "file_of",
     "fillings_of",
     "has_tokens",

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import reprlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ TEXTS = (".txt", ".md")
 RECORDS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 TABLES = (".parquet", ".csv")
 READABLE = "give a .txt, .md, .jsonl, .json (also .gz), .csv or .parquet file"
+LONGEST_SHOWN = 100  # letters of a source in a sentence
 PIECE_BYTES = 2**18  # of a long text, tokenised at once
 LONGEST_DOCUMENT = 4_000_000  # characters that are tokenised at once where the order is the stored one
 BOM = b"\xef\xbb\xbf"
@@ -32,7 +32,7 @@ def ending_of(source: str) -> str | None:
 def file_of(source: str) -> tuple[Path, tuple[str, ...]]:
     """Return the path that a source means, and the columns that it names behind it: `rows.csv:question,answer`."""
     name, _, columns = source.rpartition(":")
-    if not columns or ending_of(name) is None or os.path.exists(source):
+    if not columns or ending_of(name) is None or exists(source):
         return Path(source), ()
     return Path(name), tuple(columns.split(","))
 
@@ -40,13 +40,23 @@ def file_of(source: str) -> tuple[Path, tuple[str, ...]]:
 def is_file_name(source: str) -> bool:
     """Return whether a source means a local path: by its ending or beginning, or because it or its folder exists."""
     source = str(file_of(source)[0])
-    begins = source.startswith(("/", "./", "../", "~"))
     folder = Path(source).parent
+    begins = source.startswith(("/", "./", "../", "~"))
+    return ending_of(source) is not None or begins or exists(source) or (folder.name != "" and exists(folder))
+
+
+def exists(path: str | Path) -> bool:
+    """Return whether there is something at a path; what is too long to be one is not."""
     try:
-        found = Path(source).exists() or (folder.name != "" and folder.exists())
-        return ending_of(source) is not None or begins or found
-    except OSError:  # a name that is too long
-        return True
+        return Path(path).exists()
+    except OSError:
+        return False
+
+
+def shown(source: str | Path) -> str:
+    """Return a source as a sentence has it: the beginning of one that is too long for a name."""
+    text = str(source)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 
 def check_file(path: Path, *further: str) -> None:
@@ -64,7 +74,7 @@ def check_file(path: Path, *further: str) -> None:
         if path.stat().st_size == 0:
             raise CalibrationError(f"{path} is empty; {READABLE} with text.")
     except OSError as error:
-        raise CalibrationError(f"{path} cannot be read ({cause(error)}); check the path.") from error
+        raise CalibrationError(f"{shown(path)} cannot be read ({error.strerror}); check the path.") from error
 
 
 def text_pieces(path: Path, seed: int | None) -> Iterator[str]:

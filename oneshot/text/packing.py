@@ -4,13 +4,13 @@ import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from oneshot.errors import CalibrationError, cause
 from oneshot.text.chats import added_start, chat_renderer
+from oneshot.text.files import exists
 from oneshot.text.sources import iter_documents
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ def split_sources(calibration: str) -> list[str]:
     """
     sources, parts = [], calibration.split("+")
     while parts:
-        files = [count for count in range(2, len(parts) + 1) if Path("+".join(parts[:count])).exists()]
+        files = [count for count in range(2, len(parts) + 1) if exists("+".join(parts[:count]))]
         count = max(files, default=1)
         sources.append("+".join(parts[:count]))
         parts = parts[count:]

@@ -20,6 +20,7 @@ from oneshot.text.files import (
     is_file_name,
     present_row,
     seeded_order,
+    shown,
     text_pieces,
 )
 from oneshot.text.odd_records import OddRecords
@@ -42,6 +43,7 @@ PATIENCE = 10.0  # seconds for the first answer of the hub
 Row = dict[str, Any]
 Document = str | list[int]  # a text, or its tokens
 Pair = tuple[Document | None, str | None]  # a document, None without one, and the second text of a pair
+TEXT_ITSELF = "; text itself goes into such a file, or in Python into a list of strings"
 
 
 def check_source(source: str) -> None:
@@ -294,7 +296,8 @@ def _parse_hub_source(source: str, default_split: str = "train") -> tuple[str, s
     parts = source.split(":")
     if len(parts) > 4 or not re.fullmatch(HUB_NAME, parts[0]):
         raise CalibrationError(
-            f"--calibration {source} is not understood; write org/name:config:split:column, or {READABLE}."
+            f"--calibration {shown(source)} is not understood; write org/name:config:split:column, or {READABLE}"
+            f"{TEXT_ITSELF if len(source.split()) > 1 else ''}."
         )
     path, config, split, column = parts + [""] * (4 - len(parts))
     return path, config or None, split or default_split, column or None
