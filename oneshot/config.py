@@ -58,6 +58,7 @@ class Target:
         hidden_rate: fraction of the hidden size to remove, instead of these sizes (a of TCSP{a %, b %}, section 5.2).
         inner_rate: fraction of the FFN width and of the sizes inside heads to remove, instead of these sizes (b there).
         round_to: sizes are multiples of this; None: 64, less for small models.
+        keep: patterns on the names of modules that stay as they are: layers, their attention or FFN, the embedding.
     """
 
     sparsity: float | None = None
@@ -72,9 +73,15 @@ class Target:
     hidden_rate: float | None = None
     inner_rate: float | None = None
     round_to: int | None = None
+    keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.keep, str | list):  # of Python's callers and of JSON
+            object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
         check_values(self)
+        for pattern in self.keep:
+            if not isinstance(pattern, str) or not pattern:
+                raise ConfigError(f"--keep {pattern!r} is not a pattern; give one such as layers.0.*.")
         given = sum(one is not None for one in (self.sparsity, self.parameters, self.size_bytes))
         rates = self.hidden_rate, self.inner_rate
         sizes = self.hidden_size, self.intermediate_size, self.value_size, self.query_key_size
@@ -272,7 +279,9 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""
-        return asdict(self)
+        values = asdict(self)
+        values["target"]["keep"] = list(self.target.keep)
+        return values
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the options that change the result; the text counts by its tokens and not by its name."""

@@ -16,6 +16,7 @@ FLAGS = {
     "sparsity": "--sparsity",
     "parameters": "--params",
     "budget": "--budget",
+    "keep": "--keep",
     "calibration": "--calibration",
     "num_sequences": "--num-sequences",
     "sequence_length": "--sequence-length",
@@ -68,7 +69,7 @@ def _is(value: Any, kind: Any) -> bool:
         return bool(value == kind)
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    return isinstance(value, get_origin(kind) or kind)
 
 
 def _takes_numbers(kinds: list[Any]) -> bool:
@@ -77,7 +78,8 @@ def _takes_numbers(kinds: list[Any]) -> bool:
 
 def _described(kinds: list[Any]) -> str:
     """Return what a field takes, in words."""
-    names = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+    names: dict[Any, str] = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+    names[tuple[str, ...]] = "a list of texts"
     shown = [names.get(kind, str(kind)) for kind in kinds if kind is not type(None)]
     return " or ".join(shown)
 

@@ -77,6 +77,12 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
     method.add_argument(
         "--round-to", type=int, metavar="N", help="sizes are multiples of this (default: 64, less in small models)"
     )
+    method.add_argument(
+        "--keep",
+        nargs="+",
+        metavar="PATTERN",
+        help="what stays as it is, by names of modules, such as 'layers.0.*' '*.self_attn.*' embed_tokens",
+    )
     add_settings(method)
     add_text(parser)
     add_output_form(add_machine(parser))

@@ -10,6 +10,7 @@ from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
 from oneshot.planning.experts import expert_counts
 from oneshot.planning.grid import Grid
 from oneshot.planning.hidden_size import groups_of_positions, spread_hidden_sizes
+from oneshot.planning.kept import find_kept
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
 from oneshot.planning.sizes import make_plan, parameter_budget, predicted_curve, predicted_divergences
 from oneshot.planning.vocabulary import smaller_tables, vocabulary_ranges
@@ -27,6 +28,7 @@ __all__ = [
     "default_round_to",
     "dense_plan",
     "expert_counts",
+    "find_kept",
     "groups_of_positions",
     "make_plan",
     "missed_target",

@@ -6,6 +6,7 @@ from oneshot.config import Target
 from oneshot.errors import PlanError, together
 from oneshot.families import Description, LayerShape, ModelShape, StackShape
 from oneshot.method import AUTO, Allocation, Method
+from oneshot.planning.kept import NOTHING, Kept
 from oneshot.planning.plan import Plan
 from oneshot.planning.unsupported import errors_against, errors_against_profile
 
@@ -32,6 +33,7 @@ class Grid:
         replaces_layer_norms: whether LayerNorms become RMSNorms, whose biases go into the linears.
         maps_tied_head: whether a tied head stays tied after a matrix if the hidden size shrinks.
         writes_vocabulary: whether the weight file also holds the tokenizer, which takes memory.
+        kept: what stays as it is, because the run was asked to keep it.
     """
 
     family: Description
@@ -51,6 +53,7 @@ class Grid:
     replaces_layer_norms: bool = False
     maps_tied_head: bool = False
     writes_vocabulary: bool = False
+    kept: Kept = NOTHING
 
     @property
     def folds_layer_norms(self) -> bool:

@@ -47,9 +47,11 @@ def spread(
     ranks = {kind: _ranks(grid.shape, kind, round_ranks_to) for kind in ranked_kinds}
     stays = _Options(grid, [{}], torch.zeros(len(plan.layers), 1), {})
     ffn = _ffn_options(grid, damages, step, ranks, leaves_out=leaves_out, reduce_experts=reduce_experts)
-    ffns = [stays if layer in grid.family.dense_layers else ffn for layer in range(len(plan.layers))]
+    dense = grid.family.dense_layers
+    ffns = [stays if layer in dense or layer in grid.kept.ffn else ffn for layer in range(len(plan.layers))]
     mixers = [stays] * len(plan.layers)  # carried ones stay
-    attending = [layer for layer in plan.kept_layers if grid.family.stack_of(layer).attentions]
+    may_attend = [layer for layer in plan.kept_layers if layer not in grid.kept.attention]
+    attending = [layer for layer in may_attend if grid.family.stack_of(layer).attentions]
     if attending:
         attention, unranked = (
             _attention_options(
@@ -64,7 +66,7 @@ def spread(
             for offered in (ranks, Ranks())
         )
         for layer in attending:  # what ranks cost is measured by the FFN that shrinks beside them
-            mixers[layer] = unranked if layer in grid.family.dense_layers else attention
+            mixers[layer] = unranked if layer in dense or layer in grid.kept.ffn else attention
     ranges = []
     if reduce_embedding and len(damages.embedding):
         ranges = table_options(damages.embedding, grid.shape.vocab_size)
@@ -150,12 +152,14 @@ def _sublayer_items(
 ) -> list[_Item]:
     """Return what the FFN and the mixer before it may be in every layer, layer by layer; both are by layer."""
     items: list[_Item] = []
-    prices: dict[LayerShape, tuple[np.ndarray, np.ndarray]] = {}  # equal layers have equal ones
+    # equal layers of equal options have equal ones
+    prices: dict[tuple[LayerShape, _Options, _Options], tuple[np.ndarray, np.ndarray]] = {}
     for layer in plan.kept_layers:
-        ffn, mixer, shape = ffns[layer], mixers[layer], grid.layer(plan, layer)
-        if shape not in prices:
-            prices[shape] = ffn.prices(plan, layer, budget), mixer.prices(plan, layer, budget)
-        ffn_costs, mixer_costs = prices[shape]
+        ffn, mixer = ffns[layer], mixers[layer]
+        alike = grid.layer(plan, layer), ffn, mixer
+        if alike not in prices:
+            prices[alike] = ffn.prices(plan, layer, budget), mixer.prices(plan, layer, budget)
+        ffn_costs, mixer_costs = prices[alike]
         must_attend = leaves_out and grid.first_layer_attends and not items
         items.append(_item(ffn.damages(layer, damages.ranks), ffn_costs))
         items.append(_item(mixer.damages(layer, damages.ranks), mixer_costs, first=int(must_attend)))

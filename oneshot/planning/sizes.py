@@ -145,7 +145,7 @@ def _plan(grid: Grid, method: Method, target: Target, damages: Damages | None, b
             reduce_heads=method.reduces_heads,
             round_to=target.round_to,
             damages=damages,
-            reduce_embedding=method.embedding != "none",
+            reduce_embedding=method.embedding != "none" and not grid.kept.embedding,
             leave_out_sublayers=method.leaves_out_sublayers,
             reduce_inner=method.plans_inner_sizes,
             ranked_kinds=_ranked_kinds(method, plan),

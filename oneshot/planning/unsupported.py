@@ -20,7 +20,7 @@ def errors_against(grid: "Grid", method: Method, target: Target) -> list[Oneshot
     if grid.refusal is not None:
         others = [] if grid.instead is None else errors_against(grid.instead, method, target)
         return [PlanError(grid.refusal), *others]
-    found = _against_sizes(grid, method, target)
+    found = _against_sizes(grid, method, target) + _against_kept(grid, method, target)
     features: dict[Feature, bool] = {
         "hidden size": method.slices,
         "up_proj": method.up_steps > 0,
@@ -106,6 +106,36 @@ def _against_sizes(grid: "Grid", method: Method, target: Target) -> list[Oneshot
         found += [
             PlanError(_needing(grid, option, "inner_sizes", otherwise)) for option in dict.fromkeys(stated.values())
         ]
+    return found
+
+
+def _against_kept(grid: "Grid", method: Method, target: Target) -> list[OneshotError]:
+    """Return errors for what is to stay as it is where the form, or another option, changes it all the same."""
+    kept = grid.kept
+    if not target.keep:
+        return []
+    option = f"--keep {' '.join(target.keep)}"
+    inner = target.value_size or target.query_key_size or target.inner_rate
+    changes_all: dict[str, bool] = {
+        "--set hidden=": method.slices,
+        "--set depth=": method.leaves_out_layers,
+        "--set intermediate_size=": target.intermediate_size is not None,
+        "sizes inside heads": bool(inner) or method.plans_inner_sizes,
+        "--set experts=": method.reduces_experts and bool(kept.ffn),
+        "--up-steps": method.up_steps > 0,
+    }
+    found: list[OneshotError] = [
+        ConfigError(f"{option} and {name} do not go together, because that changes every layer; leave one out.")
+        for name, is_asked in changes_all.items()
+        if is_asked
+    ]
+    needs = {"layers_differ": kept.ffn and method.reduces_ffn, "heads_differ": kept.attention and method.reduces_heads}
+    for ability, is_needed in needs.items():
+        if is_needed and not getattr(grid, ability):
+            other = grid.instead
+            can = grid.remedy is not None and (other is None or getattr(other, ability))
+            remedy = f"add {grid.remedy}, or leave it out" if can else "leave it out"
+            found.append(ConfigError(f"{option} needs layers of different sizes, which this form lacks; {remedy}."))
     return found
 
 

@@ -80,7 +80,7 @@ def meet_budget(
         )
     if not reduce_heads:
         return _with_width(grid, plan, budget, step, reduce_heads=False, reduce_embedding=reduce_embedding)
-    options = head_options(shape, plan)
+    options = [grid.kept.restored(option, plan) for option in head_options(shape, plan)]
     if not reduce_ffn:
         return _nearest_heads(grid, plan, options, budget, surplus)
     if damages is not None:
@@ -113,7 +113,7 @@ def _with_width(
     """
     width = grid.shape.intermediate_size
     widths = [*range(step, width, step), width]
-    options = [plan.with_sizes(intermediate_size=width) for width in widths]
+    options = [grid.kept.restored(plan.with_sizes(intermediate_size=width), plan) for width in widths]
     measures = [budget.measure(grid.stack(option)) for option in options]
     below = (measures[1] - measures[0]) / 2 if len(measures) > 1 and not budget.is_ceiling else 0.0
     lowest = measures[0] - below

@@ -118,7 +118,7 @@ The original's licence and terms of use apply.
 
 - Recipe: `{report.config["recipe"]}` (FFN `{method["ffn"]}`, heads `{method["heads"]}`, hidden size
   `{method["hidden"]}`, correction `{method["correction"]}`), seed {report.config["seed"]}.
-- Calibration text: {text}.
+- Calibration text: {text}.{_kept(report)}
 - Weights are stored {_stored_as(report)}.
 {_warnings(report)}
 {QUALITY}
@@ -141,6 +141,12 @@ name = "..."  # this folder, or its name on the hub
 model = {auto}.from_pretrained(name{remote})
 tokenizer = AutoTokenizer.from_pretrained(name{remote})
 ```"""
+
+
+def _kept(report: Report) -> str:
+    """Return a line on what stayed as it was, because the run was asked to keep it."""
+    patterns = report.config["target"].get("keep", ())
+    return f"\n- Kept as they were: {', '.join(map(_code, patterns))}." if patterns else ""
 
 
 def _warnings(report: Report) -> str:

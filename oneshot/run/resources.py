@@ -45,7 +45,7 @@ from oneshot.machine import (
 )
 from oneshot.machine.memory import release_heap, reset_peak
 from oneshot.method import AUTO, Method
-from oneshot.planning import Budget, Grid, Plan, Profile, parameter_budget
+from oneshot.planning import Budget, Grid, Plan, Profile, find_kept, parameter_budget
 from oneshot.profiling import (
     CURVATURE_TOKENS,
     load_profile,
@@ -134,6 +134,7 @@ class Run:
     def _grid(self) -> Grid:
         """Return the grid of the form, which knows the form that its refusals advise: per-layer, or else stock."""
         grid, family = self.form.grid(self.model), self.model.family
+        grid = replace(grid, kept=find_kept(self._config.target.keep, family, self.model.shape))
         others = [form_of(name, family) for name in ("per-layer", "stock")]
         grids = [form.grid(self.model) for form in others if form.name != self.form.name]
         return replace(grid, instead=next((one for one in grids if one.refusal is None), None))

@@ -1,0 +1,101 @@
+"""Layers and sublayers that stay as they are: patterns on the names of modules (`--keep`)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from oneshot.errors import ConfigError
+from oneshot.families import Description, Experts, ModelShape
+from oneshot.planning.plan import Plan
+
+Part = tuple[int, Literal["attention", "ffn"]]  # a layer, and what of it
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays as it is: the layers whose attention does, those whose FFN or experts do, and the embedding."""
+
+    attention: frozenset[int] = frozenset()
+    ffn: frozenset[int] = frozenset()
+    embedding: bool = False
+
+    def restored(self, option: Plan, plan: Plan) -> Plan:
+        """Return an option whose kept sublayers have their sizes in the `plan` that it was made from."""
+        if not self.attention and not self.ffn:
+            return option
+        layers = list(option.layers)
+        for number in self.ffn:
+            layers[number] = replace(layers[number], intermediate_size=plan.layers[number].intermediate_size)
+        for number in self.attention:
+            heads, groups = plan.layers[number].num_attention_heads, plan.layers[number].num_key_value_heads
+            layers[number] = replace(layers[number], num_attention_heads=heads, num_key_value_heads=groups)
+        return replace(option, layers=tuple(layers))
+
+
+NOTHING = Kept()
+
+
+def find_kept(patterns: Sequence[str], family: Description, shape: ModelShape) -> Kept:
+    """Return what patterns such as `layers.0.*`, `*.self_attn.*`, `layers.[0-3].mlp` and `embed_tokens` keep.
+
+    A pattern is compared with the name of a linear and of every module around it, and may leave out beginnings.
+
+    Raises `ConfigError` for a pattern that matches nothing that a run changes, and for a part of a sublayer: neurons
+    and heads run through all its linears.
+    """
+    parts: dict[Part, set[str]] = {}
+    for layer in range(shape.num_hidden_layers):
+        for kind, names in _linears(family, shape, layer):
+            parts.setdefault((layer, kind), set()).update(names)
+    tables = {name.removesuffix(".weight") for name in (family.stack.embedding, family.head or family.stack.embedding)}
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in set().union(tables, *parts.values()) if _matches(pattern, name)}
+        if not matched:
+            example = next(iter(sorted(parts[next(iter(parts))])))
+            raise ConfigError(
+                f"--keep {pattern} matches no linear of a layer and no table, which are called as {example} is; give a "
+                "pattern such as layers.0.*, *.self_attn.* or layers.[0-3].mlp.*, or embed_tokens."
+            )
+        found |= matched
+    for (layer, _), names in parts.items():
+        if found & names and not names <= found:
+            missing, inside = sorted(names - found)[0], sorted(found & names)[0]
+            raise ConfigError(
+                f"--keep has {inside} without {missing}, but neurons and heads run through all linears of a sublayer; "
+                f"keep all of layer {layer}'s {inside.rpartition('.')[0].rpartition('.')[2]}."
+            )
+    whole = {part for part, names in parts.items() if names <= found}
+    return Kept(
+        frozenset(layer for layer, kind in whole if kind == "attention"),
+        frozenset(layer for layer, kind in whole if kind == "ffn"),
+        bool(found & tables),
+    )
+
+
+def _linears(
+    family: Description, shape: ModelShape, layer: int
+) -> Iterator[tuple[Literal["attention", "ffn"], set[str]]]:
+    """Yield the linears of each sublayer of a layer that a run may change, by their names in the model."""
+    stack = family.stack_of(layer)
+    prefix = stack.layer_prefix(layer)
+    tensors = {name.rpartition(".")[0] for name in family.expected_tensors(shape, layer)}
+    norms = {norm.name for sublayer in stack.sublayers for norm in sublayer.norms}
+    mixer = stack.feed_forward
+    modules = mixer.parts if isinstance(mixer, Experts) else (*mixer.readers, mixer.out)
+    ffn = {name for name in tensors - norms if f"{name}.".startswith(tuple(f"{module}." for module in modules))}
+    yield "ffn", {prefix + name for name in ffn}
+    if stack.attentions:
+        linears = [(*mixer.readers, *mixer.memory_readers, mixer.out) for mixer in stack.attentions]
+        yield "attention", {prefix + name for names in linears for name in names}
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern is for a module or one that holds it, also without the beginning of its name."""
+    steps = name.split(".")
+    for end in range(1, len(steps) + 1):
+        for start in range(end):
+            if fnmatchcase(".".join(steps[start:end]), pattern):
+                return True
+    return False
