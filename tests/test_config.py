@@ -152,7 +152,7 @@ def test_what_is_given_replaces_the_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "names"),
     [
-        (None, ("recipe.yaml cannot be read", "oneshot init")),
+        (None, ("recipe.yaml is not a file", "oneshot init")),
         ("{unfinished", ("recipe.yaml cannot be read as YAML", "oneshot init")),
         ("- a\n- b\n", ("option: value",)),
         ("checkpoint: a\nsparsty: 0.2\n", ("sparsty is not an option", "did you mean sparsity?")),

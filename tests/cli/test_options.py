@@ -79,7 +79,8 @@ def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) 
     captured = capsys.readouterr()
     assert captured.out == ""
     assert (
-        captured.err == "error: shrink is not a command; give one of compress, profile, init, evaluate, completion.\n"
+        captured.err
+        == "error: shrink is not a command; give one of compress, profile, init, evaluate, chat, completion.\n"
     )
 
 
@@ -129,10 +130,10 @@ def test_the_console_script_is_this_command() -> None:
 # Help
 
 
-def test_help_shows_at_most_34_options() -> None:
+def test_help_shows_at_most_35_options() -> None:
     shown = set(re.findall(r"^ +(?:-\w(?: OUT)?, )?(--[a-z-]+)", build_parser().format_help(), re.MULTILINE))
     assert {"--output", "--sparsity", "--form", "--set", "--dry-run", "--help", "--help-methods"} <= shown
-    assert len(shown - {"--help", "--help-methods"}) <= 34
+    assert len(shown - {"--help", "--help-methods"}) <= 35
     assert "--tier" not in build_parser().format_help()
 
 
