@@ -18,7 +18,7 @@ FOLDER = ROOT / "demo"
 MODEL, OUTPUT, TEXT = FOLDER / "SmolLM2-135M-Instruct", FOLDER / "smaller", FOLDER / "documents.txt"
 QUESTION = "What is the capital of France?"
 SHARE = "0.15"
-LITTLE = ["--num-sequences", "16", "--sequence-length", "256"]
+LITTLE = ["--num-sequences", "8", "--sequence-length", "256"]
 
 
 def main() -> int:
