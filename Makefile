@@ -23,15 +23,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 check: setup
-	$(BIN)/ruff format --check oneshot kernels benchmarks tests docs examples vllm-plugin
-	$(BIN)/ruff check oneshot kernels benchmarks tests docs examples vllm-plugin
+	$(BIN)/ruff format --check oneshot oneshot_llm.py kernels benchmarks tests docs examples vllm-plugin
+	$(BIN)/ruff check oneshot oneshot_llm.py kernels benchmarks tests docs examples vllm-plugin
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: setup
-	$(BIN)/ruff format oneshot kernels benchmarks tests docs examples vllm-plugin
-	$(BIN)/ruff check --fix oneshot kernels benchmarks tests docs examples vllm-plugin
+	$(BIN)/ruff format oneshot oneshot_llm.py kernels benchmarks tests docs examples vllm-plugin
+	$(BIN)/ruff check --fix oneshot oneshot_llm.py kernels benchmarks tests docs examples vllm-plugin
 
 test: export PYTHONDONTWRITEBYTECODE := # processes that tests start share what is compiled
 test: setup

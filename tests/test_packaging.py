@@ -71,3 +71,10 @@ def test_every_environment_takes_the_index_of_torch() -> None:
     )
     assert len(installs) == 3  # make setup, make test-floors, make demo
     assert [line for line in installs if "$(TORCH_INDEX)" not in line] == []
+
+
+def test_the_index_of_torch_is_honoured_where_torch_is_installed_for_users() -> None:
+    """`make setup`, `make demo` and `make test-floors`; engines for tests pin a build of their own."""
+    lines = re.findall(r"^\t.*pip install .*\btorch$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert len(lines) == 3
+    assert all("$(TORCH_INDEX) torch" in line for line in lines)

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
@@ -58,14 +57,15 @@ def _talk(arguments: argparse.Namespace) -> None:
     from oneshot.evaluation import Conversation
     from oneshot.export import open_folder
     from oneshot.machine import resolve_device, resolve_dtype
+    from oneshot.machine.scratch import scratch_folder
 
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     asked = [(arguments.checkpoint, arguments.revision)]
     if arguments.baseline:
         asked.append((arguments.baseline, None))
-    with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
-        folders = [open_folder(name, Path(scratch), revision) for name, revision in asked]
+    with scratch_folder() as scratch:
+        folders = [open_folder(name, scratch, revision) for name, revision in asked]
         conversations = [Conversation(folder, device=device, dtype=dtype) for folder in folders]
         for prompt in arguments.prompt or _typed():
             for (name, _), conversation in zip(asked, conversations, strict=True):

@@ -122,11 +122,6 @@ def test_a_command_of_the_same_name_does_not_hide_a_function(name: str) -> None:
     assert inspect.isfunction(getattr(oneshot, name))
 
 
-def test_the_console_script_is_this_command() -> None:
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert '[project.scripts]\noneshot = "oneshot.cli.main:main"\n' in text
-
-
 # Help
 
 
