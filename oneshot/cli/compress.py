@@ -15,6 +15,7 @@ from oneshot.cli.options import (
     add_settings,
     add_text,
     begin_work,
+    each_warning_once,
     launched_rank,
     noted_warnings,
     parse_config,
@@ -169,17 +170,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
         begin_work(arguments)
         from oneshot.pipeline import compress, compress_sizes, configs_of, predict
         from oneshot.report.progress import Tracker
-        from oneshot.report.terminal import print_footprint
+        from oneshot.report.terminal import print_footprint, print_footprints
 
         if len(sparsities) > 1 and arguments.output is None:
             config = replace(config, output=default_output(config.checkpoint, config.target, several=True))
-        if arguments.dry_run:
-            configs = configs_of(config, sparsities) if len(sparsities) > 1 else [config]
-            for one in configs:
-                checks = not arguments.quiet and not arguments.no_check
-                print_footprint(predict(one), checks=checks)
-            return
         checks = not arguments.quiet and not arguments.no_check
+        if arguments.dry_run:
+            if len(sparsities) > 1:
+                with each_warning_once():
+                    predicted = [predict(one) for one in configs_of(config, sparsities)]
+                print_footprints(predicted, checks=checks)
+            else:
+                print_footprint(predict(config), checks=checks)
+            return
         with (
             noted_warnings() as told,
             Tracker(not arguments.quiet, ending=[CHECK] * checks * max(1, len(sparsities))) as tracker,

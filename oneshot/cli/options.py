@@ -222,6 +222,26 @@ def noted_warnings() -> Iterator[list[str]]:
         logging.getLogger("oneshot").removeHandler(handler)
 
 
+@contextmanager
+def each_warning_once() -> Iterator[None]:
+    """Let the terminal show every warning once meanwhile, however many predictions warn of it."""
+    shown: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        is_new, message = record.getMessage() not in shown, record.getMessage()
+        shown.add(message)
+        return is_new
+
+    handlers = list(logging.getLogger().handlers)
+    for handler in handlers:
+        handler.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_new)
+
+
 def begin_work(arguments: argparse.Namespace) -> None:
     """Turn off the bars and messages of large libraries, unless `--debug` is given.
 

@@ -27,7 +27,7 @@ from oneshot.footprint.memory import (
     stages_outside_layers,
 )
 from oneshot.footprint.rates import measure_rates
-from oneshot.footprint.seconds import check_seconds, predicted_seconds
+from oneshot.footprint.seconds import check_seconds, own_text_seconds, predicted_seconds
 from oneshot.footprint.terms import Stage
 from oneshot.footprint.work import Work
 from oneshot.machine import Machine, Store
@@ -132,6 +132,7 @@ def predict_footprint(
     work, store = way.work, way.store
     rates = measure_rates(work.device, work.dtype) if measure_time else None
     seconds = {} if rates is None else predicted_seconds(work, rates, store)
+    text_seconds = 0.0 if rates is None else own_text_seconds(work, rates)
     checked = [
         max(_peak(work, [stage], store, bounds, computed=computed)[0] for stage in check) if check else 0
         for computed in (False, True)
@@ -156,6 +157,7 @@ def predict_footprint(
         check_device_bytes=checked[1],
         check_fits=checked[0] <= bounds.host_allowed and checked[1] <= bounds.device_allowed,
         check_seconds=check_seconds(work, rates) if rates is not None and check else 0.0,
+        text_seconds=text_seconds,
     )
 
 

@@ -58,7 +58,7 @@ def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[
     layers, forward = shape.num_hidden_layers, _forward(work, rates)
     stages: dict[str, Seconds] = {"prepare": {"start": START_SECONDS}}
     if SELF in work.source_tokens:
-        stages["prepare"]["own text"] = _writing(work, forward, rates)
+        stages["prepare"]["own text"] = own_text_seconds(work, rates)
     if work.schedule.measures_curvature:
         stages["curvature"] = _curvature(work, forward, rates, store)
     if work.schedule.makes_profile:
@@ -88,9 +88,9 @@ def check_seconds(work: Work, rates: Rates) -> float:
     return CHECK_START_SECONDS + 2 * (scored * (layers * forward + head) / rates.stream + answered)
 
 
-def _writing(work: Work, forward: float, rates: Rates) -> float:
-    """Return the seconds in which the model writes text, token by token."""
-    written, layers = work.source_tokens[SELF], work.shape.num_hidden_layers
+def own_text_seconds(work: Work, rates: Rates) -> float:
+    """Return the seconds in which the model writes text, token by token; 0 if it writes none."""
+    written, layers, forward = work.source_tokens.get(SELF, 0), work.shape.num_hidden_layers, _forward(work, rates)
     if not rates.on_device:
         return 4 * written * layers * forward / rates.stream  # slower than a forward pass
     steps = math.ceil(written / DOCUMENT_TOKENS / work.documents_together) * DOCUMENT_TOKENS

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -78,6 +79,9 @@ class Job:
         if self.schedule.reads_text:
             run.check_text()
         self.footprint = run.footprint(config, self.schedule, self.plan, dry=dry)
+        if self.schedule.plans_by_profile and self.budget.unit == "parameters":  # not those of equal layers
+            stored = self.footprint.stored_parameters | {"compressed": round(self.budget.target)}
+            self.footprint = replace(self.footprint, stored_parameters=stored)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

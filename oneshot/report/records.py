@@ -6,6 +6,7 @@ from typing import Any
 from oneshot.json_text import numbers
 from oneshot.linalg.psd import GramNote
 from oneshot.machine import Store
+from oneshot.report.words import duration
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Footprint:
         check_bytes, check_device_bytes: peaks in the check at the end of a command, as `host_bytes` and `device_bytes`;
             0 without one. check_fits: whether they are allowed; the check is left out otherwise.
         check_seconds: seconds of the check; they are not in `total`.
+        text_seconds: those of `prepare` in which the model writes text.
     """
 
     host_bytes: int
@@ -91,6 +93,7 @@ class Footprint:
     check_device_bytes: int = 0
     check_fits: bool = False
     check_seconds: float = 0.0
+    text_seconds: float = 0.0
 
     def __str__(self) -> str:
         dense, compressed = self.stored_parameters["dense"], self.stored_parameters["compressed"]
@@ -99,11 +102,12 @@ class Footprint:
             memory += f", {self.device_bytes / 2**30:.2f} GiB of the device ({self.device_stage})"
         if self.experts_together is not None:
             memory += f", with {grouped_experts(self)}"
+        own_text = f", of which {duration(self.text_seconds)} to write the text" if self.text_seconds else ""
         lines = {
-            "parameters": f"{dense:,} → {compressed:,} (−{1 - compressed / dense:.1%})",
+            "parameters": f"{dense:,} → {'' if self.exact else 'about '}{compressed:,} (−{1 - compressed / dense:.1%})",
             "memory": f"at most {memory}",
             "disk": f"{self.disk_bytes / 2**30:.2f} GiB at the output, {self.scratch_bytes / 2**30:.2f} GiB off-loaded",
-            "time": f"about {self.seconds['total']:.0f} s; it may be wrong by a factor of two",
+            "time": f"about {duration(self.seconds['total'])}{own_text}; it may be wrong by a factor of two",
         }
         return "\n".join(["Prediction of oneshot", *(f"  {name + ':':12}{text}" for name, text in lines.items())])
 

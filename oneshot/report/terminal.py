@@ -12,8 +12,14 @@ from oneshot.families import RANKED_KINDS
 from oneshot.planning import Profile
 from oneshot.report.layer_table import layer_table
 from oneshot.report.records import Footprint, Report, SublayerReport, grouped_experts
+from oneshot.report.words import duration
 
 WIDTH = 80
+DRY_RUN = "dry run: only headers are read, nothing is written"
+MAY_BE_WRONG = "may be wrong by a factor of two"
+FROM_A_PROFILE = "The sizes of each layer will come from a profile; memory and time are those of equal layers."
+PLACES = {"device": "in the device's memory", "host": "in host memory", "disk": "in --offload-dir"}  # by store
+SHARED = ("prepare", "curvature", "profile")  # stages that several sizes have together
 UNITS = ("heads", "ffn")
 
 
@@ -76,30 +82,76 @@ def _low_ranks(layers: list[dict[str, Any]]) -> dict[str, int]:
 
 def print_footprint(footprint: Footprint, *, checks: bool = False) -> None:
     """Print what a run would take; `checks`: with the check of its result, if that fits."""
-    table = _table("", "predicted", "", title="dry run: only headers are read, nothing is written")
+    table = _table("", "predicted", "where, or why", title=DRY_RUN)
     table.add_row("peak host memory", gibibytes(footprint.host_bytes), footprint.host_stage)
     if footprint.device_bytes:
         table.add_row("peak device memory", gibibytes(footprint.device_bytes), footprint.device_stage)
     if checks and footprint.check_bytes:
         table.add_row("peak in the check", *_of_check(footprint))
-    table.add_row("activations", footprint.store, "device, host or disk")
+    table.add_row("activations", footprint.store, PLACES[footprint.store])
     if footprint.experts_together is not None:
         groups = f"in {footprint.expert_groups} groups, a pass over the text for each"
         table.add_row("experts together", str(footprint.experts_together), groups)
-    table.add_row("result on disk", gibibytes(footprint.result_bytes), "")
+    table.add_row("result on disk", gibibytes(footprint.result_bytes), "at --output")
     table.add_row("peak on disk", gibibytes(footprint.disk_bytes), "at --output, with what --resume needs")
     table.add_row("scratch files", gibibytes(footprint.scratch_bytes), "in --offload-dir, removed at the end")
     dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
-    table.add_row("stored parameters", f"{compressed:,}", f"of {dense:,} (−{1 - compressed / dense:.1%})")
+    table.add_row("stored parameters", _exactly(footprint), f"of {dense:,} (−{1 - compressed / dense:.1%})")
     for stage, seconds in footprint.seconds.items():
-        remark = "may be wrong by a factor of two" if stage == "total" else ""
-        table.add_row(f"seconds: {stage}", f"{seconds:,.0f}", remark)
+        if stage != "total":
+            of_text = f"{duration(footprint.text_seconds)} of it to write the text"
+            remark = of_text if stage == "prepare" and footprint.text_seconds else ""
+            table.add_row(f"time: {stage}", duration(seconds), remark)
+    total = footprint.seconds.get("total", 0.0)
     if checks and footprint.check_fits:
-        table.add_row("seconds: check", f"{footprint.check_seconds:,.0f}", "after the run")
+        table.add_row("time: check", duration(footprint.check_seconds), "of the result, beside the original")
+        total += footprint.check_seconds
+    if footprint.seconds:
+        table.add_row("time in all", f"about {duration(total)}", MAY_BE_WRONG)
     console = open_console()
     console.print(table)
     if not footprint.exact:
-        console.print("The sizes of each layer will come from a profile; this is for equal layers.")
+        console.print(FROM_A_PROFILE)
+
+
+def print_footprints(footprints: Sequence[Footprint], *, checks: bool = False) -> None:
+    """Print what a run of several sizes would take in one table; what they share counts once.
+
+    `checks`: with the check of every result, if that fits.
+    """
+    has_device = any(footprint.device_bytes for footprint in footprints)
+    columns = ["removed", "parameters", "result", "host memory", *["device memory"] * has_device, "disk", "time"]
+    table, total = _table(*columns, title=DRY_RUN), 0.0
+    for footprint in footprints:
+        dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
+        own = sum(seconds for stage, seconds in footprint.seconds.items() if stage not in (*SHARED, "total"))
+        own += footprint.check_seconds if checks and footprint.check_fits else 0.0
+        total += own
+        table.add_row(
+            f"{1 - compressed / dense:.1%}",
+            _exactly(footprint),
+            gibibytes(footprint.result_bytes),
+            gibibytes(footprint.host_bytes),
+            *[gibibytes(footprint.device_bytes)] * has_device,
+            gibibytes(footprint.disk_bytes),
+            duration(own),
+        )
+    console = open_console()
+    console.print(table)
+    shared = {stage: seconds for stage, seconds in footprints[0].seconds.items() if stage in SHARED}
+    total += sum(shared.values())
+    parts = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in shared.items())
+    console.print(f"time that all sizes share: {duration(sum(shared.values()))} ({parts})")
+    console.print(f"time in all: about {duration(total)}; it {MAY_BE_WRONG}")
+    disk = sum(footprint.result_bytes for footprint in footprints)
+    console.print(f"all results on disk: {gibibytes(disk)}")
+    if not all(footprint.exact for footprint in footprints):
+        console.print(FROM_A_PROFILE)
+
+
+def _exactly(footprint: Footprint) -> str:
+    """Return the parameters of the result; about how many, if a profile will decide where they are."""
+    return f"{'' if footprint.exact else 'about '}{footprint.stored_parameters['compressed']:,}"
 
 
 def _of_check(footprint: Footprint) -> tuple[str, str]:
