@@ -225,21 +225,28 @@ def noted_warnings() -> Iterator[list[str]]:
 @contextmanager
 def each_warning_once() -> Iterator[None]:
     """Let the terminal show every warning once meanwhile, however many predictions warn of it."""
-    shown: set[str] = set()
-
-    def is_new(record: logging.LogRecord) -> bool:
-        is_new, message = record.getMessage() not in shown, record.getMessage()
-        shown.add(message)
-        return is_new
-
-    handlers = list(logging.getLogger().handlers)
-    for handler in handlers:
-        handler.addFilter(is_new)
+    filters = {handler: _New() for handler in logging.getLogger().handlers}
+    for handler, only_new in filters.items():
+        handler.addFilter(only_new)
     try:
         yield
     finally:
-        for handler in handlers:
-            handler.removeFilter(is_new)
+        for handler, only_new in filters.items():
+            handler.removeFilter(only_new)
+
+
+class _New(logging.Filter):
+    """A filter of a handler that passes every message once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self._seen
+        self._seen.add(message)
+        return is_new
 
 
 def begin_work(arguments: argparse.Namespace) -> None:

@@ -37,7 +37,7 @@ class Display:
         self._describe, self._clock = describe, clock
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._stream = sys.stderr
-        self._bar: tqdm | None = None  # type: ignore[type-arg]
+        self._bar: tqdm | None = None
         if self._stream.isatty():
             self._bar = tqdm(total=1.0, leave=False, bar_format="{desc}", file=self._stream, dynamic_ncols=True)
         self._last = clock()

@@ -66,14 +66,19 @@ def test_what_several_sizes_share_counts_once(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_dry_run_of_several_sizes_warns_once_and_writes_nothing(
-    make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    make_checkpoint: MakeCheckpoint,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = make_checkpoint()
     options = ["--num-sequences=2", "--sequence-length=16", "--device=cpu", f"--output={tmp_path / 'out'}"]
     texts = [f"--calibration={text_file}", "--dry-run"]
     assert main(["compress", str(folder), "--sparsity", "0.1", "0.2", *options, *texts]) == 0
-    printed = capfd.readouterr().out
+    printed = capsys.readouterr().out
     assert printed.count("time in all: about") == 1
+    assert len([message for message in caplog.messages if "tokens are few" in message]) == 1
     assert not (tmp_path / "out").exists()
 
 
