@@ -13,6 +13,7 @@ from oneshot.evaluation.kinds import kind_of
 from oneshot.evaluation.models import load_model
 from oneshot.text import load_tokenizer, rendered
 
+NOTHING = "(nothing)"  # is shown for an empty answer
 MOST_LETTERS = 2**20  # of a conversation in the words of a chat template
 
 
@@ -70,6 +71,8 @@ class Conversation:
             written.append(piece)
             yield piece
         thread.join()
+        if not failures and not "".join(written).strip():
+            yield NOTHING
         if failures:
             raise CheckpointError(f"The model does not write an answer ({cause(failures[0])}).") from failures[0]
         if self._tokenizer.chat_template:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from factories import MakeCheckpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from oneshot.cli.main import main
 
@@ -47,6 +47,16 @@ def test_answers_are_the_stock_models_turn_by_turn(
     capsys.readouterr()
     assert main(["chat", *options]) == 0
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in expected)
+
+
+def test_an_empty_answer_is_named_and_is_no_turn(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint()
+    monkeypatch.setattr(LlamaForCausalLM, "generate", lambda *_, streamer, **__: streamer.end())
+    capsys.readouterr()
+    assert main(["chat", str(folder), "--prompt=the first", "--prompt=the second", "--device=cpu"]) == 0
+    assert capsys.readouterr().out == "(nothing)\n(nothing)\n"
 
 
 def test_the_original_is_asked_the_same(make_checkpoint: MakeCheckpoint, capsys: pytest.CaptureFixture[str]) -> None:
