@@ -12,6 +12,7 @@ from oneshot.method import Allocation
 from oneshot.planning.curves import Profile
 from oneshot.planning.grid import Grid
 from oneshot.planning.plan import Plan
+from oneshot.planning.vocabulary import vocabulary_ranges
 
 # On other kinds of text a smaller embedding costs 1.7 times as much as on the calibration text, and no later layer
 # corrects that loss (docs/experiments.md).
@@ -56,6 +57,24 @@ def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Da
                 "are too large for its sums; check the weights of this layer and those before it."
             )
     return damages
+
+
+def even_damages(grid: Grid) -> Damages:
+    """Return damages that grow evenly with what is removed, for a plan before anything is measured."""
+    shape, layers = grid.shape, grid.shape.num_hidden_layers
+
+    def even(size: int, *rows: int) -> torch.Tensor:
+        return torch.linspace(1, 0, size + 1, dtype=torch.float64).expand(*rows, -1).clone()
+
+    units = max(shape.num_key_value_heads, shape.heads_per_group)
+    ranges = len(vocabulary_ranges(shape.vocab_size)) if grid.ranks_embedding else 0
+    return Damages(
+        even(shape.intermediate_size, layers),
+        even(units, layers),
+        torch.ones(layers, dtype=torch.float64),
+        even(shape.hidden_size, ranges),
+        ranks=even(shape.hidden_size, layers, len(RANKED_KINDS)),
+    )
 
 
 def sensitivity_damages(profile: Profile, _: Grid) -> Damages:

@@ -66,7 +66,7 @@ def spread(
             for offered in (ranks, Ranks())
         )
         for layer in attending:  # what ranks cost is measured by the FFN that shrinks beside them
-            mixers[layer] = unranked if layer in dense or layer in grid.kept.ffn else attention
+            mixers[layer] = unranked if layer in dense else attention
     ranges = []
     if reduce_embedding and len(damages.embedding):
         ranges = table_options(damages.embedding, grid.shape.vocab_size)

@@ -12,7 +12,7 @@ from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, StackShape
 from oneshot.method import Method
 from oneshot.planning.budget import Budget, OutOfReachError
 from oneshot.planning.curves import Profile
-from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
+from oneshot.planning.damages import Damages, even_damages, predicted_damage, profiled_damages
 from oneshot.planning.depth import with_fewer_layers
 from oneshot.planning.experts import with_experts
 from oneshot.planning.grid import Grid
@@ -137,6 +137,14 @@ def _plan(grid: Grid, method: Method, target: Target, damages: Damages | None, b
         _refuse_without_latencies(grid, method)
 
     def shrink(plan: Plan) -> Plan:
+        try:
+            return meet(plan, damages)
+        except OutOfReachError:
+            if damages is not None or not grid.kept.ffn or not method.plans_ranks:
+                raise
+            return meet(plan, even_damages(grid))  # ranks beside FFNs that stay, before a profile knows what they cost
+
+    def meet(plan: Plan, damages: Damages | None) -> Plan:
         return meet_budget(
             grid,
             plan,

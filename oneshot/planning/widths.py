@@ -52,7 +52,12 @@ def meet_budget(
         return plan
     leaves_out = leave_out_sublayers and damages is not None
     if not (reduce_ffn or reduce_heads or reduce_experts or leaves_out):
-        raise PlanError("Nothing may be reduced (ffn=none, heads=none); allow one with --set, or ask for --sparsity 0.")
+        module = grid.family.stack.feed_forward.out.rpartition(".")[0]
+        ranks = f", or to reduce ranks beside whole FFNs, write --keep '*.{module}.*' in place of ffn=none"
+        raise PlanError(
+            "Nothing may be reduced (ffn=none, heads=none); allow one with --set, or ask for --sparsity 0"
+            f"{ranks if grid.has_ranks and module else ''}."
+        )
     step = round_to or max(default_round_to(shape.intermediate_size), shape.width_step)
     if reduce_ffn and step > shape.intermediate_size:
         raise PlanError(f"--round-to {step} is above the FFN width of {shape.intermediate_size}; give a smaller one.")

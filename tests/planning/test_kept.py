@@ -107,3 +107,23 @@ def test_other_options_that_change_what_is_kept_are_refused(make_checkpoint: Mak
     assert Config.of(folder, "out", sparsity=0.1, keep="layers.0").target.keep == ("layers.0",)
     plain, kept = (Config.of(folder, "out", sparsity=0.1, **more).fingerprint() for more in ({}, {"keep": ["mlp"]}))
     assert plain != kept
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_ranks_are_reduced_beside_ffns_that_all_stay(
+    tied: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, fails: Fails
+) -> None:
+    """`ffn=none` leaves nothing to reduce, and its sentence says so, and what does."""
+    folder = make_checkpoint(layers=3, tied=tied)
+    advice = "write --keep '*.mlp.*' in place of ffn=none"
+    fails(folder, "Nothing may be reduced (ffn=none", advice, settings=["ffn=none"], form="per-layer", round_to=1)
+    config = make_config(folder, form="per-layer", keep=["*.mlp.*"], sparsity=0.04, round_to=1)
+    report = compress(config)
+    assert all(layer["intermediate_size"] == 64 for layer in report.plan["layers"])
+    before, after = load_file(folder / "model.safetensors"), load_file(Path(config.output) / "model.safetensors")
+    for name, tensor in before.items():
+        if ".mlp." in name:
+            assert tensor.equal(after[name]), name
+    stored = report.stored_parameters
+    assert 1 - stored["compressed"] / stored["dense"] == pytest.approx(0.04, abs=0.01)
+    fails(folder, "gets down to", form="per-layer", keep="*.mlp.*", sparsity=0.8)
