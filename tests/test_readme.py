@@ -118,3 +118,11 @@ def test_every_function_named_by_a_recipe_exists() -> None:
         for table in re.findall(r"\| [^\n|]+ \| function \| source \|\n(.*?)\n\n", page.read_text(), re.DOTALL):
             cells = [line.split(" | ")[1] for line in table.splitlines()[1:]]
             assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} - known == set()
+
+
+def test_python_in_the_documents_names_a_model_of_the_hub_or_a_variable() -> None:
+    """A bare name is neither a folder that is there nor a name on the hub."""
+    pattern = r'oneshot\.(?:compress|predict|profile|evaluate)\("([^"]+)"'
+    names = {name for document in GUIDES for name in named(document, pattern)}
+    assert names
+    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", name) for name in names), names

@@ -25,7 +25,7 @@ def refuse_unknown(tasks: Sequence[str], include_path: str | None) -> None:
         raise ConfigError(f"--include-path {include_path} is not a folder; give the one with your task YAML files.")
     own = {ALL_BUILTIN, *builtin_tasks()}
     wanted = [task for task in tasks if task not in own and not Path(task).is_file()]
-    folders = [Path(origin).parent / "tasks"] if include_path is None else [include_path, Path(origin).parent / "tasks"]
+    folders = [*([] if include_path is None else [Path(include_path)]), Path(origin).parent / "tasks"]
     unseen, named = {task: task.encode() for task in wanted}, set(own)
     for folder in folders if wanted else ():
         for text in _task_files(folder):
@@ -45,7 +45,7 @@ def unknown(task: str, known: set[str]) -> ConfigError:
     return ConfigError(f"--tasks {task} is not known to lm-eval{advice if similar == '.' else ''}{similar}")
 
 
-def _task_files(folder: str | os.PathLike[str]) -> Iterator[bytes]:
+def _task_files(folder: Path) -> Iterator[bytes]:
     """Yield the text of every task file, and of every file that task files include."""
     for place, _, names in os.walk(folder):
         for name in names:
