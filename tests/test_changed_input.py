@@ -124,8 +124,13 @@ def test_a_profile_of_other_weights_and_a_damaged_one(model: Path, make_config: 
     stop_at(1, partial(compress, planned))
     shutil.move(folder, tmp_path / "moved")  # its place does not count, but its content
     compress(replace(planned, profile=str(tmp_path / "moved"), resume=True))
-    change(model, LAYER.format(1))
     again = replace(planned, profile=str(tmp_path / "moved"), output=str(tmp_path / "again"))
+    stated = (model / "config.json").read_bytes()
+    FILES["rms_norm_eps"](model)
+    with pytest.raises(ProfileError, match=r"another config\.json"):
+        compress(again)
+    (model / "config.json").write_bytes(stated)
+    change(model, LAYER.format(1))
     with pytest.raises(ProfileError, match=rf"belongs to another model: {LAYER.format(1)}"):
         compress(again)
     for name in ("profile.json", "profile.safetensors"):

@@ -110,10 +110,15 @@ def companion_files(folder: Path) -> list[Path]:
     return _existing(folder, COMPANION_FILES)
 
 
+def config_hash(folder: Path) -> str:
+    """Return the SHA-256 of `config.json`. Raises as `stored_file`."""
+    return checksum(stored_file(folder, "config.json"))
+
+
 def companion_hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of `config.json` and of every companion file, by its name. Raises as `stored_file`."""
-    files = [stored_file(folder, "config.json"), *companion_files(folder)]
-    return {str(path.relative_to(folder)): checksum(path) for path in files}
+    hashes = {str(path.relative_to(folder)): checksum(path) for path in companion_files(folder)}
+    return {"config.json": config_hash(folder)} | hashes
 
 
 def _existing(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

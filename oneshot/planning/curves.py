@@ -9,11 +9,13 @@ import torch
 class ProfileOrigin:
     """The origin of a profile: the model, the text, and the settings that shape its curves.
 
+    `config_hash`: the SHA-256 of config.json, whose numbers decide activations as weights do.
     `curvature`: as in `Method`. With it the errors of FFNs and of ranks are in its metric instead of squared.
     `weights`: a hash of every tensor that was read, by its stored name.
     """
 
     model_hash: str
+    config_hash: str
     token_hash: str
     head_unit: str
     damping: float

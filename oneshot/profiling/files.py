@@ -87,7 +87,14 @@ def _unreadable(folder: Path, error: Exception | str) -> str:
 
 
 def refuse_other(
-    profile: Profile, folder: str, *, model_hash: str, token_hash: str, curvature: str, log: ReadLog | None
+    profile: Profile,
+    folder: str,
+    *,
+    model_hash: str,
+    config_hash: str,
+    token_hash: str,
+    curvature: str,
+    log: ReadLog | None,
 ) -> None:
     """Raise `ProfileError` if the profile was made of another model or text, or with another `curvature`.
 
@@ -95,6 +102,10 @@ def refuse_other(
     """
     if profile.origin.model_hash != model_hash:
         raise ProfileError(f"The profile {folder} belongs to another model; make one of this checkpoint.")
+    if profile.origin.config_hash != config_hash:
+        raise ProfileError(
+            f"The profile {folder} belongs to a model with another config.json; make one of this checkpoint."
+        )
     if profile.origin.curvature != curvature:
         raise ProfileError(
             f"The profile {folder} was made with --set curvature={profile.origin.curvature}, but this run has "

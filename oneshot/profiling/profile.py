@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from oneshot.checkpoint import Model
+from oneshot.checkpoint.safe_files import config_hash
 from oneshot.compression import Curvature
 from oneshot.machine import Machine
 from oneshot.machine.prefetch import prefetch
@@ -60,6 +61,7 @@ def make_profile(
     tracker.step("comparing outputs", brief=True)
     origin = ProfileOrigin(
         model_hash=model.checkpoint.content_hash(),
+        config_hash=config_hash(model.checkpoint.folder),
         token_hash=text.token_hash,
         head_unit=unit,
         damping=method.fixed_damping,

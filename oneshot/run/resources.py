@@ -20,7 +20,7 @@ from oneshot.checkpoint import (
     locate_checkpoint,
     open_gguf,
 )
-from oneshot.checkpoint.safe_files import companion_hashes
+from oneshot.checkpoint.safe_files import companion_hashes, config_hash
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.compression import Curvature
 from oneshot.config import Config, Target
@@ -242,6 +242,7 @@ class Run:
                     self._profile,
                     self._config.profile,
                     model_hash=self.model.checkpoint.content_hash(),
+                    config_hash=config_hash(self.model.checkpoint.folder),
                     token_hash=self.text.token_hash,
                     curvature=self.method.curvature,
                     log=self.model.checkpoint.log,

@@ -74,7 +74,7 @@ def curves(layers: int, width: int, units: int) -> Profile:
     for name, size in (("ffn_tails", width), ("head_tails", units)):
         falling = np.sort(generator.random((layers, size)), axis=1)[:, ::-1] * 10
         tensors[name] = torch.from_numpy(np.concatenate((falling, np.zeros((layers, 1))), axis=1))
-    return Profile(origin=ProfileOrigin("", "", "query-head", 0.0, 1, {}), **tensors)
+    return Profile(origin=ProfileOrigin("", "", "", "query-head", 0.0, 1, {}), **tensors)
 
 
 @pytest.mark.parametrize("allocation", ["stat", "stat-reversed"])
