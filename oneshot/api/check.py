@@ -180,7 +180,10 @@ def _question(tokenizer: Any, asked: str | None) -> tuple[str, torch.Tensor]:
     question = asked or QUESTION
     chat, arguments = [{"role": "user", "content": question}], {"add_generation_prompt": True}
     text = rendered(tokenizer, chat, arguments, "a question", MOST_LETTERS)
-    return question, tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    if ids.numel() == 0:
+        raise CalibrationError("The tokenizer's chat template writes nothing of a question; mend the template.")
+    return question, ids
 
 
 @torch.inference_mode()

@@ -20,9 +20,12 @@ class Stream:
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Write if possible, and return the number of letters."""
+        """Write if possible, and return the number of letters; those that the encoding lacks are question marks."""
         try:
             return self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding
+            return self._stream.write(text.encode(encoding, "replace").decode(encoding))
         except OSError as error:
             self._give_up(error)
             return len(text)

@@ -212,7 +212,7 @@ def test_the_summary_of_long_names_and_answers_fits(run: tuple[Config, Report]) 
 def test_a_complete_result_is_told_whatever_its_chat_template_does(
     make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that raises, one that writes nothing, and one that takes long, for which a stand-in sleeps: exit code 0, the quality, a sentence."""
+    """One that raises, writes nothing, or takes long, for which a stand-in sleeps: exit code 0, and a sentence."""
     folder = Path(shutil.copytree(make_checkpoint(), tmp_path / "model"))
     options = ["--num-sequences=4", "--sequence-length=16", "--device=cpu", "--dtype=float32", "--sparsity=0.2"]
     command = ["compress", str(folder), f"--calibration={text_file}", *options]

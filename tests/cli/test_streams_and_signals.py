@@ -1,5 +1,6 @@
 """Commands whose standard streams are closed or full or have no reader; signals; outputs tried before the work."""
 
+import io
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from typing import Any, TextIO
 import pytest
 
 from oneshot.cli.main import main
+from oneshot.cli.streams import Stream
 
 
 def full() -> TextIO:
@@ -120,3 +122,11 @@ def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path, monkeypa
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (tmp_path / "recipe.yaml").read_text() == "done"
+
+
+def test_letters_that_the_encoding_lacks_are_question_marks() -> None:
+    content = io.BytesIO()
+    stream = Stream(io.TextIOWrapper(content, encoding="ascii"))
+    stream.write("31 K → 28 K")
+    stream.flush()
+    assert (content.getvalue(), stream.error) == (b"31 K ? 28 K", None)
