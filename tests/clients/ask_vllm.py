@@ -1,9 +1,9 @@
 """Ask vLLM in its own environment: `python ask_vllm.py REQUESTS.json ANSWERS.json`.
 
 A request has `folder`, `implementation` (auto, vllm or transformers), `dtype`, `prompts` (lists of token ids),
-`max_tokens`, `max_length` and perhaps `processes` that share the tensors, and `expert_parallel` if they share whole
-experts. Its answer has, for every prompt, the log-probability of each of its tokens after the first, and the greedy
-continuation. A model that vLLM does not open has an error's text in their place.
+`max_tokens` (for all or for each prompt), `max_length` and perhaps further `options` of vLLM. Its answer has, for every
+prompt, the log-probability of each of its tokens after the first, and the greedy continuation. A model that vLLM does
+not open has an error's text in their place.
 """
 
 import json
@@ -34,11 +34,14 @@ def answers_to(request: dict[str, Any]) -> list[dict[str, Any]]:
         max_num_seqs=4,
         enable_prefix_caching=False,
         disable_log_stats=True,
-        tensor_parallel_size=request.get("processes", 1),
-        enable_expert_parallel=request.get("expert_parallel", False),
+        **request.get("options", {}),
     )
-    sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], prompt_logprobs=0, ignore_eos=True)
-    outputs = model.generate([{"prompt_token_ids": ids} for ids in request["prompts"]], sampling, use_tqdm=False)
+    prompts, limits = request["prompts"], request["max_tokens"]
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=limit, prompt_logprobs=0, ignore_eos=True)
+        for limit in (limits if isinstance(limits, list) else [limits] * len(prompts))
+    ]
+    outputs = model.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     answers = []
     for output in outputs:
         scored = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)

@@ -67,6 +67,21 @@ class Expected:
         engine, transformers = self.perplexities(answers)
         assert engine == pytest.approx(transformers, rel=1e-3)
 
+    def staggered(self) -> tuple[list[list[int]], list[int]]:
+        """Return prompts of unequal lengths, and unequal numbers of tokens to write: all begin and end at other steps.
+
+        They are the prompts with the first tokens of their answers, so the answers are the next ones.
+        """
+        numbers = range(NUM_PROMPTS)
+        prompts = [self.prompts[at] + self.answers[at]["tokens"][: at % 4] for at in numbers]
+        return prompts, [3 + 5 * at % 17 for at in numbers]
+
+    def agrees_when_staggered(self, answers: list[Answer]) -> None:
+        for at, (theirs, limit) in enumerate(zip(answers, self.staggered()[1], strict=True)):
+            ours, known = self.answers[at], at % 4
+            assert theirs["tokens"] == ours["tokens"][known : known + limit]
+            assert theirs["scores"] == pytest.approx(ours["scores"][: PROMPT_TOKENS - 1 + known], abs=1e-3)
+
     def perplexities(self, answers: list[Answer]) -> tuple[float, float]:
         """Return the perplexity of the prompts by an engine and by transformers."""
         theirs = [score for answer in answers for score in answer["scores"]]

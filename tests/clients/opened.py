@@ -66,6 +66,11 @@ PLUGIN_CASES: dict[str, tuple[Sizes, Sizes, Callable[[Sizes], bool]]] = {
         {"depth": "sublayers", "round_to": 4, "sparsity": 0.3},
         lambda layer: layer["num_attention_heads"] == 0 and layer["intermediate_size"] > 0,
     ),
+    "no attention first": (
+        {},
+        {"depth": "sublayers", "round_to": 4, "sparsity": 0.3},
+        lambda layer: layer["num_attention_heads"] == 0 and layer["intermediate_size"] > 0,
+    ),
     "sizes inside heads": (
         {},
         {"query_key_size": 20, "value_size": 12},

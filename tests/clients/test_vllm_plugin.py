@@ -13,8 +13,12 @@ from opened import PLUGIN_CASES
 from oneshot import Config
 from oneshot.pipeline import compress
 
-IDLE: dict[str, list[int]] = {"attention": [1], "ffn": [0, 3]}  # what `depth=sublayers` leaves out
-
+FIRST, STAGGERED = "no attention first", "ranks, biases"
+# what `depth=sublayers` leaves out
+IDLE: dict[str, dict[str, list[int]]] = {
+    "sublayers left out": {"attention": [1], "ffn": [0, 3]},
+    FIRST: {"attention": [0, 2], "ffn": [3]},
+}
 
 SHARED = ("ranks, biases", "ranks of the embedding", "sizes inside heads")  # also by two processes that share tensors
 Answered = tuple[Expected, Any]  # transformers' answers, and vLLM's or an error's text
@@ -29,17 +33,20 @@ def answered(
     text = {"calibration": str(text_file), "num_sequences": 16, "sequence_length": 32}
     for name, (options, settings, _) in PLUGIN_CASES.items():
         model = build_model(**SIZES | options)
-        if settings.get("depth") == "sublayers":
-            silence(model, **IDLE)
+        silence(model, **IDLE.get(name, {}))
         source, output = save_model(model), folder / name.replace(" ", "-")
         compress(Config.of(str(source), str(output), form="per-layer", device="cpu", **text | BY_LAYER | settings))
         expected[name] = Expected(output, source)
         request = {"folder": str(output), "prompts": expected[name].prompts, "max_tokens": NEW_TOKENS}
         requests[name] = request | {"implementation": "vllm"}
-    shared = {f"{name}, shared": requests[name] | {"processes": 2} for name in SHARED}
+    shared = {f"{name}, shared": requests[name] | {"options": {"tensor_parallel_size": 2}} for name in SHARED}
     expected |= {f"{name}, shared": expected[name] for name in SHARED}
-    answers = ask_vllm_together([*requests.values(), *shared.values()], folder)
-    return {name: (expected[name], answer) for name, answer in zip((*requests, *shared), answers, strict=True)}
+    prompts, limits = expected[STAGGERED].staggered()
+    staggered = {"staggered": requests[STAGGERED] | {"prompts": prompts, "max_tokens": limits}}
+    expected["staggered"] = expected[STAGGERED]
+    requests |= shared | staggered
+    answers = ask_vllm_together([*requests.values()], folder)
+    return {name: (expected[name], answer) for name, answer in zip(requests, answers, strict=True)}
 
 
 @pytest.mark.parametrize("name", PLUGIN_CASES)
@@ -47,6 +54,10 @@ def test_it_answers_as_transformers(name: str, answered: dict[str, Answered]) ->
     (_, settings, is_there), (expected, answers) = PLUGIN_CASES[name], answered[name]
     config = expected.model.config
     assert any(is_there(layer) for layer in config.layers)
+    if name in IDLE:
+        assert [number for number, layer in enumerate(config.layers) if not layer["num_attention_heads"]] == IDLE[name][
+            "attention"
+        ]
     assert bool(config.embedding) == (settings.get("embedding") == "auto")
     assert not isinstance(answers, str), answers[-4000:]
     expected.agrees_with_vllm(answers)
@@ -57,3 +68,10 @@ def test_two_processes_answer_as_transformers(name: str, answered: dict[str, Ans
     expected, answers = answered[f"{name}, shared"]
     assert not isinstance(answers, str), answers[-4000:]
     expected.agrees_with_vllm(answers)
+
+
+def test_prompts_that_come_and_end_in_turns_have_their_answers(answered: dict[str, Answered]) -> None:
+    """Continuous batching: four places for ten prompts, so a prompt is read while others write."""
+    expected, answers = answered["staggered"]
+    assert not isinstance(answers, str), answers[-4000:]
+    expected.agrees_when_staggered(answers)

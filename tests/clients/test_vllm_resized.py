@@ -1,5 +1,6 @@
 """Per-layer results of families whose layers are not Llama's, in vLLM's Transformers backend and by the plugin."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from conftest import ask_vllm_together
 from engines import BY_LAYER, NEW_TOKENS, SIZES, Expected
 from families.cases import variants
 from opened import FEWER_HEADS, MIXTURES_BY_LAYER, NO_RANKS, OWN_NUMBERS, RESIZED_CASES, SHARED_EXPERTS
+from safetensors.torch import load_file, save_file
 
 from oneshot import Config
 from oneshot.pipeline import compress
@@ -16,7 +18,34 @@ from oneshot.pipeline import compress
 Answered = tuple[Expected, Any]
 HYBRID = "a hybrid"
 TWO_PROCESSES, EXPERT_PARALLEL = "tensors of experts are shared", "whole experts are shared"
+RANKED, OLDER, STAGGERED = "gemma3_text", "names-of-older-tensors", "staggered"
 CASES = RESIZED_CASES | {HYBRID: ("falcon_h1", {"ranks": "none", "embedding": "none"})}
+
+
+# the linear of low rank in the modelling file of older results: a linear itself, whose tensors it names
+OLDER_CLASS = """
+
+class OneshotLowRankLinear(nn.Linear):
+    def __init__(self, read, outputs, bias):
+        super().__init__(read.sizes[0], outputs, bias)
+        self._read = (read,)
+
+    def forward(self, x):
+        return super().forward(self._read[0](x))
+"""
+
+
+def older_result(result: Path, folder: Path) -> Path:
+    """Write a result as it was before linears of low rank had a plain linear inside."""
+    shutil.copytree(result, folder)
+    modelling = folder / "modeling_oneshot_resized.py"
+    modelling.write_text(modelling.read_text() + OLDER_CLASS)
+    (weights,) = folder.glob("*.safetensors")
+    now = load_file(weights)
+    then = {name.replace(".linear.", "."): tensor for name, tensor in now.items()}
+    assert then.keys() != now.keys()
+    save_file(then, weights, {"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +67,14 @@ def answered(
             "max_tokens": NEW_TOKENS,
             "implementation": "transformers" if name in (NO_RANKS, HYBRID) else "auto",
         }
-    shared = {TWO_PROCESSES: {"processes": 2}, EXPERT_PARALLEL: {"expert_parallel": True}}
-    requests |= {name: requests[SHARED_EXPERTS] | further for name, further in shared.items()}
+    shared = {TWO_PROCESSES: {"tensor_parallel_size": 2}, EXPERT_PARALLEL: {"enable_expert_parallel": True}}
+    requests |= {name: requests[SHARED_EXPERTS] | {"options": options} for name, options in shared.items()}
     expected |= dict.fromkeys(shared, expected[SHARED_EXPERTS])
+    older = older_result(folder / RANKED, folder / OLDER)
+    requests[OLDER], expected[OLDER] = requests[RANKED] | {"folder": str(older)}, expected[RANKED]
+    prompts, limits = expected[RANKED].staggered()
+    requests[STAGGERED] = requests[RANKED] | {"prompts": prompts, "max_tokens": limits}
+    expected[STAGGERED] = expected[RANKED]
     answers = ask_vllm_together([*requests.values()], folder)
     return {name: (expected[name], answer) for name, answer in zip(requests, answers, strict=True)}
 
@@ -53,6 +87,19 @@ def test_it_answers_as_transformers(name: str, answered: dict[str, Answered]) ->
         layers = expected.model.config.sizes["layers"]
         assert len({layer["experts"]["count"] for layer in layers if layer["experts"]}) > 1
     expected.agrees_with_vllm(answers)
+
+
+def test_older_results_answer_as_transformers(answered: dict[str, Answered]) -> None:
+    expected, answers = answered[OLDER]
+    assert not isinstance(answers, str), answers[-4000:]
+    expected.agrees_with_vllm(answers)
+
+
+def test_prompts_that_come_and_end_in_turns_have_their_answers(answered: dict[str, Answered]) -> None:
+    """Continuous batching: four places for ten prompts, so a prompt is read while others write."""
+    expected, answers = answered[STAGGERED]
+    assert not isinstance(answers, str), answers[-4000:]
+    expected.agrees_when_staggered(answers)
 
 
 def test_two_processes_answer_as_transformers(answered: dict[str, Answered]) -> None:

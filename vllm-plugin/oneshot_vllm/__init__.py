@@ -37,12 +37,16 @@ def register() -> None:
     """Tell transformers the config and vLLM the architectures of the per-layer form; vLLM calls it in every process."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from oneshot_vllm.config import OneshotConfig
+    from oneshot_vllm.refusals import LlamaRefusals, ResizedRefusals
 
     AutoConfig.register(OneshotConfig.model_type, OneshotConfig, exist_ok=True)
     ModelRegistry.register_model("OneshotForCausalLM", "oneshot_vllm.model:OneshotForCausalLM")
+    MODELS_CONFIG_MAP["OneshotForCausalLM"] = LlamaRefusals  # vLLM asks it when all is known but the weights
     for stock in RESIZED:
         ModelRegistry.register_model(f"Oneshot{stock}", "oneshot_vllm.resized:OneshotResizedForCausalLM")
     for stock in RESIZED_MIXTURES:
         ModelRegistry.register_model(f"Oneshot{stock}", "oneshot_vllm.resized:OneshotResizedMoEForCausalLM")
+    MODELS_CONFIG_MAP.update({f"Oneshot{stock}": ResizedRefusals for stock in (*RESIZED, *RESIZED_MIXTURES)})

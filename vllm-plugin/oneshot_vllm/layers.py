@@ -11,6 +11,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
+from vllm.distributed.utils import divide
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -30,17 +31,6 @@ from oneshot_vllm.low_rank import coordinates_of
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # whose positions vLLM turns as transformers does, whatever the length of a text
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-def shared(size: int, what: str) -> int:
-    """Return the part of a size that each GPU has. Raises `ValueError` if the GPUs cannot share it equally."""
-    num_gpus = get_tensor_model_parallel_world_size()
-    if size % num_gpus:
-        raise ValueError(
-            f"{size} {what} cannot be shared equally by {num_gpus} GPUs; give a --tensor-parallel-size that divides "
-            "it, such as 1."
-        )
-    return size // num_gpus
 
 
 def padded_head(size: int) -> int:
@@ -63,7 +53,8 @@ class OneshotAttention(nn.Module):
         super().__init__()
         heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
         self.key_size, self.value_size = sizes["query_key_size"], sizes["value_size"]
-        self.groups, self.heads = shared(groups, "KV heads of a layer"), shared(heads, "heads of a layer")
+        num_gpus = get_tensor_model_parallel_world_size()
+        self.groups, self.heads = divide(groups, num_gpus), divide(heads, num_gpus)
         width, bias = sizes["hidden_size"], sizes["attention_bias"]
         rank = sizes["query_key_rank"]
         queries, keys, values = heads * self.key_size, groups * self.key_size, groups * self.value_size
@@ -75,8 +66,6 @@ class OneshotAttention(nn.Module):
             self.qkv_proj = MergedColumnParallelLinear(width, [queries, keys, values], bias=bias, return_bias=False)
         self.own_sizes = [self.heads * self.key_size, self.groups * self.key_size, self.groups * self.value_size]
         rank, read = sizes["output_rank"], heads * self.value_size
-        if rank:
-            shared(rank, "ranks of an output projection")
         self.o_read = coordinates_of(read, rank)
         self.o_proj = RowParallelLinear(
             rank or read,
@@ -166,7 +155,6 @@ class OneshotMLP(nn.Module):
     def __init__(self, config: OneshotConfig, sizes: dict[str, Any]) -> None:
         super().__init__()
         width, middle, bias = sizes["intermediate_size"], sizes["middle_size"], sizes["mlp_bias"]
-        shared(width, "neurons of a layer")
         gate_rank, up_rank, self.gated = sizes["gate_rank"], sizes["up_rank"], sizes["gated"]
         self.merged = self.gated and not gate_rank and not up_rank
         if self.merged:

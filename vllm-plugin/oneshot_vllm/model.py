@@ -15,6 +15,7 @@ from vllm.sequence import IntermediateTensors
 from oneshot_vllm.config import OneshotConfig
 from oneshot_vllm.layers import OneshotDecoderLayer, norm_of, normed
 from oneshot_vllm.low_rank import Embedding
+from oneshot_vllm.refusals import LlamaRefusals
 
 # a stored linear: the merged linears that may have its rows, and which part of them they are
 MERGED = {
@@ -28,23 +29,13 @@ MERGED = {
 STORED_BUFFERS = (".columns", ".rotary_pairs")  # others are vLLM's
 
 
-def config_of(vllm_config: VllmConfig) -> OneshotConfig:
-    """Return the result's config. Raises `ValueError` for what the plugin does not have."""
-    if vllm_config.quant_config is not None:
-        raise ValueError(
-            "oneshot-vllm runs the weights as they are stored; start vLLM without --quantization, or use --model-impl "
-            "transformers --trust-remote-code."
-        )
-    return vllm_config.model_config.hf_config
-
-
 @support_torch_compile
 class OneshotModel(nn.Module):
     """The stack without its output head."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config = config_of(vllm_config)
+        config: OneshotConfig = vllm_config.model_config.hf_config
         assert config.layers is not None
         first, last = config.layers[0]["hidden_size"], config.layers[-1]["output_size"]
         self.centred = config.centred_embedding
@@ -88,7 +79,8 @@ class OneshotForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config = config_of(vllm_config)
+        LlamaRefusals.verify_and_update_config(vllm_config)  # also if vLLM's table of configs was not asked
+        config: OneshotConfig = vllm_config.model_config.hf_config
         assert config.layers is not None
         self.model = OneshotModel(vllm_config=vllm_config, prefix=f"{prefix}.model" if prefix else "model")
         self.lm_head = None

@@ -9,33 +9,13 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from vllm.config import ParallelConfig, VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, MoERunner
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM, moe
 from vllm.model_executor.models.utils import extract_layer_index
 
-
-def refuse_own_heads(config: Any) -> None:
-    """Raise `ValueError` if a layer has other heads than the config, whose heads the backend takes everywhere."""
-    for number, layer in enumerate(config.sizes["layers"]):
-        if layer["num_attention_heads"] != config.num_attention_heads:
-            raise ValueError(
-                f"Layer {number} has {layer['num_attention_heads']} heads where the config has "
-                f"{config.num_attention_heads}, which vLLM's Transformers backend cannot hold for this family; "
-                "compress with --set heads=none."
-            )
-
-
-def refuse_expert_parallelism(config: Any, parallel: ParallelConfig) -> None:
-    """Raise `ValueError` if processes share whole experts, which vLLM counts once for all layers, and counts differ."""
-    counts = {layer["experts"]["count"] for layer in config.sizes["layers"] if layer["experts"]}
-    if parallel.enable_expert_parallel and len(counts) > 1:
-        raise ValueError(
-            f"Layers have {min(counts)} to {max(counts)} experts, which vLLM's expert parallelism cannot hold; leave "
-            "out --enable-expert-parallel, or compress with --set expert_counts=equal."
-        )
+from oneshot_vllm.refusals import ResizedRefusals
 
 
 def logit_factor(config: Any) -> float:
@@ -66,8 +46,8 @@ class Resized:
     """What every class of this form has beside one of the backend: a family's own class, with its output head."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        ResizedRefusals.verify_and_update_config(vllm_config)  # also if vLLM's table of configs was not asked
         config: Any = vllm_config.model_config.hf_config
-        refuse_own_heads(config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if config.embedding_ranges is not None:
             self.lm_head = None
@@ -79,13 +59,8 @@ class Resized:
         )
 
     def recursive_replace(self) -> None:
-        """Give the model vLLM's layers where they can have its sizes. Raises `ValueError` for ranks on several GPUs."""
+        """Give the model vLLM's layers where they can have its sizes."""
         low_rank = [name for name, module in self.model.named_modules() if hasattr(module, "_read")]
-        if low_rank and get_tensor_model_parallel_world_size() > 1:
-            raise ValueError(
-                f"{low_rank[0]} has a low rank, which several GPUs cannot share for this family; give "
-                "--tensor-parallel-size 1, or compress with --set ranks=none."
-            )
         for name in low_rank:
             module = self.model.get_submodule(name)
             if isinstance(module, nn.Linear):  # of older results
@@ -114,7 +89,6 @@ class OneshotResizedMoEForCausalLM(Resized, TransformersMoEForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config: Any = vllm_config.model_config.hf_config
-        refuse_expert_parallelism(config, vllm_config.parallel_config)
         config.engine_has_own_widths = True  # which the modelling file asks for
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 

@@ -1,0 +1,70 @@
+"""What the plugin refuses: in one sentence, by the configs alone, so no weight is read (there are none here)."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ask_vllm_together
+from engines import BY_LAYER, SIZES
+from families.cases import variants
+
+from oneshot import Config
+from oneshot.pipeline import compress
+
+W8A8 = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}, "ignore": []}
+LLAMA, GRANITE, NO_RANKS = "llama", "granite", "granite, no ranks"
+UNTRIED: dict[str, tuple[dict[str, Any], str]] = {
+    "a quantised file": ({}, "has no quantised linears (compressed-tensors)"),
+    "quantised at load": ({"quantization": "fp8"}, "has no quantised linears (fp8); leave out --quantization"),
+    "adapters": ({"enable_lora": True}, "has no adapters; leave out --enable-lora"),
+    "stages": ({"pipeline_parallel_size": 2}, "has no pipeline parallelism; leave out --pipeline-parallel-size"),
+}
+TENSOR_PARALLEL: dict[tuple[str, str], tuple[int, str]] = {
+    (LLAMA, "KV heads on four GPUs"): (4, "Layer 0 has 2 KV heads, which 4 GPUs cannot share equally"),
+    (LLAMA, "neurons on two GPUs"): (2, "Layer 1 has 77 neurons, which 2 GPUs cannot share equally"),
+    (GRANITE, "ranks on two GPUs"): (2, "has a low rank, which several GPUs cannot share"),
+    (NO_RANKS, "neurons on two GPUs"): (2, "Layer 1 has 77 neurons, which 2 GPUs cannot share equally"),
+}
+CASES: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
+    (result, name): case for result in (LLAMA, GRANITE) for name, case in UNTRIED.items()
+} | {case: ({"tensor_parallel_size": count}, part) for case, (count, part) in TENSOR_PARALLEL.items()}
+
+
+@pytest.fixture(scope="module")
+def errors(
+    make_checkpoint: Callable[..., Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Any]:
+    """What vLLM says of every case, in one process."""
+    folder, requests = tmp_path_factory.mktemp("results"), []
+    text = {"calibration": str(text_file), "num_sequences": 16, "sequence_length": 32}
+    sources = {LLAMA: {}, GRANITE: variants()["granite"], NO_RANKS: variants()["granite"]}
+    for result, options in sources.items():
+        ranks = {"ranks": "none"} if result == NO_RANKS else {}
+        output, source = folder / result, make_checkpoint(**SIZES | {"layers": 2} | options)
+        compress(Config.of(str(source), str(output), form="per-layer", device="cpu", **text | BY_LAYER | ranks))
+        (output / "model.safetensors").unlink()
+    for (result, name), (options, _) in CASES.items():
+        one = folder / f"{len(requests)}"
+        shutil.copytree(folder / result, one)
+        config = json.loads((one / "config.json").read_text())
+        if name == "a quantised file":
+            config["quantization_config"] = W8A8
+        if name == "neurons on two GPUs":
+            (config["layers"] if result == LLAMA else config["sizes"]["layers"])[1]["intermediate_size"] = 77
+        (one / "config.json").write_text(json.dumps(config))
+        requests.append({"folder": str(one), "prompts": [], "max_tokens": 1, "options": options})
+    return dict(zip(CASES, ask_vllm_together(requests, folder), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=": ".join)
+def test_it_is_one_sentence_with_a_remedy(case: tuple[str, str], errors: dict[tuple[str, str], Any]) -> None:
+    _, part = CASES[case]
+    assert isinstance(errors[case], str)
+    (sentence,) = re.findall(r"Value error, (.*?) \[type=", errors[case], re.DOTALL) or [errors[case][-2000:]]
+    assert part in sentence
+    assert re.fullmatch(r"[^\n]*; [^\n]*\.", sentence)
+    assert ". " not in sentence
