@@ -254,6 +254,8 @@ def begin_work(arguments: argparse.Namespace) -> None:
 
     This loads them and takes seconds, so options are read before.
     """
+    if sys.stderr.isatty() and not getattr(arguments, "quiet", False):
+        print("loading torch and transformers …", file=sys.stderr, flush=True)
     if not arguments.debug:
         silence_libraries()
 

@@ -1,5 +1,6 @@
 """What a run shows on stderr: one live line on a terminal, and a few lines in a file."""
 
+import logging
 import sys
 import threading
 import time
@@ -37,10 +38,13 @@ class Display:
         self._describe, self._clock = describe, clock
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._stream = sys.stderr
+        self._before_warnings = logging.Handler(logging.WARNING)  # handlers further up print them
         self._bar: tqdm | None = None
         if self._stream.isatty():
+            logging.getLogger("oneshot").addHandler(self._before_warnings)
             self._bar = tqdm(total=1.0, leave=False, bar_format="{desc}", file=self._stream, dynamic_ncols=True)
         self._last = clock()
+        self._before_warnings.emit = lambda _: self._clear()  # type: ignore[method-assign]
         self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
         self._thread.start()
 
@@ -75,12 +79,18 @@ class Display:
         """End the thread, and take the line from a terminal."""
         self._ended.set()
         self._thread.join()
+        logging.getLogger("oneshot").removeHandler(self._before_warnings)
         if self._bar is not None:
             self._bar.close()
 
     def _repeat(self) -> None:
         while not self._ended.wait(SILENT_SECONDS):
             self.update()
+
+    def _clear(self) -> None:
+        """Take the line away, so that a warning does not stand behind it."""
+        if self._bar is not None:
+            self._bar.clear()
 
     def _print(self, line: str) -> None:
         self._last = self._clock()

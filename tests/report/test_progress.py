@@ -1,6 +1,7 @@
 """What a run shows and tells of its progress: stages, counts, and the seconds that are left."""
 
 import io
+import logging
 import re
 import threading
 from collections.abc import Callable
@@ -148,6 +149,21 @@ def test_a_terminal_has_one_line_that_counts_layers(monkeypatch: pytest.MonkeyPa
     drawn = [part.strip() for part in re.split(r"[\r\n]", text) if part.strip()]
     assert any(re.match(r"layers \(2 of 3\)  \|  12/30  \|  about 3 min left  \|.*\|  4\d %", line) for line in drawn)
     assert "tok" not in text
+
+
+def test_a_warning_stands_on_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The live line is taken away before a handler further up prints the warning."""
+    stream = Terminal()
+
+    def work(tracker: Tracker) -> None:
+        tracker.step("planning")
+        logging.getLogger("oneshot.planning").warning("told")
+        stream.write("HERE")
+
+    text = shown(Clock(), stream, monkeypatch, work)
+    before = text[: text.index("HERE")]
+    assert before.endswith("\r")
+    assert not before.split("\r")[-2].strip(), "blanks over the line"
 
 
 @pytest.mark.parametrize(("stream", "seconds"), [(Terminal, 1), (io.StringIO, LINE_SECONDS)], ids=["terminal", "file"])
