@@ -44,7 +44,7 @@ class Display:
             logging.getLogger("oneshot").addHandler(self._before_warnings)
             self._bar = tqdm(total=1.0, leave=False, bar_format="{desc}", file=self._stream, dynamic_ncols=True)
         self._last = clock()
-        self._before_warnings.emit = lambda _: self._clear()  # type: ignore[method-assign]
+        self._before_warnings.emit = lambda record: self._clear()  # type: ignore[method-assign]
         self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
         self._thread.start()
 
