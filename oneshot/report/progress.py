@@ -28,9 +28,10 @@ class Progress:
 
     Attributes:
         stage: what the run does now.
-        done, total: tokens that passed a layer, counted for every layer, or bytes or steps; `total` is None if it is
-            not known.
-        number, count: the number of the stage, from 1, and of all stages; None as long as they are not known.
+        done: tokens that passed a layer, counted for every layer, or bytes or steps.
+        total: of them all; None if it is not known.
+        number: the number of the stage, from 1; None as long as it is not known.
+        count: the number of all stages; None as `number`.
         seconds_left: about what the whole run still takes; None as long as too little was measured.
     """
 

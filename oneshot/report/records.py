@@ -70,8 +70,9 @@ class Footprint:
         stored_parameters: parameters of the model before (`dense`) and after (`compressed`).
         seconds: seconds by stage, and `total`.
         exact: whether the sizes of layers are known; otherwise a profile will decide them.
-        check_bytes, check_device_bytes: peaks in the check at the end of a command, as `host_bytes` and `device_bytes`;
-            0 without one. check_fits: whether they are allowed; the check is left out otherwise.
+        check_bytes: peak in the check at the end of a command, as `host_bytes`; 0 without one.
+        check_device_bytes: as `device_bytes`.
+        check_fits: whether both are allowed; the check is left out otherwise.
         check_seconds: seconds of the check; they are not in `total`.
         text_seconds: those of `prepare` in which the model writes text.
     """

@@ -99,7 +99,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"oneshot \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("init", "completion")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("init", "chat", "completion")])
 def test_every_way_to_start_a_command_is_the_same_command(name: str) -> None:
     """`oneshot NAME`, `python -m oneshot NAME` and `python -m oneshot.NAME` differ in the name in the usage only."""
     helps = [run_module(*command, "--help", COLUMNS="80") for command in (("oneshot", name), (f"oneshot.{name}",))]
@@ -271,7 +271,7 @@ def test_tables_fit_the_terminal(
     options = {"sequence_length": 32, "max_windows": 1, "decode_tokens": 1, "prefill_tokens": 8, "device": "cpu"}
     print_evaluations(evaluate([str(output)], [str(text)], baseline=str(checkpoint), **options))
     printed = capsys.readouterr().out
-    for title in ("dry run", "error by layer", "sensitivity", "KL divergence", "decode seconds"):
+    for title in ("dry run", "error by layer", "sensitivity", "KL divergence", "seconds of decoding"):
         assert title in " ".join(printed.split())
     assert [line for line in printed.splitlines() if len(line) > WIDTH] == []
     assert "…" not in printed, "no number is cut off"
