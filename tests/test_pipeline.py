@@ -95,7 +95,9 @@ def test_removing_nothing_gives_back_the_same_bits(
     output = Path(config.output)
     assert_same_tensors(output, folder)
     assert report.sparsity == {"asked": 0.0, "reached": 0.0}
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+    own_class = (recipe, variant) == ("group-pca", "qwen2")  # which cuts as Qwen2's tokenizer: test_result_tokenizer.py
+    tokenizer = () if own_class else ("tokenizer.json", "tokenizer_config.json")
+    for name in (*tokenizer, "generation_config.json", "chat_template.jinja"):
         assert (output / name).read_bytes() == (folder / name).read_bytes()
 
 

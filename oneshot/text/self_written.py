@@ -112,7 +112,7 @@ def write_text(
     beginnings = (_tokens(tokenizer, opening, folder)[:longest] for opening in openings(seed))
     needed = num_sequences * sequence_length
     token_ids: list[int] = []
-    generator = torch.Generator(device).manual_seed(seed)  # torch's own is shared by all threads
+    generator = seeded(device, seed)
     while len(token_ids) < needed:
         count = min(together, -(-(needed - len(token_ids)) // longest))
         for document in _continued(model, list(itertools.islice(beginnings, count)), longest, generator, advance):
@@ -154,6 +154,11 @@ def openings(seed: int) -> Iterator[str]:
     ]
     random.Random(seed).shuffle(every)
     return itertools.cycle(every)
+
+
+def seeded(device: torch.device, seed: int) -> torch.Generator:
+    """Return a source of random numbers of this text alone; torch's own is shared by all threads."""
+    return torch.Generator(device).manual_seed(seed)
 
 
 def drawn(scores: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
