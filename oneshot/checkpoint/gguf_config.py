@@ -60,6 +60,10 @@ def config_of(file: GgufModel) -> dict[str, Any]:
     stated = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     names = _size_names(architecture)
     _refuse_unknown(stated, {*names, *architecture.keys})
+    for key in names:  # writers also list a number for every layer
+        value = stated.get(key)
+        if isinstance(value, list) and len(value) == stated.get("block_count") and len(set(value)) == 1:
+            stated[key] = value[0]
     sizes = {name: stated[key] for key, name in names.items() if key in stated}
     for key, name in names.items():
         if isinstance(sizes.get(name, 0), list) or (name not in sizes and key != KV_HEADS):
@@ -76,7 +80,7 @@ def config_of(file: GgufModel) -> dict[str, Any]:
     keys = FAMILIES[architecture.model_type].sizes
     config = (
         sizes
-        | {name: file.metadata.get(f"tokenizer.ggml.{key}") for key, name in TOKENS.items()}
+        | _special_tokens(file)
         | {
             "architectures": [architecture.model_class],
             "dtype": "float32",
@@ -99,6 +103,21 @@ def config_of(file: GgufModel) -> dict[str, Any]:
         raise CheckpointError(
             f"The GGUF file states what no config.json does ({error}); give the model it came from."
         ) from error
+
+
+def _special_tokens(file: GgufModel) -> dict[str, int | None]:
+    """Return the ids of a file's special tokens by their names in a config, None for those that it does not state."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens")  # long lists are read as their length
+    count = tokens if isinstance(tokens, int | None) else len(tokens)
+    found: dict[str, int | None] = {}
+    for key, name in TOKENS.items():
+        found[name] = number = file.metadata.get(f"tokenizer.ggml.{key}")
+        if number is not None and count is not None and not 0 <= number < count:
+            raise CheckpointError(
+                f"The GGUF file states tokenizer.ggml.{key} {number}, but it has {count} tokens; give an "
+                "undamaged file."
+            )
+    return found
 
 
 def _size_names(architecture: Architecture) -> dict[str, str]:

@@ -171,7 +171,7 @@ def test_a_table_of_factors_is_read_or_refused(
         ({"llama.rope.dimension_count": 4}, r"different sizes \[4, 8\]"),
         ({"llama.attention.scale": 0.5}, "attention.scale"),
         ({"llama.expert_count": 8}, "expert_count"),
-        ({"llama.feed_forward_length": [64]}, "feed_forward_length"),
+        ({"llama.feed_forward_length": [64, 32]}, "feed_forward_length"),
         ({"general.alignment": 0}, "cannot be read as GGUF"),
         ({"llama.rope.freq_base": float("nan")}, "rope.freq_base nan, which is not a number"),
     ],
@@ -345,3 +345,15 @@ def test_several_weight_files(as_gguf: Edit, tmp_path: Path, monkeypatch: pytest
     folder = locate_checkpoint(str(path), tmp_path / "parts")
     assert len(list(folder.glob("*.safetensors"))) > 3
     assert torch.equal(logits(folder), whole)
+
+
+def test_equal_numbers_of_all_layers_are_one_number(edited: Edit) -> None:
+    source = open_gguf(str(edited({"llama.attention.head_count": [4], "llama.feed_forward_length": [96]})))
+    assert source is not None
+    assert (source.config["num_attention_heads"], source.config["intermediate_size"]) == (4, 96)
+
+
+@pytest.mark.parametrize("name", ["eos", "bos", "padding"])
+def test_a_special_token_beyond_the_tokens_is_told(name: str, edited: Edit) -> None:
+    with pytest.raises(CheckpointError, match=rf"tokenizer\.ggml\.{name}_token_id 9999, but it has \d+ tokens"):
+        open_gguf(str(edited({f"tokenizer.ggml.{name}_token_id": 9999})))
