@@ -29,7 +29,13 @@ FOREIGN = {
     *("--index-url", "--no-deps"),  # pip
     *("--outtype", "--outfile", "--pure"),  # llama.cpp
     *("--enforce-eager", "--model-impl", "--trust-remote-code"),  # vLLM
-    *("--tensor-parallel-size", "--enable-expert-parallel"),
+    *(
+        "--tensor-parallel-size",
+        "--pipeline-parallel-size",
+        "--enable-expert-parallel",
+        "--enable-lora",
+        "--quantization",
+    ),
     *("--tiny", "--sections", "--card-gib", "--host-gib"),  # scripts in benchmarks/
 }
 EXTERNAL = re.compile(r"(?:https?|mailto):")
