@@ -8,6 +8,7 @@ from oneshot.profiling.curvature import sequences_together
 # Numbers of a token that the graph of a layer and its gradients hold, in units of the sizes of its activations.
 OF_NEURONS, OF_HEADS, OF_HIDDEN = 8, 12, 10
 OF_SCORES = 6
+OF_WHOLE_SCORES = 7  # eager attention may also bound them, as Gemma 2's does
 OF_LENT = 6  # lent keys and values, their gradients in this layer and from later ones, each read and written
 OF_EXPERTS = 1.5  # in units of what a pass without a graph takes
 FLOATS_OF_HIDDEN = 10  # norms and the gradients that are summed
@@ -48,7 +49,8 @@ def _graph(work: Work) -> Term:
     if shape.experts is not None:
         needed += tokens * OF_EXPERTS * terms.experts(work, shape.intermediate_size)
     if work.on_cuda or work.holds_scores:  # on CUDA always, so that gradients add up in a fixed order
-        needed += OF_SCORES * FLOAT * tokens * length * shape.num_attention_heads
+        scores = OF_WHOLE_SCORES if work.holds_scores else OF_SCORES
+        needed += scores * FLOAT * tokens * length * shape.num_attention_heads
     if work.has_masks:
         needed += terms.MASKS * FLOAT * length**2
     return Term(needed, computed=True, knobs=BATCH)
