@@ -181,6 +181,7 @@ class Described(Checkpoint):
         unstored = {"lm_head.weight"} if name in TIED else set()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in states if name not in unstored}
         self.dtypes = dict.fromkeys(self.shapes, "BF16")
+        self._stored_names = {}
 
 
 def described_work(model: Model, memory: int | None, changes: dict[str, Any]) -> tuple[Config, Work]:
