@@ -28,16 +28,18 @@ def scratch_folder(place: str | Path | None = None) -> Iterator[Path]:
         try:
             lock.acquire()
             break
-        except (Timeout, FileNotFoundError):  # another run takes the folder for abandoned, as it was not locked yet
+        except (Timeout, FileNotFoundError, FileExistsError):  # another run removes it, as it was not locked yet
             continue
+    files = folder / "files"
     try:
         folder.chmod(0o700)  # if it was removed before it was locked, the lock made it again
-        files = folder / "files"
         files.mkdir()
         yield files
     finally:
-        shutil.rmtree(folder)
+        if files.exists():
+            shutil.rmtree(files)
         lock.release()
+        shutil.rmtree(folder, ignore_errors=True)  # empty; another run may remove it at the same moment
 
 
 def remove_abandoned(parent: Path) -> None:
@@ -46,8 +48,8 @@ def remove_abandoned(parent: Path) -> None:
         if _is_own(folder) and _is_own(folder / LOCK):
             try:
                 with FileLock(folder / LOCK, timeout=0):
-                    shutil.rmtree(folder)
-            except (Timeout, FileNotFoundError):  # in use, or another run removes it
+                    shutil.rmtree(folder, ignore_errors=True)  # its process or another run may do so at the same moment
+            except (Timeout, FileNotFoundError, FileExistsError):  # in use, or gone
                 continue
 
 

@@ -1,5 +1,6 @@
 """Scratch folders: gone with their process, also if it was killed; never another process's or anyone else's."""
 
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -78,3 +79,20 @@ def test_a_folder_that_another_process_took_is_not_used(tmp_path: Path, monkeypa
         assert folder.parent != Path(taken[0].lock_file).parent
         assert folder.parent.stat().st_mode & 0o077 == 0
     taken[0].release()
+
+
+def _make_many(place: str) -> None:
+    for _ in range(60):
+        with scratch_folder(place) as folder:
+            (folder / "file").write_text("a")
+
+
+def test_runs_that_begin_and_end_together_disturb_nobody(tmp_path: Path) -> None:
+    """Each looks at the folders of the others, also while these are made and removed."""
+    context = multiprocessing.get_context("fork")
+    runs = [context.Process(target=_make_many, args=(str(tmp_path),)) for _ in range(5)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert [run.exitcode for run in runs] == [0] * 5
