@@ -1,4 +1,4 @@
-"""`make demo`: SmolLM2-135M-Instruct without 15 % of its parameters, off-line, asked and measured beside the original.
+"""`make demo`: SmolLM2-135M-Instruct without a tenth of its parameters, off-line, asked and measured beside the original.
 
 The model comes as a 4-bit GGUF file and is written as bfloat16 first, so that sizes before and after are of one kind.
 It is calibrated on little of the built-in text; the perplexity is measured on this repository's documents, another
@@ -17,7 +17,7 @@ from harness import ROOT, smollm2_gguf
 FOLDER = ROOT / "demo"
 MODEL, OUTPUT, TEXT = FOLDER / "SmolLM2-135M-Instruct", FOLDER / "smaller", FOLDER / "documents.txt"
 QUESTION = "What is the capital of France?"
-SHARE = "0.15"
+SHARE = "0.1"
 LITTLE = ["--num-sequences", "8", "--sequence-length", "256"]
 
 
@@ -36,7 +36,11 @@ def main() -> int:
     TEXT.write_text("\n\n".join(path.read_text() for path in documents))
     measure = [str(OUTPUT), "--baseline", str(MODEL), "--text", str(TEXT), "--sequence-length", "512"]
     steps: list[tuple[str, Callable[[list[str]], int], list[str]]] = [
-        ("2. Compression: 15 % of the parameters go, and both are asked (a minute on two idle cores)", compress, run),
+        (
+            "2. Compression: a tenth of the parameters goes, and both are asked (a minute on two idle cores)",
+            compress,
+            run,
+        ),
         ("3. Both models on text of another kind (20 seconds)", evaluate, [*measure, "--max-windows", "4"]),
     ]
     for title, command, options in steps:
