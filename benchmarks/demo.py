@@ -1,4 +1,4 @@
-"""`make demo`: SmolLM2-135M-Instruct without a tenth of its parameters, off-line, asked and measured beside the original.
+"""`make demo`: SmolLM2-135M-Instruct without a tenth of its parameters, off-line, asked and measured beside itself.
 
 The model comes as a 4-bit GGUF file and is written as bfloat16 first, so that sizes before and after are of one kind.
 It is calibrated on little of the built-in text; the perplexity is measured on this repository's documents, another
