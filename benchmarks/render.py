@@ -50,6 +50,7 @@ from tables.pareto import (
 )
 from tables.prose import (
     faster_7b,
+    first_run,
     half_of_a_mixture,
     headline,
     laid_out_decoding,
@@ -157,6 +158,7 @@ TABLES = {
     "models": (models_table, "gpu"),
     "by_model": (by_model_table, "gpu"),
     "accuracy": (accuracy_table, "gpu"),
+    "first_run": (first_run, "first_run"),
     "ideas": (ideas_table, "gpu"),
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
