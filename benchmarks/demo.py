@@ -1,8 +1,8 @@
 """`make demo`: SmolLM2-135M-Instruct without a tenth of its parameters, asked and measured beside the original.
 
-It needs no network. The model comes as a 4-bit GGUF file and is written as bfloat16 first, so that sizes before and after are of one kind.
-It is calibrated on little of the built-in text; the perplexity is measured on this repository's documents, another
-kind. At the end stands what was measured elsewhere with more text, in favour and not.
+It needs no network. The model comes as a 4-bit GGUF file and is written as bfloat16 first, so that sizes before and
+after are of one kind. It is calibrated on little of the built-in text; the perplexity is measured on this repository's
+documents, another kind. At the end stands what was measured elsewhere with more text, in favour and not.
 """
 
 import shutil
