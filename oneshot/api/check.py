@@ -19,7 +19,7 @@ from oneshot.footprint.check_memory import ANSWER_TOKENS, LONGEST_WINDOW, num_wi
 from oneshot.machine import resolve_device, resolve_dtype
 from oneshot.machine.memory import peak_bytes, peak_device_bytes, release_heap, reset_peak
 from oneshot.report.records import Check, Report
-from oneshot.text import SELF, has_tokens, load_text, load_tokenizer, rendered, shares, split_sources, token_hash
+from oneshot.text import SELF, has_tokens, load_text, load_tokenizer, prompt_ids, shares, split_sources, token_hash
 
 MOST_LETTERS = 2**15  # of a question in the words of a chat template
 QUESTION, OPENING = "Why is the sky blue? Answer in one sentence.", "The sky is blue because"
@@ -178,12 +178,7 @@ def _question(tokenizer: Any, asked: str | None) -> tuple[str, torch.Tensor]:
         opening = asked or OPENING
         return opening, tokenizer(opening, return_tensors="pt")["input_ids"]
     question = asked or QUESTION
-    chat, arguments = [{"role": "user", "content": question}], {"add_generation_prompt": True}
-    text = rendered(tokenizer, chat, arguments, "a question", MOST_LETTERS)
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    if ids.numel() == 0:
-        raise CalibrationError("The tokenizer's chat template writes nothing of a question; mend the template.")
-    return question, ids
+    return question, prompt_ids(tokenizer, [{"role": "user", "content": question}], "a question", MOST_LETTERS)
 
 
 @torch.inference_mode()

@@ -11,9 +11,9 @@ from oneshot.checkpoint import Checkpoint
 from oneshot.errors import CheckpointError, cause
 from oneshot.evaluation.kinds import kind_of
 from oneshot.evaluation.models import load_model
-from oneshot.text import load_tokenizer, rendered
+from oneshot.report.words import NOTHING
+from oneshot.text import load_tokenizer, prompt_ids
 
-NOTHING = "(nothing)"  # is shown for an empty answer
 MOST_LETTERS = 2**20  # of a conversation in the words of a chat template
 
 
@@ -82,10 +82,7 @@ class Conversation:
         """Return the tokens `(1, length)`, int64, of the conversation with one more turn, or of the prompt alone."""
         if self._tokenizer.chat_template:
             self._turns.append({"role": "user", "content": prompt})
-            text = rendered(
-                self._tokenizer, self._turns, {"add_generation_prompt": True}, "the conversation", MOST_LETTERS
-            )
-            ids = self._tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            ids = prompt_ids(self._tokenizer, self._turns, "the conversation", MOST_LETTERS)
         else:
             ids = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
         return ids.to(self._model.device)

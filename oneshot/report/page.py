@@ -11,7 +11,7 @@ from oneshot.families import RANKED_KINDS
 from oneshot.report.layer_table import layer_table
 from oneshot.report.plots import curve_plot, errors_plot, sizes_plot
 from oneshot.report.records import LayerReport, Report
-from oneshot.report.words import duration, verdict
+from oneshot.report.words import NOTHING, duration, verdict
 
 
 def report_page(report: Report) -> str:
@@ -34,6 +34,7 @@ def report_page(report: Report) -> str:
         size_rows=rows,
         groups=_grouped(report, ranked),
         warnings=list(warnings),
+        nothing=NOTHING,
         plan={name: value for name, value in report.plan.items() if name != "layers"},
         sizes_plot=sizes_plot(report),
         errors_plot=errors_plot(report),

@@ -8,10 +8,9 @@ from oneshot.errors import printable
 from oneshot.report.card import PAGE_NAME
 from oneshot.report.records import Check, Report
 from oneshot.report.terminal import WIDTH
-from oneshot.report.words import amount, duration, size, verdict
+from oneshot.report.words import NOTHING, amount, duration, size, verdict
 
 NAME_WIDTH = 14
-NOTHING = "(nothing)"  # an empty answer
 OTHER_DTYPE = 0.1  # two files differ in the bytes of a parameter by more only if their dtypes do
 
 

@@ -1,6 +1,6 @@
 """Calibration text: where documents come from, how they are packed, and text that the model writes itself."""
 
-from oneshot.text.chats import chat_renderer, is_turn, rendered
+from oneshot.text.chats import chat_renderer, is_turn, prompt_ids, rendered
 from oneshot.text.examples import encode, load_examples, padded
 from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, exists, file_of, present_row, size_of_records
 from oneshot.text.odd_records import OddRecords
@@ -74,6 +74,7 @@ __all__ = [
     "padded",
     "placed",
     "present_row",
+    "prompt_ids",
     "read_rows",
     "rendered",
     "save_token_ids",

@@ -154,6 +154,18 @@ def rendered(
         ) from error
 
 
+def prompt_ids(tokenizer: Any, turns: list[Any], what: str, most_letters: int) -> Any:
+    """Return the tokens `(1, length)`, int64, by which a model is asked to go on after these turns.
+
+    `what`: the turns in words. Raises `CalibrationError` as `rendered`, and if the template writes nothing.
+    """
+    text = rendered(tokenizer, turns, {"add_generation_prompt": True}, what, most_letters)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    if ids.numel() == 0:
+        raise CalibrationError(f"The tokenizer's chat template writes nothing of {what}; mend the template.")
+    return ids
+
+
 def added_start(tokenizer: Any) -> int | None:
     """Return the BOS that a tokenizer puts before every text; None if it puts none."""
     start = getattr(tokenizer, "bos_token_id", None)
