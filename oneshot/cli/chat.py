@@ -4,11 +4,9 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
 
-from oneshot.cli.options import AUTO_DTYPE, CHECKPOINT_HELP, begin_work, run_command
-from oneshot.cli.parser import OneOf, Parser
-from oneshot.config import Dtype
+from oneshot.cli.options import CHECKPOINT_HELP, add_device, begin_work, run_command
+from oneshot.cli.parser import Parser
 from oneshot.errors import ConfigError, printable
 
 
@@ -27,14 +25,7 @@ def build_parser(prog: str = "oneshot chat") -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-new-tokens", type=int, default=256, help="longest answer, in tokens (default: %(default)s)"
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument(
-        "--dtype",
-        type=OneOf(get_args(Dtype)),
-        metavar="DTYPE",
-        default="auto",
-        help=f"dtype of the forward passes: {', '.join(get_args(Dtype))} (default: %(default)s, {AUTO_DTYPE})",
-    )
+    add_device(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from oneshot.cli.options import AUTO_DTYPE, CHECKPOINT_HELP, begin_work, run_command
+from oneshot.cli.options import CHECKPOINT_HELP, add_device, begin_work, run_command
 from oneshot.cli.parser import OneOf, Parser
-from oneshot.config import Dtype, Kind
+from oneshot.config import Kind
 from oneshot.errors import CalibrationError, ConfigError, OutputError, cause
 from oneshot.tasks import ALL_BUILTIN, builtin_tasks, refuse_unknown
 
@@ -69,14 +69,7 @@ def build_parser(prog: str = "oneshot evaluate") -> argparse.ArgumentParser:
         default=32,
         help="tokens of the timed decoding; 0 leaves latency out (default: %(default)s)",
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument(
-        "--dtype",
-        type=OneOf(get_args(Dtype)),
-        metavar="DTYPE",
-        default="auto",
-        help=f"dtype of the forward passes: {', '.join(get_args(Dtype))} (default: %(default)s, {AUTO_DTYPE})",
-    )
+    add_device(parser)
     parser.add_argument("--output", metavar="FILE", help="also write the numbers and their origin to this JSON file")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser

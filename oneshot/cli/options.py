@@ -75,6 +75,18 @@ def add_settings(group: Any) -> None:
     group.add_argument("--help-methods", action=_HelpMethods, help="list recipes and the keys of --set, and exit")
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add where and in which dtype a whole model is loaded."""
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        type=OneOf(get_args(Dtype)),
+        metavar="DTYPE",
+        default="auto",
+        help=f"dtype of the forward passes: {', '.join(get_args(Dtype))} (default: %(default)s, {AUTO_DTYPE})",
+    )
+
+
 def add_machine(parser: argparse.ArgumentParser) -> Any:
     """Add device, dtype and memory; return the group for more options."""
     machine = parser.add_argument_group("machine")
