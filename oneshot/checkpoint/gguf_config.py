@@ -107,7 +107,7 @@ def config_of(file: GgufModel) -> dict[str, Any]:
 
 def _special_tokens(file: GgufModel) -> dict[str, int | None]:
     """Return the ids of a file's special tokens by their names in a config, None for those that it does not state."""
-    tokens = file.metadata.get("tokenizer.ggml.tokens")  # long lists are read as their length
+    tokens = file.metadata.get("tokenizer.ggml.tokens")  # of an array of strings, their number
     count = tokens if isinstance(tokens, int | None) else len(tokens)
     found: dict[str, int | None] = {}
     for key, name in TOKENS.items():

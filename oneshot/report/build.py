@@ -33,7 +33,8 @@ def build_report(
         text: None if none was read. measured: other fields of `Report`.
     """
     target = config.target
-    asked = target.sparsity if target.parameters is None else 1 - target.parameters / stored["dense"]  # bytes: none
+    # None if bytes are asked for
+    asked = target.sparsity if target.parameters is None else 1 - target.parameters / stored["dense"]
     return Report(
         config=config.to_dict(),
         method=asdict(method),
