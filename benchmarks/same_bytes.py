@@ -1,176 +1,203 @@
-"""Compare the bytes of stored tensors between this tree and another checkout: families × forms × recipes.
+"""Compare the bytes that this tree and another checkout store: families × forms × recipes × ways of a run.
 
-`python benchmarks/same_bytes.py OTHER_TREE` compresses tiny random models of every family with both trees, each in a
-process of its own, and prints a line for every case: equal, different (with the first tensor), or refused by both. The
-files that tensors lie in may differ, unless `--files` also compares the weight files and their index. Exit code 1 if
-any case differs.
+`python benchmarks/same_bytes.py OTHER_TREE` compresses tiny random models of every family of the tests' table with both
+trees, each in a process of its own, and prints a line for every case: equal, different (with the first tensor), or
+refused by both. The files that tensors lie in may differ, unless `--files` also compares the weight files and their
+index. Exit code 1 if any case differs.
 """
 
 import argparse
+import contextlib
+import fnmatch
 import hashlib
+import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")  # with every recipe; the others with one in the stock form
+sys.path.insert(0, str(ROOT / "tests"))
+
+from families.cases import CASES, OTHER_CLASSES  # noqa: E402
+
+WIDE = ("llama", "mistral", "qwen2", "qwen3", "opt")  # families with every recipe and form
 RECIPES = ("oneshot", "stat", "tcsp", "group-pca", "flap")
-FORMS = ("stock", "per-layer")
-OTHER_FORMS = ("nemotron-nas", "gguf")
-SPARSITY = "0.1"
 FILE = "file "  # before the name of a file among tensors
-# Options beyond a recipe and a form; keys as `--set` takes them.
+PAIRED = ("t5",)  # families that read pairs of text
+GGUF_INPUTS = ("llama", "mistral", "qwen2", "qwen3")
+# Options beyond a recipe and a form; keys of `--set`, or flags.
 VARIANTS: dict[str, dict[str, str]] = {
     "heads": {"heads": "id"},
     "heads-obs": {"heads": "obs", "ffn": "obs"},
-    "heads-only": {"heads": "id", "ffn": "none", "sparsity": "0.04"},
-    "up-steps": {"up_steps": "2"},
+    "heads-only": {"heads": "id", "ffn": "none", "--sparsity": "0.04"},
+    "up-steps": {"--up-steps": "2"},
     "damping-auto": {"damping": "auto"},
     "same-layer": {"correction": "same-layer"},
-    "uncorrected": {"correction": "none", "ffn": "wanda", "heads": "leverage"},
+    "uncorrected": {"correction": "none", "ffn": "tcsp-score", "heads": "activation-norm"},
     "depth": {"depth": "sensitivity"},
+    "sublayers": {"depth": "sublayers", "--sparsity": "0.3"},
+    "inner-sizes": {"inner_sizes": "sensitivity", "ranks": "none"},
     "values": {"value_size": "4"},
     "queries-keys": {"query_key_size": "4"},
-    "corrected-slices": {
-        "sparsity": "0.25",
-        "hidden": "pca",
-        "hidden_size": "28",
-        "correction": "two-stream",
-        "heads": "id",
-    },
+    "slices": {"hidden": "pca", "hidden_size": "28", "correction": "two-stream", "heads": "id", "--sparsity": "0.25"},
     "group-slices": {"hidden": "pca", "group_size": "1", "ffn": "none", "shared_weight": "0.1"},
     "magnitude": {"ffn": "magnitude", "correction": "none"},
-    "several-files": {"max_shard_size": "60KB"},
-    "other-dtype": {"save_dtype": "bfloat16"},
-    "tournament": {"pivoting": "tournament", "sketch": "sparse-sign"},
+    "several-files": {"--max-shard-size": "60KB"},
+    "other-dtype": {"--save-dtype": "bfloat16"},
+    "latency": {"--budget": "flops"},
+    "tournament": {"pivoting": "tournament", "sketch": "count"},
+    "self-text": {"--calibration": "text.txt+self"},
+    "resumed": {},
+    "two-processes": {"--sparsity": "0.2"},
 }
 
 
-def table() -> dict[str, Any]:
-    """Return the families of the tests' table whose text is packed."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from families.cases import CASES
+@dataclass(frozen=True)
+class Case:
+    """A run: its model's folder among the models, its form and recipe, and further options."""
 
-    return {name: case for name, case in CASES.items() if case.packed}
+    model: str
+    form: str = "stock"
+    recipe: str = "oneshot"
+    name: str = ""
+    options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Return the name that the table and `--only` have."""
+        return f"{self.model} {self.form} {self.recipe} {self.name}".strip()
+
+    def arguments(self, models: Path, output: Path) -> list[str]:
+        """Return its command line."""
+        family = self.model.partition("/")[0]
+        listed = [str(models / self.model), "--output", str(output), "--recipe", self.recipe, "--form", self.form]
+        listed += ["--num-sequences", "16", "--sequence-length", "32", "--batch-size", "4", "--quiet", "--no-check"]
+        listed += ["--device", "cpu", "--dtype", "float32"]
+        options = {"--calibration": "pairs.jsonl" if family in PAIRED else "text.txt", **self.options}
+        options["--calibration"] = str(models / options["--calibration"])
+        if not options.keys() & {"value_size", "query_key_size"}:
+            options.setdefault("--sparsity", "0.1")
+        for key, value in options.items():
+            listed += [key, value] if key.startswith("--") else ["--set", f"{key}={value}"]
+        return listed
 
 
-def cases() -> list[dict[str, object]]:
-    """Five families with every recipe and form, every variant with Llama and OPT, and all other decoders."""
-    listed: list[dict[str, object]] = []
-    for family in FAMILIES:
-        for tied in (False, True):
-            for form in FORMS:
-                listed += [
-                    {"family": family, "tied": tied, "form": form, "recipe": recipe, "options": {}, "name": recipe}
-                    for recipe in RECIPES
-                ]
-    for family in ("llama", "opt"):
-        for form in FORMS:
-            listed += [
-                {"family": family, "tied": True, "form": form, "recipe": "oneshot", "options": options, "name": name}
-                for name, options in VARIANTS.items()
-            ]
-    listed += [
-        {"family": family, "tied": tied, "form": form, "recipe": "oneshot", "options": {}, "name": "oneshot"}
-        for family in ("llama", "qwen2")
-        for tied in (False, True)
-        for form in OTHER_FORMS
-    ]
-    listed += [
-        {"family": family, "tied": tied, "form": "stock", "recipe": "oneshot", "options": {}, "name": "oneshot"}
-        for family in table()
-        if family not in FAMILIES
-        for tied in (False, True)
-    ]
-    return listed
+def cases() -> Iterator[Case]:
+    """Yield five families with every recipe, Llama and OPT with every variant, and every family in both forms."""
+    for family, case in CASES.items():
+        untied, tied = [f"{family}/{kind if case.packed else 'as-is'}" for kind in ("untied", "tied")]
+        experts = "sketch" in case.refused  # as of every mixture
+        if family in WIDE:
+            runs = [(model, form) for model in (untied, tied) for form in ("stock", "per-layer")]
+            yield from (Case(*run, recipe) for run in runs for recipe in RECIPES)
+        else:
+            yield from (Case(untied), Case(untied, "stock", "stat"), Case(tied, "per-layer"))
+        for form in ("stock", "per-layer"):
+            if experts:
+                yield Case(untied, form, "oneshot", "experts", {"experts": "effects"})
+            if family in ("llama", "opt"):
+                for name, options in VARIANTS.items():
+                    yield Case(tied, form, "oneshot", name, options)
+        for form in ("nemotron-nas", "gguf") if family in ("llama", "qwen2", "qwen3_moe") else ():
+            yield Case(untied, form)
+            yield Case(tied, form)
+        if family in GGUF_INPUTS:
+            yield Case(f"{family}/gguf/model.gguf")
+    for name in OTHER_CLASSES:
+        yield Case(f"{name}/as-is")
 
 
 def make_models(folder: Path) -> None:
-    """Save a tiny random model of every family, with a tokenizer and a text."""
-    families = table()
-    from factories import tiny_tokenizer, topics
+    """Save a tiny random model of every case, with a tokenizer and texts."""
+    from drawn_runs import Drawn, save
+    from factories import topics
+    from t5_models import write_pairs
 
-    fast = tiny_tokenizer()
-    for family, case in families.items():
-        for tied in (False, True):
-            sizes = {"width": 128, "layers": 3} if family in FAMILIES else {}
-            model = case.build(**case.options | sizes | {"tied": tied})
-            place = folder / f"{family}-{'tied' if tied else 'untied'}"
-            model.save_pretrained(place)
-            fast.save_pretrained(place)
+    from oneshot.cli.compress import main as compress
+    from oneshot.cli.options import silence_libraries
+
+    silence_libraries()
     (folder / "text.txt").write_text(topics(0, 10))
-
-
-def arguments_of(case: dict[str, object], models: Path, output: Path, *, new: bool) -> list[str]:
-    """Return the command line of a case, in the spelling of the tree that runs it."""
-    listed = [
-        str(models / f"{case['family']}-{'tied' if case['tied'] else 'untied'}"),
-        *("--output", str(output), "--recipe", str(case["recipe"]), "--tier", str(case["form"])),
-        *("--calibration", str(models / "text.txt"), "--num-sequences", "16", "--sequence-length", "32"),
-        *("--batch-size", "4", "--device", "cpu", "--dtype", "float32", "--quiet"),
-    ]
-    options = case["options"]
-    assert isinstance(options, dict)
-    if not options.keys() & {"value_size", "query_key_size", "sparsity"}:
-        listed += ["--sparsity", SPARSITY]
-    for key, value in options.items():
-        visible = key in ("up_steps", "sparsity", "max_shard_size", "save_dtype") or not new
-        listed += [f"--{key.replace('_', '-')}", value] if visible else ["--set", f"{key}={value}"]
-    return listed
+    write_pairs(folder / "pairs.jsonl")
+    for model in sorted({case.model for case in cases()}, key=lambda name: (name.endswith(".gguf"), name)):
+        family, kind, *_ = model.split("/")
+        case_options = OTHER_CLASSES[family] if family in OTHER_CLASSES else CASES[family].options
+        sizes = {"width": 128, "layers": 3} if family in WIDE else {}
+        tied = {} if kind == "as-is" else {"tied": kind == "tied"}
+        if kind == "gguf":
+            dense = Case(f"{family}/untied", "gguf", options={"--sparsity": "0"})
+            if compress(dense.arguments(folder, folder / family / "gguf")):
+                raise RuntimeError(f"{family} has no GGUF file")
+        else:
+            save(Drawn(0, family, case_options | sizes | tied, "one file", {}), folder / family / kind)
 
 
 def checksums(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every stored tensor, with its dtype and shape, and of every weight file."""
+    import torch
     from safetensors.torch import load_file
 
     paths = [*folder.glob("*.safetensors*"), *folder.glob("*.gguf")]
     found = {f"{FILE}{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)}
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(path).items():
-            content = tensor.contiguous().flatten().view(__import__("torch").uint8).numpy().tobytes()
+            content = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
             found[name] = f"{hashlib.sha256(content).hexdigest()} {tensor.dtype} {list(tensor.shape)}"
     return found
 
 
-def drive(models: Path, result: Path) -> None:
-    """Run every case with the `oneshot` that Python finds; write checksums or the exit code."""
-    import contextlib
-    import io
+def run_case(case: Case, models: Path, output: Path) -> int:
+    """Run a case with the `oneshot` that Python finds, and return the exit code; its message goes to stderr."""
+    from oneshot.cli.compress import main as compress
+    from oneshot.compression import LayerCompressor
 
+    arguments = case.arguments(models, output)
+    if case.name == "two-processes":
+        launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        return subprocess.run([*launched, "-m", "oneshot.compress", *arguments], capture_output=True).returncode
+    if case.name == "resumed":
+        original = LayerCompressor.compress_layer
+
+        def interrupted(self: LayerCompressor, index: int, *rest: object) -> object:
+            if index == 1:
+                raise KeyboardInterrupt
+            return original(self, index, *rest)  # type: ignore[arg-type]
+
+        LayerCompressor.compress_layer = interrupted  # type: ignore[assignment,method-assign]
+        try:
+            assert compress(arguments) == 130
+        finally:
+            LayerCompressor.compress_layer = original  # type: ignore[method-assign]
+        arguments.append("--resume")
+    return compress(arguments)
+
+
+def drive(models: Path, result: Path, only: str) -> None:
+    """Run every case and write checksums, or the refusal, or the exception of a defect."""
     import torch
 
-    import oneshot
-
-    # an earlier design has no such folder; an editable install of this tree would still find it by name
-    new = Path(oneshot.__file__).with_name("cli").is_dir()
-    if new:
-        from oneshot.cli.compress import main
-    else:
-        from oneshot.compress import main
-
     torch.set_num_threads(1)
-    found: list[dict[str, str]] = []
+    found: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for number, case in enumerate(cases()):
-            output = Path(scratch) / str(number)
-            errors = io.StringIO()
+            if not fnmatch.fnmatch(case.title, only):
+                continue
+            output, errors = Path(scratch) / str(number), io.StringIO()
             try:
                 with contextlib.redirect_stderr(errors):
-                    code = main(arguments_of(case, models, output, new=new))
-            except SystemExit as error:
-                code = int(error.code or 0)
-            except (ValueError, IndexError, RuntimeError) as error:  # a defect of that tree, shown in the table
-                found.append({"crashed": f"{type(error).__name__}: {error}"})
+                    code = run_case(case, models, output)
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except Exception as error:  # a defect of that tree, shown in the table
+                found[case.title] = {"crashed": f"{type(error).__name__}: {error}"}
                 continue
-            if code:
-                lines = errors.getvalue().strip().splitlines() or ["?"]
-                found.append({"refused": next((line for line in lines if line.startswith("error")), lines[-1])})
-            else:
-                found.append(checksums(output))
+            lines = [line for line in errors.getvalue().splitlines() if "error: " in line] or ["?"]
+            found[case.title] = {"refused": lines[-1]} if code else checksums(output)
     result.write_text(json.dumps(found))
 
 
@@ -179,44 +206,44 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="a checkout of the commit to compare with")
     parser.add_argument("--files", action="store_true", help="weight files must be equal, not only tensors")
-    parser.add_argument("--models", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--keep", type=Path, help="folder that keeps the other tree's checksums for the next call")
+    parser.add_argument("--only", default="*", help="pattern of the cases' titles, such as '*per-layer*'")
+    parser.add_argument("--keep", type=Path, help="folder that keeps models and the other tree's checksums")
+    parser.add_argument("--drive", nargs=2, type=Path, help=argparse.SUPPRESS)  # models and the file of the result
     arguments = parser.parse_args()
-    if arguments.models:
-        drive(arguments.models, arguments.result)
+    if arguments.drive:
+        drive(*arguments.drive, arguments.only)
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.keep or Path(scratch)
-        folder.mkdir(exist_ok=True, parents=True)
         if not (folder / "text.txt").exists():
+            folder.mkdir(exist_ok=True, parents=True)
             make_models(folder)
         running = []
-        for name, tree in (("other", arguments.other), ("this", ROOT)):
-            result = folder / f"{name}.json"
-            if name == "other" and result.exists():
+        for name, tree in (("other", arguments.other.resolve()), ("this", ROOT)):
+            if name == "other" and (folder / "other.json").exists():
                 continue
+            places = [str(folder), str(folder / f"{name}.json")]
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tree}:{tree / 'kernels'}"}
-            command = [sys.executable, __file__, str(tree), "--models", str(folder), "--result", str(result)]
+            command = [sys.executable, __file__, str(tree), "--only", arguments.only, "--drive", *places]
             running.append(subprocess.Popen(command, env=environment, cwd=tree))
-        if any(process.wait() for process in running):
+        codes = [process.wait() for process in running]
+        if any(codes):
             return 1
         theirs, ours = (json.loads((folder / f"{name}.json").read_text()) for name in ("other", "this"))
     counts = {"equal": 0, "refused by both": 0, "different": 0}
-    for case, old, new in zip(cases(), theirs, ours, strict=True):
+    for title, new in ours.items():
+        old = theirs.get(title, {})
         compared = [name for name in sorted(old.keys() | new.keys()) if arguments.files or not name.startswith(FILE)]
         names = [name for name in compared if old.get(name) != new.get(name)]
-        verdict = "different" if names else "equal"
+        verdict, detail = (
+            ("different", f": {names[0]} of {len(names)}: {old.get(names[0])} | {new.get(names[0])}")
+            if names
+            else ("equal", "")
+        )
         if "refused" in new and old.keys() & {"refused", "crashed"}:
-            verdict = "refused by both"
+            verdict, detail = "refused by both", f": {new['refused']}"
         counts[verdict] += 1
-        tied = "tied" if case["tied"] else "untied"
-        detail = ""
-        if verdict == "different":
-            detail = f": {names[0]} of {len(names)}: {old.get(names[0])} | {new.get(names[0])}"
-        if verdict == "refused by both":
-            detail = f": {new['refused']}"
-        print(f"{case['family']:16} {tied:7} {case['form']:10} {case['name']:17} {verdict}{detail}")
+        print(f"{title:50} {verdict}{detail}")
     print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()))
     return int(counts["different"] > 0)
 
