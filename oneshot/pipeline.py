@@ -154,7 +154,7 @@ def _compress(job: Job, watch: Stopwatch) -> Report:
     if finished is not None:
         return finished
     with job.journal() as journal:
-        job.save_text(journal)
+        job.save_shared(journal)
         watch.lap("prepare")
         sizes = decide_sizes(job, journal, watch)
         expect_parts(job, sizes, journal)

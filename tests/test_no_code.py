@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from factories import MakeCheckpoint, MakeConfig, build_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oneshot.api.models import save_model
 from oneshot.checkpoint import load_whole, open_model
 from oneshot.errors import CalibrationError, CheckpointError
 from oneshot.evaluation import evaluate
 from oneshot.pipeline import compress
+from oneshot.text import load_tokenizer
 
 HOSTILE = """
 from pathlib import Path
@@ -58,6 +59,34 @@ def test_modelling_files_are_never_run(
     assert "auto_map" not in json.loads((output / "config.json").read_text()), "the result is stock"
 
 
+def test_a_result_with_code_of_ours_names_no_other(
+    own_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who opens it says that code may run. A harmless name on the hub, and a stand-in of what fetches code."""
+    folder = own_checkpoint(layers=1)
+    add_auto_map(folder / "tokenizer_config.json", {"AutoTokenizer": ["some-org/harmless--tok.Tok", None]})
+    (folder / "tokenizer_of_ours.py").write_text("")
+    nested = {"image_processor": {"auto_map": {"AutoImageProcessor": "some-org/harmless--im.Im"}, "size": 7}}
+    (folder / "processor_config.json").write_text(json.dumps(nested))
+    (folder / "generation_config.json").write_text('{"top_k":  3}')
+    config = make_config(
+        folder, form="per-layer", ffn="id", allocation="uniform", ranks="none", curvature="none", sparsity=0.1
+    )
+    compress(config)
+    output = Path(config.output)
+    assert {path.name for path in output.glob("*.py")} == {"modeling_oneshot.py"}
+    assert json.loads((output / "processor_config.json").read_text()) == {"image_processor": {"size": 7}}
+    assert (output / "generation_config.json").read_text() == '{"top_k":  3}', "unchanged"
+    fetched: list[str] = []
+    monkeypatch.setattr(
+        "transformers.models.auto.tokenization_auto.get_class_from_dynamic_module",
+        lambda name, *_, **__: fetched.append(name),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(output, trust_remote_code=True, local_files_only=True)
+    assert not fetched
+    assert tokenizer("a b").input_ids == load_tokenizer(folder)("a b").input_ids
+
+
 @pytest.mark.parametrize("inner", ["", "text_config", "vision_config", "text_config.further.deeper", "listed"])
 @pytest.mark.parametrize("key", ["_attn_implementation", "experts_implementation", "auto_map"])
 def test_code_that_a_config_names_at_any_depth_is_refused(
@@ -82,9 +111,10 @@ def test_code_that_a_config_names_at_any_depth_is_refused(
     assert not fetched
 
 
-@pytest.mark.parametrize(
-    "name", ["generation_config.json", "chat_template.json", "chat_template.jinja", "modules.json"]
-)
+TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt", "bpe.codes", "cl100k.tiktoken")
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "chat_template.json", "modules.json", *TEXTS])
 @pytest.mark.parametrize("content", [b"\x80\x00\xff", b"{", b"7"])
 def test_companions_that_are_not_what_their_names_say(
     content: bytes, name: str, own_checkpoint: MakeCheckpoint
@@ -92,11 +122,31 @@ def test_companions_that_are_not_what_their_names_say(
     """They would be copied into the result."""
     folder = own_checkpoint()
     (folder / name).write_bytes(content)
-    if name.endswith(".jinja") and content != b"\x80\x00\xff":
+    if name in TEXTS and content != b"\x80\x00\xff":
         open_model(str(folder), folder)
         return
+    (folder / "LICENSE.txt").write_bytes(b"\xa9 of somebody, in an older code")
     with pytest.raises(
         CheckpointError, match=rf"{name} is not (JSON|text|an object).*; download it again, or remove it"
+    ):
+        open_model(str(folder), folder)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_vocabularies_of_any_length_are_text(large: bool, own_checkpoint: MakeCheckpoint) -> None:
+    folder = own_checkpoint()
+    (folder / "merges.txt").write_bytes(b"a b\n" * (300_000 if large else 1) + "é".encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"merges.txt is not text in UTF-8 \(.*decode"):
+        open_model(str(folder), folder)
+
+
+def test_modules_that_are_code_are_refused(own_checkpoint: MakeCheckpoint) -> None:
+    """sentence-transformers runs them if the code of the result may run."""
+    folder = own_checkpoint()
+    modules = [{"type": "sentence_transformers.models.Transformer"}, {"type": "some-org/harmless--custom_st.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(
+        CheckpointError, match=r"modules.json names code \(some-org/harmless--custom_st.Pooling\), which is never run"
     ):
         open_model(str(folder), folder)
 

@@ -25,7 +25,7 @@ from oneshot.checkpoint import Journal
 from oneshot.cli.compress import main as compress_main
 from oneshot.cli.profile import main as profile_main
 from oneshot.compression import LayerCompressor
-from oneshot.errors import OutputError
+from oneshot.errors import OutputError, PlanError
 from oneshot.pipeline import compress, compress_sizes
 from oneshot.profiling import LayerProfiler
 
@@ -143,6 +143,32 @@ def test_a_resumed_run_reads_the_text_that_the_model_wrote(
         compress(make_config(folder, **options | {"resume": True, "num_sequences": 22}))
     compress(replace(config, resume=True))
     assert contents(Path(config.output)) == wanted
+
+
+def test_a_resumed_run_plans_by_the_latencies_that_were_measured(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is finished. Other options measure anew, as whoever starts from the beginning does."""
+    invented, measured = {"share": 0.0}, []
+
+    def least(calls: list[Any], _: Any) -> list[float]:
+        """Invent a machine on which a share of the time passes whatever the sizes are."""
+        measured.append(len(calls))
+        return [invented["share"] + (1 - invented["share"]) * number for number in range(1, len(calls) + 1)]
+
+    monkeypatch.setattr("oneshot.profiling.latency._least", least)
+    options: dict[str, Any] = {"budget": "latency", "round_to": 1}
+    folder = make_checkpoint()
+    config = make_config(folder, **options)
+    wanted = undisturbed(config)
+    stop_before(0, partial(compress, config))
+    invented["share"], count = 0.999, len(measured)
+    compress(replace(config, resume=True))
+    assert contents(Path(config.output)) == wanted
+    compress(replace(config, resume=True))
+    assert len(measured) == count, "nothing was measured again"
+    with pytest.raises(PlanError, match="target is"):
+        compress(make_config(folder, **options | {"resume": True, "overwrite": True, "dtype": "bfloat16"}))
 
 
 def test_a_finished_run_is_left_unchanged(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:

@@ -24,6 +24,7 @@ HEAD_SIZES = ("attention.key_length", "attention.value_length")
 ROTARY_SIZE = "rope.dimension_count"
 # keys of the architecture that change nothing if they have this value, and those that change nothing at all
 NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+KIND, MODEL = "general.type", "model"  # others: adapters, projectors of images (mmproj), importance matrices
 OWN_SIZES = "deci"  # the architecture of `--form gguf` if layers differ
 POOLING = "pooling_type"  # of the last states, for embeddings of texts
 SILENT = ("vocab_size", ROTARY_SIZE, *HEAD_SIZES)
@@ -31,11 +32,18 @@ TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "paddi
 
 
 def architecture_of(file: GgufModel, path: Path = Path()) -> Architecture:
-    """Return the description of a file's architecture; raises `CheckpointError` for one that is not known.
+    """Return the description of a file's architecture.
+
+    Raises `CheckpointError` for one that is not known, and for a file that holds something else than a model.
 
     `path`: of the file, for the message.
     """
-    name = file.metadata.get("general.architecture")
+    name, kind = file.metadata.get("general.architecture"), file.metadata.get(KIND, MODEL)
+    if kind != MODEL or name is None:
+        reason = f"{KIND} is {kind}" if kind != MODEL else "it states no general.architecture"
+        raise CheckpointError(
+            f"The GGUF file {path} does not hold a language model ({reason}); give the file of the model itself."
+        )
     if name == OWN_SIZES:
         raise CheckpointError(
             f"The layers of this GGUF file have sizes of their own (architecture {name}); to compress further, "

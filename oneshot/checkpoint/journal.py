@@ -78,6 +78,7 @@ class Journal:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal") if background else None
         self._pending: Future[None] | None = None
         self._continues = False  # an interrupted run
+        self._is_done = False  # its folder is removed, and another run may have made its own in the same place
         self._log = ReadLog() if log is None else log
         self._read: dict[str, str] = {}  # hashes that are on the disk
         self._saved = SavedValues(self._work)
@@ -152,7 +153,7 @@ class Journal:
             logger.warning("The last part was not written (%s).", cause(late))
         reason = late if error is None else error
         self._leave(useless=isinstance(reason, WRONG_INPUT) and not self._continues)
-        if self._work.path.exists():
+        if not self._is_done and self._work.path.exists():
             logger.warning(
                 "%s keeps %d finished parts; the same command with --resume continues after them.",
                 self._work.path,
@@ -165,7 +166,8 @@ class Journal:
 
     def _leave(self, *, useless: bool = False) -> None:
         """Release the lock, and remove the folder unless it holds something to continue with."""
-        if self._work.path.exists() and (useless or not self._work.holds_something()):
+        if not self._is_done and self._work.path.exists() and (useless or not self._work.holds_something()):
+            self._is_done = True
             self._work.remove()
         self._lock.release()
 
@@ -248,9 +250,12 @@ class Journal:
             raise
 
     def save(self, name: str, values: dict[str, Any]) -> None:
-        """Write JSON values that a resumed run finds with `saved`; tensors that belong to them are saved before."""
+        """Write JSON values that a resumed run finds with `saved`; tensors that belong to them are saved before.
+
+        Values that are saved already stay with the tensors that they were saved with.
+        """
         self._settle()
-        if self._workers.is_main:
+        if self._workers.is_main and self._saved.values(name) != as_stored(values):
             self._saved.save(name, values, self._newly_read())
 
     def saved(self, name: str) -> dict[str, Any] | None:
@@ -307,6 +312,7 @@ class Journal:
         flush(self.folder.parent)
         for replaced in self.folder.parent.glob(f".{glob.escape(self.folder.name)}.replaced-*"):  # also of killed runs
             shutil.rmtree(replaced)
+        self._is_done = True
         self._work.remove()
 
 

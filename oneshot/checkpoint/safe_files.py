@@ -15,6 +15,7 @@ from typing import Any
 from oneshot.errors import CheckpointError, cause
 from oneshot.machine.durable import checksum
 
+LEGAL_FILES = ("LICENSE*", "NOTICE*", "USE_POLICY*")  # which no loader reads
 # Copied as they are beside the compressed weights.
 COMPANION_FILES = (
     "generation_config.json",
@@ -38,17 +39,16 @@ COMPANION_FILES = (
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
     "[0-9]*_*/config.json",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
+    *LEGAL_FILES,
 )
 # Read by us or by transformers, whose tokenizers look for many names.
 READ_FILES = (*COMPANION_FILES, "*.json", "*.txt", "*.jinja", "additional_chat_templates/*")
 MAX_JSON_BYTES = 100 * 2**20
 MAX_JSON_DEPTH = 50
 MAX_CHECKED_BYTES = 2**20
-TEXT_ENDINGS = (".json", ".jinja")
+TEXT_ENDINGS = (".json", ".jinja", ".txt", ".codes", ".tiktoken")
 MAX_LABELS = 10**6
+MODULES, OWN_MODULES = "modules.json", "sentence_transformers."
 
 
 def stored_file(folder: Path, name: str) -> Path:
@@ -85,24 +85,34 @@ def stored_file(folder: Path, name: str) -> Path:
 def check_readable(folder: Path) -> None:
     """Check all files that may be read or copied, except the weights.
 
-    Of those that are copied, small ones must be JSON, or text, as their names say. Large ones belong to tokenizers,
-    which have readers of their own. Raises as `stored_file`, and `CheckpointError` for one that holds something else.
+    Of those that are copied and that loaders read, text must be UTF-8, and small JSON must be JSON. Large JSON belongs
+    to tokenizers, which have readers of their own. Raises as `stored_file`, and `CheckpointError` for one that holds
+    something else.
     """
     _existing(folder, READ_FILES)
     for path in companion_files(folder):
-        if path.suffix in TEXT_ENDINGS and path.stat().st_size <= MAX_CHECKED_BYTES:
+        is_legal = any(path.match(pattern) for pattern in LEGAL_FILES)
+        if path.suffix in TEXT_ENDINGS and not is_legal and path.stat().st_size <= MAX_JSON_BYTES:
             _check_text(path)
 
 
 def _check_text(path: Path) -> None:
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else {}
+        is_parsed = path.suffix == ".json" and len(text) <= MAX_CHECKED_BYTES
+        content = json.loads(text) if is_parsed else {}
     except (OSError, ValueError, RecursionError) as error:
-        kind = "JSON" if path.suffix == ".json" else "text in UTF-8"
+        is_text = path.suffix != ".json" or isinstance(error, UnicodeDecodeError)
+        kind = "text in UTF-8" if is_text else "JSON"
         raise CheckpointError(f"{path} is not {kind} ({cause(error)}); download it again, or remove it.") from error
     if not isinstance(content, dict | list):
         raise CheckpointError(f"{path} is not an object or a list of JSON; download it again, or remove it.")
+    for module in content if path.name == MODULES and isinstance(content, list) else ():
+        kind = module.get("type") if isinstance(module, dict) else None
+        if not str(kind).startswith(OWN_MODULES):
+            raise CheckpointError(
+                f"{path} names code ({str(kind)[:100]}), which is never run; remove the file if you trust the rest."
+            )
 
 
 def companion_files(folder: Path) -> list[Path]:
@@ -122,7 +132,9 @@ def companion_hashes(folder: Path) -> dict[str, str]:
 
 
 def _existing(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    found = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
+    found = {
+        path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir() and path.suffix != ".py"
+    }
     return [stored_file(folder, str(path.relative_to(folder))) for path in sorted(found)]
 
 

@@ -99,9 +99,10 @@ class WorkFolder:
 
     def is_foreign(self) -> bool:
         """Return whether the path holds something that no run has left there."""
-        if not self.path.is_dir():
-            return self.path.exists()
-        names = self._names()
+        try:
+            names = self._names()
+        except NotADirectoryError:
+            return True
         return FINGERPRINT not in names and not names <= FIRST_FILES
 
     def holds_something(self) -> bool:
@@ -257,7 +258,13 @@ def refuse_output(folder: Path, *, overwrite: bool, resume: bool, is_locked: boo
 
 def _is_replaceable(folder: Path) -> bool:
     """Return whether a folder is a checkpoint or empty; nobody wants a home folder overwritten."""
-    return folder.is_dir() and ((folder / "config.json").exists() or not any(folder.iterdir()))
+    try:
+        names = {path.name for path in folder.iterdir()}  # one look, as a run may replace the folder meanwhile
+    except FileNotFoundError:
+        return True
+    except NotADirectoryError:
+        return False
+    return not names or "config.json" in names
 
 
 def remove_leftovers(folder: Path, fingerprint: dict[str, Any]) -> None:
@@ -267,7 +274,8 @@ def remove_leftovers(folder: Path, fingerprint: dict[str, Any]) -> None:
         if read_sealed(work.fingerprint) != fingerprint:
             return
         with FileLock(work.lock, timeout=0):
-            work.remove()
+            if read_sealed(work.fingerprint) == fingerprint:  # still, now that no process may change it
+                work.remove()
     except (
         Timeout,
         FileNotFoundError,

@@ -1,6 +1,7 @@
 """Files beside the weights: config, tokenizer, licence; and the check of the result against its model class."""
 
 import json
+import logging
 import shutil
 from dataclasses import replace
 from functools import lru_cache
@@ -26,10 +27,13 @@ from oneshot.export.own_classes import OWN_CLASSES
 from oneshot.export.result_tokenizer import keep_tokenizer
 from oneshot.families import FAMILIES, Description, Experts, as_stored, find_family
 
+logger = logging.getLogger(__name__)
+
 
 def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtype: str | None) -> None:
     """Write `config.json` and copy the tokenizer, chat template, generation config and licence unchanged.
 
+    Only code that a file names (`auto_map`) is left out: whoever opens a result with code of this package would run it.
     If the result has another model type, its tokenizer is written where transformers would otherwise read another one
     than the input's, or none.
 
@@ -45,9 +49,26 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
     for path in companion_files(source):
         place = folder / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, place)
+        _copy_without_code(path, place)
     if config.get("model_type") != read_config(source).get("model_type"):
         keep_tokenizer(source, folder)
+
+
+def _copy_without_code(path: Path, place: Path) -> None:
+    """Copy a file; configs without the classes that they name in files of code or on the hub."""
+    content = json.loads(path.read_bytes()) if path.name.endswith("config.json") else None
+    allowed = _without_code(content)
+    if allowed == content:
+        shutil.copyfile(path, place)
+        return
+    place.write_text(json.dumps(allowed, indent=2) + "\n", encoding="utf-8")
+    logger.warning("%s names code (auto_map), which the result leaves out; transformers' own classes read it.", path)
+
+
+def _without_code(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _without_code(value) for name, value in content.items() if name != "auto_map"}
+    return [_without_code(value) for value in content] if isinstance(content, list) else content
 
 
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:

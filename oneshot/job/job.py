@@ -15,7 +15,7 @@ from oneshot.planning import make_plan
 from oneshot.planning.sizes import least_share
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Report
-from oneshot.run import SAVED_TEXT, Run
+from oneshot.run import SAVED_TEXT, SAVED_TIMINGS, Run
 from oneshot.schedule import make_schedule
 
 logger = logging.getLogger(__name__)
@@ -100,6 +100,8 @@ class Job:
         try:
             values = json.loads(path.read_bytes())
             report = Report.from_dict(values)
+        except FileNotFoundError:  # another run replaces the result
+            return None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if self.config.overwrite:
                 return None
@@ -135,10 +137,12 @@ class Job:
             background=self.run.machine.device.type == "cuda",
         )
 
-    def save_text(self, journal: Journal) -> None:
-        """Save the text that the model wrote, if it wrote any."""
+    def save_shared(self, journal: Journal) -> None:
+        """Save what the run has before any layer: the text that the model wrote, and the latencies of the plan."""
         if self.run.written_text is not None:
             journal.save(SAVED_TEXT, {"token_ids": self.run.written_text.token_ids.tolist()})
+        if self.run.timings is not None:
+            journal.save(SAVED_TIMINGS, self.run.timings)
 
     def passes_layers(self, journal: Journal) -> bool:
         """Return whether a layer is not finished, so that the run needs what layers are compressed by."""

@@ -66,6 +66,7 @@ def write_result(
         footprint=job.footprint,
         fingerprint=job.fingerprint,
         weights_hash=weights_hash,
+        timings=run.timings,
         warnings=run.warnings.of_all + sizes.warnings + run.warnings.take(),
     )
     (folder / RECIPE_NAME).write_text(recipe_text(config), encoding="utf-8")

@@ -9,7 +9,7 @@ from oneshot.profiling.files import (
     refuse_other,
     save_profile,
 )
-from oneshot.profiling.latency import measured_seconds
+from oneshot.profiling.latency import Timings, measured_seconds
 from oneshot.profiling.probes import PROBED_KINDS
 from oneshot.profiling.profile import make_profile
 from oneshot.profiling.profiler import LayerProfiler
@@ -18,6 +18,7 @@ __all__ = [
     "CURVATURE_TOKENS",
     "PROBED_KINDS",
     "LayerProfiler",
+    "Timings",
     "load_profile",
     "make_profile",
     "measure_curvature",

@@ -1,7 +1,7 @@
 """Seconds of a layer by its sizes, measured on this machine, for plans under a latency budget."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,8 +24,32 @@ RANKS = 4  # of each linear, beside the whole one
 Coordinates = Callable[[int, int], nn.Module]  # of a width and a rank: what a linear of low rank reads through
 
 
+class Timings:
+    """Seconds of calls, in the order in which they are asked for: those that are known, then measured ones.
+
+    Attributes:
+        taken: least seconds of every call, in lists; one list for each time that `least` was called.
+    """
+
+    def __init__(self, taken: Sequence[Sequence[float]] = ()) -> None:
+        self.taken = [list(seconds) for seconds in taken]
+        self._num_asked = 0
+
+    def least(self, calls: list[Callable[[], object]], device: torch.device) -> list[float]:
+        """Return the least seconds of every call."""
+        if self._num_asked == len(self.taken):
+            self.taken.append(_least(calls, device))
+        self._num_asked += 1
+        return self.taken[self._num_asked - 1]
+
+
 def measured_seconds(
-    model: Model, machine: Machine, sequence_length: int, *, coordinates: Coordinates | None = None
+    model: Model,
+    machine: Machine,
+    sequence_length: int,
+    *,
+    coordinates: Coordinates | None = None,
+    timings: Timings | None = None,
 ) -> Callable[[StackShape], float]:
     """Return a function from a model's sizes to the seconds that its layers take for one sequence.
 
@@ -35,10 +59,11 @@ def measured_seconds(
     other processes disturb least. Sizes inside heads and of the hidden state are taken as in the dense model.
     `coordinates`: the form's, or None without ranks. With them a linear of low rank counts as much more or less than
     the whole one as it was measured (`_RankedSeconds`); a kind of linear that saves parameters but no time is then not
-    worth a rank.
+    worth a rank. `timings`: what was measured before of the same model, machine and length, and takes what is measured.
 
     Raises `PlanError` for two kinds of carried mixers with equally many parameters.
     """
+    timings = Timings() if timings is None else timings
     shape, family = model.shape, model.family
     attending = [number for number in range(shape.num_hidden_layers) if family.stack_of(number).attentions]
     number = next(iter(attending), 0)
@@ -62,7 +87,7 @@ def measured_seconds(
     calls = [sublayer(replace(shape, num_attention_heads=h, num_key_value_heads=g), attention) for h, g in heads]
     calls += [sublayer(replace(shape, intermediate_size=width), ffn) for width in widths]
     calls += [mixer(carried) for carried in shape.carried]
-    seconds = _least(calls, machine.device)
+    seconds = timings.least(calls, machine.device)
     of_heads = dict(zip(heads, seconds, strict=False))
     of_width = seconds[len(heads) : len(heads) + len(widths)]
     of_carried = dict(zip((one.parameters for one in shape.carried), seconds[len(heads) + len(widths) :], strict=True))
@@ -71,7 +96,9 @@ def measured_seconds(
             f"--budget latency cannot tell the mixers of this {family.model_type} apart, which have equally many "
             "parameters; choose another budget."
         )
-    ranked = None if coordinates is None else _RankedSeconds(model, machine, tensors, sequence_length, coordinates)
+    ranked = None
+    if coordinates is not None:
+        ranked = _RankedSeconds(model, machine, tensors, sequence_length, coordinates, timings)
 
     def of_layer(layer: LayerShape) -> float:
         kept = layer.num_attention_heads, layer.num_key_value_heads
@@ -99,14 +126,22 @@ class _RankedSeconds:
     """
 
     def __init__(
-        self, model: Model, machine: Machine, tensors: Tensors, sequence_length: int, coordinates: Coordinates
+        self,
+        model: Model,
+        machine: Machine,
+        tensors: Tensors,
+        sequence_length: int,
+        coordinates: Coordinates,
+        timings: Timings,
     ) -> None:
         stack = model.family.stack
         writers = [attention.out for attention in stack.attentions]
         weights = [tensors[f"{linear}.weight"] for linear in (*writers, stack.ffn.up)]
         by_inputs = {weight.shape[1]: weight for weight in weights}  # one number of inputs is measured once
         self._of_inputs = {
-            inputs: _fitted_ranks(uploaded(weight, machine.device).to(machine.dtype), sequence_length, coordinates)
+            inputs: _fitted_ranks(
+                uploaded(weight, machine.device).to(machine.dtype), sequence_length, coordinates, timings
+            )
             for inputs, weight in by_inputs.items()
         }
 
@@ -123,13 +158,15 @@ class _RankedSeconds:
         return sum(self._of_inputs[inputs](rank, rows) for rank, rows, inputs in linears if rank)
 
 
-def _fitted_ranks(weight: torch.Tensor, sequence_length: int, coordinates: Coordinates) -> Callable[[int, int], float]:
+def _fitted_ranks(
+    weight: torch.Tensor, sequence_length: int, coordinates: Coordinates, timings: Timings
+) -> Callable[[int, int], float]:
     """Return a function from rank and rows to the seconds that a linear takes more than the whole one `(m, n)`."""
     rows, inputs = weight.shape
     x = weight.new_ones(1, sequence_length, inputs)
     ranks = sorted({max(1, round(inputs * part / RANKS)) for part in range(1, RANKS)})
     sizes = [(rank, m) for m in sorted({max(1, rows // 2), rows}) for rank in (*ranks, inputs)]
-    seconds = _least([_linear(x, weight[:m], rank, coordinates) for rank, m in sizes], weight.device)
+    seconds = timings.least([_linear(x, weight[:m], rank, coordinates) for rank, m in sizes], weight.device)
     low = [(rank, m) for rank, m in sizes if rank < inputs]
     whole = [(rank, m) for rank, m in sizes if rank == inputs]
     taken = dict(zip(sizes, seconds, strict=True))

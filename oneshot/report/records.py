@@ -154,7 +154,7 @@ class Report:
     predicted; `peak_bytes` and `seconds` were measured. `fingerprint` decides whether an interrupted run may continue.
     `warnings`: of no single layer. `check`: None if it was left out. `predicted_curve`: what the same profile predicts
     for other removed shares of the parameters, which are its names; None without a profile.
-    `weights_hash`: of the input's tensors.
+    `weights_hash`: of the input's tensors. `timings`: the seconds of calls that a plan by latency was made by.
     """
 
     config: dict[str, Any]
@@ -178,6 +178,7 @@ class Report:
     footprint: Footprint | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     weights_hash: str = ""
+    timings: dict[str, Any] | None = None
     warnings: tuple[str, ...] = ()
     check: Check | None = None
 

@@ -22,7 +22,7 @@ def open_run(config: Config, outputs: Sequence[Path] = (), *, tracker: Tracker |
     """Open the resources of a run, with a scratch folder in the off-load folder until the end.
 
     Args:
-        outputs: the results' folders; text that an interrupted run of one of them saved is read again.
+        outputs: the results' folders; text and latencies of an interrupted run of one of them are read again.
         tracker: who follows its progress.
     """
     folder = offload_folder(config.machine)

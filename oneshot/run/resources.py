@@ -48,6 +48,7 @@ from oneshot.method import AUTO, Method
 from oneshot.planning import Budget, Grid, Plan, Profile, find_kept, parameter_budget
 from oneshot.profiling import (
     CURVATURE_TOKENS,
+    Timings,
     load_profile,
     make_profile,
     measure_curvature,
@@ -60,6 +61,7 @@ from oneshot.report.progress import ProgressBar, Tracker, WarningLog
 from oneshot.report.provenance import code_hash, processor_name, versions
 from oneshot.report.records import Footprint
 from oneshot.run.calibration import Calibration
+from oneshot.run.latencies import find_timings
 from oneshot.schedule import Schedule
 from oneshot.stream import check_family
 from oneshot.text import (
@@ -79,7 +81,8 @@ class Run:
 
     Attributes:
         dense: the sizes of the input. grid: the sizes that the form of the result can state.
-        method: with every `auto` settled for the grid.
+        method: with every `auto` settled for the grid. timings: by which latencies are planned, and where they were
+            measured; None without such a plan.
     """
 
     def __init__(
@@ -117,6 +120,8 @@ class Run:
         self.grid = self._grid()
         self.method = self._settled(config)
         self._calibration = Calibration(config, self.model, self.machine, outputs, self.tracker)
+        self._outputs = outputs
+        self.timings: dict[str, Any] | None = None
         self._profile: Profile | None = None
         self._is_checked = False
 
@@ -282,8 +287,22 @@ class Run:
 
     @cached_property
     def _seconds(self) -> Callable[[StackShape], float]:
+        """Return the seconds of a model's sizes. The main process measures, and a run that continues does not."""
         length, read_by = self._config.text.sequence_length, coordinates if self.method.plans_ranks else None
-        return measured_seconds(self.model, self.machine, length, coordinates=read_by)
+        measured_on = self._environment() | {"sequence_length": length, "ranks": self.method.plans_ranks}
+        measured_on |= {"form": self.form.name}
+
+        def seconds(timings: Timings) -> Callable[[StackShape], float]:
+            return measured_seconds(self.model, self.machine, length, coordinates=read_by, timings=timings)
+
+        def take() -> list[list[float]]:
+            timings = Timings(find_timings(self._outputs if self._config.resume else (), measured_on))
+            seconds(timings)
+            return timings.taken
+
+        taken = self.machine.workers.share(0, take)
+        self.timings = {"measured_on": measured_on, "taken": taken}
+        return seconds(Timings(taken))
 
     def budget(self, target: Target) -> Budget:
         """Return what a target asks for, in its own unit."""
@@ -323,12 +342,18 @@ class Run:
 
     def fingerprint(self, config: Config, schedule: Schedule) -> dict[str, Any]:
         """Return what the written weights depend on: runs with equal fingerprints write the same bytes."""
+        return self._environment() | {
+            "text": self.text.token_hash if schedule.reads_text else None,
+            "options": config.fingerprint() | {"profile": self._profile_hash(config)},
+        }
+
+    def _environment(self) -> dict[str, Any]:
+        """Return the part of a fingerprint that is known before the text: input, machine and code."""
         device = self.machine.device
         return {
             "model": self.model.checkpoint.content_hash(),  # the journal has hashes of all that was read
             "files": companion_hashes(self.model.checkpoint.folder),
             "card": card_metadata(self.model.checkpoint.folder),
-            "text": self.text.token_hash if schedule.reads_text else None,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "processor": processor_name(),
             "kernels": os.environ.get(ENVIRONMENT_VARIABLE, ""),
@@ -336,7 +361,6 @@ class Run:
             "batch_size": self.machine.batch_size,
             "threads": torch.get_num_threads(),
             "processes": self.machine.workers.size,
-            "options": config.fingerprint() | {"profile": self._profile_hash(config)},
             "versions": versions(),
             "code": code_hash(),
         }

@@ -17,11 +17,12 @@ MIXED = [
     {},
     {"f": torch.arange(3), "g": torch.randn(3, 3).bfloat16()},
 ]
+FINGERPRINT = {"seed": 0, "options": {"damping": 0.0}}
 THREE_FILES = 44  # bytes; MIXED takes three files of at most as many
 
 
 def open_journal(folder: Path, parts: list[Tensors] = PARTS, *, max_file_bytes: int = 2**62, **options: Any) -> Journal:
-    journal = Journal(folder, **{"fingerprint": {"seed": 0, "options": {"damping": 0.0}}} | options)
+    journal = Journal(folder, **{"fingerprint": FINGERPRINT} | options)
     journal.expect(without_values(parts), max_file_bytes=max_file_bytes)
     return journal
 

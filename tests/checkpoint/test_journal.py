@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from journals import PARTS, Tensors, assert_same, contents, names, open_journal, write
+from journals import FINGERPRINT, PARTS, Tensors, assert_same, contents, names, open_journal, without_values, write
 from safetensors.torch import load_file
 
-from oneshot.checkpoint import Checkpoint, peek_saved
+from oneshot.checkpoint import Checkpoint, Journal, peek_saved
 from oneshot.checkpoint.reader import SINGLE_NAME
 from oneshot.errors import CheckpointError, OutputError
 
@@ -78,6 +78,20 @@ def test_saved_values_are_found_again_and_keep_the_folder(tmp_path: Path) -> Non
     with open_journal(folder, overwrite=True) as journal:
         assert journal.saved("plan") is None
         assert journal.saved_tensors("embedding") is None
+
+
+def test_values_that_are_saved_again_stay_those_of_finished_parts(tmp_path: Path) -> None:
+    """A resumed run saves its text again, when tensors of later values are there."""
+    folder = tmp_path / "out"
+    with open_journal(folder) as journal:
+        journal.save("self", {"token_ids": [1, 2]})
+        journal.save_tensors("embedding", {"rank": torch.arange(3.0)})
+        journal.save("plan", {"sizes": [1, 2]})
+        journal.add(PARTS[0])
+    with Journal(folder, fingerprint=FINGERPRINT, resume=True) as journal:
+        journal.save("self", {"token_ids": [1, 2]})
+        journal.expect(without_values(PARTS))
+        assert journal.num_finished == 1
 
 
 def test_an_interrupted_run_is_neither_forgotten_nor_confused_with_another(tmp_path: Path) -> None:

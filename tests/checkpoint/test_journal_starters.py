@@ -70,6 +70,47 @@ def test_one_of_many_starters_makes_the_output(before: str, seconds: float, tmp_
         assert [name for name in names(folder.parent) if not name.startswith("said")] == ["out"]
 
 
+def test_a_run_that_is_done_leaves_the_folder_of_the_next_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With --overwrite a run may begin while the one before it is about to leave."""
+    folder = tmp_path / "out"
+    with open_journal(folder) as first:
+        for part in PARTS:
+            first.add(part)
+        first.finish()
+        (first.partial / "config.json").write_text("{}")
+        first.commit()
+        second = open_journal(folder, overwrite=True)
+    assert "--resume" not in caplog.text, "the first run is complete"
+    with second:
+        for part in PARTS:
+            second.add(part)
+        second.finish()
+        second.commit()
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["vanished", "new"])
+def test_an_output_that_is_being_replaced_is_a_checkpoint(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks at it, another run moves the old folder away, and the new one to its place."""
+    folder = tmp_path / "out"
+    write_parts(folder, PARTS)
+    (folder / "config.json").write_text("{}")
+    exists = Path.exists
+
+    def replaced(path: Path, **options: bool) -> bool:
+        found = exists(path, **options)
+        if path == folder and kind == "vanished":
+            folder.rename(tmp_path / "old")
+        return found and (path.name != "config.json" or kind == "vanished")
+
+    monkeypatch.setattr(Path, "exists", replaced)
+    refuse_output(folder, overwrite=True, resume=False)
+
+
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files and folders of the result are flushed, then it is renamed, then the name is flushed."""
     seen: list[tuple[str, str]] = []
