@@ -101,8 +101,8 @@ class WorkFolder:
         """Return whether the path holds something that no run has left there."""
         try:
             names = self._names()
-        except NotADirectoryError:
-            return True
+        except NotADirectoryError:  # the path, or one above it
+            return self.path.exists()
         return FINGERPRINT not in names and not names <= FIRST_FILES
 
     def holds_something(self) -> bool:

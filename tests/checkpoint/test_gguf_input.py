@@ -173,7 +173,7 @@ def test_a_table_of_factors_is_read_or_refused(
         ({"llama.expert_count": 8}, "expert_count"),
         ({"llama.feed_forward_length": [64, 32]}, "feed_forward_length"),
         ({"general.alignment": 0}, "cannot be read as GGUF"),
-        *(({"general.type": kind}, f"general.type is {kind}") for kind in ("adapter", "mmproj", "imatrix", "", 7)),
+        *(({"general.type": kind}, f"general.type is {kind}") for kind in ("adapter", "mmproj", "imatrix", 7)),
         ({"llama.rope.freq_base": float("nan")}, "rope.freq_base nan, which is not a number"),
     ],
     ids=str,
