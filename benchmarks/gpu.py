@@ -46,7 +46,7 @@ from gpu_bundle import CODER, GEMMA, SMOLLM2, packages_folder
 from gpu_common import ROOT, Job, scratch_folder
 from gpu_forms import big_forms, compiled_forms, forms, graph_forms
 from gpu_kernels import ceilings, factorisations, kernels, pivots, sanitizer, tests
-from gpu_real import curvature_uses, flap, healing, make_models, other_model, quality, stock_form, tasks
+from gpu_real import flap, healing, make_models, other_model, quality, stock_form, tasks
 from gpu_runs import agree, compressed, ranks
 
 TOTAL_SECONDS = 240
@@ -99,10 +99,6 @@ SECTIONS = {
     "quality, stock, tasks": Section(tasks, 300, (SMOLLM2, "stock", "0")),
     "quality, coder, tasks": Section(tasks, 400, (CODER, "per-layer", "1")),
     "quality, gemma, tasks": Section(tasks, 400, (GEMMA, "per-layer", "0")),
-    "curvature": Section(curvature_uses, 300, ("0",)),
-    "curvature, seed 1": Section(curvature_uses, 300, ("1",)),
-    "curvature, seed 2": Section(curvature_uses, 300, ("2",)),
-    "curvature, 3 times the text": Section(curvature_uses, 300, ("0", "3")),
     "agree": Section(agree, 70),
     "forms": Section(forms, 105),
     "70B stock": Section(compressed, 70, ("70B", "stock")),
@@ -122,7 +118,6 @@ SECTIONS = {
 ONE_OF_A_KIND = {name for name, section in SECTIONS.items() if not section.arguments} - {"ranks"} | {
     "7B per-layer+self",
     "30B-A3B experts",
-    "curvature",
 }
 
 

@@ -11,14 +11,13 @@ from typing import Any
 
 from gpu_bundle import GEMMA, NAMES, data_folder, real_model
 from gpu_common import Job
-from gpu_runs import SPARSITY, random_model
+from gpu_runs import random_model
 
 SPARSITIES = (0.1, 0.2, 0.3)
 LARGEST = {GEMMA: 0.2}  # of these sizes, if the embedding stays whole: most of its parameters are there
 WINDOWS = 16
 TASK_LIMIT = 500  # documents of a task
 TASK_BATCH = 16
-SWEEP_SHARES = (0.25, 1.0)  # of the residual
 
 
 def make_models(job: Job) -> None:
@@ -182,45 +181,6 @@ def _config(job: Job, model: Path, calibration: str, real: bool, output: Path, s
     text = {"num_sequences": 128, "sequence_length": 1024} if real else {"num_sequences": 8, "sequence_length": 64}
     own = {"form": "per-layer", "sparsity": SPARSITIES[0], "device": job.device, "overwrite": True}
     return Config.of(str(model), str(output), calibration=calibration, **own | text | settings)
-
-
-def curvature_uses(job: Job, seed: str, times: str = "1") -> None:
-    """Compress SmolLM2 by every idea about output curvature, and sweep the default's result once more.
-
-    Args:
-        times: the usual text; with more of it only the default is compressed.
-    """
-    import torch
-    from curvature_uses import IDEAS, calibration_tokens, compressed_by_idea
-    from judging import losses, model_losses, score, text_records, text_scores
-    from second_sweep import swept_
-
-    from oneshot.evaluation import load_model
-    from oneshot.text import load_token_ids
-
-    model, calibration, real = model_and_text(job)
-    folder, device = _folder(job), torch.device(job.device)
-    folder.mkdir(parents=True, exist_ok=True)
-    windows = _windows(job, model, calibration, real)
-    dense = losses(text_scores([model], windows, device=device)[0])["perplexity"]
-    lengths = {"num_sequences": int(times) * (128 if real else 8), "sequence_length": 1024 if real else 64}
-    more = lengths | {"seed": int(seed), "sparsity": SPARSITY}
-    text = calibration_tokens(_config(job, model, f"{calibration}+self", real, folder / "ideas", more), folder)
-    config = _config(job, model, text, real, folder / "ideas", more)
-    shared = {"model": model.name, "texts": text_records(windows)}
-    shared["calibration_tokens"] = lengths["num_sequences"] * lengths["sequence_length"]
-    ideas = IDEAS if real else IDEAS[:1] + IDEAS[-1:]
-    for row, result in compressed_by_idea(config, ideas if times == "1" else IDEAS[:1], dense, windows):
-        job.emit("idea", **row, **shared)
-        if row["idea"] != IDEAS[0].name:
-            continue
-        ids = load_token_ids(text, **lengths, seed=int(seed)).token_ids.to(device)
-        for share in SWEEP_SHARES:
-            again, whole = (load_model(one, device=device, dtype=torch.float32) for one in (result, model))
-            distances = swept_(again, whole, ids, share)
-            measured = model_losses(again, windows)
-            measured |= {"idea": f"second sweep, {share:g} of the residual", "distances": distances}
-            job.emit("idea", **row | measured | score(measured["perplexity"], dense), **shared)
 
 
 def healing(job: Job) -> None:

@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import torch
 
 from oneshot.config import FormName
@@ -30,20 +29,6 @@ RENAMED = {
     "block_parameters": "layer_parameters",
     "dense_block_parameters": "dense_layer_parameters",
 }  # fields of older rows
-
-# Changes of a method that reduces FFN neurons, whose effects the papers claim (`claims.py`, `minilm.py`).
-FFN_CLAIMS: dict[str, dict[str, Any]] = {
-    "two-stream": {},
-    "same-layer": {"correction": "same-layer"},
-    "none": {"correction": "none"},
-    "two-stream-whole-residual": {"residual_weight": 1.0},
-    "stat-target": {"residual_weight": 1.0, "residual_target": "sublayer", "damping": 1e-6},
-    "unweighted-pivots": {"pivot_weights": "none", "correction": "none"},
-    "random": {"ffn": "random"},
-    "tcsp-score": {"ffn": "tcsp-score", "correction": "none"},
-    "tcsp-score-corrected": {"ffn": "tcsp-score"},
-    "grouped-sketch": {"pivoting": "grouped", "sketch": "count"},
-}
 
 
 def smollm2_gguf() -> Path:
@@ -181,10 +166,3 @@ def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{names[0]} × {len(names)}" if names else platform.processor()
-
-
-def fitted_exponent(seconds: dict[int, float]) -> float | None:
-    """p of the least-squares fit seconds = c n^p."""
-    if len(seconds) < 2:
-        return None
-    return float(np.polyfit(np.log(list(seconds)), np.log(list(seconds.values())), 1)[0])

@@ -3,19 +3,15 @@
 import argparse
 import re
 import sys
-from functools import partial
 
 from harness import ROOT, read_rows
 from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
 from quality_rows import quality_rows
-from tables.claims import claims_table
-from tables.drafts import drafts_table
 from tables.families import exactness_table, families_table, opened_table
-from tables.gpu import gpu_counts_table, gpu_memory_table, gpu_times_table, mixture_estimates_table, sums_table
+from tables.gpu import gpu_memory_table, gpu_times_table, mixture_estimates_table
 from tables.gpu_measured import (
     gpu_agree_table,
     gpu_first_run_table,
-    gpu_gram_table,
     gpu_pivots_table,
     gpu_rates_table,
     gpu_runs_table,
@@ -23,21 +19,9 @@ from tables.gpu_measured import (
     gpu_speed_table,
     mixture_runs_table,
 )
-from tables.gpu_quality import accuracy_table, by_model_table, gpu_quality_table, ideas_table, models_table
-from tables.grams import singular_grams_table
+from tables.gpu_quality import accuracy_table, by_model_table, gpu_quality_table, models_table
 from tables.heal import heal_table
-from tables.hidden_size import hidden_error_table, hidden_size_table
-from tables.inner_sizes import inner_sizes_table, stream_errors_table
-from tables.kernels import kernels_table, pivot_quality_table, pivots_table
-from tables.minilm import minilm_table
-from tables.mixtures import (
-    mixture_routers_table,
-    mixture_split_table,
-    mixture_tokens_table,
-    mixture_training_table,
-    mixtures_table,
-)
-from tables.other_tools import broad_tools_table, narrow_tools_table, summary_table
+from tables.other_tools import broad_tools_table, summary_table
 from tables.own_text import own_text_table
 from tables.paired import paired_parts_table
 from tables.pareto import (
@@ -51,7 +35,6 @@ from tables.pareto import (
 from tables.prose import (
     faster_7b,
     first_run,
-    half_of_a_mixture,
     headline,
     laid_out_decoding,
     num_families,
@@ -62,36 +45,22 @@ from tables.prose import (
     stock_of_others,
 )
 from tables.quality import (
-    combined_table,
     forms_table,
     parts_table,
     quality_table,
     same_text_table,
-    sketch_table,
     tokens_table,
-    wikitext2_table,
 )
 from tables.quantise import quantise_table
-from tables.runs import (
-    faults_table,
-    kills_table,
-    memory_table,
-    overhead_table,
-    processes_table,
-    writing_table,
-)
+from tables.runs import kills_table, memory_table, overhead_table
 from tables.serve_speed import serve_speed_table
 from tables.speed import every_speed_table
 from tables.tasks import written_table
-from tables.trained import trained_table
 
-CLAIM_GROUPS = ("ffn", "inner", "allocation", "hidden", "tcsp", "tokens")
 KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
-    ROOT / "docs" / "claims.md",
     ROOT / "docs" / "engines.md",
-    ROOT / "docs" / "experiments.md",
     ROOT / "docs" / "gpu.md",
     ROOT / "docs" / "guides" / "form.md",
     ROOT / "docs" / "guides" / "heal.md",
@@ -112,7 +81,6 @@ DOCUMENTS = (
 TABLES = {
     "summary": (summary_table, "other_tools"),
     "broad_tools": (broad_tools_table, "other_tools"),
-    "narrow_tools": (narrow_tools_table, "other_tools"),
     "quality": (quality_table, "quality"),
     "forms": (forms_table, "quality"),
     "same_text": (same_text_table, "quality"),
@@ -121,21 +89,9 @@ TABLES = {
     "own_text": (own_text_table, "quality"),
     "paired_parts": (paired_parts_table, "quality"),
     "written": (written_table, "quality"),
-    "wikitext2": (wikitext2_table, "quality"),
     "overhead": (overhead_table, "overhead"),
     "memory": (memory_table, "memory"),
-    "pivots": (pivots_table, "kernels"),
-    "kernels": (kernels_table, "kernels"),
-    "pivot_quality": (pivot_quality_table, "pivot_quality"),
-    "hidden_size": (hidden_size_table, "hidden_size"),
-    "combined": (combined_table, "quality"),
-    "inner_sizes": (inner_sizes_table, "inner_sizes"),
-    "stream_errors": (stream_errors_table, "inner_sizes"),
-    "hidden_error": (hidden_error_table, "hidden_size"),
-    "faults": (faults_table, "faults"),
     "kills": (kills_table, "kills"),
-    "processes": (processes_table, "processes"),
-    "writing": (writing_table, "writing"),
     "pareto": (pareto_table, "pareto"),
     "pareto_speed": (pareto_speed_table, "pareto"),
     "pareto_fallback": (pareto_fallback_table, "pareto"),
@@ -143,46 +99,25 @@ TABLES = {
     "equals": (equals_table, "pareto"),
     "serve_speed": (serve_speed_table, "serve_speed"),
     "every_speed": (every_speed_table, "speed"),
-    "sketch_quality": (sketch_table, "sketch_quality"),
     "gpu_rates": (gpu_rates_table, "gpu"),
     "gpu_runs": (gpu_runs_table, "gpu"),
     "gpu_first_run": (gpu_first_run_table, "gpu_estimate"),
     "gpu_sketch": (gpu_sketch_table, "gpu"),
-    "gpu_gram": (gpu_gram_table, "gpu"),
     "gpu_pivots": (gpu_pivots_table, "gpu"),
     "gpu_agree": (gpu_agree_table, "gpu"),
     "gpu_quality": (gpu_quality_table, "gpu"),
     "heal": (heal_table, "gpu"),
-    "drafts": (drafts_table, "drafts"),
     "exactness": (exactness_table, "exactness"),
     "models": (models_table, "gpu"),
     "by_model": (by_model_table, "gpu"),
     "accuracy": (accuracy_table, "gpu"),
     "first_run": (first_run, "first_run"),
-    "ideas": (ideas_table, "gpu"),
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),
     "mixture_estimates": (mixture_estimates_table, "gpu_estimate"),
     "mixture_runs": (mixture_runs_table, "gpu"),
-    **{
-        f"minilm_{group}": (partial(minilm_table, group), "minilm")
-        for group in ("ffn", "heads", "hidden", "values", "queries", "recipe", "allocation", "tokens", "text")
-    },
-    **{f"claims_{group}": (partial(claims_table, group), "claims") for group in CLAIM_GROUPS},
-    **{f"trained_{model}": (partial(trained_table, model), "trained") for model in ("distilbert", "t5")},
-    "mixture_tokens": (mixture_tokens_table, "mixtures"),
-    "mixture_routers": (mixture_routers_table, "mixtures"),
-    **{
-        f"mixtures_{model.replace('-', '_')}": (partial(mixtures_table, model), "mixtures")
-        for model in ("trained", "split", "split-coder")
-    },
-    "mixture_split": (mixture_split_table, "mixture_split"),
-    "mixture_training": (mixture_training_table, "mixture_training"),
-    "gpu_counts": (gpu_counts_table, "gpu_counts"),
-    "sums": (sums_table, "sums"),
     "quantise": (quantise_table, "quantise"),
-    "singular_grams": (singular_grams_table, "singular_grams"),
 }
 
 # numbers inside sentences
@@ -192,7 +127,6 @@ VALUES = {
     "seconds_of_7b": seconds_of_7b,
     "seconds_of_coder": seconds_of_coder,
     "faster_7b": faster_7b,
-    "half_of_a_mixture": half_of_a_mixture,
     "stock_of_others": stock_of_others,
     "speed_by_time": speed_by_time,
     "speed_by_parameters": speed_by_parameters,

@@ -12,7 +12,8 @@ from oneshot.method import Method
 from oneshot.planning import Grid, Plan
 from oneshot.profiling import PROBED_KINDS
 
-# With much text the dense stream has only half of it: the residual is a small part of the target (docs/experiments.md).
+# With much text the dense stream has only half of it: the residual is a small part of the target
+# (benchmarks/records/experiments.md).
 DENSE_EVERY = 2
 DENSE_TOKENS_PER_NEURON = 32  # that it needs to have
 

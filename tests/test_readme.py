@@ -21,7 +21,7 @@ DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
     *ROOT.glob("kernels/*/*/*.md"),
-    ROOT / "benchmarks/README.md",
+    *ROOT.glob("benchmarks/**/*.md"),
     ROOT / "examples/README.md",
 ]
 FOREIGN = {

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import stdev
 
 from compare import Difference
 from harness import Row
@@ -21,19 +21,6 @@ def rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
 
-def spread(values: Sequence[float]) -> str:
-    """Return `mean ± standard deviation`; the value alone if there is one."""
-    return f"{fmean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
-
-
-def by_variant(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return the rows of every variant, the variants in the order of their first rows."""
-    variants: dict[str, list[Row]] = {}
-    for row in rows:
-        variants.setdefault(row["variant"], []).append(row)
-    return variants
-
-
 def token_span(counts: Iterable[int]) -> str:
     """Return the least and the largest count; one number if they are equal."""
     different = sorted(set(counts))
@@ -44,12 +31,6 @@ def score_cell(row: Row, places: int = 2) -> str:
     """Score of a row of `quality_rows()`; mean and standard deviation if there are several seeds."""
     value = rounded(row["score"]) if places == 2 else f"{row['score']:.{places}f}"
     return f"{value} ± {stdev(row['scores']):.3f}" if "scores" in row else value
-
-
-def scores(row: Row, dense: dict[str, float]) -> list[str]:
-    """Perplexity and its ratio to the dense model's, for every text that models are judged on."""
-    pairs = [(row["perplexity"][text], row["perplexity"][text] / dense[text]) for text in TEXTS]
-    return [rounded(value) for pair in pairs for value in pair]
 
 
 def settings(row: Row) -> str:

@@ -1,9 +1,9 @@
 """Tables of docs/gpu.md: estimates of gpu_estimate.py, counts of gpu_counts.py, and sums.py's measurements on a CPU."""
 
 from gpu_estimate import MIXTURES
-from harness import Row, latest, read_rows
+from harness import Row, read_rows
 
-from tables.cells import markdown, origin
+from tables.cells import markdown
 
 GIB = 2**30
 
@@ -75,43 +75,3 @@ def mixture_estimates_table() -> str:
         "config.json; neurons: `--sparsity 0.2`. Batch: sequences of 2,048 tokens. "
         f"The CPU has {cpu / 1e12:g} TFLOP/s.",
     )
-
-
-def gpu_counts_table() -> str:
-    """Kernels and waits by stage, numbers converted on the host, and the peak over its prediction."""
-    rows = latest(read_rows("gpu_counts"), "width", "is_before")
-    stages = ("forward", "sums", "pivots", "correction")
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["width"], not row["is_before"])):
-        cells = [f"{row['kernels'].get(stage, 0):,} / {row['waits'].get(stage, 0):,}" for stage in stages]
-        rest = [sum(n for stage, n in row[kind].items() if stage not in stages) for kind in ("kernels", "waits")]
-        lines.append(
-            [
-                f"{row['width']:,}",
-                f"{row['kept']:,}",
-                f"before, {row['commit']}" if row["is_before"] else row["commit"],
-                *cells,
-                f"{rest[0]:,} / {rest[1]:,}",
-                f"{row['converted_on_host']:,}",
-                f"{row['peak_bytes'] / 2**20:,.0f} MiB",
-                f"{row['peak_bytes'] / row['predicted_bytes']:.2f}",
-            ]
-        )
-    head = ["n", "kept", "commit", *stages, "rest", "numbers converted on the host", "device peak", "peak ÷ prediction"]
-    return markdown(head, lines, "Kernels / waits, counted on a pretended device: a model of one layer, 2,048 tokens.")
-
-
-def sums_table() -> str:
-    """Seconds and bytes of a Gram that is summed in float64, beside float32."""
-    rows = latest(read_rows("sums"), "columns")
-    lines = [
-        [
-            f"{row['columns']:,}",
-            *(f"{row['seconds'][kind]:.3g} s" for kind in ("float32", "float64")),
-            f"{row['ratio']:.2f}",
-            *(f"{row['peak_bytes'][kind] / 2**20:,.0f} MiB" for kind in ("float32", "float64")),
-        ]
-        for row in rows
-    ]
-    head = ["n", "float32", "float64", "ratio, median of turns", "peak, float32", "peak, float64"]
-    return markdown(head, lines, f"CPU seconds of one batch of {rows[0]['rows']:,} rows; {origin(rows)}.")

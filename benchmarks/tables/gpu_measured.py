@@ -119,14 +119,6 @@ def gpu_sketch_table() -> str:
     return _by_kernels(rows, ("torch", "triton"), "Seconds of a sketch of 2 n rows from 8,192 rows")
 
 
-def gpu_gram_table() -> str:
-    """Grams by products of panels and as one product, and by the Triton kernel that was here."""
-    rows = latest(rows_of("gram"), "kernels", "columns", "dtype")
-    return _by_kernels(
-        rows, ("torch", "one product", "triton"), "Seconds of the upper triangle of a Gram of 8,192 rows"
-    )
-
-
 def gpu_pivots_table() -> str:
     """Ways of taking pivots: those of the experiment, and the package's own since then."""
     rows = [row for row in rows_of("pivots") if row["section"] == "by hand" and "seconds" in row]

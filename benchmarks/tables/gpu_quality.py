@@ -1,11 +1,10 @@
 """Tables of the quality of real models, by model, and of ideas that were tried on a GPU."""
 
-from compare import compare_rows
 from harness import Row, read_rows
 from judging import CODE, KINDS, task_values
 from quality_rows import with_seeds
 
-from tables.cells import difference_cells, markdown, score_cell, settings, standard_error
+from tables.cells import markdown, score_cell, settings, standard_error
 from tables.gpu_measured import GB, NOT_YET, STAGES, made_by, rows_of
 
 MODEL_TITLES = {"gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}  # of names of files
@@ -95,28 +94,6 @@ def _form(row: Row) -> str:
 
 def _ratio(row: Row, dense: dict[str, float], kind: str) -> str:
     return f"{row['perplexity'][kind] / dense[kind]:.3f}" if kind in row["perplexity"] else "–"
-
-
-def ideas_table() -> str:
-    """Every use of output curvature by itself, and ideas beside it: scores over seeds and the paired change."""
-    rows = rows_of("idea")
-    usual = min(row["calibration_tokens"] for row in rows)
-    default = [row for row in rows if row["idea"] == "default" and row["calibration_tokens"] == usual]
-    lines = []
-    for row in with_seeds(rows, "idea", "calibration_tokens"):
-        same = [one for one in rows if all(one[key] == row[key] for key in ("idea", "calibration_tokens"))]
-        times = row["calibration_tokens"] / usual
-        name = row["idea"] if times == 1 else f"{row['idea']}, {times:g} times the text"
-        is_default = name == "default"
-        change = ["–"] * 4 if is_default else difference_cells(compare_rows(same, default))
-        lines.append([name, score_cell(row, 3), *change])
-    head = ["what differs", "score", "change of the score", "95% interval", "p", "change by seed"]
-    caption = (
-        f"Per-layer, −{default[0]['asked']:.0%}, {usual:,} tokens of general.jsonl+self, bfloat16; SmolLM2-135M, 16 "
-        "windows of each of five kinds of text. Scores: mean ± standard deviation over the seeds. The change is paired "
-        "with the default of the same seed on the same text, except with more text"
-    )
-    return markdown(head, lines, f"{caption}; {made_by(rows)}.")
 
 
 def by_model_table() -> str:

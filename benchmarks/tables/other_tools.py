@@ -118,29 +118,6 @@ def broad_tools_table() -> str:
     )
 
 
-def narrow_tools_table() -> str:
-    """Every tool calibrated on WikiText-2, on WikiText-2's test text and, if known, on another text."""
-    rows = [row for row in read_rows("other_tools") if row["calibration"] == WIKITEXT2]
-    lines = [
-        [
-            _name(row["tool"], row.get("form")),
-            f"{row['stored_removed']:.1%}",
-            f"{row['ratio']['wikitext2']:.2f}",
-            f"{row['ratio']['other']:.2f}" if "other" in row["ratio"] else "–",
-            f"{row['calibration_tokens']:,}",
-            row["settings"],
-        ]
-        for row in sorted(rows, key=lambda row: (row["tool"] != "oneshot", row["tool"], row["stored_removed"]))
-    ]
-    return markdown(
-        ["method", "stored removed", "WikiText-2", "other text", "tokens", "settings"],
-        lines,
-        "Perplexity ÷ dense on the first 38 windows of WikiText-2's test text (dense: 20.22) and on an English text of "
-        "another kind; bf16, `oneshot` in fp32. Measured on "
-        f"{_dates(rows)} outside this repository, one run each. A negative share: the stored model grows.",
-    )
-
-
 def _broad() -> list[Row]:
     return [row for row in read_rows("other_tools") if row["calibration"] != WIKITEXT2]
 

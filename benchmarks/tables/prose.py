@@ -1,14 +1,11 @@
 """Numbers inside sentences of the documents, from rows."""
 
-from statistics import fmean
-
 from harness import Row, latest, read_rows
 
 from oneshot.families import FAMILIES
 from oneshot.report.words import amount
 from tables.gpu_measured import rows_of
 from tables.gpu_quality import accuracy, default_row
-from tables.mixtures import rows_of_mixture, usual_tokens
 from tables.speed import newest_rows
 
 FORMS = ("per-layer", "per-layer, expanded")
@@ -109,17 +106,3 @@ def _eager(form: str, *, budget: str = "parameters", batch: int = 1, length: int
     wanted |= {"form": form, "budget": budget, "batch": batch, "length": length, "laid_out": laid_out}
     [row] = (row for row in newest_rows() if wanted.items() <= row.items())
     return row
-
-
-def half_of_a_mixture() -> str:
-    """Return the score without half of the experts' parameters by the default, and by REAP as published."""
-    rows = [row for row in rows_of_mixture("trained") if row["share"] == 0.5 and row["router"] == "none"]
-    rows = [row for row in rows if row["calibration_tokens"] == usual_tokens(rows)]
-
-    def mean(selector: str, correction: str) -> float:
-        same = [row for row in rows if (row["selector"], row["correction"]) == (selector, correction)]
-        return fmean(row["score"] for row in same)
-
-    ours, published = mean("own sizes", "engine two-stream"), mean("reap", "none")
-    removed = "where REAP removes half of the experts, as published"
-    return f"{ours:.2f} times the whole one's, and {published:.2f} times {removed}"

@@ -1,12 +1,10 @@
 """Tables of how good the compressed models are."""
 
-from statistics import geometric_mean
-
-from harness import Row, key_of, latest, read_rows
+from harness import Row, key_of
 from judging import KINDS, task_values
 from quality_rows import KEYS, quality_rows, varies_a_part
 
-from tables.cells import TEXTS, markdown, origin, rounded, score_cell, scores, settings, standard_error
+from tables.cells import markdown, origin, rounded, score_cell, settings, standard_error
 
 LITTLE_TEXT = 32_768  # tokens
 WIKITEXT2 = "wikitext2_valid.txt"  # calibrated on what other tools are calibrated on
@@ -62,7 +60,9 @@ def quality_table() -> str:
 
 def parts_table() -> str:
     """Scores of the default with one part or its text changed, beside the default at the same size and form."""
-    rows = [row for row in quality_rows() if row["recipe"] == "oneshot" and not _is_narrow(row)]
+    rows = [
+        row for row in quality_rows() if row["recipe"] == "oneshot" and not row["calibration"].startswith(WIKITEXT2)
+    ]
     varied = [row for row in rows if varies_a_part(row) or row["calibration"] != rows[0]["calibration"]]
     if not varied:
         return "Not measured yet."
@@ -132,74 +132,6 @@ def tokens_table() -> str:
         "Perplexity ÷ dense, geometric mean over five kinds of text; `general.jsonl`, stock form, 20 % removed; "
         f"{rows[0]['model']}.",
     )
-
-
-def wikitext2_table() -> str:
-    """Models calibrated on WikiText-2's validation text, alone or with the model's own: on its test text and others."""
-    all_rows = quality_rows()
-    rows = [row for row in all_rows if row["recipe"] == "oneshot" and _is_narrow(row)]
-    if not rows:
-        return "Not measured yet."
-    dense = next(row["perplexity"] for row in all_rows if row["recipe"] == "dense")
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["sparsity"], row["form"], row["calibration"])):
-        ratios = {kind: row["perplexity"][kind] / value for kind, value in dense.items()}
-        own = ratios.pop("wikitext2")
-        lines.append(
-            [
-                *(f"{row['sparsity']:.1%}", row["form"], row["calibration"]),
-                *(rounded(own), rounded(geometric_mean(ratios.values()))),
-            ]
-        )
-    others = ", ".join(KINDS[kind] for kind in dense if kind != "wikitext2")
-    return markdown(
-        ["stored removed", "form", "text", "WikiText-2", "other kinds of text"],
-        lines,
-        f"Perplexity ÷ dense, of the default calibrated on {rows[0]['calibration_tokens']:,} tokens, on WikiText-2's "
-        f"test text and on {others} (geometric mean); {rows[0]['model']}, fp32, first "
-        f"{rows[0]['max_windows']} windows of each text; {origin(rows)}.",
-    )
-
-
-def combined_table() -> str:
-    """The hidden size beside FFN and heads in one run, and these alone, at equal stored parameters."""
-    rows = [row for row in read_rows("quality") if row["max_windows"] == 4 and row.get("settings")]
-    rows = latest([row for row in rows if set(row["perplexity"]) == set(TEXTS)], "settings")
-    if not rows:
-        return "Not measured yet."
-    dense = next(row["perplexity"] for row in read_rows("hidden_size") if row["group_size"] is None)
-    lines = []
-    for row in sorted(rows, key=lambda row: row["perplexity"]["wikitext2"]):
-        lines.append([settings(row), f"{row['sparsity']:.1%}", *scores(row, dense)])
-    return markdown(
-        ["`oneshot` with", "stored removed", "WikiText-2", "× dense", "LAMBADA text", "× dense"],
-        lines,
-        f"{rows[0]['model']}, {rows[0]['calibration']}, {rows[0]['calibration_tokens'] // 1024} × 1024 tokens; first "
-        f"{rows[0]['max_windows']} windows; {origin(rows)}.",
-    )
-
-
-def sketch_table() -> str:
-    rows = latest(read_rows("sketch_quality"), "pivoting", "sketch", "sketch_rows_per_column")
-    exact = next(row for row in rows if (row["pivoting"], row["sketch"]) == ("cholesky", "none"))["perplexity"]
-    lines = []
-    for row in rows:
-        times = row["sketch_rows_per_column"]
-        source = "exact Gram" if row["sketch"] == "none" else f"{row['sketch']} sketch, {times} n rows"
-        cells = [(f"{row['perplexity'][text]:.2f}", f"{row['perplexity'][text] / exact[text]:.3f}") for text in TEXTS]
-        lines.append([source, row["pivoting"], *(cell for pair in cells for cell in pair)])
-    return markdown(
-        ["pivots from", "pivoting", "WikiText-2", "÷ exact", "LAMBADA text", "÷ exact"],
-        lines,
-        f"{rows[0]['model']} at FFN width 1024 (−19.7 %), {rows[0]['calibration_tokens']:,} dense-stream tokens, "
-        f"first {rows[0]['max_windows']} windows; {origin(rows)}.",
-    )
-
-
-def _is_narrow(row: Row) -> bool:
-    """Whether a row of the default was calibrated on WikiText-2, alone or with the model's own text."""
-    calibration: str = row["calibration"]
-    return calibration.startswith(WIKITEXT2)
 
 
 def _calibrated(row: Row, rows: list[Row]) -> str:

@@ -1,6 +1,6 @@
 """Tables of what runs take and survive: time, memory, faults, processes."""
 
-from statistics import fmean, median
+from statistics import fmean
 
 from harness import Row, latest, read_rows
 
@@ -78,19 +78,6 @@ def memory_table() -> str:
     )
 
 
-def faults_table() -> str:
-    """Faults injected, survived and lost."""
-    rows = latest(read_rows("faults"), "fault")
-    lines = [[row["fault"], *(str(row[name]) for name in ("injected", "survived", "lost"))] for row in rows]
-    total = [f"**{sum(row[name] for row in rows)}**" for name in ("injected", "survived", "lost")]
-    return markdown(
-        ["fault", "injected", "survived", "lost"],
-        [*lines, ["**all**", *total]],
-        f"{rows[0]['model']}, {rows[0]['num_tokens']:,} tokens; an undisturbed run took "
-        f"{rows[0]['undisturbed_seconds']:.0f} s; {origin(rows)}.",
-    )
-
-
 def kills_table() -> str:
     """Return the kills at random moments of small runs, by the kind of run."""
     rows = latest(read_rows("kills"), "kind")
@@ -101,52 +88,4 @@ def kills_table() -> str:
         ["run", "kills", "finished outputs", "equal to an undisturbed run"],
         [*lines, ["**all**", *total]],
         f"{rows[0]['model']}; {origin(rows)}.",
-    )
-
-
-def writing_table() -> str:
-    """Return seconds, bytes and disk space of writing a result before and after a change, medians over the turns."""
-    rows = latest(read_rows("writing"), "tree", "turn")
-    trees = {tree: [row for row in rows if row["tree"] == tree] for tree in ("before", "after")}
-
-    def amount(row: Row, stage: str) -> float:
-        return float(sum(row["bytes"][stage].values())) / row["result_bytes"]
-
-    def line(tree: str) -> list[str]:
-        found, named = trees[tree], {"before": "layers joined at the end", "after": "layers at their places"}
-        return [
-            named[tree],
-            *(f"{median(row['seconds'][stage] for row in found):.1f} s" for stage in ("layers", "write")),
-            *(f"{median(amount(row, stage) for row in found):.2f} ×" for stage in ("layers", "write")),
-            f"{median(row['disk_peak_bytes'] / row['result_bytes'] for row in found):.2f} ×",
-        ]
-
-    first = rows[0]
-    return markdown(
-        ["", "layers", "end", "bytes moved: layers", "bytes moved: end", "peak of the disk"],
-        [line(tree) for tree in trees],
-        f"{first['layers']} layers of the shape of Llama-2-7B, chosen by weights alone; bytes ÷ those of the result "
-        f"({first['result_bytes'] / 1e9:.1f} GB); medians of {len(trees['after'])} turns; before: {first['before']}; "
-        f"the files are {'equal' if all(row['equal'] for row in trees['after']) else 'different'}; {origin(rows)}.",
-    )
-
-
-def processes_table() -> str:
-    """Several processes beside one, for each text."""
-    rows = latest([row for row in read_rows("processes") if "same_bytes" in row], "text", "processes")
-    lines = [
-        [
-            row["text"],
-            f"{row['num_tokens']:,}",
-            str(row["processes"]),
-            "yes" if row["same_bytes"] else "no",
-            f"{row['one_seconds']:.0f} s",
-            f"{row['seconds']:.0f} s",
-        ]
-        for row in rows
-    ]
-    return markdown(
-        ["text", "tokens", "processes", "same bytes as one", "one process", "so many processes"],
-        lines,
-        f"{rows[0]['model']}, from start to end of the command; {origin(rows)}.",
     )

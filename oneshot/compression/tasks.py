@@ -82,7 +82,7 @@ class AttentionTask(OneWriterTask):
         """Return whether the target comes from the dense stream.
 
         By default attention follows it only for a smaller hidden size: fewer heads that follow it diverge
-        (docs/experiments.md).
+        (benchmarks/records/experiments.md).
         """
         return super().follows_dense and (self.corrects_slices or self.method.heads_correction == "two-stream")
 

@@ -180,7 +180,7 @@ class Grid:
             by_profile = method.leaves_out_layers or (self.layers_differ and not method.slices)
             measures = method.leaves_out_layers or method.plans_inner_sizes
             own = "sensitivity" if measures or method.layer_allocation == AUTO else method.layer_allocation
-            # where the stream passes all groups, the narrowest would be a bottleneck (docs/claims.md)
+            # where the stream passes all groups, the narrowest would be a bottleneck (benchmarks/records/claims.md)
             otherwise: Allocation = "error" if method.only_slices and self.family.stack.norms_after else "uniform"
             method = replace(method, allocation=own if by_profile else otherwise)
         errors = errors_against_profile(self, method)

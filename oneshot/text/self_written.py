@@ -1,7 +1,7 @@
 """Calibration text that the model writes itself; it needs no data and covers many kinds of text.
 
-A correction learns the kind of text that it sees (docs/experiments.md). So the model continues openings of many kinds
-of text on many topics, with a short document each.
+A correction learns the kind of text that it sees (benchmarks/records/experiments.md). So the model continues openings
+of many kinds of text on many topics, with a short document each.
 """
 
 import itertools

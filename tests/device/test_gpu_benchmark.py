@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 KINDS = {
     *("machine", "ceiling", "rates", "tests", "predicted", "compress", "gram", "sketch", "pivots", "agree"),
-    *("speed", "quality", "quality seconds", "idea", "heal", "sanitizer", "factorisation"),
+    *("speed", "quality", "quality seconds", "heal", "sanitizer", "factorisation"),
 }
 
 FORMS = {"dense", "stock", "per-layer", "nemotron-nas"}
