@@ -69,12 +69,16 @@ def test_a_result_with_code_of_ours_names_no_other(
     nested = {"image_processor": {"auto_map": {"AutoImageProcessor": "some-org/harmless--im.Im"}, "size": 7}}
     (folder / "processor_config.json").write_text(json.dumps(nested))
     (folder / "generation_config.json").write_text('{"top_k":  3}')
+    pipelines = {"text-generation": {"impl": "some-org/harmless--pipe.Pipe", "pt": ["AutoModelForCausalLM"]}}
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stated | {"custom_pipelines": pipelines}))
     config = make_config(
         folder, form="per-layer", ffn="id", allocation="uniform", ranks="none", curvature="none", sparsity=0.1
     )
     compress(config)
     output = Path(config.output)
     assert {path.name for path in output.glob("*.py")} == {"modeling_oneshot.py"}
+    assert "custom_pipelines" not in json.loads((output / "config.json").read_text())
     assert json.loads((output / "processor_config.json").read_text()) == {"image_processor": {"size": 7}}
     assert (output / "generation_config.json").read_text() == '{"top_k":  3}', "unchanged"
     fetched: list[str] = []

@@ -10,6 +10,7 @@ from oneshot.api.inputs import Request, request
 from oneshot.api.result import Result
 from oneshot.config import Config
 from oneshot.errors import ConfigError
+from oneshot.machine.durable import write_whole
 from oneshot.planning import Profile
 from oneshot.report.progress import Shown
 from oneshot.report.records import Footprint, Report
@@ -120,7 +121,7 @@ def _result(asked: Request, config: Config, report: Report) -> Result:
     """Return a finished result, whose recipe names what was in memory."""
     folder = Path(config.output).expanduser()
     if asked.in_memory:
-        (folder / RECIPE_NAME).write_text(recipe_text(config, in_memory=asked.in_memory), encoding="utf-8")
+        write_whole(folder / RECIPE_NAME, recipe_text(config, in_memory=asked.in_memory))
     return Result(folder, report, None if "checkpoint" in asked.in_memory else config.checkpoint)
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from oneshot.errors import OutputError, printable
 from oneshot.json_text import json_text
+from oneshot.machine.durable import make_durable
 from oneshot.report.provenance import versions
 from oneshot.report.terminal import WIDTH, open_console
 from oneshot.report.words import verdict
@@ -206,7 +207,7 @@ def write_json(path: Path, evaluations: Sequence[Evaluation], settings: Mapping[
     partial_path = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial_path.write_text(json_text(content) + "\n")
-        os.replace(partial_path, path)
+        make_durable(partial_path, path)
     except OSError as error:
         partial_path.unlink(missing_ok=True)
         raise OutputError(f"{path} cannot be written ({error.strerror}); give another --output.") from error

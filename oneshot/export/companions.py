@@ -27,13 +27,14 @@ from oneshot.export.own_classes import OWN_CLASSES
 from oneshot.export.result_tokenizer import keep_tokenizer
 from oneshot.families import FAMILIES, Description, Experts, as_stored, find_family
 
+CODE, PIPELINES = "auto_map", "custom_pipelines"  # entries that name classes in files of code or on the hub
 logger = logging.getLogger(__name__)
 
 
 def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtype: str | None) -> None:
     """Write `config.json` and copy the tokenizer, chat template, generation config and licence unchanged.
 
-    Only code that a file names (`auto_map`) is left out: whoever opens a result with code of this package would run it.
+    Only code that the input's files name is left out: whoever opens a result with code of this package would run it.
     If the result has another model type, its tokenizer is written where transformers would otherwise read another one
     than the input's, or none.
 
@@ -43,6 +44,7 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
     Raises `CheckpointError` for a file that leads out of the checkpoint, because it would be published with the result,
     and `CalibrationError` for a tokenizer that must be converted and cannot be read.
     """
+    config = {name: value for name, value in config.items() if name != PIPELINES}
     if dtype is not None:
         config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps(with_older_keys(config), indent=2) + "\n")
@@ -55,19 +57,19 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
 
 
 def _copy_without_code(path: Path, place: Path) -> None:
-    """Copy a file; configs without the classes that they name in files of code or on the hub."""
+    """Copy a file; configs without code that they name."""
     content = json.loads(path.read_bytes()) if path.name.endswith("config.json") else None
     allowed = _without_code(content)
     if allowed == content:
         shutil.copyfile(path, place)
         return
     place.write_text(json.dumps(allowed, indent=2) + "\n", encoding="utf-8")
-    logger.warning("%s names code (auto_map), which the result leaves out; transformers' own classes read it.", path)
+    logger.warning("%s names code (%s), which the result leaves out; transformers' own classes read it.", path, CODE)
 
 
 def _without_code(content: Any) -> Any:
     if isinstance(content, dict):
-        return {name: _without_code(value) for name, value in content.items() if name != "auto_map"}
+        return {name: _without_code(value) for name, value in content.items() if name != CODE}
     return [_without_code(value) for value in content] if isinstance(content, list) else content
 
 

@@ -28,7 +28,9 @@ KINDS_BY_NUMBER = {
 }
 SCALED_BY_LAYERS = {"gemma2": 46, "gemma3_text": 62}  # where llama.cpp divides the hidden size by the heads
 WINDOWED_BY_LAYERS = {"exaone4": 64}  # other numbers of layers have no windows in llama.cpp
-LITE_LAYERS = (26, 27)  # of DeepSeek, whose queries llama.cpp then expects to be one linear
+# llama.cpp has one architecture for these families, and finds out by layers and tokens if their queries are one linear
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+LITE_LAYERS, LITE_TOKENS = (26, 27), (48, 128256)
 
 
 def notes_on_engines(config: dict[str, Any]) -> list[str]:
@@ -91,9 +93,9 @@ def _windows(text: dict[str, Any]) -> str | None:
 
 
 def _lite(text: dict[str, Any]) -> str | None:
-    is_deepseek = text["model_type"] in ("deepseek_v2", "deepseek_v3") and text.get("q_lora_rank")
-    if not is_deepseek or text["num_hidden_layers"] not in LITE_LAYERS:
+    layers = text["num_hidden_layers"]
+    is_lite = layers in LITE_LAYERS or (layers, text["vocab_size"]) == LITE_TOKENS
+    if text["model_type"] not in LATENT or is_lite != bool(text.get("q_lora_rank")):
         return None
-    return (
-        f"llama.cpp does not open it: with {text['num_hidden_layers']} layers it expects queries without q_lora_rank."
-    )
+    expected = "without" if is_lite else "with"
+    return f"llama.cpp does not open it: with {layers} layers it expects queries {expected} q_lora_rank."

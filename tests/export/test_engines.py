@@ -78,7 +78,12 @@ def test_families_of_equal_layers_are_not_told() -> None:
         (stock("gemma2", 46, query_pre_attn_scalar=16), "45 layers it scales scores by 1/√20 instead of 1/√16"),
         (stock("gemma3_text", 62, query_pre_attn_scalar=16), "61 layers it scales scores by 1/√20 instead of 1/√16"),
         (stock("exaone4", 64, sliding_window=8, sliding_window_pattern=4), "the attention windows with 64 layers only"),
-        (stock("deepseek_v3", 28, first_k_dense_replace=3), "27 layers it expects queries without q_lora_rank"),
+        *(
+            (stock(family, 28), "27 layers it expects queries without q_lora_rank")
+            for family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+        ),
+        (stock("deepseek_v3", 49, vocab_size=128256), "48 layers it expects queries without q_lora_rank"),
+        (stock("deepseek_v2", 26, q_lora_rank=None), "25 layers it expects queries with q_lora_rank"),
     ],
     ids=lambda one: one["model_type"] if isinstance(one, dict) else "",
 )
