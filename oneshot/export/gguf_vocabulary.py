@@ -68,7 +68,7 @@ class Vocabulary:
         writer.add_token_types(types)
         special = gguf.SpecialVocab(self._folder, load_merges=self.model == "gpt2", n_vocab=self._size)
         special.add_special_token |= self._added()
-        special.chat_template = self._chat_template() or special.chat_template
+        special.chat_template = self._chat_template()
         special.add_to_gguf(writer, quiet=True)
 
     def _tokens(self) -> tuple[list[str], list[int]]:

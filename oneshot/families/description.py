@@ -151,6 +151,11 @@ class Description:
         stack = stack.dense if layer in self.dense_layers else stack
         return stack.carrying(self.carried_layers[layer]) if layer in self.carried_layers else stack
 
+    def attends(self, layer: int) -> bool:
+        """Return whether a layer has attention, also in a mixer that is carried."""
+        mixer = self.stack_of(layer).token_mixer
+        return mixer.attends if isinstance(mixer, Carried) else True
+
     def borrows(self, layer: int) -> bool:
         """Return whether a layer reads keys and values of earlier ones."""
         return layer in self.carried_layers and self.carried_layers[layer].borrows

@@ -24,11 +24,15 @@ def with_fewer_layers(
     Layers go in the order of their own damage, the last layers first if damages are unknown. `meet_budget` shrinks the
     remaining layers to the budget; without it, the number of layers that comes nearest to the budget is taken.
     The last plan is the first one that is below the budget by its layers alone: fewer only do more damage.
-    Without damages layers go only if nothing else reaches the budget.
+    Without damages layers go only if nothing else reaches the budget. One layer with attention stays.
     """
     known = torch.arange(grid.shape.num_hidden_layers, 0, -1) if damages is None else damages.layers
-    fewer = [plan]
-    for layer in known.argsort().tolist()[:-1]:
+    fewer, left = [plan], set(range(len(known)))
+    attending = {layer for layer in left if grid.family.attends(layer)}
+    for layer in known.argsort().tolist():
+        if left & attending == {layer} or len(left) == 1:  # caches of hybrids ask attention how long the text is
+            continue
+        left.remove(layer)
         layers = list(fewer[-1].layers)
         layers[layer] = LEFT_OUT
         fewer.append(replace(plan, layers=tuple(layers)))

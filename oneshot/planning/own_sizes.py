@@ -83,7 +83,7 @@ def spread(
     layers = list(plan.layers)
     for layer in plan.kept_layers:
         layers[layer] = replace(layers[layer], **ffns[layer].sizes(next(options)), **mixers[layer].sizes(next(options)))
-    if not any(layer.num_attention_heads for layer in layers):
+    if not any(layers[layer].num_attention_heads for layer in plan.kept_layers if grid.family.attends(layer)):
         raise PlanError("The target leaves no attention in any layer; ask for a smaller --sparsity.")
     embedding = tuple(ranks[option] for ranks, option in zip(ranges, options, strict=True))
     whole = tuple(ranks[-1] for ranks in ranges)

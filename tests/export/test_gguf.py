@@ -323,20 +323,22 @@ def test_the_tokenizer_is_complete(tokenizer_folder: Path, tokenizer: Any) -> No
     assert types[-1] == 5  # unused
 
 
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "both"])
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "both", "chat_template.json"])
 def test_the_chat_template_is_the_one_that_transformers_takes(
     place: str, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    """Beside a template of its own for tools."""
+    """Beside a template of its own for tools. Of `chat_template.json` it takes none, which is of processors."""
     import gguf
     from transformers import AutoTokenizer
 
     folder = tmp_path / "folder"
     shutil.copytree(tokenizer_folder, folder)
     (folder / "chat_template.jinja").unlink()
-    if place != "tokenizer_config.json":
+    if place == "chat_template.json":
+        (folder / place).write_text('{"chat_template": "of the processor"}')
+    if place in ("chat_template.jinja", "both"):
         (folder / "chat_template.jinja").write_text("of the file")
-    if place != "chat_template.jinja":
+    if place in ("tokenizer_config.json", "both"):
         path = folder / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "of the config"}))
     if place == "both":
@@ -353,6 +355,9 @@ def test_the_chat_template_is_the_one_that_transformers_takes(
         if name.startswith("tokenizer.chat_template")
     }
     chosen = AutoTokenizer.from_pretrained(folder)
+    if chosen.chat_template is None:
+        assert fields == {}
+        return
     assert fields["tokenizer.chat_template"] == chosen.get_chat_template()
     tools = fields.get("tokenizer.chat_template.tool_use", fields["tokenizer.chat_template"])
     assert tools == chosen.get_chat_template(tools=[{}])

@@ -25,7 +25,17 @@ from oneshot.export import form_of
 from oneshot.export.companions import empty_tensors
 from oneshot.families import LLAMA, ModelShape
 from oneshot.pipeline import compress, predict
-from oneshot.planning import LEFT_OUT, Budget, Damages, Grid, LayerPlan, Plan, make_plan, predicted_damage
+from oneshot.planning import (
+    LEFT_OUT,
+    Budget,
+    Damages,
+    Grid,
+    LayerPlan,
+    Plan,
+    make_plan,
+    predicted_damage,
+)
+from oneshot.planning.depth import with_fewer_layers
 from oneshot.recipes import find_recipe
 
 IDS = torch.arange(3, 51).view(2, 24)
@@ -50,6 +60,24 @@ def idle_layer(save_model: Callable[..., Path]) -> Path:
     for linear in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
         linear.weight.data *= 1e-3
     return save_model(model)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
+def test_the_last_layer_with_attention_stays(name: str, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """The caches of transformers' hybrids ask it how long the text is. Here it has the least damage."""
+    carried = "conv" if name == "lfm2" else "linear_attention"
+    options = CASES[name].options | {"layers": 3, "layer_types": [carried, "full_attention", carried]}
+    model = open_model(str(make_checkpoint(**options)), tmp_path)
+    grid = form_of("stock", model.family).grid(model)
+    plan = Plan((LayerPlan(grid.shape.intermediate_size, 4, 2),) * 3, "kv-group")
+    dense = grid.stack(plan).stored_parameters()
+    by_layer = torch.tensor([2.0, 1.0, 3.0])
+    damages = Damages(torch.zeros(3, 1), torch.zeros(3, 1), by_layer, torch.zeros(0, 0))
+    sizes = [layer.parameters() for layer in grid.stack(plan).layers]
+    for count, kept in ((1, [1, 2]), (2, [1])):
+        budget = Budget(dense - sum(sizes) + sum(sizes[layer] for layer in kept))
+        found = with_fewer_layers(grid, plan, budget, damages, None)
+        assert list(found.kept_layers) == kept, count
 
 
 @pytest.mark.parametrize("form", ["stock", "per-layer"])
