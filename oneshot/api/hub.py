@@ -1,5 +1,6 @@
 """Upload a result to the Hugging Face hub."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,11 @@ def push(
     """
     from huggingface_hub import HfApi
 
+    from oneshot.report.additions import stored_evaluations
     from oneshot.report.page import report_page
 
     hub = HfApi(token=token) if api is None else api
-    shared = without_local_paths(report)
+    shared = replace(without_local_paths(report), evaluations=stored_evaluations(folder))
     try:
         repository = hub.create_repo(repo_id, private=private, exist_ok=True)
         with scratch_folder() as cleaned:

@@ -131,7 +131,7 @@ def _finish(
     from oneshot.api.hub import push
     from oneshot.export import FORMS
     from oneshot.export.gguf import FILE_NAME
-    from oneshot.report.card import add_check
+    from oneshot.report.additions import add_check
     from oneshot.report.summary import summary
     from oneshot.report.terminal import print_report
 

@@ -9,7 +9,7 @@ from typing import get_args
 from oneshot.cli.options import CHECKPOINT_HELP, add_device, begin_work, run_command
 from oneshot.cli.parser import OneOf, Parser
 from oneshot.config import Kind
-from oneshot.errors import CalibrationError, ConfigError, OutputError, cause
+from oneshot.errors import CalibrationError, ConfigError, OutputError, cause, printable
 from oneshot.tasks import ALL_BUILTIN, builtin_tasks, refuse_unknown
 
 
@@ -106,7 +106,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
         if arguments.tasks:
             refuse_unknown(arguments.tasks, arguments.include_path)
         begin_work(arguments)
-        from oneshot.evaluation import evaluate, print_evaluations, write_json
+        from oneshot.evaluation import evaluate, kept_comparison, print_evaluations, write_json
+        from oneshot.report.additions import add_evaluation
+        from oneshot.report.card import PAGE_NAME
 
         evaluations = evaluate(
             [arguments.checkpoint],
@@ -129,5 +131,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
         print_evaluations(evaluations)
         if arguments.output:
             write_json(Path(arguments.output), evaluations, vars(arguments))
+        folder = Path(arguments.checkpoint).expanduser()
+        if add_evaluation(folder, kept_comparison(evaluations, vars(arguments))):
+            print(printable(f"Added to the report of the result: {folder / PAGE_NAME}"))
 
     return run_command(arguments, run, writes=bool(arguments.output))

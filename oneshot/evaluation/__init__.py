@@ -1,7 +1,7 @@
 """Quality of models beside a baseline: perplexity, agreement, examples, tasks, sizes and latency."""
 
 from oneshot.evaluation.by_window import load_windows
-from oneshot.evaluation.comparison import Evaluation, Evaluations, print_evaluations, write_json
+from oneshot.evaluation.comparison import Evaluation, Evaluations, kept_comparison, print_evaluations, write_json
 from oneshot.evaluation.conversation import Conversation
 from oneshot.evaluation.evaluate import evaluate
 from oneshot.evaluation.kinds import Kind, kind_of, load_as
@@ -16,6 +16,7 @@ __all__ = [
     "Kind",
     "TextScore",
     "evaluate",
+    "kept_comparison",
     "kind_of",
     "load_as",
     "load_model",

@@ -2,10 +2,9 @@
 
 import html
 import io
-import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +19,7 @@ from oneshot.errors import OutputError, printable
 from oneshot.json_text import json_text
 from oneshot.machine.durable import make_durable
 from oneshot.report.provenance import versions
+from oneshot.report.side_by_side import Cell, Comparison
 from oneshot.report.terminal import WIDTH, open_console
 from oneshot.report.words import verdict
 from oneshot.text import token_hash
@@ -40,8 +40,7 @@ LABELS = {  # of rows in the table, if a field's name is not enough
 
 
 STANDARD_ERROR = "_stderr"  # the end of lm-eval's name for the standard error of a metric
-
-Cell = tuple[float, float | None]  # a number, and its standard error if it has one
+PLACES = ("checkpoint", "baseline", "text", "output", "include_path", "debug")  # options that are no setting, or paths
 
 
 @dataclass(frozen=True)
@@ -91,33 +90,34 @@ def text_record(windows: torch.Tensor) -> TextRecord:
     return TextRecord(len(windows), windows.numel(), token_hash(windows))
 
 
+def side_by_side(evaluations: Sequence[Evaluation]) -> Comparison:
+    """Return the numbers of models with the names of their rows, and what each score means in words."""
+    rows = [_rows(evaluation) for evaluation in evaluations]
+    words = [_bos_sentence(evaluation) for evaluation in evaluations]
+    words += [f"{Path(one.checkpoint).name}: {in_words(one)}" for one in evaluations if one.score is not None]
+    return Comparison(
+        tuple(Path(evaluation.checkpoint).name for evaluation in evaluations),
+        {name: tuple(row.get(name) for row in rows) for name in dict.fromkeys(name for row in rows for name in row)},
+        tuple(word for word in dict.fromkeys(words) if word),
+    )
+
+
 def print_evaluations(evaluations: Sequence[Evaluation], console: Console | None = None) -> None:
     """Print a table with a column for each model and, for two models, the ratio of the first to the second.
 
     Below it stands in words what each score means. `console`: None for the terminal's.
     """
     console = console or open_console()
+    compared = side_by_side(evaluations)
+    headings, *rows = compared.table()
     table = Table(padding=(0, 1), pad_edge=False)
-    headings = ["", *(Path(evaluation.checkpoint).name for evaluation in evaluations)]
-    if len(evaluations) == 2:
-        headings.append("ratio")
     for number, heading in enumerate(headings):  # as plain text: square brackets in a name are not markup
         table.add_column(Text(printable(heading)), justify="right" if number else "left", overflow="fold")
-    rows = [_rows(evaluation) for evaluation in evaluations]
-    for name in dict.fromkeys(name for row in rows for name in row):
-        cells = [row.get(name) for row in rows]
-        shown = ["–" if cell is None else _shown(*cell) for cell in cells]
-        if len(cells) == 2:
-            values = [None if cell is None else cell[0] for cell in cells]
-            shown.append(f"{values[0] / values[1]:.3f}" if values[0] is not None and values[1] else "–")
+    for name, *shown in rows:
         table.add_row(Text(printable(name)), *shown)
     console.print(table)
-    for sentence in dict.fromkeys(_bos_sentence(evaluation) for evaluation in evaluations):
-        if sentence:
-            console.print(Text(sentence))
-    for evaluation in evaluations:
-        if evaluation.score is not None:
-            console.print(Text(printable(f"{Path(evaluation.checkpoint).name}: {in_words(evaluation)}")))
+    for sentence in compared.words:
+        console.print(Text(printable(sentence)))
 
 
 def in_words(evaluation: Evaluation) -> str:
@@ -148,18 +148,10 @@ def _bos_sentence(evaluation: Evaluation) -> str:
     return f"Texts begin with the BOS {printable(evaluation.bos)}, as the tokenizer puts it there."
 
 
-def _shown(value: float, error: float | None) -> str:
-    """Return a number rounded for people, with its standard error if it has one."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    places = 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 4
-    number = f"{value:,.{places}f}"
-    return number if error is None or math.isnan(error) else f"{number} ± {error:.{places}f}"
-
-
 def _rows(evaluation: Evaluation) -> dict[str, Cell]:
     """Return every known number under the name of its row."""
     rows: dict[str, Cell] = {}
+    called = short_names([*evaluation.texts, *evaluation.perplexity, *(evaluation.measures or {})])
     for name, value in asdict(evaluation).items():
         if name in ("checkpoint", "tokens_scored", "texts", "bos") or value is None:
             continue
@@ -170,13 +162,53 @@ def _rows(evaluation: Evaluation) -> dict[str, Cell]:
         elif name == "measures":
             for source, numbers in value.items():
                 for number, score in numbers.items():
-                    rows[f"{number.replace('_', ' ')} {Path(source).name}"] = score, None
+                    rows[f"{number.replace('_', ' ')} {called[source]}"] = score, None
         elif isinstance(value, dict):
             for text, number in value.items():
-                rows[label.format(text=Path(text).name, tokens=evaluation.tokens_scored[text])] = number, None
+                rows[label.format(text=called[text], tokens=evaluation.tokens_scored[text])] = number, None
         else:
             rows[label] = value, None
     return rows
+
+
+def short_names(texts: Sequence[str]) -> dict[str, str]:
+    """Return the last part of every name; a number follows where another text has the same."""
+    short: dict[str, str] = {}
+    for text in dict.fromkeys(texts):
+        name, again = Path(text).name, 1
+        while (name if again == 1 else f"{name} ({again})") in short.values():
+            again += 1
+        short[text] = name if again == 1 else f"{name} ({again})"
+    return short
+
+
+def kept_comparison(evaluations: Sequence[Evaluation], settings: Mapping[str, Any]) -> Comparison:
+    """Return the numbers as a report keeps them, with their date, settings, texts and versions.
+
+    `settings`: the options of the command; those that were left out and have no default are None, False or empty.
+    """
+    texts = evaluations[0].texts
+    called = short_names([*texts])
+    named = {
+        name: value
+        for name, value in settings.items()
+        if name not in PLACES and value is not None and value is not False and value != []
+    }
+    return replace(
+        side_by_side(evaluations),
+        date=_now(),
+        settings=named,
+        texts={called[text]: asdict(record) for text, record in texts.items()},
+        versions=_versions(evaluations),
+    )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _versions(evaluations: Sequence[Evaluation]) -> dict[str, str]:
+    return versions() | ({"lm-eval": version("lm-eval")} if any(row.tasks for row in evaluations) else {})
 
 
 def _task_rows(task: str, metrics: Mapping[str, float]) -> dict[str, Cell]:
@@ -198,8 +230,8 @@ def write_json(path: Path, evaluations: Sequence[Evaluation], settings: Mapping[
     texts = evaluations[0].texts if evaluations else {}
     rows = [{name: value for name, value in asdict(row).items() if name != "texts"} for row in evaluations]
     content = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions() | ({"lm-eval": version("lm-eval")} if any(row.tasks for row in evaluations) else {}),
+        "date": _now(),
+        "versions": _versions(evaluations),
         "settings": dict(settings),
         "texts": {text: asdict(record) for text, record in texts.items()},
         "evaluations": rows,

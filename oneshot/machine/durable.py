@@ -1,9 +1,12 @@
 """Files that are there completely or not at all, also after a power cut, and that say whether they are damaged."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,30 @@ class DamagedFileError(Exception):
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small text file under another name, flush it to the disk and rename it."""
+    """Write a small text file under another name, flush it to the disk and rename it.
+
+    Raises `OSError` if it cannot be written; the file is then as it was, and no other one stays.
+    """
     unfinished = path.with_name(path.name + UNFINISHED)
-    unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
-    make_durable(unfinished, path)
+    try:
+        unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
+        make_durable(unfinished, path)
+    except OSError:
+        with suppress(OSError):  # of a folder that cannot be written; the first error is told
+            unfinished.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block with this folder, which nothing is written to for that."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # network file systems without locks of folders: then nobody waits
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
 
 
 def make_durable(unfinished: Path, path: Path) -> None:

@@ -1,7 +1,6 @@
 """The model card and the files beside the weights that tell of the run."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from oneshot.config import own_name
 from oneshot.errors import printable
 from oneshot.families import stated_class
 from oneshot.json_text import json_text
-from oneshot.machine.durable import write_whole
 from oneshot.report.layer_table import layer_table
-from oneshot.report.records import Check, Report
-from oneshot.report.sharing import is_hub_name, shared_name, shared_sources, without_local_paths
+from oneshot.report.records import Report
+from oneshot.report.sharing import is_hub_name, shared_sources, without_local_paths
 from oneshot.report.terminal import size_rows
 
 REPORT_NAME = "oneshot_report.json"
@@ -38,7 +36,7 @@ AUTO_CLASSES = {  # of transformers, and the hub's names of their tasks
     "AutoModel": "feature-extraction",
 }
 CODE_NEEDS = "5.5"  # least transformers that our modelling files run in; each of them checks it
-QUALITY = "<!-- quality: not measured -->"  # replaced by `add_check`
+QUALITY = "<!-- quality: not measured -->"  # replaced by `additions.add_check`
 HUB_TEXTS = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext"}
 
 
@@ -95,7 +93,7 @@ def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading
     )
     calibration, method = report.calibration, report.method
     text = (
-        f"{calibration['num_tokens']:,} tokens of {_code(shared_sources(str(calibration['source'])))} "
+        f"{calibration['num_tokens']:,} tokens of {code(shared_sources(str(calibration['source'])))} "
         f"(SHA-256 `{calibration['token_hash']}`)"
         if calibration
         else "none: this recipe only reads weights"
@@ -105,7 +103,7 @@ def model_card(report: Report, inherited: dict[str, Any], *, title: str, loading
     return f"""---
 {metadata}
 ---
-# Compressed from {_escaped(own_name(str(report.config["checkpoint"])))}
+# Compressed from {escaped(own_name(str(report.config["checkpoint"])))}
 
 {title}, made smaller in one shot, without training, by `oneshot` {report.versions.get("oneshot", "")}. {loading}
 The original's licence and terms of use apply.
@@ -146,12 +144,12 @@ tokenizer = AutoTokenizer.from_pretrained(name{remote})
 def _kept(report: Report) -> str:
     """Return a line on what stayed as it was, because the run was asked to keep it."""
     patterns = report.config["target"].get("keep", ())
-    return f"\n- Kept as they were: {', '.join(map(_code, patterns))}." if patterns else ""
+    return f"\n- Kept as they were: {', '.join(map(code, patterns))}." if patterns else ""
 
 
 def _warnings(report: Report) -> str:
     found = [*report.warnings, *(warning for layer in report.layers for warning in layer.warnings)]
-    return "".join(f"- Warning of the run: {_escaped(warning)}\n" for warning in dict.fromkeys(found))
+    return "".join(f"- Warning of the run: {escaped(warning)}\n" for warning in dict.fromkeys(found))
 
 
 def _layer_section(report: Report) -> str:
@@ -164,53 +162,18 @@ def _layer_section(report: Report) -> str:
     return f"\n<details><summary>Kept sizes by layer</summary>\n\n{table}\n\n</details>\n"
 
 
-def add_check(folder: Path, report: Report, check: Check) -> Report:
-    """Put a check into the report, its page and the card of a result; return the report. Missing files stay missing."""
-    from oneshot.report.page import report_page  # jinja2: only a finished run draws
-
-    seconds = {stage: spent for stage, spent in report.seconds.items() if stage not in ("check", "total")}
-    before = report.seconds["total"] - report.seconds.get("check", 0.0)
-    seconds |= {"check": check.seconds, "total": before + check.seconds}
-    report = replace(
-        report,
-        check=check,
-        seconds=seconds,
-        peak_bytes=max(report.peak_bytes, check.peak_bytes),
-        peak_device_bytes=max(report.peak_device_bytes, check.peak_device_bytes),
-    )
-    if (folder / REPORT_NAME).is_file():
-        write_whole(folder / REPORT_NAME, json_text(report.to_dict()) + "\n")
-    if (folder / PAGE_NAME).is_file():
-        write_whole(folder / PAGE_NAME, report_page(report))
-    _add_quality(folder / CARD_NAME, check)
-    return report
-
-
-def _add_quality(path: Path, check: Check) -> None:
-    """Put a measured quality into a card; a card without the place for it stays."""
-    if check.perplexity is None or not path.is_file():
-        return
-    dense, compressed = check.perplexity["dense"], check.perplexity["compressed"]
-    source = _code(shared_name(check.source))
-    line = (
-        f"Perplexity on {check.tokens:,} tokens of {source} that the run did not read: {dense:.2f} before, "
-        f"{compressed:.2f} after (× {compressed / dense:.2f})."
-    )
-    write_whole(path, path.read_text(encoding="utf-8").replace(QUALITY, line, 1))
-
-
 def _stored_as(report: Report) -> str:
     """Return the dtype of the stored weights in words."""
     save_dtype = report.config["save_dtype"]
     return "in the original's dtype" if save_dtype == "keep" else f"as `{save_dtype}`"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Return Markdown that shows the text, on one line."""
     return re.sub(r"([\\`*\[\]<>&|])", r"\\\1", printable(text))
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     """Return a Markdown code span of the text, with more backticks around it than it has in a row."""
     text = printable(text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))

@@ -6,6 +6,7 @@ from typing import Any
 from oneshot.json_text import numbers
 from oneshot.linalg.psd import GramNote
 from oneshot.machine import Store
+from oneshot.report.side_by_side import Comparison
 from oneshot.report.words import duration
 
 
@@ -155,6 +156,7 @@ class Report:
     `warnings`: of no single layer. `check`: None if it was left out. `predicted_curve`: what the same profile predicts
     for other removed shares of the parameters, which are its names; None without a profile.
     `weights_hash`: of the input's tensors. `timings`: the seconds of calls that a plan by latency was made by.
+    `evaluations`: what `oneshot evaluate` added later, the newest last.
     """
 
     config: dict[str, Any]
@@ -181,6 +183,7 @@ class Report:
     timings: dict[str, Any] | None = None
     warnings: tuple[str, ...] = ()
     check: Check | None = None
+    evaluations: tuple[Comparison, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""
@@ -197,5 +200,6 @@ class Report:
             check = replace(check, perplexity=numbers(check.perplexity))
         divergence = values.get("predicted_divergence")
         read: dict[str, Any] = {"layers": layers, "footprint": footprint, "warnings": warnings, "check": check}
+        read["evaluations"] = tuple(map(Comparison.from_dict, values.get("evaluations", ())))
         read["predicted_divergence"] = None if divergence is None else numbers(divergence)
         return Report(**{**values, **read})

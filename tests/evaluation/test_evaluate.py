@@ -292,6 +292,14 @@ def test_the_command_line_prints_a_table_and_writes_json(
         assert part in printed
     assert "Texts begin without BOS, as the tokenizer leaves it out." in printed
     assert [row["bos"] for row in rows] == ["", ""]
+    assert f"Added to the report of the result: {config.output}/report.html" in printed
+    (kept,) = json.loads((Path(config.output) / "oneshot_report.json").read_text())["evaluations"]
+    assert kept["rows"]["stored parameters"] == [[row["stored_parameters"], None] for row in rows]
+    assert kept["rows"]["score: perplexity ÷ baseline's, geometric mean"] == [[rows[0]["score"], None], None]
+    assert kept["texts"] == {"text.txt": written["texts"][str(text_file)]}
+    assert kept["settings"].items() >= {"sequence_length": 32, "max_windows": 4, "decode_tokens": 2}.items()
+    assert str(tmp_path) not in json.dumps(kept), "names, and no paths"
+    assert list(Path(config.checkpoint).glob("*report*")) == [], "the baseline is no result"
 
 
 def test_the_bos_of_the_tokenizer_is_said(
