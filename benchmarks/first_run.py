@@ -1,4 +1,4 @@
-"""The quick start's commands on SmolLM2-135M-Instruct, as docs/quick-start.md has them -> a row of `first_run.jsonl`."""
+"""The commands of docs/quick-start.md on SmolLM2-135M-Instruct -> a row of `first_run.jsonl`."""
 
 import json
 import os
