@@ -312,6 +312,13 @@ PARTS: dict[str, type] = {
 }
 
 
+def refuse_prompt(prompt: str | None) -> None:
+    """Raise `ConfigError` for a question that is empty or is not a text."""
+    if prompt is not None and not (isinstance(prompt, str) and prompt.strip()):
+        stated = "empty" if isinstance(prompt, str) else f"of the type {type(prompt).__name__}"
+        raise ConfigError(f"--prompt is {stated}; give a question, or leave it out.")
+
+
 def own_name(checkpoint: str) -> str:
     """Return the last part of a checkpoint's path or hub name, which names what is made of it."""
     path = Path(checkpoint).expanduser()

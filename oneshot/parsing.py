@@ -1,5 +1,6 @@
 """Words of a user: amounts such as `5.5B` and `8GiB`, short names of dtypes, and the word that was probably meant."""
 
+import os
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -45,3 +46,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the end of a sentence: a question for the known word most like this one, or a full stop."""
     similar = get_close_matches(word, list(known), n=1)
     return f"; did you mean {similar[0]}?" if similar else "."
+
+
+def launched_rank() -> int:
+    """Return this process's rank among those that a launcher started; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))

@@ -18,6 +18,8 @@ from oneshot.export import FORMS
 from oneshot.footprint.check_memory import ANSWER_TOKENS, LONGEST_WINDOW, num_windows
 from oneshot.machine import resolve_device, resolve_dtype
 from oneshot.machine.memory import peak_bytes, peak_device_bytes, release_heap, reset_peak
+from oneshot.report.additions import add_check
+from oneshot.report.progress import Tracker
 from oneshot.report.records import Check, Report
 from oneshot.text import SELF, has_tokens, load_text, load_tokenizer, prompt_ids, shares, split_sources, token_hash
 
@@ -25,11 +27,25 @@ MOST_LETTERS = 2**15  # of a question in the words of a chat template
 QUESTION, OPENING = "Why is the sky blue? Answer in one sentence.", "The sky is blue because"
 LONGEST_REASON = 200  # letters
 CUT = " …"  # after an answer that its model did not end
+CHECK = "checking the result on held-out text"  # the stage of a run
 Step = Callable[[str], None]  # is told what the check does now
 
 
 def _silent(step: str) -> None:
     pass
+
+
+def check_result(
+    config: Config, report: Report, tracker: Tracker, *, question: str | None, words: Callable[[str], str] = str
+) -> Report:
+    """Measure a finished result as `quick_check`, add what it says to the result's files, and return the report.
+
+    `words`: puts a sentence on what was left out into the words of the user's language.
+    """
+    tracker.enter(CHECK)
+    check = quick_check(config, report, question=question, step=partial(tracker.step, brief=True))
+    check = replace(check, skipped=words(check.skipped))
+    return add_check(Path(config.output).expanduser(), report, check)
 
 
 def quick_check(config: Config, report: Report, *, question: str | None = None, step: Step = _silent) -> Check:

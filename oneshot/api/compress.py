@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any, overload
 
 from oneshot import pipeline
+from oneshot.api.check import CHECK, check_result
 from oneshot.api.inputs import Request, request
 from oneshot.api.result import Result
-from oneshot.config import Config
+from oneshot.config import Config, refuse_prompt
 from oneshot.errors import ConfigError
 from oneshot.machine.durable import write_whole
+from oneshot.parsing import launched_rank
 from oneshot.planning import Profile
-from oneshot.report.progress import Shown
+from oneshot.report.progress import Shown, Tracker
 from oneshot.report.records import Footprint, Report
 from oneshot.settings import RECIPE_NAME, recipe_text
 
@@ -48,6 +50,7 @@ def compress(
     overwrite: bool = False,
     resume: bool = False,
     progress: Shown = True,
+    prompt: str | None = None,
     **settings: Any,
 ) -> Result | list[Result]:
     """Make a model smaller, in one run and without training, and return where it is and what it took.
@@ -78,6 +81,8 @@ def compress(
         overwrite: replace the output.
         resume: continue an interrupted run.
         progress: whether bars are shown, or a function that is called with a `Progress` instead.
+        prompt: a question that both models answer at the end. The answers, and the perplexity of both on text that the
+            run did not read, are in `Result.report.check`; None leaves this check out.
         settings: any other field of `Method`, `Target`, `MachineOptions` or `Config`, as `ffn="obs"`.
 
     Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
@@ -101,11 +106,19 @@ def compress(
         "resume": resume or None,
     }
     with request(model, output, tokenizer, given | settings, several=several is not None) as asked:
-        if several is None:
-            return _result(asked, asked.config, pipeline.compress(asked.config, show_progress=progress))
-        reports = pipeline.compress_sizes(asked.config, several, show_progress=progress)
-        configs = pipeline.configs_of(asked.config, several)
-        return [_result(asked, config, report) for config, report in zip(configs, reports, strict=True)]
+        refuse_prompt(prompt)
+        ending = [CHECK] * len(several or [first]) if prompt else []
+        with Tracker(progress, ending=ending) as tracker:
+            if several is None:
+                configs, reports = [asked.config], [pipeline.compress(asked.config, show_progress=tracker)]
+            else:
+                reports = pipeline.compress_sizes(asked.config, several, show_progress=tracker)
+                configs = pipeline.configs_of(asked.config, several)
+            if prompt and launched_rank() == 0:
+                pairs = zip(configs, reports, strict=True)
+                reports = [check_result(*pair, tracker, question=prompt, words=asked.words) for pair in pairs]
+        results = [_result(asked, config, report) for config, report in zip(configs, reports, strict=True)]
+        return results[0] if several is None else results
 
 
 def _split(sparsity: Any) -> tuple[Any, list[float] | None]:

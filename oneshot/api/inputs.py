@@ -1,15 +1,16 @@
 """Make a config of a caller's names and objects in memory; objects lie in a folder until the end."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from oneshot.api.models import save_model
 from oneshot.api.texts import save_text
-from oneshot.api.words import python_words
+from oneshot.api.words import in_words_of_python, python_words
 from oneshot.config import Config, MachineOptions, TextOptions, default_output, own_name
 from oneshot.errors import ConfigError
 from oneshot.footprint import offload_folder
@@ -19,10 +20,11 @@ from oneshot.machine.scratch import scratch_folder
 
 @dataclass(frozen=True)
 class Request:
-    """A config, and the options of it that were objects in memory and not names."""
+    """A config, the options of it that were objects in memory, and what puts a message into Python's words."""
 
     config: Config
     in_memory: tuple[str, ...] = ()
+    words: Callable[[str], str] = in_words_of_python
 
 
 @contextmanager
@@ -68,7 +70,7 @@ def request(
             config = replace(config, output=f"{own_name(config.checkpoint)}{ending}")
         if output is None and several:
             config = replace(config, output=default_output(config.checkpoint, config.target, several=True))
-        yield Request(config, tuple(in_memory))
+        yield Request(config, tuple(in_memory), partial(in_words_of_python, scratch=folder))
 
 
 def _scratch(options: Mapping[str, Any]) -> Path:

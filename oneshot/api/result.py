@@ -1,7 +1,6 @@
 """A finished result: where it is, what it took, and what to do with it next."""
 
 import html
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from oneshot.evaluation import Evaluations, load_model
 from oneshot.export import FORMS
 from oneshot.machine import resolve_device
 from oneshot.report.records import Report
-from oneshot.report.sharing import shared_sources
+from oneshot.report.sharing import shared_sources, without_local_paths
+from oneshot.report.summary import check_lines
 
 
 @dataclass(frozen=True)
@@ -66,22 +66,23 @@ class Result:
         """
         return push(self.output, self.report, repo_id, private=private, token=token)
 
-    def _lines(self) -> Sequence[tuple[str, str]]:
-        stored, report = self.report.stored_parameters, self.report
+    def _lines(self) -> list[tuple[str, str]]:
+        stored, report = self.report.stored_parameters, without_local_paths(self.report)
         removed = 1 - stored["compressed"] / stored["dense"]
         text = "none"
         if report.calibration is not None:
             source = shared_sources(str(report.calibration["source"]))  # names: text in memory had a temporary path
             text = f"{report.calibration['num_tokens']:,} tokens of {source}"
-        return (
+        return [
             ("output", str(self.output)),
             ("parameters", f"{stored['dense']:,} → {stored['compressed']:,} (−{removed:.1%})"),
             ("method", f"{report.config['recipe']}, form {report.config['form']}, calibrated on {text}"),
             ("run", f"{report.seconds['total']:.0f} s, peak memory {report.peak_bytes / 2**30:.2f} GiB"),
-        )
+            *check_lines(report.check),
+        ]
 
     def __repr__(self) -> str:
-        lines = [f"  {name + ':':12}{value}" for name, value in self._lines()]
+        lines = [f"  {name + ':' * bool(name):12}{value}" for name, value in self._lines()]
         return "\n".join(["Result of oneshot (.load(), .evaluate(text), .push_to_hub(name))", *lines])
 
     def _repr_html_(self) -> str:

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -16,17 +15,15 @@ from oneshot.cli.options import (
     add_text,
     begin_work,
     each_warning_once,
-    launched_rank,
     noted_warnings,
     parse_config,
     run_command,
 )
 from oneshot.cli.parser import OneOf, Parser
-from oneshot.config import BudgetUnit, Config, default_output, tcsp_options
+from oneshot.config import BudgetUnit, Config, default_output, refuse_prompt, tcsp_options
 from oneshot.errors import ConfigError
+from oneshot.parsing import launched_rank
 from oneshot.recipes import RECIPES
-
-CHECK = "checking the result on held-out text"
 
 if TYPE_CHECKING:
     from oneshot.report.progress import Tracker
@@ -127,26 +124,32 @@ def _finish(
     config: Config, report: "Report", arguments: argparse.Namespace, tracker: "Tracker", told: Collection[str]
 ) -> None:
     """Check a result, show what came out, and upload it if that is asked for."""
-    from oneshot.api.check import quick_check, weight_bytes
+    from oneshot.api.check import check_result, weight_bytes
     from oneshot.api.hub import push
     from oneshot.export import FORMS
     from oneshot.export.gguf import FILE_NAME
-    from oneshot.report.additions import add_check
     from oneshot.report.summary import summary
     from oneshot.report.terminal import print_report
 
-    check = None
-    if not arguments.quiet and not arguments.no_check:
-        tracker.enter(CHECK)
-        check = quick_check(config, report, question=arguments.prompt, step=partial(tracker.step, brief=True))
-        report = add_check(Path(config.output).expanduser(), report, check)
+    checks = not arguments.quiet and not arguments.no_check
+    if checks:
+        report = check_result(config, report, tracker, question=arguments.prompt)
     tracker.close()
     if not arguments.quiet:
         if arguments.verbose:
             print_report(report)
         weights = weight_bytes(config.checkpoint), weight_bytes(config.output)
         gguf = str(Path(config.output) / FILE_NAME) if FORMS[config.form].opened_by == "llama.cpp" else None
-        print(summary(report, weights=weights, check=check, source=config.checkpoint, gguf=gguf, told=told))
+        print(
+            summary(
+                report,
+                weights=weights,
+                check=report.check if checks else None,
+                source=config.checkpoint,
+                gguf=gguf,
+                told=told,
+            )
+        )
     if arguments.push_to_hub is not None:
         address = push(Path(config.output).expanduser(), report, arguments.push_to_hub)
         print(f"uploaded to {address}")
@@ -157,8 +160,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
     arguments = build_parser(prog).parse_args(argv)
 
     def run() -> None:
-        if arguments.prompt is not None and not arguments.prompt.strip():
-            raise ConfigError("--prompt is empty; give a question, or leave it out.")
+        refuse_prompt(arguments.prompt)
         if arguments.prompt is not None and arguments.no_check:
             raise ConfigError("--prompt is asked by the check, which --no-check leaves out; give one of the two.")
         if arguments.prompt is not None and arguments.quiet:
@@ -168,6 +170,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
             _apply_tcsp(arguments)
         config = parse_config(arguments, sparsity=sparsities[0] if sparsities else None)
         begin_work(arguments)
+        from oneshot.api.check import CHECK
         from oneshot.pipeline import compress, compress_sizes, configs_of, predict
         from oneshot.report.progress import Tracker
         from oneshot.report.terminal import print_footprint, print_footprints

@@ -15,6 +15,7 @@ from oneshot.cli.streams import told
 from oneshot.config import Config, Dtype, FormName, MachineOptions, SaveDtype, TextOptions
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.method import Method
+from oneshot.parsing import launched_rank
 from oneshot.recipes import RECIPES
 from oneshot.settings import parse_setting, read_recipe, settings
 
@@ -192,11 +193,6 @@ def parse_config(arguments: argparse.Namespace, **more: Any) -> Config:
     if "checkpoint" not in options:
         raise ConfigError("No checkpoint is given: name a folder, a .gguf file, or a model on the hub.")
     return Config.of(**options)
-
-
-def launched_rank() -> int:
-    """Return this process's rank among those that a launcher started; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def run_command(arguments: argparse.Namespace, run: Callable[[], None], *, writes: bool = True) -> int:

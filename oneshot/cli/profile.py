@@ -11,12 +11,12 @@ from oneshot.cli.options import (
     add_settings,
     add_text,
     begin_work,
-    launched_rank,
     parse_config,
     run_command,
 )
 from oneshot.cli.parser import Parser
 from oneshot.config import own_name
+from oneshot.parsing import launched_rank
 
 
 def build_parser(prog: str = "oneshot profile") -> argparse.ArgumentParser:

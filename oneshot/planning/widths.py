@@ -55,7 +55,7 @@ def meet_budget(
         module = grid.family.stack.feed_forward.out.rpartition(".")[0]
         ranks = f", or to reduce ranks beside whole FFNs, write --keep '*.{module}.*' in place of ffn=none"
         raise PlanError(
-            "Nothing may be reduced (ffn=none, heads=none); allow one with --set, or ask for --sparsity 0"
+            "Nothing may be reduced (ffn=none, heads=none); allow one, such as --set ffn=id, or ask for --sparsity 0"
             f"{ranks if grid.has_ranks and module else ''}."
         )
     step = round_to or max(default_round_to(shape.intermediate_size), shape.width_step)

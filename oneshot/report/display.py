@@ -22,6 +22,18 @@ def progress_bar(batches: Sequence[Any], name: str, *, visible: bool = True) -> 
     return bar
 
 
+class LineClearing(logging.Handler):
+    """Take the live line from a terminal before a handler further up prints a warning behind it."""
+
+    def __init__(self, clear: Callable[[], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._take_away = clear
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take the line away."""
+        self._take_away()
+
+
 class Display:
     """Show the latest of what a run does, without ever being silent for long. It has a thread while it is open.
 
@@ -38,13 +50,12 @@ class Display:
         self._describe, self._clock = describe, clock
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._stream = sys.stderr
-        self._before_warnings = logging.Handler(logging.WARNING)  # handlers further up print them
+        self._before_warnings = LineClearing(self._clear)
         self._bar: tqdm | None = None
         if self._stream.isatty():
             logging.getLogger("oneshot").addHandler(self._before_warnings)
             self._bar = tqdm(total=1.0, leave=False, bar_format="{desc}", file=self._stream, dynamic_ncols=True)
         self._last = clock()
-        self._before_warnings.emit = lambda record: self._clear()  # type: ignore[method-assign]
         self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
         self._thread.start()
 

@@ -15,6 +15,7 @@ from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity
 from oneshot.method import TOKENS_PER_NEURON
 from oneshot.report.progress import ProgressBar, Tracker
+from oneshot.report.sharing import shared_sources
 from oneshot.text import (
     SELF,
     Fillings,
@@ -90,7 +91,7 @@ class Calibration:
     def read(self) -> Text:
         """Return the text. Raises `CalibrationError` if a source does not suit the family."""
         options, family, shape, seed = self._config.text, self._model.family, self._model.shape, self._config.seed
-        self._tracker.step(f"reading the text {options.calibration}")
+        self._tracker.step(f"reading the text {shared_sources(options.calibration)}")
         sources = split_sources(options.calibration)
         tokens = [source for source in sources if has_tokens(source)]
         if tokens and not (family.stack.causal and family.decoder is None):

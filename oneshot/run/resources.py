@@ -60,6 +60,7 @@ from oneshot.profiling import (
 from oneshot.report.progress import ProgressBar, Tracker, WarningLog
 from oneshot.report.provenance import code_hash, processor_name, versions
 from oneshot.report.records import Footprint
+from oneshot.report.sharing import shared_name
 from oneshot.run.calibration import Calibration
 from oneshot.run.latencies import find_timings
 from oneshot.schedule import Schedule
@@ -128,7 +129,7 @@ class Run:
     def _open(self) -> Checkpoint:
         """Find, fetch or convert the checkpoint, in one process for all."""
         checkpoint, machine = self._config.checkpoint, self.machine
-        self.tracker.step(f"opening {checkpoint}")
+        self.tracker.step(f"opening {shared_name(str(checkpoint))}")
         self._gguf = open_gguf(checkpoint)
         if self._gguf is not None:
             bounds = current_bounds(self._config.machine, machine.device)

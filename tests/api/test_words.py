@@ -1,5 +1,6 @@
 """Errors in Python speak of arguments and of what was given, not of flags and temporary files."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,13 @@ SENTENCES = {
     "--device cuda:7 is not there; use --device cpu.": "device='cuda:7' is not there; use device='cpu'.",
     "give a text as --calibration, or more --max-memory.": "give a text as calibration, or more max_memory.",
     "allow --max-memory 653MiB.": "allow max_memory='653MiB'.",
+    "leave out --set value_size and inner_sizes.": "leave out value_size and inner_sizes.",
+    "give a larger --set damping=": "give a larger damping",
+    "sparsty is not an option, see --help and --help-methods; did you mean sparsity?": "sparsty is not an option, see "
+    "help(oneshot.compress) and oneshot.RECIPES; did you mean sparsity?",
+    "start anew: oneshot compress 'my models/a' --form per-layer --sparsity 0.36.": "start anew: "
+    "oneshot.compress('my models/a', form='per-layer', sparsity=0.36).",
+    "run oneshot evaluate or --dry-run.": "run oneshot evaluate or dry_run.",
     f"{SCRATCH}/given-text.jsonl is short.": "The given text is short.",
     f"It reads {SCRATCH}/given-tokens.safetensors.": "It reads the given text.",
     f"The folder {SCRATCH}/LlamaForCausalLM lacks it.": "The folder the given model lacks it.",
@@ -54,6 +62,53 @@ def test_no_flag_and_no_temporary_file_is_named(name: str, make_checkpoint: Make
         oneshot.compress(make_checkpoint(), tmp_path / "out", **options)
     assert not re.search(r"--[a-z]|given-|/files/", str(refused.value)), refused.value
     assert not re.search(r"--[a-z]|given-|/files/", refused.value.args[0])
+
+
+FEW: dict[str, Any] = {"sparsity": 0.2, "num_sequences": 4, "sequence_length": 16, "progress": False, "device": "cpu"}
+
+
+@pytest.mark.parametrize("has_logging", [False, True], ids=["no logging", "logging"])
+def test_warnings_name_arguments_and_are_seen(
+    has_logging: bool,
+    make_checkpoint: MakeCheckpoint,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also by a program that has set up no logging: Python is silent then as soon as anything listens."""
+    heard: list[str] = []
+    listener = logging.Handler()
+    monkeypatch.setattr(listener, "emit", lambda record: heard.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("oneshot"), "handlers", [listener] * has_logging)
+    text = ["Words of a text in memory, which is long enough."] * 40
+    result = oneshot.compress(make_checkpoint(), tmp_path / "out", calibration=text, **FEW)
+    (few,) = result.report.warnings
+    assert "such as num_sequences=16 of 16 tokens each" in few
+    assert heard == [few] * has_logging
+    assert capsys.readouterr().err == ("" if has_logging else f"WARNING: {few}\n")
+    assert logging.getLogger("oneshot").handlers == [listener] * has_logging
+
+
+def test_a_question_is_asked_at_the_end(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    options = FEW | {"sparsity": [0.1, 0.2], "progress": lambda progress: told.append(progress.stage)}
+    text = text_file.read_text().split("\n\n")
+    results = oneshot.compress(make_checkpoint(), tmp_path / "out", calibration=text, prompt="Who?", **options)
+    for result in results:
+        check = result.report.check
+        assert check is not None
+        assert (check.question, set(check.answers)) == ("Who?", {"dense", "compressed"})
+        assert check.perplexity is not None
+        shown = repr(result)
+        assert "tokens of given-text.jsonl that the run did not read" in shown
+        assert re.search(r"\n  asked: +Who\?\n  before: ", shown)
+        assert "Who?" in (result.output / "report.html").read_text()
+    assert told[-1] == "checking the result"
+    for prompt in (" ", 3):
+        with pytest.raises(OneshotError, match=r"^prompt is .*; give a question, or leave it out"):
+            oneshot.compress(make_checkpoint(), tmp_path / "no", calibration=text, prompt=prompt, **options)
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_model_in_memory_has_no_temporary_name(tmp_path: Path) -> None:
