@@ -273,6 +273,8 @@ def silence_libraries() -> None:
     for torch_says_once in ("Sparse CSR tensor support is in beta", ".*preferred_linalg_library is an experimental"):
         warnings.filterwarnings("ignore", message=torch_says_once)
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # read when datasets is imported, with the first table
+    if not sys.stderr.isatty():  # lm-eval's bars fill a file; read when tqdm is imported, with torch
+        os.environ.setdefault("TQDM_DISABLE", "1")
     from huggingface_hub.utils import disable_progress_bars
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from oneshot.evaluation.tasks import load_documents, run_tasks, task_manager
 from oneshot.evaluation.tokenizers import refuse_other_tokenizers
 from oneshot.export import stated_shape
 from oneshot.families import StackShape
+from oneshot.report.display import tell_file
+from oneshot.tasks import expanded
 from oneshot.text import (
     BUILTIN,
     bos_of,
@@ -107,6 +110,7 @@ def evaluate_windows(
         result = _evaluation(name, checkpoint, shape, score, latency, records)
         result = replace(result, bos=_bos(checkpoint, tokenizer))
         if tasks:
+            tell_file(f"asking {Path(name).name} the tasks {', '.join(expanded(tasks))} …")
             found = run_tasks(
                 checkpoint.folder,
                 tasks,

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,8 +45,11 @@ def run_tasks(
     tokenizer = load_tokenizer(folder)
     loaded = load_model(folder, device=device, dtype=dtype)
     with _quiet():
+        model = HFLM(pretrained=loaded, tokenizer=tokenizer, device=str(device), batch_size=batch_size)
+        if not sys.stderr.isatty():
+            _leave_out_bars(model)
         results = simple_evaluate(
-            model=HFLM(pretrained=loaded, tokenizer=tokenizer, device=str(device), batch_size=batch_size),
+            model=model,
             tasks=_configs(tasks, manager),
             limit=limit,
             task_manager=manager,
@@ -55,6 +59,17 @@ def run_tasks(
         task: {name: value for name, value in metrics.items() if isinstance(value, float)}
         for task, metrics in results["results"].items()
     }
+
+
+def _leave_out_bars(model: Any) -> None:
+    """Let a model of lm-eval show no bars, each of which would fill a file with hundreds of lines."""
+    for name in ("loglikelihood", "loglikelihood_rolling", "generate_until", "_loglikelihood_tokens"):
+        answer = getattr(model, name)
+
+        def without(*arguments: Any, answer: Any = answer, **options: Any) -> Any:
+            return answer(*arguments, **options | {"disable_tqdm": True})
+
+        setattr(model, name, without)
 
 
 @shared_by_threads

@@ -4,7 +4,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -13,13 +13,23 @@ SILENT_SECONDS = 1.0  # after which the line on a terminal is drawn again, with 
 LINE_SECONDS = 30.0  # between lines in a file
 
 
-def progress_bar(batches: Sequence[Any], name: str, *, visible: bool = True) -> Iterable[Any]:
-    """Yield batches with a bar on stderr, which a file gets once in `LINE_SECONDS` at most."""
-    shown_every = 0.1 if sys.stderr.isatty() else LINE_SECONDS
-    bar: Iterable[Any] = tqdm(
-        batches, desc=name, unit="batch", leave=False, mininterval=shown_every, disable=not visible
-    )
-    return bar
+def progress_bar(batches: Sequence[Any], name: str, *, visible: bool = True) -> Iterator[Any]:
+    """Yield batches, with a bar on a terminal; a file gets a line once in `LINE_SECONDS` at most."""
+    if sys.stderr.isatty():
+        yield from tqdm(batches, desc=name, unit="batch", leave=False, disable=not visible)
+        return
+    last = time.monotonic()
+    for number, batch in enumerate(batches):
+        if visible and time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            tell_file(f"{name}: {number} of {len(batches)} batches")
+        yield batch
+
+
+def tell_file(line: str) -> None:
+    """Print a line on stderr if that is no terminal, where something else shows the progress."""
+    if not sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
 
 
 class LineClearing(logging.Handler):

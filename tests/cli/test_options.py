@@ -27,6 +27,8 @@ from oneshot.fields import FLAGS
 from oneshot.method import Hidden, Method, SelectorName
 from oneshot.pipeline import compress, predict, profile
 from oneshot.recipes import RECIPES
+from oneshot.report import display
+from oneshot.report.display import progress_bar
 from oneshot.report.terminal import print_footprint, print_profile, print_report
 from oneshot.settings import settings
 from oneshot.text.files import READABLE
@@ -315,11 +317,24 @@ def test_a_table_that_cannot_be_read_is_one_sentence(make_checkpoint: MakeCheckp
 def test_an_evaluation_shows_no_bars_of_other_libraries(
     make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path
 ) -> None:
-    """Only the bar of oneshot's own scoring is on stderr."""
+    """In a file nothing is written over, and a line says what takes long."""
     options = [f"--text={text_file}", "--sequence-length=16", "--max-windows=1", "--decode-tokens=0", "--device=cpu"]
-    code, told, printed = run_forked("evaluate", str(make_checkpoint()), *options, folder=tmp_path)
+    tasks = ["--tasks", "oneshot_facts", "oneshot_copy", "--limit=1"]
+    checkpoint = make_checkpoint()
+    code, told, printed = run_forked("evaluate", str(checkpoint), *options, *tasks, folder=tmp_path)
     assert code == 0, told
-    lines = [line for line in re.split(r"[\r\n]+", told) if line.strip()]
-    assert lines
-    assert [line for line in lines if not line.startswith("scoring: ")] == []
+    lines = [line for line in re.split(r"[\r\n]+", told) if not re.match(r" *\d+%", line)]  # imported by the parent
+    assert lines == [f"asking {checkpoint.name} the tasks oneshot_facts, oneshot_copy …", ""]
     assert "perplexity text.txt" in printed
+
+
+def test_batches_tell_a_file_in_whole_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [*progress_bar([1, 2, 3], "scoring")] == [1, 2, 3]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(display, "LINE_SECONDS", 0.0)
+    assert [*progress_bar([1, 2], "scoring")] == [1, 2]
+    assert capsys.readouterr().err == "scoring: 0 of 2 batches\nscoring: 1 of 2 batches\n"
+    assert [*progress_bar([1, 2], "scoring", visible=False)] == [1, 2]
+    assert capsys.readouterr().err == ""
