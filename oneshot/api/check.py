@@ -13,7 +13,7 @@ import torch
 from oneshot.checkpoint import Checkpoint, GgufCheckpoint, locate_checkpoint, open_gguf
 from oneshot.config import Config
 from oneshot.errors import CalibrationError, OneshotError, OutputError, cause, printable
-from oneshot.evaluation import kind_of, load_model, perplexity
+from oneshot.evaluation import kind_of, load_model, perplexity, was_cut
 from oneshot.export import FORMS
 from oneshot.footprint.check_memory import ANSWER_TOKENS, LONGEST_WINDOW, num_windows
 from oneshot.machine import resolve_device, resolve_dtype
@@ -21,12 +21,12 @@ from oneshot.machine.memory import peak_bytes, peak_device_bytes, release_heap, 
 from oneshot.report.additions import add_check
 from oneshot.report.progress import Tracker
 from oneshot.report.records import Check, Report
+from oneshot.report.words import CUT
 from oneshot.text import SELF, has_tokens, load_text, load_tokenizer, prompt_ids, shares, split_sources, token_hash
 
 MOST_LETTERS = 2**15  # of a question in the words of a chat template
 QUESTION, OPENING = "Why is the sky blue? Answer in one sentence.", "The sky is blue because"
 LONGEST_REASON = 200  # letters
-CUT = " …"  # after an answer that its model did not end
 CHECK = "checking the result on held-out text"  # the stage of a run
 Step = Callable[[str], None]  # is told what the check does now
 
@@ -208,9 +208,7 @@ def _answer(model: Any, tokenizer: Any, prompt: torch.Tensor) -> str:
         raise CalibrationError(f"{type(model).__name__} does not write an answer ({cause(error)}).") from error
     answer = written[0, ids.shape[1] :]
     text = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
-    ends = model.generation_config.eos_token_id
-    ended = len(answer) < ANSWER_TOKENS or int(answer[-1]) in (ends if isinstance(ends, list) else [ends])
-    return text if ended or not text else text + CUT
+    return text + CUT if text and was_cut(model, answer, ANSWER_TOKENS) else text
 
 
 def weight_bytes(place: str | os.PathLike[str]) -> int | None:

@@ -2,7 +2,7 @@
 
 from oneshot.evaluation.by_window import load_windows
 from oneshot.evaluation.comparison import Evaluation, Evaluations, kept_comparison, print_evaluations, write_json
-from oneshot.evaluation.conversation import Conversation
+from oneshot.evaluation.conversation import Conversation, was_cut
 from oneshot.evaluation.evaluate import evaluate
 from oneshot.evaluation.kinds import Kind, kind_of, load_as
 from oneshot.evaluation.models import load_model, measure_latency
@@ -28,5 +28,6 @@ __all__ = [
     "run_tasks",
     "score_windows",
     "task_manager",
+    "was_cut",
     "write_json",
 ]

@@ -11,10 +11,16 @@ from oneshot.checkpoint import Checkpoint
 from oneshot.errors import CheckpointError, cause
 from oneshot.evaluation.kinds import kind_of
 from oneshot.evaluation.models import load_model
-from oneshot.report.words import NOTHING
+from oneshot.report.words import CUT, NOTHING
 from oneshot.text import load_tokenizer, prompt_ids
 
 MOST_LETTERS = 2**20  # of a conversation in the words of a chat template
+
+
+def was_cut(model: Any, answer: torch.Tensor, most: int) -> bool:
+    """Return whether the tokens of an answer, `(length,)`, stop at the most that were allowed, without an end."""
+    ends = model.generation_config.eos_token_id
+    return len(answer) >= most and int(answer[-1]) not in (ends if isinstance(ends, list) else [ends])
 
 
 class Conversation:
@@ -39,7 +45,7 @@ class Conversation:
         self._turns: list[dict[str, str]] = []
 
     def answer(self, prompt: str, max_new_tokens: int) -> Iterator[str]:
-        """Yield the pieces of the model's answer as it writes them, greedily.
+        """Yield the pieces of the model's answer as it writes them, greedily; `CUT` follows if it did not end there.
 
         Raises `CalibrationError` if the chat template does not write the prompt within bounds, and `CheckpointError` if
         the model does not write.
@@ -49,17 +55,19 @@ class Conversation:
         ids = self._ids(prompt)
         pieces = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         failures: list[Exception] = []
+        outputs: list[torch.Tensor] = []
 
         def write() -> None:
             try:
                 with torch.inference_mode():
-                    self._model.generate(
+                    output = self._model.generate(
                         ids,
                         attention_mask=torch.ones_like(ids),
                         max_new_tokens=max_new_tokens,
                         do_sample=False,
                         streamer=pieces,
                     )
+                outputs.append(output[0, ids.shape[1] :])
             except (TypeError, ValueError, RuntimeError) as error:  # told by the thread that reads the pieces
                 failures.append(error)
                 pieces.end()
@@ -73,6 +81,8 @@ class Conversation:
         thread.join()
         if not failures and not "".join(written).strip():
             yield NOTHING
+        elif not failures and was_cut(self._model, outputs[0], max_new_tokens):
+            yield CUT
         if failures:
             raise CheckpointError(f"The model does not write an answer ({cause(failures[0])}).") from failures[0]
         if self._tokenizer.chat_template:

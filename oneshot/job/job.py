@@ -80,8 +80,10 @@ class Job:
             run.check_text()
         self.footprint = run.footprint(config, self.schedule, self.plan, dry=dry)
         if self.schedule.plans_by_profile and self.budget.unit == "parameters":  # not those of equal layers
-            stored = self.footprint.stored_parameters | {"compressed": round(self.budget.target)}
-            self.footprint = replace(self.footprint, stored_parameters=stored)
+            parameters = round(self.budget.target)
+            stored = self.footprint.stored_parameters | {"compressed": parameters}
+            result_bytes, _ = run.result_bytes(config, parameters)
+            self.footprint = replace(self.footprint, stored_parameters=stored, result_bytes=result_bytes)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -132,7 +134,7 @@ class Job:
             workers=workers,
             overwrite=config.overwrite,
             resume=config.resume,
-            expected_bytes=sum(self.run.result_bytes(config, self.plan)),
+            expected_bytes=sum(self.run.result_bytes(config, self.run.grid.stack(self.plan).stored_parameters())),
             log=self.run.model.checkpoint.log,
             background=self.run.machine.device.type == "cuda",
         )

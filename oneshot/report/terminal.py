@@ -92,11 +92,13 @@ def print_footprint(footprint: Footprint, *, checks: bool = False) -> None:
     if footprint.experts_together is not None:
         groups = f"in {footprint.expert_groups} groups, a pass over the text for each"
         table.add_row("experts together", str(footprint.experts_together), groups)
-    table.add_row("result on disk", gibibytes(footprint.result_bytes), "at --output")
+    table.add_row("result on disk", _about(footprint) + gibibytes(footprint.result_bytes), "at --output")
     table.add_row("peak on disk", gibibytes(footprint.disk_bytes), "at --output, with what --resume needs")
     table.add_row("scratch files", gibibytes(footprint.scratch_bytes), "in --offload-dir, removed at the end")
     dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
-    table.add_row("stored parameters", _exactly(footprint), f"of {dense:,} (−{1 - compressed / dense:.1%})")
+    table.add_row(
+        "stored parameters", f"{_about(footprint)}{compressed:,}", f"of {dense:,} (−{1 - compressed / dense:.1%})"
+    )
     for stage, seconds in footprint.seconds.items():
         if stage != "total":
             of_text = f"{duration(footprint.text_seconds)} of it to write the text"
@@ -129,8 +131,8 @@ def print_footprints(footprints: Sequence[Footprint], *, checks: bool = False) -
         total += own
         table.add_row(
             f"{1 - compressed / dense:.1%}",
-            _exactly(footprint),
-            gibibytes(footprint.result_bytes),
+            f"{_about(footprint)}{compressed:,}",
+            _about(footprint) + gibibytes(footprint.result_bytes),
             gibibytes(footprint.host_bytes),
             *[gibibytes(footprint.device_bytes)] * has_device,
             gibibytes(footprint.disk_bytes),
@@ -144,14 +146,14 @@ def print_footprints(footprints: Sequence[Footprint], *, checks: bool = False) -
     console.print(f"time that all sizes share: {duration(sum(shared.values()))} ({parts})")
     console.print(f"time in all: about {duration(total)}; it {MAY_BE_WRONG}")
     disk = sum(footprint.result_bytes for footprint in footprints)
-    console.print(f"all results on disk: {gibibytes(disk)}")
+    console.print(f"all results on disk: {max(map(_about, footprints))}{gibibytes(disk)}")
     if not all(footprint.exact for footprint in footprints):
         console.print(FROM_A_PROFILE)
 
 
-def _exactly(footprint: Footprint) -> str:
-    """Return the parameters of the result; about how many, if a profile will decide where they are."""
-    return f"{'' if footprint.exact else 'about '}{footprint.stored_parameters['compressed']:,}"
+def _about(footprint: Footprint) -> str:
+    """Return what stands before the size of a result: a profile may decide where its parameters are."""
+    return "" if footprint.exact else "about "
 
 
 def _of_check(footprint: Footprint) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Measurements in words: how much worse a model is, and how long something takes."""
 
 NOTHING = "(nothing)"  # stands for an empty answer
+CUT = " …"  # after an answer that its model did not end
 VERDICTS = (  # up to this perplexity ÷ the original's
     (1.03, "as good as the original on this text"),
     (1.10, "a little worse than the original"),

@@ -375,7 +375,9 @@ class Run:
         `dry`: also predict seconds, for which the machine is timed.
         """
         load_libraries(self.model, self.machine, config.text.calibration)
-        result_bytes, beside_bytes = (0, 0) if plan is None else self.result_bytes(config, plan)
+        result_bytes, beside_bytes = (0, 0)
+        if plan is not None:
+            result_bytes, beside_bytes = self.result_bytes(config, self.grid.stack(plan).stored_parameters())
         work = describe_work(config, self.model, self.method, self.grid, schedule, plan, self.machine)
         check = check_stages(work, self._gguf, result_bytes) if self.form.opened_by == "transformers" else []
         bounds = current_bounds(config.machine, self.machine.device)
@@ -408,9 +410,8 @@ class Run:
         work = describe_work(config, self.model, self.method, self.grid, schedule, plan, machine)
         return stage_seconds(work, footprint.store)
 
-    def result_bytes(self, config: Config, plan: Plan) -> tuple[int, int]:
-        """Return the bytes of the result's weights, and of those beside it that a form with a file of its own needs."""
-        parameters = self.grid.stack(plan).stored_parameters()
+    def result_bytes(self, config: Config, parameters: int) -> tuple[int, int]:
+        """Return the bytes of so many weights, and of those beside them that a form with a file of its own needs."""
         of_parts, of_result = (
             expected_bytes(dtype, self.model.checkpoint, parameters)
             for dtype in (part_dtype(config.save_dtype), config.save_dtype)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from oneshot import Config, Report
-from oneshot.api.check import CUT, quick_check, weight_bytes
+from oneshot.api.check import quick_check, weight_bytes
 from oneshot.checkpoint import locate_checkpoint
 from oneshot.cli.main import main
 from oneshot.evaluation import perplexity
@@ -24,7 +24,7 @@ from oneshot.report.card import QUALITY, REPORT_NAME
 from oneshot.report.records import Check
 from oneshot.report.sharing import without_local_paths
 from oneshot.report.summary import summary
-from oneshot.report.words import verdict
+from oneshot.report.words import CUT, verdict
 from oneshot.text import load_text, load_tokenizer
 
 NAME_COLUMNS = 14  # of a line of the summary

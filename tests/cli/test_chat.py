@@ -15,7 +15,7 @@ LENGTH = 6
 
 
 def stock_answers(folder: Path, tokenizer: Any, prompts: list[str]) -> list[str]:
-    """Return what transformers writes to these prompts, greedily, in one conversation."""
+    """Return what transformers writes to these prompts, greedily, in one conversation; `…` where it is cut."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     turns: list[dict[str, str]] = []
     answers = []
@@ -26,6 +26,8 @@ def stock_answers(folder: Path, tokenizer: Any, prompts: list[str]) -> list[str]
         length = inputs["input_ids"].shape[1]
         answers.append(tokenizer.decode(written[0, length:], skip_special_tokens=True))
         turns.append({"role": "assistant", "content": answers[-1].strip()})
+        if written.shape[1] - length == LENGTH and written[0, -1] != tokenizer.eos_token_id:
+            answers[-1] += " …"
     return answers
 
 
@@ -39,6 +41,7 @@ def test_answers_are_the_stock_models_turn_by_turn(
 ) -> None:
     folder, prompts = make_checkpoint(), ["the first of them", "and the second"]
     expected = stock_answers(folder, tokenizer, prompts)
+    assert expected[0].endswith(" …")
     options = [str(folder), f"--max-new-tokens={LENGTH}", "--device=cpu", "--dtype=float32"]
     if typed:
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(prompts) + "\n"))
@@ -53,7 +56,7 @@ def test_an_empty_answer_is_named_and_is_no_turn(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_checkpoint()
-    monkeypatch.setattr(LlamaForCausalLM, "generate", lambda *_, streamer, **__: streamer.end())
+    monkeypatch.setattr(LlamaForCausalLM, "generate", lambda _, ids, *, streamer, **__: streamer.end() or ids)
     capsys.readouterr()
     assert main(["chat", str(folder), "--prompt=the first", "--prompt=the second", "--device=cpu"]) == 0
     assert capsys.readouterr().out == "(nothing)\n(nothing)\n"

@@ -294,7 +294,7 @@ def test_a_gguf_input_shows_no_bars_of_other_libraries(
     code, told, printed = run_forked("compress", str(gguf_file), *options, folder=tmp_path, TMPDIR=str(scratch))
     assert code == 1
     assert told.splitlines() == [
-        f"opening {gguf_file} …",
+        f"opening {gguf_file.name} …",
         f"error: no-such-text.txt does not exist; {READABLE}.",
     ]
     assert printed == ""
@@ -317,14 +317,10 @@ def test_a_table_that_cannot_be_read_is_one_sentence(make_checkpoint: MakeCheckp
 def test_an_evaluation_shows_no_bars_of_other_libraries(
     make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path
 ) -> None:
-    """In a file nothing is written over, and a line says what takes long."""
+    """Nor one of its own: what stands in a file is not written over."""
     options = [f"--text={text_file}", "--sequence-length=16", "--max-windows=1", "--decode-tokens=0", "--device=cpu"]
-    tasks = ["--tasks", "oneshot_facts", "oneshot_copy", "--limit=1"]
-    checkpoint = make_checkpoint()
-    code, told, printed = run_forked("evaluate", str(checkpoint), *options, *tasks, folder=tmp_path)
-    assert code == 0, told
-    lines = [line for line in re.split(r"[\r\n]+", told) if not re.match(r" *\d+%", line)]  # imported by the parent
-    assert lines == [f"asking {checkpoint.name} the tasks oneshot_facts, oneshot_copy …", ""]
+    code, told, printed = run_forked("evaluate", str(make_checkpoint()), *options, folder=tmp_path)
+    assert (code, told) == (0, "")
     assert "perplexity text.txt" in printed
 
 

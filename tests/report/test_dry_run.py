@@ -56,12 +56,12 @@ def test_what_several_sizes_share_counts_once(capsys: pytest.CaptureFixture[str]
     print_footprints([ONE, smaller], checks=True)
     printed = capsys.readouterr().out
     assert printed.count("dry run") == 1
-    for row in (r"10\.0% .* 900 .* 2 h 10 min", r"20\.0% .* about 800 .* 61 min"):
+    for row in (r"10\.0% .* 900 .* 2 h 10 min", r"20\.0% .* about 800 .* about 1\.00 GiB .* 61 min"):
         assert re.search(row, printed), row
     told = " ".join(printed.split())
     assert "share: 33 min (prepare 12 min, curvature 5 min, profile 17 min)" in told
     assert "time in all: about 3 h 44 min" in told
-    assert "all results on disk: 2.00 GiB" in told
+    assert "all results on disk: about 2.00 GiB" in told
     assert all(len(line) <= 80 for line in printed.splitlines())
 
 
@@ -95,3 +95,6 @@ def test_it_says_what_a_run_planned_by_a_profile_will_make(
     assert not predicted.exact
     assert predicted.stored_parameters["compressed"] == round(0.83 * dense)
     assert report.stored_parameters["compressed"] == pytest.approx(round(0.83 * dense), rel=0.02)
+    assert predicted.result_bytes == 4 * round(0.83 * dense)
+    files = sum(path.stat().st_size for path in Path(config.output).glob("*.safetensors"))
+    assert files == pytest.approx(predicted.result_bytes, rel=0.05)
