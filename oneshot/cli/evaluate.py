@@ -133,6 +133,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
             write_json(Path(arguments.output), evaluations, vars(arguments))
         folder = Path(arguments.checkpoint).expanduser()
         if add_evaluation(folder, kept_comparison(evaluations, vars(arguments))):
-            print(printable(f"Added to the report of the result: {folder / PAGE_NAME}"))
+            print(f"Added to the report of the result:\n{printable(str(folder / PAGE_NAME))}")
 
     return run_command(arguments, run, writes=bool(arguments.output))

@@ -43,7 +43,7 @@ def test_the_command_line_ends_with_one_line(
     told = capsys.readouterr()
     *stages, message = told.err.splitlines()
     assert message.startswith(f"error: {shard}")
-    assert stages == [f"opening {folder} …"]
+    assert stages == [f"opening {folder.name} …"]
     assert told.out == ""
     assert not output.parent.exists()
 

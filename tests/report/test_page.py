@@ -229,6 +229,13 @@ def test_the_quality_is_in_words_and_numbers_with_the_answers() -> None:
     assert "Not measured: this run made no check." in Page(report_page(make_report())).texts["p"]
 
 
+def test_what_was_kept_is_said() -> None:
+    target = make_report().config["target"] | {"keep": ("layers.0.*", "embed_tokens")}
+    page = Page(report_page(make_report(config=make_report().config | {"target": target})))
+    assert ("Kept as it was", "layers.0.*, embed_tokens") in page.definitions
+    assert "Kept as it was" not in dict(Page(report_page(make_report())).definitions)
+
+
 def test_warnings_are_listed_once() -> None:
     report = make_report(warnings=("few tokens",))
     layers = tuple(replace(layer, warnings=("few tokens", "a Gram")) for layer in report.layers)
