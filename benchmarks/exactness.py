@@ -107,7 +107,7 @@ def measure(name: str, folder: Path) -> Row:
     row: Row = {"class": type(stock).__name__, "full_width": max(map(relative, ours, theirs))}
 
     options: dict[str, Any] = {"calibration": str(folder / "text.txt"), "num_sequences": 16, "sequence_length": 32}
-    options |= {"batch_size": 16, "device": "cpu", "dtype": "float32"}
+    options |= {"batch_size": 16, "device": "cpu", "dtype": "float32", "form": "stock"}
     compress(Config.of(str(source), str(folder / "same"), sparsity=0.0, **options))
     same = load(folder / "same")(**inputs_of(text))
     row["removed_nothing"] = float((same[0] - output[0]).abs().max())

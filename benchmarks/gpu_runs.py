@@ -107,7 +107,8 @@ def agree(job: Job) -> None:
         if kernels is not None:
             os.environ["ONESHOT_KERNELS"] = kernels
         started, output = time.perf_counter(), job.scratch / "agreed"
-        options = {"sparsity": SPARSITY, "calibration": text, "device": device, "dtype": dtype, **sizes, **settings}
+        options = {"sparsity": SPARSITY, "calibration": text, "device": device, "dtype": dtype, **sizes}
+        options |= {"form": "stock"} | settings
         report = compress(Config.of(str(model), str(output), overwrite=True, **options))
         seconds = time.perf_counter() - started
         files = sorted(output.glob("*.safetensors"))
@@ -194,7 +195,7 @@ def ranks(job: Job) -> None:
         return
     model, text = _agreed_model(job)
     sizes = TINY_TEXT if job.tiny else AGREED_TEXT
-    settings = {"calibration": text, "sparsity": SPARSITY, "device": job.device, **sizes}
+    settings = {"calibration": text, "sparsity": SPARSITY, "form": "stock", "device": job.device, **sizes}
     one, two = job.scratch / "by one", job.scratch / "by two"
     started = time.perf_counter()
     compress(Config.of(str(model), str(one), overwrite=True, **settings))

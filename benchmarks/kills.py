@@ -27,13 +27,13 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 TELLING = {REPORT_NAME, "report.html", "README.md"}  # they state time and memory, which differ between runs
 PATIENCE_SECONDS = 120
 KINDS: dict[str, list[str]] = {
-    "stock": ["--sparsity", "0.1"],
+    "stock": ["--sparsity", "0.1", "--form", "stock"],
     "per-layer": ["--sparsity", "0.1", "--form", "per-layer"],
     "per-layer, small files": ["--sparsity", "0.1", "--form", "per-layer", "--max-shard-size", "40KB"],
-    "up steps, heads": ["--sparsity", "0.15", "--up-steps", "2", "--set", "heads=id"],
+    "up steps, heads": ["--sparsity", "0.15", "--form", "stock", "--up-steps", "2", "--set", "heads=id"],
     "hidden size": ["--recipe", "tcsp", "--sparsity", "0.1"],
     "hidden size by groups": ["--recipe", "group-pca", "--sparsity", "0.1", "--set", "group_size=2"],
-    "text of its own": ["--sparsity", "0.1", "--calibration", "builtin+self"],
+    "text of its own": ["--sparsity", "0.1", "--form", "stock", "--calibration", "builtin+self"],
     "several sizes": ["--sparsity", "0.05", "0.1", "--form", "per-layer"],
 }
 

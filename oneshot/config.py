@@ -15,6 +15,7 @@ from oneshot.recipes import RECIPE_FORMS, RECIPES, find_recipe
 
 BudgetUnit = Literal["parameters", "bytes", "flops", "latency"]
 FormName = Literal["stock", "per-layer", "nemotron-nas", "gguf"]
+FormChoice = Literal["auto", "stock", "per-layer", "nemotron-nas", "gguf"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Kind = Literal["causal", "classification", "masked-lm", "embedding", "text-to-text", "question-answering"]
 SaveDtype = Literal["keep", "float32", "bfloat16", "float16", "q8_0"]
@@ -188,7 +189,7 @@ class Config:
         text: the calibration text.
         machine: the device, and the bounds of its memory.
         recipe: the name of the method it began with.
-        form: the form in which the result is written.
+        form: the form in which the result is written; `auto`: as `Run` settles it.
         profile: folder of a profile to plan from; None: the run makes one if it needs one.
         seed: seed of the text's order, of sketches and of random choices.
         save_dtype: dtype of the stored weights; `keep`: the input's; `q8_0`: blocks of 8 bits in a GGUF file.
@@ -206,7 +207,7 @@ class Config:
     text: TextOptions = TextOptions()
     machine: MachineOptions = MachineOptions()
     recipe: str = "oneshot"
-    form: FormName = "stock"
+    form: FormChoice = "auto"
     profile: str | None = None
     seed: int = 0
     save_dtype: SaveDtype = "keep"
@@ -238,7 +239,8 @@ class Config:
             field, parse = SPELLINGS.get(name, (name, str))
             is_text = isinstance(value, str | os.PathLike) or type(value).__module__ == "torch"  # a dtype
             parts[part_of(field)][field] = parse(str(value)) if is_text else value
-        parts["config"].setdefault("form", RECIPE_FORMS.get(recipe, "stock"))
+        if parts["config"].get("form", "auto") == "auto":
+            parts["config"]["form"] = RECIPE_FORMS.get(recipe, "auto")
         target = Target(**parts["target"])
         return Config(
             str(checkpoint),

@@ -49,6 +49,8 @@ def small_config(checkpoint: Path, text: Path, *, output: Path | str, **changes:
         "device": "cpu",
         "dtype": "float32",
     }
+    if changes.get("recipe", "oneshot") == "oneshot":
+        options["form"] = "stock"  # no profile
     stated = {"parameters", "hidden_size", "value_size", "query_key_size", "hidden_rate", "inner_rate"}
     if not changes.keys() & stated:
         options["sparsity"] = 0.2
@@ -57,7 +59,7 @@ def small_config(checkpoint: Path, text: Path, *, output: Path | str, **changes:
 
 def small_arguments(checkpoint: Path, output: Path, text: Path) -> list[str]:
     """Return the arguments of a small compression for the command line."""
-    options = ["--sparsity=0.2", "--num-sequences=4", "--sequence-length=16", "--device=cpu"]
+    options = ["--sparsity=0.2", "--num-sequences=4", "--sequence-length=16", "--device=cpu", "--form=stock"]
     return [str(checkpoint), f"--output={output}", f"--calibration={text}", *options]
 
 

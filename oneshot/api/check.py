@@ -73,7 +73,7 @@ def quick_check(config: Config, report: Report, *, question: str | None = None, 
 
 def _checked(config: Config, report: Report, question: str | None, step: Step) -> Check:
     output = Path(config.output).expanduser()
-    form = FORMS[config.form]
+    form = FORMS[report.config["form"]]
     if form.opened_by != "transformers":
         return Check(skipped=f"{form.title} is checked by {form.opened_by}.")
     try:

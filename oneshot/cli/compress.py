@@ -139,7 +139,7 @@ def _finish(
         if arguments.verbose:
             print_report(report)
         weights = weight_bytes(config.checkpoint), weight_bytes(config.output)
-        gguf = str(Path(config.output) / FILE_NAME) if FORMS[config.form].opened_by == "llama.cpp" else None
+        gguf = str(Path(config.output) / FILE_NAME) if FORMS[report.config["form"]].opened_by == "llama.cpp" else None
         print(
             summary(
                 report,

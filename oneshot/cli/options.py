@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from oneshot.cli.parser import OneOf
 from oneshot.cli.streams import told
-from oneshot.config import Config, Dtype, FormName, MachineOptions, SaveDtype, TextOptions
+from oneshot.config import Config, Dtype, FormChoice, MachineOptions, SaveDtype, TextOptions
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.method import Method
 from oneshot.parsing import launched_rank
@@ -131,8 +131,8 @@ def add_output_form(group: Any) -> None:
 
 def add_form(group: Any) -> None:
     """Add the form of the result; `--tier` is its old name, for one release."""
-    forms = get_args(FormName)
-    shown = f"what the result is written as: {', '.join(forms)} (default: the recipe's, usually stock)"
+    forms = get_args(FormChoice)
+    shown = f"what the result is written as: {', '.join(forms)} (default: auto, the best that can hold the result)"
     group.add_argument("--form", type=OneOf(forms), metavar="FORM", help=shown)
     group.add_argument("--tier", type=OneOf(forms), dest="form", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
 

@@ -32,7 +32,8 @@ class Job:
         budget: the bound of its sizes. footprint: the predicted memory, disk and, in a dry run, time.
 
     Args:
-        config: with the target's output. target: replaces the config's for the plan; None keeps it.
+        config: with the target's output; the job's own has the settled form.
+        target: replaces the config's for the plan; None keeps it.
         dry: whether seconds are predicted, for which the machine is timed.
 
     Raises `OneshotError` for everything that is known before the first weight is read; a dry run only warns that the
@@ -40,6 +41,7 @@ class Job:
     """
 
     def __init__(self, config: Config, run: Run, *, target: Target | None = None, dry: bool = False) -> None:
+        config = replace(config, form=run.form.name)
         self.config, self.run, self.output = config, run, output_folder(config.output)
         try:
             refuse_place(self.output, run.model.checkpoint, overwrite=config.overwrite, resume=config.resume)
@@ -78,7 +80,7 @@ class Job:
             )
         if self.schedule.reads_text:
             run.check_text()
-        self.footprint = run.footprint(config, self.schedule, self.plan, dry=dry)
+        self.footprint = replace(run.footprint(config, self.schedule, self.plan, dry=dry), form=config.form)
         if self.schedule.plans_by_profile and self.budget.unit == "parameters":  # not those of equal layers
             parameters = round(self.budget.target)
             stored = self.footprint.stored_parameters | {"compressed": parameters}

@@ -7,7 +7,7 @@ from oneshot.json_text import numbers
 from oneshot.linalg.psd import GramNote
 from oneshot.machine import Store
 from oneshot.report.side_by_side import Comparison
-from oneshot.report.words import duration
+from oneshot.report.words import OPENED, duration
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Footprint:
         check_fits: whether both are allowed; the check is left out otherwise.
         check_seconds: seconds of the check; they are not in `total`.
         text_seconds: those of `prepare` in which the model writes text.
+        form: the form of the result; None of a profile alone.
     """
 
     host_bytes: int
@@ -96,6 +97,7 @@ class Footprint:
     check_fits: bool = False
     check_seconds: float = 0.0
     text_seconds: float = 0.0
+    form: str | None = None
 
     def __str__(self) -> str:
         dense, compressed = self.stored_parameters["dense"], self.stored_parameters["compressed"]
@@ -106,6 +108,7 @@ class Footprint:
             memory += f", with {grouped_experts(self)}"
         own_text = f", of which {duration(self.text_seconds)} to write the text" if self.text_seconds else ""
         lines = {
+            **({} if self.form is None else {"form": f"{self.form}, opened by {OPENED[self.form]}"}),
             "parameters": f"{dense:,} → {'' if self.exact else 'about '}{compressed:,} (−{1 - compressed / dense:.1%})",
             "memory": f"at most {memory}",
             "disk": f"{self.disk_bytes / 2**30:.2f} GiB at the output, {self.scratch_bytes / 2**30:.2f} GiB off-loaded",

@@ -8,7 +8,7 @@ from oneshot.errors import printable
 from oneshot.report.card import PAGE_NAME
 from oneshot.report.records import Check, Report
 from oneshot.report.terminal import WIDTH
-from oneshot.report.words import NOTHING, amount, duration, size, verdict
+from oneshot.report.words import NOTHING, OPENED, amount, duration, size, verdict
 
 NAME_WIDTH = 14
 OTHER_DTYPE = 0.1  # two files differ in the bytes of a parameter by more only if their dtypes do
@@ -34,6 +34,8 @@ def summary(
     removed = 1 - stored["compressed"] / stored["dense"]
     lines = [("result", output)]
     lines.append(("parameters", f"{amount(stored['dense'])} → {amount(stored['compressed'])} (−{removed:.1%})"))
+    form = str(report.config["form"])
+    lines.append(("form", f"{form}, opened by {OPENED[form]}"))
     before, after = weights
     if before is not None and after is not None:
         dtype = str(report.config["save_dtype"])

@@ -12,7 +12,7 @@ from oneshot.families import RANKED_KINDS
 from oneshot.planning import Profile
 from oneshot.report.layer_table import layer_table
 from oneshot.report.records import Footprint, Report, SublayerReport, grouped_experts
-from oneshot.report.words import duration
+from oneshot.report.words import OPENED, duration
 
 WIDTH = 80
 DRY_RUN = "dry run: only headers are read, nothing is written"
@@ -95,6 +95,8 @@ def print_footprint(footprint: Footprint, *, checks: bool = False) -> None:
     table.add_row("result on disk", _about(footprint) + gibibytes(footprint.result_bytes), "at --output")
     table.add_row("peak on disk", gibibytes(footprint.disk_bytes), "at --output, with what --resume needs")
     table.add_row("scratch files", gibibytes(footprint.scratch_bytes), "in --offload-dir, removed at the end")
+    if footprint.form is not None:
+        table.add_row("form", footprint.form, f"opened by {OPENED[footprint.form]}")
     dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
     table.add_row(
         "stored parameters", f"{_about(footprint)}{compressed:,}", f"of {dense:,} (−{1 - compressed / dense:.1%})"

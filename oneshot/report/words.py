@@ -1,7 +1,13 @@
-"""Measurements in words: how much worse a model is, and how long something takes."""
+"""Measurements in words: what opens a model, how much worse it is, and how long something takes."""
 
 NOTHING = "(nothing)"  # stands for an empty answer
 CUT = " …"  # after an answer that its model did not end
+OPENED = {  # what opens a result, by form; its card says more
+    "stock": "whatever opens the original",
+    "per-layer": "transformers with trust_remote_code; --form stock is for every engine",
+    "nemotron-nas": "transformers with trust_remote_code, and vLLM",
+    "gguf": "llama.cpp",
+}
 VERDICTS = (  # up to this perplexity ÷ the original's
     (1.03, "as good as the original on this text"),
     (1.10, "a little worse than the original"),

@@ -24,8 +24,8 @@ from oneshot.checkpoint.safe_files import companion_hashes, config_hash
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.compression import Curvature
 from oneshot.config import Config, Target
-from oneshot.errors import PlanError
-from oneshot.export import coordinates, expected_bytes, form_of, part_dtype
+from oneshot.errors import ConfigError, PlanError
+from oneshot.export import Form, coordinates, expected_bytes, form_of, part_dtype
 from oneshot.families import StackShape, predicts_tokens, stated_class
 from oneshot.footprint import (
     Work,
@@ -114,11 +114,11 @@ class Run:
         self._tell_of_further_layers()
         if source is None and workers.is_main:  # the others read the same files
             self.model = replace(self.model, checkpoint=self.model.checkpoint.logging())
-        self.form = form_of(config.form, self.model.family)
+        self.form = self._settled_form()
         self.dense = self.model.shape.stack()  # without biases that only the result has
         if config.method.correction == "bias" and config.target.sparsity != 0:
             self.model = self.model.with_ffn_biases()
-        self.grid = self._grid()
+        self.grid = self._grid(self.form)
         self.method = self._settled(config)
         self._calibration = Calibration(config, self.model, self.machine, outputs, self.tracker)
         self._outputs = outputs
@@ -137,12 +137,32 @@ class Run:
         folder = machine.workers.share(0, lambda: locate_checkpoint(checkpoint, machine.scratch, self._config.revision))
         return Checkpoint(folder)
 
-    def _grid(self) -> Grid:
-        """Return the grid of the form, which knows the form that its refusals advise: per-layer, or else stock."""
-        grid, family = self.form.grid(self.model), self.model.family
+    def _settled_form(self) -> Form:
+        """Return the form of the result; `auto` is the best one that holds it.
+
+        That is the per-layer form if the method plans ranks in it, or if no stock config can state what is asked for.
+        """
+        choice, family = self._config.form, self.model.family
+        if choice != "auto":
+            return form_of(choice, family)
+        per_layer, stock = form_of("per-layer", family), form_of("stock", family)
+        method = self._method_in(per_layer)
+        gains = method is not None and (method.plans_ranks or self._method_in(stock) is None)
+        return per_layer if gains else stock
+
+    def _method_in(self, form: Form) -> Method | None:
+        """Return the method as it is settled for a form; None if the form cannot hold what is asked for."""
+        try:
+            return self._grid(form).settle(self._config.method, self._config.target)
+        except (ConfigError, PlanError):
+            return None
+
+    def _grid(self, form: Form) -> Grid:
+        """Return the grid of a form, which knows the form that its refusals advise: per-layer, or else stock."""
+        grid, family = form.grid(self.model), self.model.family
         grid = replace(grid, kept=find_kept(self._config.target.keep, family, self.model.shape))
         others = [form_of(name, family) for name in ("per-layer", "stock")]
-        grids = [form.grid(self.model) for form in others if form.name != self.form.name]
+        grids = [other.grid(self.model) for other in others if other.name != form.name]
         return replace(grid, instead=next((one for one in grids if one.refusal is None), None))
 
     def _settled(self, config: Config) -> Method:

@@ -125,8 +125,9 @@ def test_prediction_and_profile(
     predicted = oneshot.predict(checkpoint, sparsity=0.2, calibration=text_file, **SMALL)
     assert list(tmp_path.iterdir()) == []
     shown = str(predicted).splitlines()
-    assert f"{predicted.stored_parameters['compressed']:,}" in shown[1]
-    assert f"{predicted.host_bytes / 2**30:.2f} GiB" in shown[2]
+    assert "per-layer" in shown[1]
+    assert f"{predicted.stored_parameters['compressed']:,}" in shown[2]
+    assert f"{predicted.host_bytes / 2**30:.2f} GiB" in shown[3]
     profile = oneshot.profile(checkpoint, calibration=text_file, progress=False, **SMALL)
     assert isinstance(profile, oneshot.Profile)
     assert repr(profile).startswith("Profile(2 layers, ")

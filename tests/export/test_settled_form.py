@@ -1,0 +1,48 @@
+"""`--form auto`: the per-layer form where it gains something or alone holds the result, otherwise stock."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import MakeCheckpoint, MakeConfig
+
+from oneshot.pipeline import compress, predict
+from oneshot.settings import RECIPE_NAME
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "settled"),
+    [
+        ({"tied": True}, {}, "per-layer"),
+        ({"family": "qwen3"}, {}, "per-layer"),
+        ({"family": "gemma3_text"}, {}, "per-layer"),
+        ({}, {"value_size": 4}, "per-layer"),  # no stock config of a Llama states it with whole queries
+        ({}, {"recipe": "flap"}, "stock"),  # plans no ranks
+        ({}, {"recipe": "tcsp"}, "stock"),
+        ({}, {"recipe": "stat"}, "stock"),
+        ({}, {"recipe": "group-pca", "group_size": 2}, "per-layer"),
+        ({}, {"correction": "none"}, "stock"),
+        ({}, {"allocation": "uniform"}, "stock"),
+        ({}, {"up_steps": 1, "depth": "sensitivity"}, "per-layer"),
+        ({"family": "opt", "groups": 4, "do_layer_norm_before": False, "word_embed_proj_dim": 16}, {}, "stock"),
+        ({"family": "bert", "model_class": "AutoModelForMaskedLM", "groups": 4}, {}, "stock"),
+    ],
+)
+def test_auto_settles(
+    model: dict[str, Any],
+    options: dict[str, Any],
+    settled: str,
+    make_checkpoint: MakeCheckpoint,
+    make_config: MakeConfig,
+) -> None:
+    predicted = predict(make_config(make_checkpoint(**model), sparsity=0.05, form="auto", **options))
+    assert predicted.form == settled
+    assert f"{settled}, opened by" in str(predicted)
+
+
+def test_a_result_and_its_recipe_state_the_form_that_was_settled(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    report = compress(make_config(make_checkpoint(tied=True), form="auto"))
+    assert report.config["form"] == "per-layer"
+    assert "form: per-layer\n" in (Path(report.config["output"]) / RECIPE_NAME).read_text()
