@@ -310,12 +310,7 @@ def faults_of_result(
     if last and exact and case.packed and report["plan"].get("hidden") is None:
         yield from faults_of_stream(drawn, checkpoint, model, last[0], compared)
     removes = drawn.options.get("--sparsity") != "0" or any(key.endswith(SIZES) for key in drawn.options)
-    if (
-        not removes
-        and drawn.options.get("--form", "stock") == "stock"
-        and not sizes_differ
-        and "--save-dtype" not in drawn.options
-    ):
+    if not removes and report["config"]["form"] == "stock" and not sizes_differ and "--save-dtype" not in drawn.options:
         compared.append("same bits")
         dense = stored_tensors(checkpoint)
         if "auto_map" not in config and (

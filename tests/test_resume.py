@@ -292,7 +292,7 @@ def test_warnings_are_in_the_report(make_checkpoint: MakeCheckpoint, make_config
 def test_a_killed_process_continues(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
     """Kill the real command at random moments; every layer of this model takes a tenth of a second or more."""
     folder, output = make_checkpoint(layers=10, hidden=64, width=512), tmp_path / "out"
-    options = [str(folder), "--sparsity=0.2", f"--calibration={text_file}", "--num-sequences=64"]
+    options = [str(folder), "--sparsity=0.2", "--form=stock", f"--calibration={text_file}", "--num-sequences=64"]
     options += ["--sequence-length=32", "--device=cpu", "--quiet"]
 
     told = tmp_path / "told"

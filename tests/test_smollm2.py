@@ -52,6 +52,7 @@ def settings(smollm2: Path, output: Path, **changes: Any) -> Config:
         "sequence_length": 256,
         "device": "cpu",
         "dtype": "float32",
+        **({} if "recipe" in changes else {"form": "stock"}),
     }
     return Config.of(str(smollm2), str(output), **options | changes)
 

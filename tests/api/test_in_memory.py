@@ -17,7 +17,8 @@ import oneshot
 from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OneshotError
 from oneshot.text import load_text
 
-SMALL: dict[str, Any] = {"sparsity": 0.2, "device": "cpu", "dtype": "float32", "progress": False, "batch_size": 16}
+SMALL: dict[str, Any] = {"sparsity": 0.2, "form": "stock", "device": "cpu", "dtype": "float32", "progress": False}
+SMALL |= {"batch_size": 16}
 SIZES = {"num_sequences": 16, "sequence_length": 32}
 TEXTS = [topics(start, start + 1) for start in range(12)]
 

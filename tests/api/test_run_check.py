@@ -150,7 +150,8 @@ def test_the_command_ends_with_a_summary_and_the_card_has_the_quality(
     assert main([*command, "-o", str(output)]) == 0
     printed = capsys.readouterr().out
     names = [line[:NAME_COLUMNS].strip() for line in printed.splitlines() if line[0] != " "]
-    assert names == ["result", "parameters", "weight files", "time", "quality", "asked", "before", "after", *names[8:]]
+    assert names == ["result", "parameters", "form", "weight files", "time", "quality", "asked", "before", *names[8:]]
+    assert names[8] == "after"
     assert names[-1] == "next"
     assert "warning" in names, "16 tokens are too few"
     assert all(map(fits, printed.splitlines()))
@@ -158,7 +159,7 @@ def test_the_command_ends_with_a_summary_and_the_card_has_the_quality(
     assert QUALITY not in card
     assert "tokens of `text.txt` that the run did not read" in card
     assert "Warning of the run: 64 calibration tokens are few" in card
-    assert "AutoModelForCausalLM.from_pretrained(name)" in card
+    assert "AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True" in card
     report = Report.from_dict(json.loads((output / "oneshot_report.json").read_text()))
     assert report.check is not None
     assert report.check.perplexity is not None

@@ -242,7 +242,7 @@ def test_a_set_without_anything_is_a_usage_error(capsys: pytest.CaptureFixture[s
 def test_tier_is_the_old_name_of_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert config_of("--tier=per-layer") == config_of("--form=per-layer")
     assert config_of("--tier", "stock").form == "stock"
-    assert config_of().form == "stock"
+    assert config_of().form == "auto"
     assert config_of("--recipe=group-pca").form == "per-layer"
     assert config_of("--recipe=group-pca", "--tier=stock").form == "stock"
     with pytest.raises(SystemExit):

@@ -28,6 +28,7 @@ def test_both_models_are_asked_what_the_user_asks(
     make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--num-sequences=4", "--sequence-length=16", "--device=cpu", "--dtype=float32", "--sparsity=0.2"]
+    options.append("--form=stock")
     folder = make_checkpoint()
     capsys.readouterr()  # bars of what made it
     command = ["compress", str(folder), f"--calibration={text_file}", *options]

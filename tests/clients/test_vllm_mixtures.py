@@ -20,7 +20,7 @@ def answered(
 ) -> dict[str, tuple[Expected, Any]]:
     """All cases in one process of vLLM, whose start takes longer than all answers."""
     folder, expected, requests = tmp_path_factory.mktemp("results"), {}, {}
-    text = {"calibration": str(text_file), "num_sequences": 64, "sequence_length": 32}
+    text = {"calibration": str(text_file), "num_sequences": 64, "sequence_length": 32, "form": "stock"}
     for name, (options, settings) in MIXTURES.items():
         source, output = save_model(build_model(**SIZES | options)), folder / name.replace(" ", "-")
         compress(Config.of(str(source), str(output), device="cpu", sparsity=None, **text | settings))

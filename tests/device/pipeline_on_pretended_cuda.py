@@ -216,12 +216,17 @@ def make_models(folder: Path, names: Iterable[str]) -> None:
 def config_of(name: str, folder: Path) -> Config:
     """Return the config of a run."""
     model, changes = RUNS[name]
-    options = {"calibration": str(folder / "text.txt"), "device": "cuda"} | SIZES | changes
+    options = {"calibration": str(folder / "text.txt"), "device": "cuda"} | SIZES | _form(changes) | changes
     if options.get("max_device_memory_bytes") == "host":
         options |= _tight(name, folder)
     if changes.keys() & {"value_size", "query_key_size"}:
         del options["sparsity"]
     return Config.of(str(folder / model), str(folder / f"{name}.out"), **options)
+
+
+def _form(changes: dict[str, Any]) -> dict[str, str]:
+    """Return the stock form if a run states neither another one nor a recipe."""
+    return {} if changes.keys() & {"form", "recipe"} else {"form": "stock"}
 
 
 def _tight(name: str, folder: Path) -> dict[str, int]:
@@ -230,7 +235,7 @@ def _tight(name: str, folder: Path) -> dict[str, int]:
 
     model, changes = RUNS[name]
     free = {key: value for key, value in changes.items() if not key.startswith("max_")}
-    base = {"calibration": str(folder / "text.txt"), "device": "cuda"} | SIZES | free
+    base = {"calibration": str(folder / "text.txt"), "device": "cuda"} | SIZES | _form(free) | free
     with torch.no_grad():
         loose = predict(Config.of(str(folder / model), str(folder / "none"), **base))
     found = {"max_device_memory_bytes": loose.device_bytes - 1}

@@ -85,6 +85,8 @@ def results(
     for name, (_, options, model) in SHARED.items():
         text = other if name.startswith("another text") else text_file
         arguments = [str(make_checkpoint(**{"layers": 3} | model)), f"--calibration={text}", *OPTIONS, *options]
+        if not any(option.startswith(("--form", "--recipe")) for option in options):
+            arguments.append("--form=stock")
         made[name] = tmp_path_factory.mktemp("run"), arguments
     for count in sorted({processes for processes, _, _ in SHARED.values()}):
         runs = [
@@ -119,7 +121,7 @@ def test_the_first_process_tells_of_grams_that_another_factorised(
     make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path
 ) -> None:
     """The second process solves the FFNs."""
-    arguments = ["--sparsity=0.1", "--set=damping=0", "--num-sequences=4", "--sequence-length=8"]
+    arguments = ["--sparsity=0.1", "--form=stock", "--set=damping=0", "--num-sequences=4", "--sequence-length=8"]
     checkpoint, output = make_checkpoint(layers=3), tmp_path / "out"
     command = [str(checkpoint), f"--calibration={text_file}", *OPTIONS, *arguments, f"--output={output}"]
     codes = wait(start_group(2, [command], tmp_path / "told"))
@@ -143,6 +145,7 @@ def without_measured(sublayer: dict[str, Any]) -> dict[str, Any]:
 def test_a_process_that_dies_ends_the_run(make_checkpoint: MakeCheckpoint, text_file: Path, tmp_path: Path) -> None:
     """The others never hang and say why; finished parts stay, and the same command continues."""
     arguments = [str(make_checkpoint(layers=6, hidden=64, width=512)), f"--calibration={text_file}", "--sparsity=0.2"]
+    arguments.append("--form=stock")
     arguments += [*OPTIONS, f"--output={tmp_path / 'out'}", "--resume"]
     processes = start_group(2, [arguments], tmp_path / "told")
     while processes[0].is_alive() and not list(tmp_path.glob("out.incomplete/record-*.json")):

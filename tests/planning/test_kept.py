@@ -99,7 +99,13 @@ def test_what_is_kept_has_the_inputs_bytes(
 
 def test_other_options_that_change_what_is_kept_are_refused(make_checkpoint: MakeCheckpoint, fails: Fails) -> None:
     folder = make_checkpoint(layers=3)
-    fails(folder, "--keep layers.0.mlp needs layers of different sizes", "add --form per-layer", keep="layers.0.mlp")
+    fails(
+        folder,
+        "--keep layers.0.mlp needs layers of different sizes",
+        "add --form per-layer",
+        form="stock",
+        keep="layers.0.mlp",
+    )
     for setting in ("hidden=pca", "depth=sensitivity", "inner_sizes=sensitivity"):
         fails(folder, "--keep layers.0.mlp and", settings=[setting], form="per-layer", keep="layers.0.mlp")
     with pytest.raises(ConfigError, match="is not a pattern"):

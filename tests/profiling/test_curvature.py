@@ -201,13 +201,13 @@ def test_prices_are_divergences(
 ) -> None:
     """The measured divergence of a reduced FFN is near what the curvature predicts, in every layer.
 
-    The profile is made by the command, which needs the form that its results will have.
+    The profile is made by the command, which takes the form that its results will have.
     """
     folder = make_checkpoint(**CASES[family].options | {"layers": 3, "tied": True})
     command = [str(folder), "--output", str(tmp_path / "profile"), "--set", "curvature=fisher", "--quiet"]
     command += ["--calibration", str(text_file), "--num-sequences=16", "--sequence-length=32", "--dtype=float32"]
-    assert main(command) == 1
-    assert main([*command, "--form", "per-layer"]) == 0
+    assert main([*command, "--form", "stock"]) == 1
+    assert main(command) == 0
     found = load_profile(tmp_path / "profile")
     assert found.origin.curvature == "fisher"
     assert 0.5 < float(found.stream_sensitivity.min()) <= float(found.stream_sensitivity.max()) < 2
