@@ -96,14 +96,22 @@ def cases() -> Iterator[Case]:
             runs = [(model, form) for model in (untied, tied) for form in ("stock", "per-layer")]
             yield from (Case(*run, recipe) for run in runs for recipe in RECIPES)
         else:
-            yield from (Case(untied), Case(untied, "stock", "stat"), Case(tied, "per-layer"))
+            yield Case(untied)
+            if "per-layer form" not in case.refused:
+                yield Case(tied, "per-layer")
+            if "heads" not in case.refused and not experts:
+                yield Case(untied, "stock", "stat")
+        if experts:
+            yield Case(untied, "stock", "oneshot", "whole experts", {"experts": "effects", "ffn": "none"})
+            if "heads" not in case.refused:
+                yield Case(untied, "stock", "oneshot", "heads", {"heads": "id"})
+            if "per-layer form" not in case.refused:
+                yield Case(untied, "per-layer", "oneshot", "experts", {"experts": "effects"})
         for form in ("stock", "per-layer"):
-            if experts:
-                yield Case(untied, form, "oneshot", "experts", {"experts": "effects"})
             if family in ("llama", "opt"):
                 for name, options in VARIANTS.items():
                     yield Case(tied, form, "oneshot", name, options)
-        for form in ("nemotron-nas", "gguf") if family in ("llama", "qwen2", "qwen3_moe") else ():
+        for form in ("nemotron-nas", "gguf") if family in ("llama", "qwen2") else ():
             yield Case(untied, form)
             yield Case(tied, form)
         if family in GGUF_INPUTS:

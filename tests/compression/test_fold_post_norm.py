@@ -10,11 +10,9 @@ from encoder_forms import (
     STOCK,
     TASKS,
     Tensors,
-    base_of,
     fold_into_subspaces,
     inputs_of,
     layer_tensors,
-    layers_of,
     norm_tensors,
     norms_of,
     open_form,
@@ -25,7 +23,6 @@ from encoder_forms import (
 )
 from factories import build_model
 
-from oneshot.compression.fold_diagonal import fold_diagonal, fold_diagonal_output
 from oneshot.compression.fold_post_norm import SubspaceNorm, fold_post_norm, fold_table, fold_tied_head
 
 HIDDEN = 32
@@ -161,66 +158,3 @@ def test_subspace_norms_equal_layer_norms_at_full_width_and_keep_half_precision(
     large = 300 * torch.randn(4, HIDDEN)  # squares are above float16's largest number
     normed = SubspaceNorm(norm.half(), basis)(large.half())
     torch.testing.assert_close(normed.float(), norm.float()(large), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("rescaled", [False, True])
-@pytest.mark.parametrize("family", list(STOCK))
-def test_the_diagonal_form_equals_its_equations(family: str, rescaled: bool) -> None:
-    """TCSP equations 52 to 56 in NumPy: what the folded layer computes from k coordinates, sublayer by sublayer."""
-    stock = build(family, "Model")
-    stack, norms = stack_of(stock), norm_tensors(stock)
-    [basis], size = random_bases([24], HIDDEN), 24
-    projection = basis.numpy()
-    found = fold_diagonal(layer_tensors(stock, 1), stack, norms[2], basis, rescaled=rescaled)
-    arrays = {name: tensor.double().numpy() for name, tensor in layer_tensors(stock, 1).items()}
-    expected: dict[str, Any] = {}
-    for index, sublayer in enumerate(stack.sublayers):
-        gamma, beta = (np.asarray(norms[2 + index][part], dtype=np.float64) for part in ("weight", "bias"))
-        diagonal = np.diag(np.diag(projection.T @ np.diag(gamma) @ projection))
-        hat = np.diag(gamma) @ projection @ np.linalg.inv(diagonal)
-        for linear in sublayer.readers:
-            weight, bias = arrays[f"{linear}.weight"], arrays[f"{linear}.bias"]
-            expected[f"{linear}.weight"] = weight @ hat
-            expected[f"{linear}.bias"] = bias + weight @ (beta - hat @ projection.T @ beta)
-        for part in ("weight", "bias"):
-            expected[f"{sublayer.writer}.{part}"] = projection.T @ arrays[f"{sublayer.writer}.{part}"]
-        own = {part: np.asarray(arrays[f"{sublayer.norm.name}.{part}"]) for part in ("weight", "bias")}
-        scale = np.sqrt(HIDDEN / size) if rescaled else 1
-        expected[f"{sublayer.norm.name}.weight"] = scale * np.diag(projection.T @ np.diag(own["weight"]) @ projection)
-        expected[f"{sublayer.norm.name}.bias"] = projection.T @ own["bias"]
-    assert_tensors_equal(found, expected)
-
-
-@torch.inference_mode()
-def test_the_diagonal_form_changes_only_the_end_of_the_first_layer() -> None:
-    """It writes `Pᵀ z` and norms it over k coordinates."""
-    stock = build("bert", "Model")
-    stack, [basis] = stack_of(stock), random_bases([24], HIDDEN)
-    dense = layer_tensors(stock, 0)
-    found = fold_diagonal(dense, stack, None, basis, rescaled=False)
-    changed = {name for name, tensor in found.items() if name not in dense or not torch.equal(tensor, dense[name])}
-    end = {"output.dense.weight", "output.dense.bias", "output.LayerNorm.weight", "output.LayerNorm.bias"}
-    assert changed == end | {"ffn_shortcut.weight"}
-    middle, inner = torch.randn(5, HIDDEN), torch.randn(5, 48)
-    total = layers_of(stock)[0].output.dense(inner) + middle
-    written = torch.nn.functional.linear(inner, found["output.dense.weight"], found["output.dense.bias"])
-    torch.testing.assert_close(
-        written + middle @ found["ffn_shortcut.weight"].T, total @ basis.float(), rtol=1e-4, atol=1e-5
-    )
-
-
-@torch.inference_mode()
-def test_the_diagonal_form_is_exact_where_nothing_is_approximated() -> None:
-    """With P = I at full width, and γ as it is, the states are the stock model's own, and so is the output map's."""
-    stock = build("bert", "Model")
-    stack, norms = stack_of(stock), norm_tensors(stock)
-    identity = torch.eye(HIDDEN, dtype=torch.float64)
-    dense = layer_tensors(stock, 1)
-    found = fold_diagonal(dense, stack, norms[2], identity, rescaled=True)
-    assert found.keys() == dense.keys()
-    for name, tensor in dense.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
-    output = fold_diagonal_output(norms[-1], identity)
-    torch.testing.assert_close(output["weight"], identity.float())
-    torch.testing.assert_close(output["bias"], torch.zeros(HIDDEN), rtol=0, atol=1e-6)
-    assert base_of(stock) is stock

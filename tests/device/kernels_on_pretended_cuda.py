@@ -66,11 +66,6 @@ def pivots(log: Log, rank: int) -> list[Measured]:
         "cholesky_pivots_": (lambda: cholesky_pivots_(own, rank=rank), greedy, rank),
         "pivoted_cholesky": (lambda: pivoted_cholesky(its_gram, rank=rank).pivots[:rank], greedy, rank),
         "greedy_pivots": (lambda: greedy_pivots(wide, rank, 0.0)[0], torch.from_numpy(order[:rank]), rank),
-        "cqrrpt": (
-            lambda: pivoted_qr(its_matrix, method="cqrrpt", rank=rank).pivots[:rank],
-            pivoted_qr(matrix, method="cqrrpt", rank=rank).pivots[:rank],
-            rank,
-        ),
         "pivoted_qr": (lambda: pivoted_qr(its_matrix, rank=rank).trailing_errors[:1], norm, rank),
         "grouped_pivots": (
             lambda: grouped_pivots(gram=its_gram, **groups).pivots[:rank],

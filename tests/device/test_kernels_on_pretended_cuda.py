@@ -15,7 +15,6 @@ KERNELS_A_PIVOT = 30  # of torch; a GPU replays them in a graph
 WIDTH = 128  # of a panel, in panels.py
 CHOOSERS = [
     "cholesky_pivots_",
-    "cqrrpt",
     "greedy_pivots",
     "grouped_pivots",
     "grouped_pivots of a matrix",

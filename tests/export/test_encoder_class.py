@@ -1,6 +1,5 @@
 """The per-layer form of encoders: transformers' own BERT and DistilBERT, with smaller sizes and in subspaces."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from encoder_forms import (
     inputs_of,
     layer_tensors,
     layers_of,
-    norm_tensors,
     open_form,
     outputs_of,
     outside_of,
@@ -28,8 +26,6 @@ from encoder_forms import (
     stack_of,
 )
 from factories import build_model
-
-from oneshot.compression.fold_diagonal import fold_diagonal, fold_diagonal_output
 
 ALL = [(family, task) for family in STOCK for task in TASKS]
 ATTENTIONS = ("eager", "sdpa")
@@ -261,23 +257,3 @@ def test_the_modelling_file_stands_alone() -> None:
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     roots = {(name or "").partition(".")[0] for name in imported}
     assert roots == {"typing", "torch", "transformers", "huggingface_hub"}
-
-
-def test_the_diagonal_form_is_held(tmp_path: Path) -> None:
-    """LayerNorms over fewer coordinates after a whole first layer, with one matrix between, and a tied head."""
-    stock = build("bert", "ForMaskedLM", layers=3)
-    [basis], norms, stack = random_bases([24], 32), norm_tensors(stock), stack_of(stock)
-    before = [None, norms[2], norms[4]]
-    layers = [
-        fold_diagonal(layer_tensors(stock, number), stack, norm, basis, rescaled=True)
-        for number, norm in enumerate(before)
-    ]
-    outside = outside_of(stock)
-    outside |= {f"bert.output_map.{part}": tensor for part, tensor in fold_diagonal_output(norms[-1], basis).items()}
-    small = shape_of(stock, hidden_size=24, middle_size=24, output_size=24)
-    shapes = [shape_of(stock, output_size=24, ffn_shortcut=True), small, small]
-    folder = save_form(tmp_path / "form", stock, as_stored(stock, layers, outside), shapes, subspaces=False)
-    assert json.loads((folder / "config.json").read_text())["layers"][0]["output_size"] == 24
-    logits = outputs_of(open_form(folder), inputs_of(stock))["logits"]
-    assert logits.shape == (int(MASK.sum()), 400)
-    assert bool(logits.isfinite().all())

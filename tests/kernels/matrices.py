@@ -2,6 +2,7 @@
 
 import torch
 from hypothesis import strategies as st
+from oneshot_kernels import PivotedFactor
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -37,3 +38,18 @@ def grams(draw: st.DrawFn) -> torch.Tensor:
     """AᵀA, positive semidefinite and often singular, of such a matrix."""
     matrix = draw(tall_or_wide())
     return matrix.mT @ matrix
+
+
+def interpolation_matrix(factor: PivotedFactor, rank: int) -> torch.Tensor:
+    """Return `T [rank, n]` with `A ≈ A[:, pivots[:rank]] T`, zero rows beyond the factorised rank."""
+    solved = min(rank, factor.factorised_rank)
+    matrix = factor.r.new_zeros(rank, factor.pivots.numel())
+    r11, r12 = factor.r[:solved, :solved], factor.r[:solved, rank:]
+    matrix[:solved, factor.pivots[rank:]] = torch.linalg.solve_triangular(r11, r12, upper=True)
+    matrix[torch.arange(rank), factor.pivots[:rank]] = 1
+    return matrix
+
+
+def trailing_error(matrix: torch.Tensor, factor: PivotedFactor, rank: int) -> float:
+    """Return `‖A − A[:, pivots[:rank]] T‖_F`, the residual itself."""
+    return float((matrix - matrix[:, factor.pivots[:rank]] @ interpolation_matrix(factor, rank)).norm())

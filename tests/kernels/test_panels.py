@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matrices import grams, seeded, tall_or_wide
-from oneshot_kernels import blocked_pivoted_cholesky, cholesky_pivots_, pivoted_cholesky
+from oneshot_kernels import cholesky_pivots_, pivoted_cholesky
+from oneshot_kernels.pivoted_qr.cholesky import blocked_pivoted_cholesky
 from oneshot_kernels.pivoted_qr.factor import columns_without, suffix_sums
-from oneshot_kernels.pivoted_qr.panels import eliminate_
+from oneshot_kernels.pivoted_qr.panels import WIDTH, eliminate_
 from oneshot_kernels.pivoted_qr.randomized import greedy_pivots
 from scipy.linalg import cholesky, lapack, qr
 from tolerances import EPS
@@ -135,7 +136,7 @@ def test_equal_columns_are_taken_in_the_order_of_lapack() -> None:
 def test_the_factor_is_that_of_lapack(gram: torch.Tensor, width: int, fraction: float) -> None:
     """In the same order of columns: R is unique there, and so are the errors."""
     count = int(fraction * len(gram))
-    factor = blocked_pivoted_cholesky(gram, rank=count, block_size=width)
+    factor = blocked_pivoted_cholesky(gram, count, width)
     assert factor.factorised_rank <= count
     permuted = gram[factor.pivots][:, factor.pivots]
     found = factor.factorised_rank
@@ -152,7 +153,7 @@ def test_the_factor_in_float32() -> None:
     order = qr(matrix.cpu().numpy(), mode="r", pivoting=True)[1]
     gram = (matrix.mT @ matrix).float()
     assert eliminate_(gram.clone(), 10).order[:10].tolist() == order[:10].tolist()
-    factor = blocked_pivoted_cholesky(gram, rank=20)
+    factor = blocked_pivoted_cholesky(gram, 20, WIDTH)
     assert factor.r.dtype == torch.float32
     np.testing.assert_allclose(
         (factor.r.mT @ factor.r).diagonal()[:20].cpu().numpy(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# From benchmarks/kernels.py, on a CPU: below MINIMUM_COLUMNS one plain GEMM is as fast or faster.
+# Measured on a CPU: below MINIMUM_COLUMNS one plain GEMM is as fast or faster.
 PANEL_WIDTH = 512
 MINIMUM_COLUMNS = 1024
 # On a device a panel is twice as wide, so that its GEMMs have tiles for every multiprocessor.

@@ -10,9 +10,9 @@ from oneshot_kernels.backend import choose_backend
 from oneshot_kernels.pivoted_qr import reference
 from oneshot_kernels.pivoted_qr.factor import PivotedFactor, empty_factor
 from oneshot_kernels.pivoted_qr.lapack import lapack_pivoted_qr
-from oneshot_kernels.pivoted_qr.randomized import bqrrp, cqrrpt
+from oneshot_kernels.pivoted_qr.randomized import bqrrp
 
-Method = Literal["lapack", "randomized", "cqrrpt"]
+Method = Literal["lapack", "randomized"]
 
 
 def pivoted_qr(
@@ -23,8 +23,6 @@ def pivoted_qr(
     matrix  [m, n] fp32 or fp64, any m and n.
     method  "lapack": Businger–Golub by `geqp3`, fp64, CPU; the reference, slow.
             "randomized": BQRRP, blocks of pivots from a small sketch, any device; accurate to eps ‖A‖.
-            "cqrrpt": all pivots from one sketch, any device; fastest on tall matrices, directions below √eps ‖A‖ are
-            not factorised.
     rank    stop after this many pivots (None: min(m, n)).
     seed    of the sketch; the result is a function of (matrix, method, rank, seed) on one machine.
     ONESHOT_KERNELS=reference runs NumPy whatever the method. There is no Triton version: the work is in GEMMs.
@@ -46,6 +44,4 @@ def pivoted_qr(
         return lapack_pivoted_qr(matrix, rank)
     if method == "randomized":
         return bqrrp(matrix, rank, seed)
-    if method == "cqrrpt":
-        return cqrrpt(matrix, rank, seed)
-    raise ValueError(f"unknown method {method!r}: lapack, randomized or cqrrpt")
+    raise ValueError(f"unknown method {method!r}: lapack or randomized")

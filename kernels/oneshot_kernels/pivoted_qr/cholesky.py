@@ -26,14 +26,14 @@ def pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size:
 
     Raises ValueError for a Gram that is not square, not finite, or a rank outside [0, n].
     Cost n³/3 flops, two copies of G. On the CPU LAPACK `pstrf` (faster than the torch version at n = 1536, where we
-    measured, see benchmarks/kernels.py); elsewhere `blocked_pivoted_cholesky`. Deterministic on one machine.
+    measured); elsewhere `blocked_pivoted_cholesky`. Deterministic on one machine.
     """
     rank = check_gram(gram, rank)
     if choose_backend(gram) == "reference":
         return reference.pivoted_cholesky(gram, rank)
     if gram.device.type == "cpu":
         return _lapack_pivoted_cholesky(gram.double(), rank, overwrite=gram.dtype != torch.float64)
-    return _blocked_pivoted_cholesky(gram, rank, block_size)
+    return blocked_pivoted_cholesky(gram, rank, block_size)
 
 
 def cholesky_pivots_(gram: torch.Tensor, *, rank: int) -> torch.Tensor:
@@ -112,17 +112,13 @@ def _pstrf(gram: torch.Tensor, overwrite: bool) -> tuple[torch.Tensor, torch.Ten
     return torch.from_numpy(lower), torch.from_numpy(order.astype("int64") - 1), int(rank)
 
 
-def blocked_pivoted_cholesky(gram: torch.Tensor, *, rank: int | None = None, block_size: int = WIDTH) -> PivotedFactor:
-    """Return the same factorisation by torch alone, on any device, in the Gram's own dtype (see `pivoted_cholesky`).
+def blocked_pivoted_cholesky(gram: torch.Tensor, rank: int, block_size: int) -> PivotedFactor:
+    """Factorise by torch alone, on any device, in the Gram's own dtype.
 
     Within a block of `block_size` pivots rows of R are made one at a time (BLAS-2). Then one GEMM updates the whole
     Schur complement: `panels.eliminate_`. The device is waited for at the end, for the numerical rank.
-    Raises as `pivoted_cholesky`. Cost n² rank flops (products update one triangle), a copy of G, and R twice.
+    Cost n² rank flops (products update one triangle), a copy of G, and R twice.
     """
-    return _blocked_pivoted_cholesky(gram, check_gram(gram, rank), block_size)
-
-
-def _blocked_pivoted_cholesky(gram: torch.Tensor, rank: int, block_size: int) -> PivotedFactor:
     if gram.numel() == 0:
         return empty_factor(0, gram.dtype, gram.device)
     rows = gram.new_empty(rank, gram.shape[0])

@@ -5,67 +5,12 @@ from __future__ import annotations
 import torch
 
 from oneshot_kernels.count_sketch import sketch_
-from oneshot_kernels.gram import gram_
-from oneshot_kernels.pivoted_qr.cholesky import pivoted_cholesky
 from oneshot_kernels.pivoted_qr.factor import PivotedFactor, columns_without, trailing_errors
 from oneshot_kernels.pivoted_qr.lapack import lapack_pivoted_qr
 
-# CQRRPT's defaults: non-zeros per column of S (1, CountSketch, fails on coherent rows) and sketch rows over n
-SKETCH_NONZEROS = 4
-ROWS_PER_COLUMN = 1.25
+SKETCH_NONZEROS = 4  # per column of S: 1, CountSketch, fails on coherent rows
 OVERSAMPLING = 8  # sketch rows beyond the block size, as in HQRRP and BQRRP
 TRUSTED_PIVOT_RATIO = 1e-3  # preconditioned columns have κ = O(1); a smaller ratio means that the sketch misled
-
-
-def sketched_pivots(
-    matrix: torch.Tensor,
-    *,
-    rank: int | None = None,
-    sketch_size: int | None = None,
-    nonzeros: int = SKETCH_NONZEROS,
-    seed: int = 0,
-) -> PivotedFactor:
-    """Return pivots of S A for those of A, for speed: pivoted Cholesky of the fp32 Gram of a sparse sign sketch.
-
-    STAT §3.4 with a sparse sign embedding for CountSketch; step 2 of CQRRPT (arXiv:2311.08316) alone. The factor is
-    that of S A: its errors estimate those of A (E‖S x‖² = ‖x‖²), its `r` is not A's. Take the pivots, and the
-    interpolation matrix from least squares on A or its Gram. What is below 3e-4 ‖A‖ is rounding.
-
-    matrix [m, n] fp32 or fp64; sketch_size s (None: 1.25 n), at least `nonzeros`; with s >= m A itself is used.
-    Raises as `sketch_` and `pivoted_cholesky`. Cost nonzeros m n + s n² + n³/3 flops; deterministic for one seed.
-    """
-    size = _sketch_rows(matrix.shape[1]) if sketch_size is None else sketch_size
-    rows = matrix
-    if size < matrix.shape[0]:
-        rows = matrix.new_zeros(size, matrix.shape[1], dtype=torch.float32)
-        sketch_(rows, matrix, row_offset=0, seed=seed, nonzeros=min(nonzeros, size))
-    gram = matrix.new_zeros(matrix.shape[1], matrix.shape[1], dtype=torch.float32)
-    return pivoted_cholesky(gram_(gram, rows), rank=rank)
-
-
-def _sketch_rows(num_columns: int) -> int:
-    return max(int(ROWS_PER_COLUMN * num_columns), num_columns + OVERSAMPLING)
-
-
-def cqrrpt(matrix: torch.Tensor, rank: int, seed: int) -> PivotedFactor:
-    """Take all pivots from one sketch: CQRRPT (Melnichenko, Balabanov, Murray et al., arXiv:2311.08316, alg. 1).
-
-    1. M = S A, S a sparse sign embedding with 1.25 n rows;   2. pivots J and R_s of M, by pivoted Cholesky of MᵀM;
-    3. L Lᵀ = (A_J R_s⁻¹)ᵀ(A_J R_s⁻¹), well conditioned;      4. R11 = Lᵀ R_s, R12 = Qᵀ A_rest.
-    Columns that step 2 finds below √eps of the largest are not factorised (their errors are measured all the same).
-    Cost 2.5 n³ + 3 m n² flops, all but the Cholesky in GEMMs.
-    """
-    num_rows, num_columns = matrix.shape
-    sketch_size = min(_sketch_rows(num_columns), num_rows)
-    sketched = _sketch(matrix, sketch_size, seed)
-    pilot = pivoted_cholesky(sketched.mT @ sketched, rank=rank)
-    found = pilot.factorised_rank
-    leading, rest = matrix[:, pilot.pivots[:found]], matrix[:, pilot.pivots[found:]]
-    r11, orthonormal = preconditioned_cholesky_qr(leading, pilot.r[:, :found].to(matrix.dtype))
-    r12 = orthonormal.mT @ rest
-    residual = torch.addmm(rest, orthonormal, r12, alpha=-1)
-    r = torch.cat([r11, r12], dim=1)
-    return PivotedFactor(pilot.pivots, trailing_errors(r, residual.double().square().sum(dim=0)), r)
 
 
 def bqrrp(matrix: torch.Tensor, rank: int, seed: int, *, block_size: int = 128) -> PivotedFactor:

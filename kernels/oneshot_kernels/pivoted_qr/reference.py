@@ -57,13 +57,6 @@ def pivoted_cholesky(gram: torch.Tensor, rank: int) -> PivotedFactor:
     return _factor(gram, order, np.triu(r), schur.diagonal()[order][len(pivots) :])
 
 
-def interpolation_matrix(matrix: np.ndarray, skeleton: np.ndarray) -> np.ndarray:
-    """Solve min_T ‖A - A[:, J] T‖ by SVD-based least squares, with T[:, J] = I."""
-    coefficients = np.linalg.lstsq(matrix[:, skeleton], matrix, rcond=None)[0]
-    coefficients[:, skeleton] = np.eye(len(skeleton))
-    return coefficients
-
-
 def _factor(like: torch.Tensor, order: list[int], r: np.ndarray, residual_squares: np.ndarray) -> PivotedFactor:
     squares = np.concatenate([(r**2).sum(axis=1), residual_squares.clip(min=0)])
     errors = [np.sqrt(squares[k:].sum()) for k in range(len(order))] + [0.0]
