@@ -78,7 +78,7 @@ $(CLIENTS)/llama.cpp/.installed:
 	cmake -S $(LLAMA_SOURCES)/llama_cpp_python-0.3.36/vendor/llama.cpp -B $(LLAMA_SOURCES)/build \
 		-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
 		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
-	cmake --build $(LLAMA_SOURCES)/build --parallel --target llama-completion llama-perplexity llama-quantize llama-server llama-bench
+	cmake --build $(LLAMA_SOURCES)/build --parallel --target llama-completion llama-perplexity llama-quantize llama-imatrix llama-server llama-bench
 	cp $(LLAMA_SOURCES)/build/bin/llama-* $(CLIENTS)/llama.cpp/bin/
 	touch $@
 

@@ -7,10 +7,18 @@ from pathlib import Path
 
 import torch
 
-from oneshot.checkpoint import GgufCheckpoint, open_gguf, open_headers, output_folder, refuse_unwritable
+from oneshot.checkpoint import (
+    GgufCheckpoint,
+    complete_text_config,
+    open_gguf,
+    open_headers,
+    output_folder,
+    refuse_file,
+    refuse_unwritable,
+)
 from oneshot.config import Config
-from oneshot.errors import ConfigError
-from oneshot.export import with_kept_dtype
+from oneshot.errors import ConfigError, OutputError, cause
+from oneshot.export import tensor_names, with_kept_dtype, write_imatrix
 from oneshot.footprint import current_bounds, offload_folder, refuse_conversion, with_conversion
 from oneshot.job import (
     Job,
@@ -24,12 +32,12 @@ from oneshot.job import (
 )
 from oneshot.machine.memory import reset_peak
 from oneshot.planning import Profile
-from oneshot.profiling import refuse_existing, save_profile
+from oneshot.profiling import measure_importance, refuse_existing, save_profile
 from oneshot.report.grams import gram_sentences
-from oneshot.report.progress import Shown, Stopwatch, Tracker, following
+from oneshot.report.progress import ProgressBar, Shown, Stopwatch, Tracker, following
 from oneshot.report.records import Footprint, Report
 from oneshot.run import Run, open_run
-from oneshot.schedule import profile_schedule
+from oneshot.schedule import Schedule, profile_schedule
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +151,34 @@ def profile(config: Config, *, show_progress: Shown | Tracker = False) -> Profil
         if run.machine.workers.is_main:
             save_profile(measured, output)
         return measured
+
+
+def imatrix(config: Config, *, show_progress: Shown | Tracker = False) -> Path:
+    """Write llama.cpp's importance matrix of the dense model to `config.output`, and return its path.
+
+    Raises as `compress`, and `CheckpointError` for families that llama.cpp does not know.
+    """
+    path = output_folder(config.output)
+    refuse_file(path, overwrite=config.overwrite)
+    with following(show_progress) as tracker, open_run(config, tracker=tracker) as run:
+        model = run.model
+        names = tensor_names(model)  # which refuses a family without an architecture
+        run.check_text()
+        schedule = Schedule(measures_importance=True)
+        footprint = run.footprint(config, schedule, None)
+        run.use_memory(footprint)
+        tracker.expect(list(run.stage_seconds(config, schedule, None, footprint).items()))
+        run.check_family()
+        config_of_model = complete_text_config(model.family, model.checkpoint.config)
+        text, layers = run.text, model.shape.num_hidden_layers
+        with ProgressBar(run.tracker, num_layers=layers, total=text.num_tokens, stage="importance") as progress:
+            squares = measure_importance(model, text, run.machine, advance=progress.advance)
+        if run.machine.workers.is_main:
+            try:
+                write_imatrix(path, squares, names, config.text, config_of_model)
+            except OSError as error:
+                raise OutputError(f"{path} cannot be written ({cause(error)}); choose another --output.") from error
+    return path
 
 
 def _compress(job: Job, watch: Stopwatch) -> Report:

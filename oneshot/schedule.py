@@ -34,6 +34,7 @@ class Schedule:
         solves_heads: whether the output linear of attention changes in any layer.
         corrects_up: whether `up_proj` is corrected in any layer.
         removes_experts: whether whole experts go.
+        measures_importance: whether an importance matrix is written.
     """
 
     plans_by_profile: bool = False
@@ -47,6 +48,7 @@ class Schedule:
     solves_heads: bool = False
     corrects_up: bool = False
     removes_experts: bool = False
+    measures_importance: bool = False
 
     @property
     def makes_profile(self) -> bool:
@@ -56,6 +58,11 @@ class Schedule:
     @property
     def reads_text(self) -> bool:
         """Return whether the run needs calibration text."""
+        return self.fits_text or self.measures_importance
+
+    @property
+    def fits_text(self) -> bool:
+        """Return whether sizes or weights depend on the text."""
         return self.plans_by_profile or self.makes_profile or self.finds_subspaces or self.streams > 0
 
     @property

@@ -12,6 +12,7 @@ from markdown_it import MarkdownIt
 from oneshot.cli.chat import build_parser as chat_parser
 from oneshot.cli.compress import build_parser as compress_parser
 from oneshot.cli.evaluate import build_parser as evaluate_parser
+from oneshot.cli.imatrix import build_parser as imatrix_parser
 from oneshot.cli.profile import build_parser as profile_parser
 from oneshot.settings import settings
 
@@ -27,7 +28,7 @@ DOCUMENTS = [
 FOREIGN = {
     *("--model", "--model_args", "--multi_gpu", "--num_processes", "--nproc-per-node"),  # lm_eval, accelerate, torchrun
     *("--index-url", "--no-deps"),  # pip
-    *("--outtype", "--outfile", "--pure"),  # llama.cpp
+    *("--outtype", "--outfile", "--pure", "--imatrix", "--process-output"),  # llama.cpp
     *("--enforce-eager", "--model-impl", "--trust-remote-code"),  # vLLM
     *(
         "--tensor-parallel-size",
@@ -52,7 +53,7 @@ def test_tables_are_rendered_from_rows() -> None:
 
 @pytest.mark.parametrize("document", GUIDES, ids=lambda path: path.name)
 def test_every_option_named_exists(document: Path) -> None:
-    parsers = (compress_parser(), evaluate_parser(), profile_parser(), chat_parser())
+    parsers = (compress_parser(), evaluate_parser(), profile_parser(), imatrix_parser(), chat_parser())
     known = {option for parser in parsers for option in parser._option_string_actions}
     assert named(document, r"(?<![\w-])--[a-z][\w-]*") - FOREIGN - known == set()
 
@@ -67,7 +68,7 @@ def test_the_command_line_page_has_every_option() -> None:
     text = (ROOT / "docs" / "command-line.md").read_text()
     options = {
         option
-        for parser in (compress_parser(), evaluate_parser(), profile_parser(), chat_parser())
+        for parser in (compress_parser(), evaluate_parser(), profile_parser(), imatrix_parser(), chat_parser())
         for action in parser._actions
         for option in action.option_strings
         if action.help != "==SUPPRESS==" and option.startswith("--")

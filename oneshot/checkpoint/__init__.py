@@ -5,7 +5,7 @@ from oneshot.checkpoint.gguf import GgufCheckpoint, open_gguf
 from oneshot.checkpoint.journal import Journal
 from oneshot.checkpoint.locate import locate_checkpoint, open_headers, open_model
 from oneshot.checkpoint.model import Model, identify
-from oneshot.checkpoint.place import output_folder, refuse_place, refuse_unwritable
+from oneshot.checkpoint.place import output_folder, refuse_file, refuse_place, refuse_unwritable
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.saved import peek_saved
 from oneshot.checkpoint.stock import (
@@ -48,6 +48,7 @@ __all__ = [
     "output_folder",
     "peek_saved",
     "per_layer_lists",
+    "refuse_file",
     "refuse_output",
     "refuse_place",
     "refuse_unwritable",

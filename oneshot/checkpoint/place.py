@@ -29,6 +29,17 @@ def refuse_place(output: Path, checkpoint: Checkpoint, *, overwrite: bool, resum
     refuse_unwritable(output)
 
 
+def refuse_file(path: Path, *, overwrite: bool) -> None:
+    """Raise `OutputError` if no file can be written to this path; nothing stays there."""
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder; name a file as --output.")
+    if path.exists() and not overwrite:
+        raise OutputError(f"{path} exists already; choose another --output or add --overwrite.")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path.parent} is not a folder; name a file in one that exists as --output.")
+    refuse_unwritable(path)
+
+
 def refuse_unwritable(output: Path) -> None:
     """Raise `OutputError` if no folder can be made where the result should be; nothing stays there."""
     place = next(folder for folder in output.absolute().parents if folder.exists())

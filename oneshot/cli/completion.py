@@ -9,7 +9,7 @@ from oneshot.cli.parser import OneOf, Parser
 from oneshot.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "tcsh")
-COMPLETED = ("compress", "profile", "init", "evaluate", "chat")  # this command is typed once
+COMPLETED = ("compress", "profile", "imatrix", "init", "evaluate", "chat")  # this command is typed once
 FILES = ("checkpoint", "config", "file", "calibration", "text", "baseline")
 FOLDERS = ("output", "profile", "offload_dir", "include_path")
 

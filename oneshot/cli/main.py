@@ -1,4 +1,4 @@
-"""`oneshot compress | profile | init | evaluate | completion`: one command with subcommands."""
+"""`oneshot compress | profile | imatrix | init | evaluate | completion`: one command with subcommands."""
 
 import os
 import sys
@@ -13,6 +13,7 @@ from oneshot.version import __version__
 COMMANDS = {
     "compress": "make a checkpoint smaller",
     "profile": "measure what smaller sizes cost, for compress --profile",
+    "imatrix": "write llama.cpp's importance matrix, for llama-quantize",
     "init": "write a recipe file with comments, for compress --config",
     "evaluate": "measure quality, sizes and latency beside a baseline",
     "chat": "ask a model, and its original beside it",

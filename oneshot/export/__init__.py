@@ -4,10 +4,12 @@ from oneshot.export.companions import model_classes, verify, write_companions
 from oneshot.export.engines import notes_on_engines
 from oneshot.export.forms import FORMS, Form, form_of, stated_shape
 from oneshot.export.gguf_result import open_folder, own_gguf
+from oneshot.export.imatrix import tensor_names, write_imatrix
 from oneshot.export.layers import write_layers
 from oneshot.export.own_classes import coordinates
 from oneshot.export.planned import planned_parts
 from oneshot.export.resized import renamed_ranks
+from oneshot.export.result_importance import write_result_importance
 from oneshot.export.saving import cast, expected_bytes, part_dtype, with_kept_dtype
 
 __all__ = [
@@ -25,8 +27,11 @@ __all__ = [
     "planned_parts",
     "renamed_ranks",
     "stated_shape",
+    "tensor_names",
     "verify",
     "with_kept_dtype",
     "write_companions",
+    "write_imatrix",
     "write_layers",
+    "write_result_importance",
 ]

@@ -49,7 +49,7 @@ def own_gguf(checkpoint: str) -> Path | None:
     return path if is_ours else None
 
 
-class _Restored:
+class RestoredModel:
     """The tensors of a per-layer checkpoint, read from a GGUF file of the same sizes."""
 
     def __init__(self, path: Path) -> None:
@@ -59,11 +59,11 @@ class _Restored:
         self._stack: StackShape = per_layer_shape(config)
         try:
             self._file = GgufModel(path)
-            architecture = self._file.metadata["general.architecture"]
-            kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+            self.architecture: str = self._file.metadata["general.architecture"]
+            kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
         except Exception as error:  # damage shows itself in many types; the cause is named and chained
             raise CheckpointError(f"{path} cannot be read as GGUF ({cause(error)}); give a complete file.") from error
-        self._pairs = architecture in INTERLEAVED
+        self._pairs = self.architecture in INTERLEAVED
         stored = {name: tensor.shape for name, tensor in self._file.tensors.items() if name != FACTORS}
         wanted = dict(expected_tensors(with_all_ffns(self._stack)))
         for name in sorted(stored.keys() | wanted.keys()):
@@ -98,7 +98,7 @@ class _Restored:
 
 def _converted(path: Path, scratch: Path) -> Path:
     """Write the per-layer checkpoint into a folder of its own, with the tokenizer."""
-    source = _Restored(path)
+    source = RestoredModel(path)
     folder = Path(scratch) / f"{path.parent.name}-{len(list(Path(scratch).iterdir()))}"
     folder.mkdir()
     for file in path.parent.iterdir():

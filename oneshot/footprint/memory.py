@@ -6,6 +6,7 @@ for what torch, BLAS, the tokenizer and the heap keep.
 
 import math
 import os
+from dataclasses import replace
 
 from oneshot.compression.fold import PANEL_ROWS
 from oneshot.footprint import terms
@@ -14,6 +15,7 @@ from oneshot.footprint.layer_memory import layer_stages
 from oneshot.footprint.profile_memory import profile_stages
 from oneshot.footprint.terms import BATCH, DOUBLE, FLOAT, Stage, Term
 from oneshot.footprint.work import Work
+from oneshot.profiling import IMPORTANCE_TOKENS
 from oneshot.profiling.latency import RANKS, WIDTHS
 from oneshot.text import PIECE_BYTES, RECORDS, TABLES, ending_of, file_of, size_of_records
 from oneshot.text.self_written import DOCUMENT_TOKENS, SELF, document_bytes
@@ -58,6 +60,8 @@ def stages_outside_layers(work: Work) -> list[Stage]:
         listed.append(_latency(work))
     if work.schedule.measures_curvature:
         listed += curvature_stages(work)
+    if work.schedule.measures_importance:
+        listed += _importance(work)
     if work.plan is None:
         return listed
     listed.append(Stage("the report", (Term(REPORT_BYTES),)))
@@ -130,6 +134,22 @@ def _latency(work: Work) -> Stage:
     copies = Term((sizes + WIDTHS) * one + ranked, knobs=("--budget",))
     batch = terms.activations(work, shape.intermediate_size, work.text.sequence_length)
     return Stage("measuring the latency of layers (--budget latency)", (*terms.layer(work), copies, batch))
+
+
+def _importance(work: Work) -> list[Stage]:
+    """Return the stages of the importance matrix; a result's layers and embedding are read in float32."""
+    shape, itemsize = work.shape, work.dtype.itemsize
+    one = shape.hidden_size * itemsize * work.text.sequence_length
+    sequences = work.text.num_sequences
+    if work.plan is not None:
+        sequences = min(math.ceil(IMPORTANCE_TOKENS / work.text.sequence_length), sequences)
+    batch, inputs = terms.activations(work, shape.intermediate_size), 2 * FLOAT * work.batch_tokens
+    squares = Term(inputs * max(shape.intermediate_size, shape.hidden_size), computed=True, knobs=BATCH)
+    restored = 0 if work.plan is None else FLOAT * shape.layer_parameters()
+    table = 0 if work.plan is None else 2 * FLOAT * shape.vocab_size * shape.hidden_size
+    layer = (*terms.layer(work), terms.layer_copy(work), Term(2 * restored), batch, squares)
+    listed = [Stage("the importance matrix", layer), Stage("the embedding of the importance matrix", (Term(table),))]
+    return [replace(stage, own_stores=((one + shape.lent) * sequences,)) for stage in listed]
 
 
 def _hidden_size(work: Work) -> list[Stage]:

@@ -18,7 +18,7 @@ from oneshot.footprint.terms import choice_cost
 from oneshot.footprint.work import Work
 from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
-from oneshot.profiling import CURVATURE_TOKENS
+from oneshot.profiling import CURVATURE_TOKENS, IMPORTANCE_TOKENS
 from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.probes import PROBE_SEQUENCES, probes_per_layer
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
@@ -63,6 +63,9 @@ def predicted_phases(work: Work, rates: Rates, store: Store = "device") -> dict[
         stages["curvature"] = _curvature(work, forward, rates, store)
     if work.schedule.makes_profile:
         stages["profile"] = _profile(work, forward, rates)
+    if work.schedule.measures_importance:
+        tokens = work.num_tokens if work.plan is None else min(IMPORTANCE_TOKENS, work.num_tokens)
+        stages["importance"] = {"forward": layers * tokens * forward / rates.stream}
     if work.plan is None:
         return stages
     if work.schedule.finds_subspaces:

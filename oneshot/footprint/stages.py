@@ -26,4 +26,6 @@ def stage_seconds(work: Work, store: Store) -> dict[str, float]:
             stages["ranks of the embedding"] = embedding
         if name == "profile" and work.plan is not None:
             stages["planning the sizes of the layers"] = 0.0
-    return stages | ({} if work.plan is None else {"writing": 0.0})
+    written_last = {} if work.plan is None else {"writing": 0.0}
+    last = {"importance": stages.pop("importance")} if "importance" in stages else {}
+    return stages | written_last | last

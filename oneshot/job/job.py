@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from oneshot.checkpoint import Journal, output_folder, refuse_output, refuse_place, remove_leftovers
-from oneshot.config import Config, Target
+from oneshot.config import Config, Target, TextOptions
 from oneshot.errors import OutputError, PlanError, cause
 from oneshot.machine.durable import seal
 from oneshot.planning import make_plan
@@ -65,6 +65,10 @@ class Job:
             has_profile=has_profile,
             asks_less=asks_less,
         )
+        names_text = config.text.calibration != TextOptions().calibration
+        if run.grid.writes_vocabulary and (self.schedule.fits_text or names_text):  # a GGUF file
+            self.schedule = replace(self.schedule, measures_importance=True)
+        run.fits_text |= self.schedule.fits_text
         if asks_less and kept == dense and not self.schedule.plans_by_profile:
             share = least_share(run.grid, run.method, wanted, self.budget)
             advice = "set ffn=id" if share is None else f"ask for --sparsity {share} or more"

@@ -4,9 +4,18 @@ import logging
 from collections.abc import Sequence
 
 from oneshot.checkpoint import Journal, card_metadata
-from oneshot.export import cast, notes_on_engines, part_dtype, planned_parts, write_companions
+from oneshot.export import (
+    cast,
+    notes_on_engines,
+    part_dtype,
+    planned_parts,
+    write_companions,
+    write_result_importance,
+)
+from oneshot.export.gguf import FILE_NAME
 from oneshot.job.job import Job
 from oneshot.job.sizes import JobSizes
+from oneshot.profiling import IMPORTANCE_TOKENS
 from oneshot.report.build import build_report
 from oneshot.report.card import task_of, write_report
 from oneshot.report.grams import gram_sentences
@@ -47,6 +56,9 @@ def write_result(
     write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
     stored = {"dense": source.num_parameters, "compressed": _write_weights(job, sizes, journal)}
     watch.lap("write")
+    if job.schedule.measures_importance:
+        _write_importance(job, journal)
+        watch.lap("importance")
     for sentence in (*gram_sentences(sizes.gram_notes, layers), *notes_on_engines(written)):
         logger.warning("%s", sentence)
     run.tracker.step("writing the report")
@@ -81,6 +93,15 @@ def write_result(
         usage=form.usage(task),
     )
     return report
+
+
+def _write_importance(job: Job, journal: Journal) -> None:
+    """Write the importance matrix beside a GGUF file."""
+    text, layers = job.run.text.first(IMPORTANCE_TOKENS), job.run.model.shape.num_hidden_layers
+    with ProgressBar(job.run.tracker, num_layers=layers, total=text.num_tokens, stage="importance") as progress:
+        write_result_importance(
+            journal.partial / FILE_NAME, text, job.config.text, job.run.machine, advance=progress.advance
+        )
 
 
 def _write_weights(job: Job, sizes: JobSizes, journal: Journal) -> int:

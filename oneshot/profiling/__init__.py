@@ -9,6 +9,7 @@ from oneshot.profiling.files import (
     refuse_other,
     save_profile,
 )
+from oneshot.profiling.importance import IMPORTANCE_TOKENS, measure_importance
 from oneshot.profiling.latency import Timings, measured_seconds
 from oneshot.profiling.probes import PROBED_KINDS
 from oneshot.profiling.profile import make_profile
@@ -16,12 +17,14 @@ from oneshot.profiling.profiler import LayerProfiler
 
 __all__ = [
     "CURVATURE_TOKENS",
+    "IMPORTANCE_TOKENS",
     "PROBED_KINDS",
     "LayerProfiler",
     "Timings",
     "load_profile",
     "make_profile",
     "measure_curvature",
+    "measure_importance",
     "measured_seconds",
     "profile_hash",
     "profile_origin",

@@ -84,6 +84,7 @@ class Run:
         dense: the sizes of the input. grid: the sizes that the form of the result can state.
         method: with every `auto` settled for the grid. timings: by which latencies are planned, and where they were
             measured; None without such a plan.
+        fits_text: whether sizes or weights of a target depend on the text.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Run:
         self.timings: dict[str, Any] | None = None
         self._profile: Profile | None = None
         self._is_checked = False
+        self.fits_text = False
 
     def _open(self) -> Checkpoint:
         """Find, fetch or convert the checkpoint, in one process for all."""
@@ -226,7 +228,8 @@ class Run:
 
     def warn_of_text(self) -> None:
         """Warn as for the calibration text that a run would read, if its sources hold what is asked for."""
-        self._calibration.warn_if_few(self._config.text.num_tokens)
+        if self.fits_text:
+            self._calibration.warn_if_few(self._config.text.num_tokens)
         self._calibration.warn_if_long()
 
     def check_family(self) -> None:
@@ -247,7 +250,8 @@ class Run:
         with self.warnings.shared():
             text = self.machine.workers.share(0, self._calibration.read)
             release_heap()  # of the tokeniser
-            self._calibration.warn_if_few(text.num_tokens)
+            if self.fits_text:
+                self._calibration.warn_if_few(text.num_tokens)
             self._calibration.warn_if_long()
         return text
 

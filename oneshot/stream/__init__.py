@@ -3,6 +3,7 @@
 from oneshot.stream.attention import holds_scores
 from oneshot.stream.check import check_family
 from oneshot.stream.dense_pass import DensePass
+from oneshot.stream.input_squares import InputSquares
 from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder
 from oneshot.stream.lent_keys import LentKeys
@@ -17,6 +18,7 @@ __all__ = [
     "EXPERTS_TOGETHER",
     "ActivationStore",
     "DensePass",
+    "InputSquares",
     "Layer",
     "LayerBuilder",
     "LentKeys",

@@ -11,6 +11,7 @@ from torch import nn
 
 from oneshot.families import Attention, Carried, Experts, FeedForward, Stack, Sublayer, split
 from oneshot.families.token_inputs import TokenInputs as Inputs
+from oneshot.stream.input_squares import InputSquares
 from oneshot.stream.memory import Memory
 from oneshot.stream.routing import Routing, route, written_by, written_part
 
@@ -179,6 +180,13 @@ class Layer:
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def summing_inputs(self) -> Iterator[InputSquares]:
+        """Sum the squares of what every linear and every expert reads, while the layer runs inside the block."""
+        squares = InputSquares()
+        with squares.listening(self._module, self._stack):
+            yield squares
 
     def queries_keys(self, index: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries `(tokens, H·h)` and keys `(tokens, G·h)` before their norms and rotation.

@@ -82,7 +82,7 @@ def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) 
     assert captured.out == ""
     assert (
         captured.err
-        == "error: shrink is not a command; give one of compress, profile, init, evaluate, chat, completion.\n"
+        == "error: shrink is not a command; give one of compress, profile, imatrix, init, evaluate, chat, completion.\n"
     )
 
 
@@ -101,7 +101,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"oneshot \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("init", "chat", "completion")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("imatrix", "init", "chat", "completion")])
 def test_every_way_to_start_a_command_is_the_same_command(name: str) -> None:
     """`oneshot NAME`, `python -m oneshot NAME` and `python -m oneshot.NAME` differ in the name in the usage only."""
     helps = [run_module(*command, "--help", COLUMNS="80") for command in (("oneshot", name), (f"oneshot.{name}",))]

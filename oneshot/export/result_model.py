@@ -1,0 +1,119 @@
+"""The layers of a result of `--form gguf`, read one at a time, and how large their inputs are on a text."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from oneshot.checkpoint import copy_modules
+from oneshot.checkpoint.safe_files import read_config
+from oneshot.compression.overflow import naming_the_layer, refuse_overflow
+from oneshot.export.companions import empty_model
+from oneshot.export.gguf_result import RestoredModel
+from oneshot.machine import Machine
+from oneshot.machine.transfer import uploaded
+from oneshot.stream import ActivationStore, InputSquares
+from oneshot.tensors import Tensors
+from oneshot.text import Batch, Text
+
+Advance = Callable[[float], None]  # receives the tokens that passed a layer
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
+
+class ResultModel:
+    """A result of `--form gguf` on its way through a text, layer by layer; parts of it are in memory one at a time.
+
+    Args:
+        path: of the file, with its config.json beside it.
+
+    Attributes:
+        source: the tensors of the file, by the names of the per-layer form. num_layers: its layers.
+    """
+
+    def __init__(self, path: Path, text: Text, machine: Machine) -> None:
+        self.source, self._machine = RestoredModel(path), machine
+        self.config = read_config(path.parent)
+        self._whole = empty_model(self.config)
+        self.batches, self.num_layers = text.batches(machine.batch_size), len(self._whole.model.layers)
+        self.num_tokens, base = text.num_tokens, self._whole.model
+        with machine.device:
+            positions = torch.arange(text.longest).unsqueeze(0)
+            example = torch.zeros(1, text.longest, base.config.hidden_size, dtype=machine.dtype)
+            self._turned = type(base.rotary_emb)(base.config)(example, positions)
+
+    @property
+    def has_head(self) -> bool:
+        """Return whether the output head is a tensor of its own."""
+        return f"{HEAD}.weight" in self.source.shapes
+
+    def store(self) -> ActivationStore:
+        """Return a place for states of the text."""
+        return ActivationStore(self.num_tokens, self._whole.config.hidden_size, self._machine)
+
+    def embedded(self) -> ActivationStore:
+        """Return the states before the first layer."""
+        store, weight = self.store(), self._read(self._whole.model.embed_tokens, EMBEDDING)["weight"]
+        for batch in self.batches:
+            rows = nn.functional.embedding(batch.token_ids, weight)
+            store.write(batch.rows, uploaded(rows, self._machine.device).to(self._machine.dtype))
+        return store
+
+    def layer(self, number: int) -> tuple[nn.Module, Tensors]:
+        """Return a layer on the compute device, and its tensors."""
+        empty = self._whole.model.layers[number]
+        tensors = self._read(empty, f"model.layers.{number}")
+        return self._with(empty, tensors), tensors
+
+    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the states `(sequences, length, D)` behind a layer."""
+        moved: torch.Tensor = layer(x, position_embeddings=self._turned, attention_mask=None)
+        return moved
+
+    def norm(self) -> nn.Module:
+        """Return the final norm."""
+        return self._with(self._whole.model.norm, self._read(self._whole.model.norm, "model.norm"))
+
+    def read_batch(self, store: ActivationStore, batch: Batch) -> torch.Tensor:
+        """Return a batch's states `(sequences, length, D)`."""
+        return store.read(batch.rows).unflatten(0, batch.token_ids.shape)
+
+    def _read(self, module: nn.Module, name: str) -> Tensors:
+        read = self.source.read(f"{name}.{own}" for own in module.state_dict())
+        return {stored.removeprefix(f"{name}."): tensor for stored, tensor in read.items()}
+
+    def _with(self, empty: nn.Module, tensors: Tensors) -> nn.Module:
+        """Return the module with these tensors on the compute device in the compute dtype."""
+        module: nn.Module = copy_modules(empty)
+        on_device = {name: uploaded(one, self._machine.device) for name, one in tensors.items()}
+        dtype = self._machine.dtype
+        module.load_state_dict({name: one.to(dtype) for name, one in on_device.items()}, assign=True)
+        return module.requires_grad_(False).eval()
+
+
+def result_importance(model: ResultModel, advance: Advance) -> InputSquares:
+    """Return the sums of squares of what the linears of a result read, by the names of the per-layer form.
+
+    Raises `CheckpointError` if activations are not finite; it names the layer.
+    """
+    squares, store, size = InputSquares(), model.embedded(), model.config["hidden_size"]
+    for number in range(model.num_layers):
+        layer, tensors = model.layer(number)
+        found = InputSquares()
+        with found.listening(layer):
+            for batch in model.batches:
+                store.write(batch.rows, model.run(layer, model.read_batch(store, batch)))
+                advance(batch.token_ids.numel())
+        if layer.mlp is None:  # the file has one of a single neuron, whose tensors are zeros
+            for linear, inputs in {"gate_proj": size, "up_proj": size, "down_proj": 1}.items():
+                found.add_(f"mlp.{linear}", torch.zeros(inputs), torch.full((1,), model.num_tokens))
+        with naming_the_layer(number, lambda tensors=tensors: tensors):  # type: ignore[misc]
+            refuse_overflow(*found.sums.values())
+        for part, sums in found.sums.items():
+            squares.add_(f"model.layers.{number}.{part}", sums.cpu(), found.counts[part].cpu())
+    if model.has_head:
+        norm = model.norm()
+        for batch in model.batches:
+            squares.add_rows_(HEAD, norm(store.read(batch.rows)))
+    store.close()
+    return squares

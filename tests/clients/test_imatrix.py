@@ -1,0 +1,63 @@
+"""Importance matrices: the same names and values as llama-imatrix's on the same tokens."""
+
+import subprocess
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from conftest import LLAMA_PROGRAMS, program
+from engines import BY_LAYER, CONTEXT, SIZES
+from factories import MakeConfig, build_model, silence, topics
+
+from oneshot.export.imatrix import FILE_NAME
+from oneshot.pipeline import compress
+from oneshot.text import load_tokenizer
+from oneshot.text.token_files import save_token_ids
+
+CHUNKS = 8
+CASES = {
+    "llama, sublayers left out": {"depth": "sublayers", "round_to": 4, "sparsity": 0.3},
+    "qwen2, tied": {"family": "qwen2", "tied": True},
+    "qwen3, equal layers": {"family": "qwen3", "head_dim": 32, "allocation": "uniform"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_importance_is_llama_imatrixs(name: str, save_model: object, make_config: MakeConfig, tmp_path: Path) -> None:
+    options = dict(CASES[name])
+    built = {key: options.pop(key) for key in ("family", "tied", "head_dim") if key in options}
+    model = build_model(**SIZES, **built)
+    if "depth" in options:
+        silence(model, attention=[1], ffn=[0, 3])
+    source = save_model(model)  # type: ignore[operator]
+    text, tokens = tmp_path / "text.txt", tmp_path / "tokens.safetensors"
+    text.write_text(topics(20, 40))
+    ids = torch.tensor(load_tokenizer(source)(text.read_text(), verbose=False).input_ids[: CHUNKS * CONTEXT])
+    save_token_ids(ids.view(CHUNKS, CONTEXT), tokens)
+    sizes = {"num_sequences": CHUNKS, "sequence_length": CONTEXT, "calibration": str(tokens)}
+    compress(make_config(source, form="gguf", output=str(tmp_path / "out"), **BY_LAYER | options | sizes))
+    command = [program(LLAMA_PROGRAMS / "llama-imatrix"), "-m", tmp_path / "out" / "model.gguf", "-f", text]
+    command += [
+        "-c",
+        CONTEXT,
+        "--chunks",
+        CHUNKS,
+        "--process-output",
+        "-t",
+        1,
+        "-fa",
+        "off",
+        "-o",
+        tmp_path / "im.gguf",
+    ]
+    subprocess.run([str(one) for one in command], check=True, capture_output=True)
+    theirs, ours = (gguf.GGUFReader(path) for path in (tmp_path / "im.gguf", tmp_path / "out" / FILE_NAME))
+    for key in ("imatrix.chunk_count", "imatrix.chunk_size", "general.type"):
+        assert ours.fields[key].contents() == theirs.fields[key].contents()
+    expected = {tensor.name: tensor for tensor in theirs.tensors}
+    assert {tensor.name for tensor in ours.tensors} == expected.keys()
+    for tensor in ours.tensors:
+        assert tensor.data.shape == expected[tensor.name].data.shape
+        np.testing.assert_allclose(tensor.data, expected[tensor.name].data, rtol=2e-3, err_msg=tensor.name)
