@@ -10,8 +10,8 @@ from oneshot.families import FAMILIES, find_family
 
 # llama.cpp's architecture of these families has as many values in all heads as in the hidden state
 HEADS_FILL_HIDDEN_SIZE = (
-    *("cohere", "cohere2", "exaone4", "granite", "lfm2", "nemotron", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2"),
-    *("qwen2_moe", "stablelm", "starcoder2"),
+    *("cohere", "cohere2", "exaone4", "glm", "granite", "granitemoe", "granitemoehybrid", "lfm2", "lfm2_moe"),
+    *("nemotron", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "stablelm", "starcoder2"),
 )
 # who makes the kinds of layers (windows, rotary positions, mixers) of these families from the layers' numbers
 KINDS_BY_NUMBER = {

@@ -109,5 +109,5 @@ def test_fewer_heads_are_told_where_an_engine_cannot_hold_them(
     fewer = {"num_attention_heads": 2, "num_key_value_heads": 1}
     for family in ("llama", "mistral", "qwen3", "smollm3", "glm4", "seed_oss", "ernie4_5", "arcee"):
         assert notes_on_engines(stock(family) | fewer) == []
-    for family in ("granite", "starcoder2", "nemotron", "phi3", "cohere"):
+    for family in ("granite", "granitemoe", "glm", "lfm2_moe", "starcoder2", "nemotron", "phi3", "cohere"):
         assert "does not open it" in notes_on_engines(stock(family) | fewer)[0]
