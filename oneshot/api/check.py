@@ -23,7 +23,17 @@ from oneshot.report.additions import add_check
 from oneshot.report.progress import Tracker
 from oneshot.report.records import Check, Report
 from oneshot.report.words import CUT
-from oneshot.text import SELF, has_tokens, load_text, load_tokenizer, prompt_ids, shares, split_sources, token_hash
+from oneshot.text import (
+    SELF,
+    has_tokens,
+    kind_windows,
+    load_text,
+    load_tokenizer,
+    prompt_ids,
+    shares,
+    split_sources,
+    token_hash,
+)
 
 MOST_LETTERS = 2**15  # of a question in the words of a chat template
 QUESTION, OPENING = "Why is the sky blue? Answer in one sentence.", "The sky is blue because"
@@ -53,8 +63,8 @@ def quick_check(config: Config, report: Report, *, question: str | None = None, 
     """Measure the result of a run beside its original, one model in memory at a time.
 
     It reads text of the same source that the run did not read, and never more than a sixteenth of the run's tokens or
-    four windows. A check that is not possible, that needs more memory than is allowed, or a part of it, has a sentence
-    that says why.
+    four windows; and four short texts of different kinds, because a run may keep one kind and lose another. A check
+    that is not possible, that needs more memory than is allowed, or a part of it, has a sentence that says why.
 
     Args:
         question: what both models are asked; None: the built-in question. A model without a chat template goes on with
@@ -101,6 +111,8 @@ def _measured(config: Config, report: Report, output: Path, asked: str | None, s
         )
     tokenizer = load_tokenizer(folder)  # a result has its original's
     windows, source = _held_out(config, report, tokenizer)
+    by_kind = kind_windows(tokenizer, min(config.text.sequence_length, LONGEST_WINDOW))
+    kinds: dict[str, dict[str, float]] = {kind: {} for kind in by_kind}
     perplexities: dict[str, float] = {}
     answers: dict[str, str] = {}
     unasked = ""
@@ -120,13 +132,15 @@ def _measured(config: Config, report: Report, output: Path, asked: str | None, s
         del place
         if windows is not None:
             perplexities[name], _ = perplexity(model, windows, has_bar=False)
+        for kind, text in by_kind.items():
+            kinds[kind][name], _ = perplexity(model, text, has_bar=False)
         if prompt is not None:
             answers[name] = _answer(model, tokenizer, prompt)
         del model
         release_heap()
     if windows is None:
-        return Check(question=question, answers=answers, skipped=unasked)
-    return Check(source, windows.numel(), perplexities, question, answers, unasked)
+        return Check(question=question, answers=answers, skipped=unasked, kinds=kinds)
+    return Check(source, windows.numel(), perplexities, question, answers, unasked, kinds=kinds)
 
 
 def _opened(place: Path | GgufCheckpoint, device: torch.device, dtype: torch.dtype) -> Any:

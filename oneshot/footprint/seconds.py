@@ -23,7 +23,7 @@ from oneshot.profiling.embedding import EMBEDDING_PROBES
 from oneshot.profiling.probes import PROBE_SEQUENCES, probes_per_layer
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.stream import EXPERTS_TOGETHER
-from oneshot.text import SELF
+from oneshot.text import NUM_KINDS, SELF, TOKENS_OF_A_KIND
 from oneshot.text.self_written import DOCUMENT_TOKENS
 
 SUMMED_BYTES = 32  # moved for a number of a batch: zero, sum and read in float32, then added in float64
@@ -85,6 +85,7 @@ def check_seconds(work: Work, rates: Rates) -> float:
     forward, layers = _forward(work, rates), work.shape.num_hidden_layers
     head = 2 * work.shape.vocab_size * work.shape.hidden_size
     scored = num_windows(work.text.num_sequences) * min(work.text.sequence_length, LONGEST_WINDOW)
+    scored += NUM_KINDS * TOKENS_OF_A_KIND
     answered = ANSWER_TOKENS * (STEP_SECONDS * layers if rates.on_device else 0.0)
     if not rates.on_device:  # each token reads all weights
         answered = ANSWER_TOKENS * STEP_FACTOR * (layers * forward + head) / rates.stream

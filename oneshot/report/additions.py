@@ -14,6 +14,7 @@ from oneshot.report.page import report_page
 from oneshot.report.records import Check, Report
 from oneshot.report.sharing import shared_name
 from oneshot.report.side_by_side import Comparison
+from oneshot.report.words import by_kind
 
 FIRST, LAST = "<!-- evaluations -->", "<!-- end of the evaluations -->"  # of the card's part
 
@@ -90,6 +91,8 @@ def _add_quality(path: Path, check: Check) -> None:
         f"Perplexity on {check.tokens:,} tokens of {code(shared_name(check.source))} that the run did not read: "
         f"{dense:.2f} before, {compressed:.2f} after (× {compressed / dense:.2f})."
     )
+    if check.kinds:
+        line += f" By kind of text, on a few hundred tokens of each: {by_kind(check.ratios)}."
     write_whole(path, path.read_text(encoding="utf-8").replace(QUALITY, line, 1))
 
 

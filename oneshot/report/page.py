@@ -11,7 +11,7 @@ from oneshot.families import RANKED_KINDS
 from oneshot.report.layer_table import layer_table
 from oneshot.report.plots import curve_plot, errors_plot, sizes_plot
 from oneshot.report.records import LayerReport, Report
-from oneshot.report.words import NOTHING, duration, verdict
+from oneshot.report.words import NOTHING, by_kind, duration, verdict
 
 
 def report_page(report: Report) -> str:
@@ -63,7 +63,8 @@ def _span(layers: list[LayerReport]) -> str:
 def _template() -> Template:
     """Return the compiled template."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"show": _show, "duration": duration, "verdict": verdict, "words": _words}
+    environment.filters |= {"show": _show, "duration": duration, "verdict": verdict}
+    environment.filters |= {"by_kind": by_kind, "words": _words}
     text = resources.files("oneshot.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(text)
 

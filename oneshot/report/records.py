@@ -135,6 +135,7 @@ class Check:
         answers: what they wrote, greedily; `…` ends one that was cut.
         skipped: the sentence that says why there is no check, or no answers; empty if there are.
         seconds, peak_bytes, peak_device_bytes: of the check, as measured; a report counts them in its own.
+        kinds: as `perplexity`, by kind of the texts of `text.kinds`.
     """
 
     source: str = ""
@@ -146,6 +147,13 @@ class Check:
     seconds: float = 0.0
     peak_bytes: int = 0
     peak_device_bytes: int = 0
+    kinds: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """The result's perplexity ÷ the original's, by kind of text, the worst last."""
+        ratios = {kind: found["compressed"] / found["dense"] for kind, found in self.kinds.items()}
+        return dict(sorted(ratios.items(), key=lambda item: item[1]))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from oneshot.errors import printable
 from oneshot.report.card import PAGE_NAME
 from oneshot.report.records import Check, Report
 from oneshot.report.terminal import WIDTH
-from oneshot.report.words import NOTHING, OPENED, amount, duration, size, verdict
+from oneshot.report.words import NOTHING, OPENED, amount, by_kind, duration, size, verdict
 
 NAME_WIDTH = 14
 OTHER_DTYPE = 0.1  # two files differ in the bytes of a parameter by more only if their dtypes do
@@ -69,6 +69,8 @@ def check_lines(check: Check | None) -> list[tuple[str, str]]:
         measured = f"perplexity {dense:.2f} → {compressed:.2f} (× {compressed / dense:.2f})"
         lines.append(("quality", f"{measured} on {check.tokens:,} tokens of {check.source} that the run did not read"))
         lines.append(("", f"{verdict(compressed / dense)}"))
+    if check.kinds:
+        lines.append(("by kind", by_kind(check.ratios)))
     if check.answers:
         lines.append(("asked", check.question))
         lines += [(name, check.answers[key] or NOTHING) for name, key in (("before", "dense"), ("after", "compressed"))]

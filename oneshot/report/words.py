@@ -1,5 +1,7 @@
 """Measurements in words: what opens a model, how much worse it is, and how long something takes."""
 
+from collections.abc import Mapping
+
 NOTHING = "(nothing)"  # stands for an empty answer
 CUT = " …"  # after an answer that its model did not end
 OPENED = {  # what opens a result, by form; its card says more
@@ -21,6 +23,12 @@ MINUTE, HOUR = 60.0, 3600.0
 def verdict(ratio: float) -> str:
     """Return what a perplexity divided by the original's means."""
     return next((words for most, words in VERDICTS if ratio <= most), WORST)
+
+
+def by_kind(ratios: Mapping[str, float]) -> str:
+    """Return perplexities divided by the original's, by kind of text, the worst last, as a sentence."""
+    *others, worst = (f"{kind} × {ratio:.2f}" for kind, ratio in ratios.items())
+    return f"{', '.join(others)}, and worst {worst}"
 
 
 def duration(seconds: float) -> str:

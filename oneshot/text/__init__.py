@@ -3,6 +3,7 @@
 from oneshot.text.chats import chat_renderer, is_turn, prompt_ids, rendered
 from oneshot.text.examples import encode, load_examples, padded
 from oneshot.text.files import PIECE_BYTES, RECORDS, TABLES, ending_of, exists, file_of, present_row, size_of_records
+from oneshot.text.kinds import NUM_KINDS, TOKENS_OF_A_KIND, kind_windows
 from oneshot.text.odd_records import OddRecords
 from oneshot.text.packing import (
     Batch,
@@ -38,12 +39,14 @@ __all__ = [
     "BUILTIN",
     "LABELS",
     "MASK",
+    "NUM_KINDS",
     "PIECE_BYTES",
     "RECORDS",
     "SELF",
     "SHORT_NAMES",
     "TABLES",
     "TOKENS",
+    "TOKENS_OF_A_KIND",
     "Batch",
     "Fillings",
     "OddRecords",
@@ -62,6 +65,7 @@ __all__ = [
     "is_turn",
     "iter_documents",
     "iter_pairs",
+    "kind_windows",
     "load_examples",
     "load_pairs",
     "load_text",

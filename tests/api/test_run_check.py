@@ -1,6 +1,7 @@
 """The end of a run: held-out text, answers before and after, and a summary; bounded, or with the reason."""
 
 import json
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -26,6 +27,7 @@ from oneshot.report.sharing import without_local_paths
 from oneshot.report.summary import summary
 from oneshot.report.words import CUT, verdict
 from oneshot.text import load_text, load_tokenizer
+from oneshot.text.kinds import FILE as KINDS_FILE
 
 NAME_COLUMNS = 14  # of a line of the summary
 
@@ -50,6 +52,10 @@ def test_the_check_is_the_perplexity_on_text_that_the_run_did_not_read(run: tupl
         model: Any = AutoModelForCausalLM.from_pretrained(folder)
         assert check.perplexity is not None
         assert check.perplexity[name] == pytest.approx(perplexity(model, ids[40:])[0], rel=1e-4)
+        for row in map(json.loads, KINDS_FILE.read_text().splitlines()):
+            text = tokenizer(row["text"], return_tensors="pt")["input_ids"][0, : 384 // 32 * 32].view(-1, 32)
+            loss = model(text, labels=text).loss  # of windows of one length: the mean over all
+            assert check.kinds[row["kind"]][name] == pytest.approx(float(loss.exp()), rel=1e-4)
         chat = [{"role": "user", "content": check.question}]
         inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True, add_generation_prompt=True)
         written = model.generate(**inputs, max_new_tokens=ANSWER_TOKENS, do_sample=False)
@@ -70,6 +76,8 @@ def test_without_more_text_there_are_only_answers(
     assert check.perplexity is None
     assert check.skipped == ""
     assert check.answers.keys() == {"dense", "compressed"}
+    assert check.kinds.keys() == {"prose", "dialogue", "code", "mathematics"}
+    assert list(check.ratios.values()) == sorted(check.ratios.values())
 
 
 def test_a_gguf_input_is_not_converted_again(
@@ -150,14 +158,16 @@ def test_the_command_ends_with_a_summary_and_the_card_has_the_quality(
     assert main([*command, "-o", str(output)]) == 0
     printed = capsys.readouterr().out
     names = [line[:NAME_COLUMNS].strip() for line in printed.splitlines() if line[0] != " "]
-    assert names == ["result", "parameters", "form", "weight files", "time", "quality", "asked", "before", *names[8:]]
-    assert names[8] == "after"
+    assert names == ["result", "parameters", "form", "weight files", "time", "quality", "by kind", "asked", *names[8:]]
+    assert names[8:10] == ["before", "after"]
     assert names[-1] == "next"
     assert "warning" in names, "16 tokens are too few"
     assert all(map(fits, printed.splitlines()))
     card = (output / "README.md").read_text()
     assert QUALITY not in card
     assert "tokens of `text.txt` that the run did not read" in card
+    assert re.search(r"By kind of text, .*, and worst [a-z]+ × \d", card)
+    assert re.search(r"<p>By kind of text, .*, and worst [a-z]+ × \d", (output / "report.html").read_text())
     assert "Warning of the run: 64 calibration tokens are few" in card
     assert "AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True" in card
     report = Report.from_dict(json.loads((output / "oneshot_report.json").read_text()))

@@ -285,7 +285,9 @@ def test_a_run_above_the_bound_is_refused_before_any_work(
     config = make_config(make_checkpoint(), num_sequences=512, sequence_length=512, batch_size=512)
     arguments = [config.checkpoint, "--output", config.output, "--sparsity", "0.2", "--max-memory", "100MB"]
     arguments += ["--num-sequences", "512", "--sequence-length", "512", "--batch-size", "512"]
-    arguments += ["--calibration", config.text.calibration, "--offload-dir", str(offload)] + ["--dry-run"] * dry_run
+    arguments += ["--form=stock", "--calibration", config.text.calibration, "--offload-dir", str(offload)] + [
+        "--dry-run"
+    ] * dry_run
     assert main(arguments) == 1
     output = capsys.readouterr()
     assert output.out == ""
