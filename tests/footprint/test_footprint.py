@@ -372,10 +372,10 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(
     config = make_config(folder, offload_dir=str(offload))
     before = sorted(tmp_path.rglob("*"))
     for more in (
-        [],
+        ["--form", "stock"],
         ["--recipe", "tcsp"],
-        ["--budget", "latency"],
-        ["--form", "per-layer"],
+        ["--budget", "latency", "--form", "stock"],
+        [],
         ["--sparsity", "0.1", "0.2"],
     ):
         arguments = [str(folder), "--output", config.output, "--calibration", config.text.calibration, "--dry-run"]
@@ -385,7 +385,7 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(
         several = ("host memory", "removed", "parameters", "result", "time in all")
         for part in several if "0.1" in more else one:
             assert part in printed
-        assert ("from a profile" in printed) == ("per-layer" in more)
+        assert ("from a profile" in printed) == (not {"stock", "tcsp"} & {*more})
     assert sorted(tmp_path.rglob("*")) == before
 
 
