@@ -85,7 +85,7 @@ MEASURED_HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "hidden_size_per_layer_input": 128,
             "vocab_size_per_layer_input": 4096,
         },
-        {"num_sequences": 64, "batch_size": 8, "form": "per-layer"},
+        {"num_sequences": 16, "batch_size": 8, "form": "per-layer"},
     ),
 }
 # long sequences and many heads, so that whole scores are most of what a run takes
@@ -93,7 +93,7 @@ LONG: dict[str, Any] = {"hidden": 64, "width": 128, "layers": 1, "heads": 16, "g
 WHOLE_SCORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "eager attention, output curvature": (
         {"family": "gemma2", "head_dim": 8, "tied": True, "sliding_window": 64, "query_pre_attn_scalar": 8},
-        {"form": "per-layer"},
+        {"form": "per-layer", "num_sequences": 4},  # scores are of one sequence at a time
     ),
     "values narrower than keys": (
         {
@@ -115,12 +115,13 @@ WHOLE_SCORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 FEWER_TOKENS = {"num_sequences": 16, "batch_size": 16}
+FEWEST_TOKENS = {"num_sequences": 8, "batch_size": 8}
 FEWER_WORDS = {"vocabulary": 4096}
 MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "oneshot": {},
     "stat": {"recipe": "stat"},
     "group-pca": {"recipe": "group-pca"},
-    "by a profile, output curvature": {"form": "per-layer", **FEWER_TOKENS},
+    "by a profile, output curvature": {"form": "per-layer", **FEWEST_TOKENS},
     "up_proj is also corrected": {"up_steps": 2},
     "damping by held-out text": {"damping": "auto", "heads": "id", "batch_size": 8},
     "all at once": {"hidden": "pca", "hidden_size": 224, "heads": "id", "form": "per-layer", "allocation": "uniform"},
@@ -154,6 +155,7 @@ def test_no_run_takes_more_than_predicted(
         "experts": "effects",
         "curvature": "none",
         "output": str(tmp_path / "groups by a profile"),
+        **FEWEST_TOKENS,
     }
     wide = make_checkpoint(**MEASURED_MIXTURE | FURTHER_MIXTURES["groups of experts"] | FEWER_WORDS)
     grouped = flat_options(make_config(wide, **sizes | by_profile)) | {"max_memory_bytes": 1}
