@@ -57,7 +57,6 @@ from tables.serve_speed import serve_speed_table
 from tables.speed import every_speed_table
 from tables.tasks import written_table
 
-KERNELS = ROOT / "kernels" / "oneshot_kernels"
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "benchmarks" / "records" / "tables.md",
@@ -72,8 +71,6 @@ DOCUMENTS = (
     ROOT / "docs" / "results.md",
     ROOT / "docs" / "supported-models.md",
     ROOT / "docs" / "recipes" / "oneshot.md",
-    KERNELS / "pivoted_qr" / "README.md",
-    KERNELS / "count_sketch" / "README.md",
 )
 
 # table: (function, results file)

@@ -30,6 +30,9 @@ NAMES = {
     "neuron scores": "`allocation=flap` and `stat`",
     "held-out damping": "`damping=auto`",
 }
+# Features of FFNs that no mixture has, in the words of one link.
+OF_DENSE_FFNS = ("latency", "sketch", "moments", "neuron scores", "held-out damping")
+OF_MIXTURES = "[what mixtures lack](guides/mixtures.md#what-is-not-supported)"
 
 
 def families_table() -> str:
@@ -77,7 +80,9 @@ def _line(name: str, family: Description) -> list[str]:
     )
     plain = plain and not family.carried
     forms = (True, per_layer, plain and stack.attention.q_norm is None, plain and name in ARCHITECTURES)
-    lacks = [NAMES[feature] for feature in refused if feature in NAMES]
+    is_mixture = set(OF_DENSE_FFNS) <= set(refused)
+    lacks = [NAMES[one] for one in refused if one in NAMES and not (is_mixture and one in OF_DENSE_FFNS)]
+    lacks += [OF_MIXTURES] if is_mixture else []
     return [f"`{name}`", *("yes" if form else "–" for form in forms), ", ".join(lacks) or "–", _carried(family)]
 
 

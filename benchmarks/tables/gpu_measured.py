@@ -58,7 +58,7 @@ def gpu_rates_table() -> str:
 
 def gpu_runs_table() -> str:
     """Whole runs: seconds by stage and peaks, measured and predicted before the run."""
-    rows = [row for row in rows_of("compress") if row["model"] != MIXTURE]
+    rows = latest([row for row in rows_of("compress") if row["model"] != MIXTURE], "model", "form")
     lines = []
     for row in rows:
         stages = [f"{row['seconds'][stage]:.1f}" if stage in row["seconds"] else "–" for stage in STAGES]
