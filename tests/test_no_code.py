@@ -144,6 +144,17 @@ def test_vocabularies_of_any_length_are_text(large: bool, own_checkpoint: MakeCh
         open_model(str(folder), folder)
 
 
+def test_a_long_vocabulary_that_is_cut_is_told(own_checkpoint: MakeCheckpoint) -> None:
+    """As an interrupted download leaves it. No text is read, so that no tokenizer is."""
+    folder = own_checkpoint()
+    whole = json.dumps({"a" * 9 + str(number): number for number in range(60_000)}, indent=1) + "\n"
+    (folder / "vocab.json").write_text(whole)
+    open_model(str(folder), folder)
+    (folder / "vocab.json").write_text(whole[:-20])
+    with pytest.raises(CheckpointError, match=r"vocab.json is not JSON \(its end is missing\); download it again"):
+        open_model(str(folder), folder)
+
+
 def test_modules_that_are_code_are_refused(own_checkpoint: MakeCheckpoint) -> None:
     """sentence-transformers runs them if the code of the result may run."""
     folder = own_checkpoint()

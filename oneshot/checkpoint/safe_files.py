@@ -45,7 +45,7 @@ COMPANION_FILES = (
 READ_FILES = (*COMPANION_FILES, "*.json", "*.txt", "*.jinja", "additional_chat_templates/*")
 MAX_JSON_BYTES = 100 * 2**20
 MAX_JSON_DEPTH = 50
-MAX_CHECKED_BYTES = 2**20
+MAX_CHECKED_BYTES, TAIL = 2**20, 1000
 TEXT_ENDINGS = (".json", ".jinja", ".txt", ".codes", ".tiktoken")
 MAX_LABELS = 10**6
 MODULES, OWN_MODULES = "modules.json", "sentence_transformers."
@@ -86,8 +86,9 @@ def check_readable(folder: Path) -> None:
     """Check all files that may be read or copied, except the weights.
 
     Of those that are copied and that loaders read, text must be UTF-8, and small JSON must be JSON. Large JSON belongs
-    to tokenizers, which have readers of their own. Raises as `stored_file`, and `CheckpointError` for one that holds
-    something else.
+    to tokenizers, which have readers of their own; only its end is looked for.
+
+    Raises as `stored_file`, and `CheckpointError` for one that holds something else.
     """
     _existing(folder, READ_FILES)
     for path in companion_files(folder):
@@ -99,8 +100,10 @@ def check_readable(folder: Path) -> None:
 def _check_text(path: Path) -> None:
     try:
         text = path.read_text(encoding="utf-8")
-        is_parsed = path.suffix == ".json" and len(text) <= MAX_CHECKED_BYTES
-        content = json.loads(text) if is_parsed else {}
+        is_json, is_long = path.suffix == ".json", len(text) > MAX_CHECKED_BYTES
+        content = json.loads(text) if is_json and not is_long else {}
+        if is_json and is_long and not text[-TAIL:].rstrip().endswith(("}", "]")):
+            raise ValueError("its end is missing")
     except (OSError, ValueError, RecursionError) as error:
         is_text = path.suffix != ".json" or isinstance(error, UnicodeDecodeError)
         kind = "text in UTF-8" if is_text else "JSON"
