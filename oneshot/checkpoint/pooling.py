@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-from oneshot.checkpoint.safe_files import read_json, stored_file
+from oneshot.checkpoint.safe_files import MODULES, read_json, stored_file
 from oneshot.errors import CheckpointError, cause
 from oneshot.json_text import json_text
 
-MODULES = "modules.json"
 KINDS = {1: "mean", 2: "cls", 3: "lasttoken"}
 """The kinds of a GGUF file (`llama_pooling_type`) by sentence-transformers' names; 0 is none, 4 a classifier."""
 FLAGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken"}
