@@ -27,7 +27,7 @@ from oneshot.checkpoint.weight_files import WeightFiles
 from oneshot.checkpoint.work_folder import WorkFolder, refuse_output
 from oneshot.errors import CalibrationError, CheckpointError, ConfigError, OutputError, PlanError, ProfileError, cause
 from oneshot.machine import ALONE, Workers
-from oneshot.machine.durable import as_stored, flush, flush_tree, write_sealed
+from oneshot.machine.durable import alone_in, as_stored, flush, flush_tree, write_sealed
 from oneshot.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -307,8 +307,11 @@ class Journal:
         flush_tree(self.partial)
         if self.folder.exists():
             replaced = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.replaced-", dir=self.folder.parent))
-            os.rename(self.folder, replaced / "old")
-        os.rename(self.partial, self.folder)
+            with alone_in(self.folder):  # nobody adds to its report now
+                os.rename(self.folder, replaced / "old")
+                os.rename(self.partial, self.folder)
+        else:
+            os.rename(self.partial, self.folder)
         flush(self.folder.parent)
         for replaced in self.folder.parent.glob(f".{glob.escape(self.folder.name)}.replaced-*"):  # also of killed runs
             shutil.rmtree(replaced)

@@ -111,10 +111,10 @@ def _check_text(path: Path) -> None:
     if not isinstance(content, dict | list):
         raise CheckpointError(f"{path} is not an object or a list of JSON; download it again, or remove it.")
     for module in content if path.name == MODULES and isinstance(content, list) else ():
-        kind = module.get("type") if isinstance(module, dict) else None
-        if not str(kind).startswith(OWN_MODULES):
+        named = str(module.get("type") if isinstance(module, dict) else module)
+        if not named.startswith(OWN_MODULES):
             raise CheckpointError(
-                f"{path} names code ({str(kind)[:100]}), which is never run; remove the file if you trust the rest."
+                f"{path} names code ({named[:100]}), which is never run; remove the file if you trust the rest."
             )
 
 

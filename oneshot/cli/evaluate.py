@@ -107,9 +107,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
             refuse_unknown(arguments.tasks, arguments.include_path)
         begin_work(arguments)
         from oneshot.evaluation import evaluate, kept_comparison, print_evaluations, write_json
-        from oneshot.report.additions import add_evaluation
+        from oneshot.report.additions import add_evaluation, stored_identity
         from oneshot.report.card import PAGE_NAME
 
+        folder = Path(arguments.checkpoint).expanduser()
+        measured = stored_identity(folder)
         evaluations = evaluate(
             [arguments.checkpoint],
             arguments.text,
@@ -131,8 +133,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot evaluate") -> i
         print_evaluations(evaluations)
         if arguments.output:
             write_json(Path(arguments.output), evaluations, vars(arguments))
-        folder = Path(arguments.checkpoint).expanduser()
-        if add_evaluation(folder, kept_comparison(evaluations, vars(arguments))):
+        if add_evaluation(folder, kept_comparison(evaluations, vars(arguments)), measured):
             print(f"Added to the report of the result:\n{printable(str(folder / PAGE_NAME))}")
 
     return run_command(arguments, run, writes=bool(arguments.output))

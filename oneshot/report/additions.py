@@ -8,7 +8,7 @@ from pathlib import Path
 
 from oneshot.errors import cause
 from oneshot.json_text import json_text
-from oneshot.machine.durable import alone_in, write_whole
+from oneshot.machine.durable import alone_in, seal, write_whole
 from oneshot.report.card import CARD_NAME, PAGE_NAME, QUALITY, REPORT_NAME, code, escaped
 from oneshot.report.page import report_page
 from oneshot.report.records import Check, Report
@@ -22,8 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 def add_check(folder: Path, report: Report, check: Check) -> Report:
-    """Put a check into the report, its page and the card of a result; return the report. Missing files stay missing."""
-    seconds = {stage: spent for stage, spent in report.seconds.items() if stage not in ("check", "total")}
+    """Put a check into the report, its page and the card of a result; return the report. Missing files stay missing.
+
+    If another run has replaced the result meanwhile, nothing is written, and the check says so.
+    """
+    own = identity_of(report)
+    seconds = _without_check(report)
     before = report.seconds["total"] - report.seconds.get("check", 0.0)
     seconds |= {"check": check.seconds, "total": before + check.seconds}
     report = replace(
@@ -34,14 +38,36 @@ def add_check(folder: Path, report: Report, check: Check) -> Report:
         peak_device_bytes=max(report.peak_device_bytes, check.peak_device_bytes),
     )
     with alone_in(folder):
+        if stored_identity(folder) not in (own, None):
+            return replace(report, check=Check(skipped=f"There is no check, because another run replaced {folder}."))
         report = replace(report, evaluations=stored_evaluations(folder))  # of a command beside the check
         _write(folder, report)
         _add_quality(folder / CARD_NAME, check)
     return report
 
 
-def add_evaluation(folder: Path, evaluation: Comparison) -> bool:
+def identity_of(report: Report) -> str:
+    """Return what tells the report of a run from those of all other runs, whatever is added to it later."""
+    seconds = _without_check(report)
+    own = replace(report, seconds=seconds, check=None, evaluations=(), peak_bytes=0, peak_device_bytes=0)
+    return seal(own.to_dict())
+
+
+def stored_identity(folder: Path) -> str | None:
+    """Return `identity_of` the report of a result; None if it has no report that can be read."""
+    report = _stored(folder)
+    return None if report is None else identity_of(report)
+
+
+def _without_check(report: Report) -> dict[str, float]:
+    """Return the seconds of a run's own stages."""
+    return {stage: spent for stage, spent in report.seconds.items() if stage not in ("check", "total")}
+
+
+def add_evaluation(folder: Path, evaluation: Comparison, measured: str | None = None) -> bool:
     """Put an evaluation into the report, its page and the card of a result, and return whether it stands there now.
+
+    `measured`: `stored_identity` of the folder before it was evaluated; None: nobody asks.
 
     It replaces an earlier one of the same models, texts and options. A folder without a report of ours stays as it is,
     and so does one whose report is a link, as in the hub's cache. A warning says why an evaluation is not added.
@@ -52,6 +78,11 @@ def add_evaluation(folder: Path, evaluation: Comparison) -> bool:
     try:
         with alone_in(folder):
             report = Report.from_dict(json.loads(path.read_bytes()))
+            if measured is not None and identity_of(report) != measured:
+                logger.warning(
+                    "Another run replaced %s meanwhile, so the evaluation is not added to its report.", folder
+                )
+                return False
             others = tuple(one for one in report.evaluations if not one.repeats(evaluation))
             report = replace(report, evaluations=(*others, evaluation))
             _write(folder, report)
@@ -69,10 +100,15 @@ def add_evaluation(folder: Path, evaluation: Comparison) -> bool:
 
 def stored_evaluations(folder: Path) -> tuple[Comparison, ...]:
     """Return the evaluations in the report of a result; none if it has no report that can be read."""
+    report = _stored(folder)
+    return () if report is None else report.evaluations
+
+
+def _stored(folder: Path) -> Report | None:
     try:
-        return Report.from_dict(json.loads((folder / REPORT_NAME).read_bytes())).evaluations
+        return Report.from_dict(json.loads((folder / REPORT_NAME).read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return ()
+        return None
 
 
 def _write(folder: Path, report: Report) -> None:

@@ -15,7 +15,7 @@ from oneshot.evaluation import Evaluation, kept_comparison
 from oneshot.evaluation.comparison import TextRecord
 from oneshot.json_text import json_text
 from oneshot.machine import durable
-from oneshot.report.additions import LAST, add_check, add_evaluation
+from oneshot.report.additions import LAST, add_check, add_evaluation, stored_identity
 from oneshot.report.card import CARD_NAME, PAGE_NAME, REPORT_NAME
 from oneshot.report.page import report_page
 from oneshot.report.records import Check, Report
@@ -76,6 +76,25 @@ def test_a_check_keeps_evaluations(result: Path) -> None:
     assert report.check == check
     assert [one.repeats(evaluation()) for one in report.evaluations] == [True]
     assert stored(result) == report
+
+
+def test_nothing_is_added_to_the_result_of_another_run(result: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With --overwrite a run may replace a result while it is checked or evaluated."""
+    measured, check = stored_identity(result), Check("text.jsonl", 2048, {"dense": 20.0, "compressed": 21.5})
+    add_check(result, make_report(), check)
+    assert stored_identity(result) == measured, "what is added makes no other result"
+    other = make_report()
+    other = replace(other, seconds={stage: spent + 1 for stage, spent in other.seconds.items()})
+    (result / REPORT_NAME).write_text(json_text(other.to_dict()))
+    before = {path.name: path.read_bytes() for path in result.iterdir()}
+    assert not add_evaluation(result, evaluation(), measured)
+    assert "Another run replaced" in caplog.text
+    found = add_check(result, make_report(), check).check
+    assert found is not None
+    assert found.perplexity is None
+    assert "another run replaced" in found.skipped
+    assert {path.name: path.read_bytes() for path in result.iterdir()} == before
+    assert add_evaluation(result, evaluation(), stored_identity(result))
 
 
 def test_two_texts_of_one_name_are_two_rows() -> None:
