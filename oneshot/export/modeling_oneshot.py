@@ -6,6 +6,7 @@ biases, norms of queries and keys, learned positions, an FFN without a gate.
 """
 
 import copy
+import inspect
 from typing import Any
 
 from transformers.utils.versions import require_version
@@ -19,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrai
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
@@ -319,7 +319,8 @@ class OneshotTable(nn.Embedding):
 
     def forward(self, x: torch.Tensor, *, to_logits: bool = False) -> torch.Tensor:
         """Tokens -> their rows; `to_logits`: states `(…, rank)` -> the logits of all rows."""
-        return nn.functional.linear(x, self.weight) if to_logits else super().forward(x)
+        # named, because tools that trace compile `forward` anew, outside its class, where super() finds none
+        return nn.functional.linear(x, self.weight) if to_logits else nn.Embedding.forward(self, x)
 
 
 class OneshotEmbedding(nn.Module):
@@ -385,6 +386,35 @@ class OneshotTiedHead(nn.Module):
         return self._model[0].embed_tokens(hidden_states, to_logits=True)
 
 
+STACK_ARGUMENTS = tuple(inspect.signature(LlamaModel.forward).parameters)[1:]  # without `self`
+
+
+def embedded_inputs(model: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """Return the arguments of the stack with embedded tokens, which have learned positions or lost their mean."""
+    arguments = dict(zip(STACK_ARGUMENTS, positional, strict=False)) | named
+    tokens, embeds = arguments.pop("input_ids", None), arguments.pop("inputs_embeds", None)
+    if embeds is None:
+        embeds = model.embed_tokens(tokens)
+    if model.embed_positions is not None:
+        numbers = arguments.get("position_ids")
+        if numbers is None:
+            cache = cache_name(arguments)
+            past = 0 if cache is None else arguments[cache].get_seq_length()
+            numbers = past + torch.arange(embeds.shape[1], device=embeds.device).unsqueeze(0)
+        embeds = embeds + model.embed_positions(numbers)
+    if model.config.centred_embedding:
+        embeds = embeds - embeds.float().mean(-1, keepdim=True).to(embeds.dtype)
+    return (), arguments | {"inputs_embeds": embeds}
+
+
+def mapped_output(model: Any, _: tuple[Any, ...], output: Any) -> Any:
+    """Return the output of the stack with the last states as the tied output head reads them."""
+    if isinstance(output, tuple):  # return_dict=False, as vLLM calls it
+        return model.head_map(output[0]), *output[1:]
+    output.last_hidden_state = model.head_map(output.last_hidden_state)
+    return output
+
+
 class OneshotModel(LlamaModel):
     """The stack without its output head."""
 
@@ -408,36 +438,12 @@ class OneshotModel(LlamaModel):
         self.head_map = nn.Linear(last, first, bias=False) if config.head_map else nn.Identity()
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.gradient_checkpointing = False
+        # hooks around the stock class's `forward`: llm-compressor traces that, and nothing that an own one would call
+        if config.num_positions or config.centred_embedding:
+            self.register_forward_pre_hook(embedded_inputs, with_kwargs=True)
+        if config.head_map:
+            self.register_forward_hook(mapped_output)
         self.post_init()
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple:
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        if self.embed_positions is not None:
-            if position_ids is None:
-                cache = cache_name(kwargs)
-                past = 0 if cache is None else kwargs[cache].get_seq_length()
-                position_ids = past + torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
-            inputs_embeds = inputs_embeds + self.embed_positions(position_ids)
-        if self.config.centred_embedding:
-            inputs_embeds = inputs_embeds - inputs_embeds.float().mean(-1, keepdim=True).to(inputs_embeds.dtype)
-        output = super().forward(
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-        if isinstance(output, tuple):  # return_dict=False, as vLLM calls it
-            return self.head_map(output[0]), *output[1:]
-        output.last_hidden_state = self.head_map(output.last_hidden_state)
-        return output
 
 
 class OneshotForCausalLM(LlamaForCausalLM):
@@ -448,6 +454,8 @@ class OneshotForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: OneshotConfig) -> None:
         LlamaPreTrainedModel.__init__(self, config)
+        if config.embedding is not None:  # some quantisers state it, because neither end has a weight of its own
+            config.tie_word_embeddings = False
         self.model = OneshotModel(config)
         self.vocab_size = config.vocab_size
         assert config.layers is not None
@@ -487,6 +495,28 @@ class OneshotForCausalLM(LlamaForCausalLM):
             self.config.embedding = [*before, last | {"rows": last["rows"] + more}]
             self.config.vocab_size = self.vocab_size = self.model.vocab_size = self.config.vocab_size + more
         return self.model.embed_tokens
+
+    def smoothing_pairs(self) -> list[tuple[str, list[str]]]:
+        """Return what AWQ and SmoothQuant may scale here: a norm or linear, and the linears that alone read its output.
+
+        Linears of low rank read coordinates of an output, whose factors are others.
+        """
+        pairs = []
+        for number, sizes in enumerate(self.config.layers or ()):
+            layer = f"model.layers.{number}"
+            norm, mlp_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
+            q, k, v, o = (f"{layer}.self_attn.{name}_proj" for name in "qkvo")
+            gate, up, down = (f"{layer}.mlp.{name}_proj" for name in ("gate", "up", "down"))
+            heads = sizes["num_attention_heads"]
+            if heads and not sizes["query_key_rank"]:
+                pairs.append((norm, [q, k, v]))
+            if heads and heads == sizes["num_key_value_heads"] and not sizes["output_rank"]:
+                pairs.append((v, [o]))
+            if sizes["intermediate_size"] and not sizes["gate_rank"] and not sizes["up_rank"]:
+                pairs.append((mlp_norm, [gate, up] if sizes["gated"] else [up]))
+            if sizes["intermediate_size"] and sizes["gated"]:  # an activation between them is not linear
+                pairs.append((up, [down]))
+        return pairs
 
     def expand_(self, above: float = 0.9) -> None:
         """Make linears whole whose low rank takes more than this share of a whole linear's products.

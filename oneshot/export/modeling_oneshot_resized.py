@@ -42,7 +42,7 @@ class OneshotScaledEmbedding(OneshotEmbedding):
         self.scale = scale
 
     def forward(self, x: torch.Tensor, *, to_logits: bool = False) -> torch.Tensor:
-        found = super().forward(x, to_logits=to_logits)
+        found = OneshotEmbedding.forward(self, x, to_logits=to_logits)  # not super(): see OneshotTable
         return found if to_logits or self.scale == 1 else found * found.new_tensor(self.scale)
 
 
@@ -110,6 +110,8 @@ def _resized(stock: Any) -> type:
 
         def __init__(self, config: Any) -> None:
             refuse_engine(config)
+            if config.embedding_ranges is not None:  # as in OneshotForCausalLM
+                config.tie_word_embeddings = False
             super().__init__(config)
             stack: Any = self.base_model
             layers = config.layers_name.removeprefix(f"{self.base_model_prefix}.")

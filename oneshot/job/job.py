@@ -11,7 +11,7 @@ from oneshot.checkpoint import Journal, output_folder, refuse_output, refuse_pla
 from oneshot.config import Config, Target, TextOptions
 from oneshot.errors import OutputError, PlanError, cause
 from oneshot.machine.durable import seal
-from oneshot.planning import make_plan
+from oneshot.planning import make_plan, quantiser_groups
 from oneshot.planning.sizes import least_share
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Report
@@ -84,8 +84,12 @@ class Job:
             )
         if self.schedule.reads_text:
             run.check_text()
-        self.footprint = replace(run.footprint(config, self.schedule, self.plan, dry=dry), form=config.form)
-        if self.schedule.plans_by_profile and self.budget.unit == "parameters":  # not those of equal layers
+        by_profile = self.schedule.plans_by_profile
+        groups = quantiser_groups(run.grid, run.method, self.plan, wanted, by_profile=by_profile)
+        self.footprint = replace(
+            run.footprint(config, self.schedule, self.plan, dry=dry), form=config.form, groups=str(groups)
+        )
+        if by_profile and self.budget.unit == "parameters":  # not those of equal layers
             parameters = round(self.budget.target)
             stored = self.footprint.stored_parameters | {"compressed": parameters}
             result_bytes, _ = run.result_bytes(config, parameters)

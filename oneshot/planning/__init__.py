@@ -9,6 +9,7 @@ from oneshot.planning.curves import Profile, ProfileOrigin
 from oneshot.planning.damages import Damages, predicted_damage, profiled_damages
 from oneshot.planning.experts import expert_counts
 from oneshot.planning.grid import Grid
+from oneshot.planning.groups import quantiser_groups
 from oneshot.planning.hidden_size import groups_of_positions, spread_hidden_sizes
 from oneshot.planning.kept import find_kept
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
@@ -37,6 +38,7 @@ __all__ = [
     "predicted_damage",
     "predicted_divergences",
     "profiled_damages",
+    "quantiser_groups",
     "removed_unit",
     "smaller_tables",
     "spread_hidden_sizes",

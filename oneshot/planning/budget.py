@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from oneshot.errors import PlanError
-from oneshot.families import StackShape
+from oneshot.families import ModelShape, StackShape
 
 MAX_ROUND_TO = 64
 MISSED_SHARE = 0.05  # of what was to be removed, from which on a plan that misses its target is told
@@ -65,8 +65,18 @@ def missed_target(budget: Budget, dense: float, planned: float) -> str | None:
 
 
 def default_round_to(size: int) -> int:
-    """Return the largest power of two up to 64 that is at most 1/16 of a width; GPUs and quantisers like multiples."""
+    """Return the largest power of two up to 64 that is at most 1/16 of a width.
+
+    From 512 on a multiple of 64 has steps of 64, because quantisers take the inputs of a linear in groups of 64.
+    """
     step = MAX_ROUND_TO
+    if size >= 8 * step and size % step == 0:
+        return step
     while step > 1 and step * 16 > size:
         step //= 2
     return step
+
+
+def width_step(shape: ModelShape, round_to: int | None) -> int:
+    """Return the step between FFN widths; `round_to`: as stated, None for what suits the model."""
+    return round_to or max(default_round_to(shape.intermediate_size), shape.width_step)

@@ -44,7 +44,7 @@ def spread(
 
     Raises `PlanError` if the budget is out of reach, or leaves no attention.
     """
-    ranks = {kind: _ranks(grid.shape, kind, round_ranks_to) for kind in ranked_kinds}
+    ranks = {kind: rank_options(grid.shape, kind, round_ranks_to) for kind in ranked_kinds}
     stays = _Options(grid, [{}], torch.zeros(len(plan.layers), 1), {})
     ffn = _ffn_options(grid, damages, step, ranks, leaves_out=leaves_out, reduce_experts=reduce_experts)
     dense = grid.family.dense_layers
@@ -225,7 +225,7 @@ def _attention_options(
     # from the end, where all units stay
     lost = damages.heads[:, [units.index(heads) - len(units) for heads in sizes]]
     if reduce_inner:
-        inner = _inner_sizes(grid)
+        inner = inner_sizes(grid)
         of_inner = damages.queries_keys[:, [inside.get("query_key_size", -1) for inside in inner]]
         of_inner = of_inner + damages.values[:, [inside.get("value_size", -1) for inside in inner]]
         lost = (lost.unsqueeze(2) + of_inner.unsqueeze(1)).flatten(1)
@@ -237,7 +237,7 @@ def _attention_options(
     return _Options(grid, sizes, lost, {kind: ranks[kind] for kind in of_attention if kind in ranks})
 
 
-def _inner_sizes(grid: Grid) -> list[Sizes]:
+def inner_sizes(grid: Grid) -> list[Sizes]:
     """Return the sizes of queries and keys with those of values, in steps down to half; one that is not given is whole.
 
     A profile measures sensitivities at three quarters, and they were not checked below half. Rotary pairs stay
@@ -256,7 +256,7 @@ def _inner_sizes(grid: Grid) -> list[Sizes]:
     return [score | value for score in ({}, *scores) for value in ({}, *values)]
 
 
-def _ranks(shape: ModelShape, kind: RankedKind, round_to: int | None) -> list[int | None]:
+def rank_options(shape: ModelShape, kind: RankedKind, round_to: int | None) -> list[int | None]:
     """Return the ranks of a linear, None for whole, in steps of about a sixteenth from a quarter of the hidden size.
 
     A profile measures what half of it costs.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from oneshot.errors import PlanError
 from oneshot.families import RankedKind
-from oneshot.planning.budget import Budget, OutOfReachError, default_round_to
+from oneshot.planning.budget import Budget, OutOfReachError, width_step
 from oneshot.planning.damages import Damages, predicted_damage
 from oneshot.planning.grid import Grid
 from oneshot.planning.heads import head_options
@@ -58,7 +58,7 @@ def meet_budget(
             "Nothing may be reduced (ffn=none, heads=none); allow one, such as --set ffn=id, or ask for --sparsity 0"
             f"{ranks if grid.has_ranks and module else ''}."
         )
-    step = round_to or max(default_round_to(shape.intermediate_size), shape.width_step)
+    step = width_step(shape, round_to)
     if reduce_ffn and step > shape.intermediate_size:
         raise PlanError(f"--round-to {step} is above the FFN width of {shape.intermediate_size}; give a smaller one.")
     if reduce_ffn and step % shape.width_step:

@@ -77,6 +77,7 @@ class Footprint:
         check_seconds: seconds of the check; they are not in `total`.
         text_seconds: those of `prepare` in which the model writes text.
         form: the form of the result; None of a profile alone.
+        groups: the groups of weights of quantisers that divide the inputs of all linears, in words.
     """
 
     host_bytes: int
@@ -98,6 +99,7 @@ class Footprint:
     check_seconds: float = 0.0
     text_seconds: float = 0.0
     form: str | None = None
+    groups: str = ""
 
     def __str__(self) -> str:
         dense, compressed = self.stored_parameters["dense"], self.stored_parameters["compressed"]
@@ -112,6 +114,7 @@ class Footprint:
             "parameters": f"{dense:,} → {'' if self.exact else 'about '}{compressed:,} (−{1 - compressed / dense:.1%})",
             "memory": f"at most {memory}",
             "disk": f"{self.disk_bytes / 2**30:.2f} GiB at the output, {self.scratch_bytes / 2**30:.2f} GiB off-loaded",
+            "groups": f"{self.groups} (of quantisers)",
             "time": f"about {duration(self.seconds['total'])}{own_text}; it may be wrong by a factor of two",
         }
         return "\n".join(["Prediction of oneshot", *(f"  {name + ':':12}{text}" for name, text in lines.items())])

@@ -101,6 +101,9 @@ def print_footprint(footprint: Footprint, *, checks: bool = False) -> None:
     table.add_row(
         "stored parameters", f"{_about(footprint)}{compressed:,}", f"of {dense:,} (−{1 - compressed / dense:.1%})"
     )
+    if footprint.groups:
+        fitting, _, more = footprint.groups.partition("; ")
+        table.add_row("groups of quantisers", fitting, more or "dividing the inputs of all linears")
     for stage, seconds in footprint.seconds.items():
         if stage != "total":
             of_text = f"{duration(footprint.text_seconds)} of it to write the text"

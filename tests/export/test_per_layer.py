@@ -244,7 +244,7 @@ def test_the_modelling_file_imports_only_public_packages() -> None:
             modules |= {name.name.split(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             modules.add(node.module.split(".")[0])
-    assert modules == {"copy", "typing", "torch", "huggingface_hub", "transformers"}
+    assert modules == {"copy", "inspect", "typing", "torch", "huggingface_hub", "transformers"}
 
 
 def test_the_evaluator_reads_it(compressed: Path, text_file: Path) -> None:

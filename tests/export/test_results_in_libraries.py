@@ -1,7 +1,10 @@
-"""Results of every form in peft's adapters, and in the caches of transformers' generation and export."""
+"""Results of every form in peft's adapters, in transformers' caches and exports, and in the hands of quantisers."""
 
+import inspect
 import json
+import textwrap
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from oneshot.evaluation import load_model
 from oneshot.export import form_of
 from oneshot.export.own_classes import OWN_CLASSES
 from oneshot.export.per_layer import per_layer_config
-from oneshot.families import ModelShape
+from oneshot.families import ModelShape, TableShape
 from oneshot.planning import LayerPlan, Plan
 
 IDS = torch.randint(2, 400, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -46,19 +49,21 @@ def random_result(config: dict[str, Any]) -> Any:
     return model
 
 
-def planned(form: str, options: dict[str, Any], layers: list[LayerPlan], folder: Path) -> Any:
+def planned(
+    form: str, options: dict[str, Any], layers: list[LayerPlan], folder: Path, embedding: tuple[TableShape, ...] = ()
+) -> Any:
     """Return a random result of a plan, whose further layers are whole."""
     build_model(**options).save_pretrained(folder)
     model = open_model(str(folder), folder)
     shape = model.shape
     whole = LayerPlan(shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads)
-    plan = Plan((*layers, *[whole] * (shape.num_hidden_layers - len(layers))), "kv-group")
+    plan = Plan((*layers, *[whole] * (shape.num_hidden_layers - len(layers))), "kv-group", embedding=embedding)
     return random_result(form_of(form, model.family).config(model, plan))  # type: ignore[arg-type]
 
 
-def per_layer(*layers: Any) -> Callable[[Path], Any]:
-    """Return what makes a result in Llama's style with these layers."""
-    return lambda _: random_result(per_layer_config(CONFIG, SHAPE, replace(SHAPE.stack(), layers=layers)))
+def per_layer(*layers: Any, **changes: Any) -> Callable[[Path], Any]:
+    """Return what makes a result in Llama's style with these layers, and `changes` of the other sizes."""
+    return lambda _: random_result(per_layer_config(CONFIG, SHAPE, replace(SHAPE.stack(), layers=layers, **changes)))
 
 
 HEADS, FEWER = LayerPlan(40, 4, 2), LayerPlan(24, 2, 1, **RANKS)
@@ -75,6 +80,20 @@ RESULTS: dict[str, Callable[[Path], Any]] = {
         "per-layer", CASES["gemma3_text"].options, [LayerPlan(40, 4, 2, **RANKS)], folder
     ),
 }
+RANGES = TableShape(100, 32), TableShape(300, 12)  # of the vocabulary
+WITH_RANGES: dict[str, Callable[[Path], Any]] = {
+    "ranges": per_layer(LAYER, LOW_RANK, LAYER, head="tied", embedding=RANGES),
+    "gemma3 with ranges": lambda folder: planned(
+        "per-layer", CASES["gemma3_text"].options, [LayerPlan(40, 4, 2, **RANKS)], folder, RANGES
+    ),
+}
+NO_FFN, ONE_RANK = replace(LAYER, intermediate_size=0), replace(LAYER, up_rank=8)
+PLAIN = replace(LAYER, gated=False, num_key_value_heads=4, attention_bias=True, output_bias=True, mlp_bias=True)
+SMOOTHED: dict[str, Callable[[Path], Any]] = {
+    "smoothed": per_layer(LAYER, LOW_RANK, NO_ATTENTION, NO_FFN, ONE_RANK, FEWER_HEADS),
+    "smoothed, positions": per_layer(PLAIN, replace(PLAIN, output_rank=16), PLAIN, num_positions=64),
+}
+MADE = RESULTS | WITH_RANGES | SMOOTHED
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +102,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 
     def of(name: str) -> Any:
         if name not in made:
-            made[name] = RESULTS[name](tmp_path_factory.mktemp("dense"))
+            made[name] = MADE[name](tmp_path_factory.mktemp("dense"))
             made[name].generation_config.eos_token_id = None
         return made[name]
 
@@ -150,8 +169,6 @@ def test_continuous_batching_refuses_layers_with_other_caches(name: str, results
 @pytest.mark.parametrize("name", ["low ranks", "nemotron-nas", "gemma3"])
 def test_adapters_of_all_linears_merge(name: str, results: Callable[[str], Any]) -> None:
     """Every adapter is trained, also those of low rank, and answers are the same after merging."""
-    from copy import deepcopy
-
     from peft import LoraConfig, get_peft_model
 
     model = deepcopy(results(name))
@@ -188,3 +205,65 @@ def test_the_config_states_what_differs_from_its_sizes_of_all_layers() -> None:
     assert [config[name] for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads")] == [64, 4, 2]
     none = {"intermediate_size": 0, "num_attention_heads": 0, "num_key_value_heads": 0}
     assert config["per_layer_config"] == {"0": none, "2": {"num_attention_heads": 2, "num_key_value_heads": 1}}
+
+
+@pytest.mark.parametrize("name", [*WITH_RANGES, "smoothed, positions", "nemotron-nas"])
+@torch.no_grad()
+def test_forward_passes_can_be_compiled_from_their_sources(name: str, results: Callable[[str], Any]) -> None:
+    """As llm-compressor does to trace a model: outside the class, with the names of its file alone."""
+    expected, model = results(name)(IDS).logits, deepcopy(results(name))
+    for module in model.modules():
+        source = inspect.unwrap(type(module).forward)
+        if not source.__module__.startswith("oneshot."):
+            continue  # transformers' and torch's own
+        names = dict(source.__globals__)
+        exec(textwrap.dedent(inspect.getsource(source)), names)
+        module.forward = names["forward"].__get__(module)
+    torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=0)
+
+
+def test_quantisers_trace_the_stock_forward_pass(results: Callable[[str], Any]) -> None:
+    """They know what transformers' own does; what another would call is not compiled anew."""
+    for name, stock in (("ranges", "LlamaModel"), ("smoothed, positions", "LlamaModel"), ("gemma3", "Gemma3TextModel")):
+        assert inspect.unwrap(type(results(name).model).forward).__qualname__ == f"{stock}.forward"
+
+
+@pytest.mark.parametrize("name", WITH_RANGES)
+def test_ranges_open_where_a_quantiser_stated_a_tied_head(
+    name: str, results: Callable[[str], Any], tmp_path: Path
+) -> None:
+    model = results(name)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    opened = load_model(tmp_path, device=torch.device("cpu"), dtype="auto")
+    assert torch.equal(opened(IDS).logits, model(IDS).logits)
+    opened.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(("name", "count"), [("smoothed", 12), ("smoothed, positions", 8)])
+@torch.no_grad()
+def test_scaling_the_pairs_for_smoothing_changes_no_answer(
+    name: str, count: int, results: Callable[[str], Any]
+) -> None:
+    model, generator = deepcopy(results(name)).double(), torch.Generator().manual_seed(4)
+    expected, pairs = model(IDS).logits, model.smoothing_pairs()
+    assert len(pairs) == count
+    for source, readers in pairs:
+        scaled: Any = model.get_submodule(source)
+        factors = torch.rand(len(scaled.weight), generator=generator, dtype=torch.float64) + 0.5
+        for tensor in (scaled.weight, getattr(scaled, "bias", None)):
+            if tensor is not None:
+                tensor.div_(factors if tensor.ndim == 1 else factors.unsqueeze(1))
+        for reader in readers:
+            model.get_submodule(reader).weight.mul_(factors)
+    torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_stack_takes_its_arguments_by_place(results: Callable[[str], Any]) -> None:
+    stack, mask = results("smoothed, positions").model, torch.ones_like(IDS)
+    mask[:, :3] = 0
+    named = stack(input_ids=IDS, attention_mask=mask).last_hidden_state
+    assert torch.equal(stack(IDS, mask).last_hidden_state, named)
+    assert torch.equal(stack(inputs_embeds=stack.embed_tokens(IDS), attention_mask=mask).last_hidden_state, named)

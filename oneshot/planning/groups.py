@@ -1,0 +1,80 @@
+"""Which groups of weights quantisers can take: a group must divide the inputs of every linear."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import gcd
+
+from oneshot.config import Target
+from oneshot.families import RANKED_KINDS, LayerShape
+from oneshot.method import Method
+from oneshot.planning.budget import width_step
+from oneshot.planning.grid import Grid
+from oneshot.planning.heads import head_sizes
+from oneshot.planning.own_sizes import inner_sizes, rank_options
+from oneshot.planning.plan import Plan
+
+GROUPS = (32, 64, 128)  # of the kernels of quantisers
+
+
+@dataclass(frozen=True)
+class Groups:
+    """State the greatest divisor of the inputs of all linears in the layers, and the one that --round-to can reach."""
+
+    kept: int
+    possible: int
+
+    def __str__(self) -> str:
+        fitting = [str(group) for group in GROUPS if self.kept % group == 0]
+        more = [str(group) for group in GROUPS if self.possible % group == 0 and self.kept % group]
+        found = " and ".join(fitting) or f"none of {', '.join(map(str, GROUPS))}"
+        return f"{found}; --round-to {more[-1]} for {' and '.join(more)}" if more else found
+
+
+def quantiser_groups(grid: Grid, method: Method, plan: Plan, target: Target, *, by_profile: bool) -> Groups:
+    """Return what divides the inputs of linears in a plan, or in all that a profile may make of it.
+
+    `method`: settled for the grid.
+    """
+    shape = grid.shape
+    whole = plan if target.states_hidden_size else replace(plan, hidden=None)
+    if target.intermediate_size is None and not target.inner_rate:
+        whole = whole.with_sizes(intermediate_size=shape.intermediate_size)
+    stepped, fixed = (
+        {
+            size
+            for at, layer in zip(plan.kept_layers, grid.stack(one).layers, strict=True)
+            for size in _inputs(grid, at, layer)
+        }
+        for one in (plan, whole)
+    )
+    if by_profile:
+        heads = head_sizes(shape, plan.head_unit) if method.reduces_heads else []
+        values = inner_sizes(grid) if method.plans_inner_sizes else []
+        fixed |= {
+            some.get("num_attention_heads", shape.num_attention_heads) * inner.get("value_size", shape.head_dim)
+            for some in heads or [{}]
+            for inner in values or [{}]
+        }
+        if method.reduces_ffn:
+            stepped.add(width_step(shape, target.round_to))
+        for kind in RANKED_KINDS if method.plans_ranks else ():
+            stepped |= {rank for rank in rank_options(shape, kind, target.round_to) if rank is not None}
+        stepped |= fixed
+    return Groups(gcd(*stepped), gcd(*fixed))
+
+
+def _inputs(grid: Grid, number: int, layer: LayerShape) -> Iterator[int]:
+    """Yield the inputs of every linear of a layer, by its number in the dense model."""
+    if layer.carried:
+        tensors = grid.shape.carried_tensors(number)
+        yield from (size[1] for size in tensors.values() if len(size) == 2)
+    elif layer.latent is not None:
+        sizes = layer.hidden_size, layer.num_attention_heads, layer.value_size
+        yield from (size[1] for size in layer.latent.tensors("", *sizes, biased=False).values() if len(size) == 2)
+    elif layer.num_attention_heads:
+        yield from (layer.hidden_size, layer.query_key_rank or layer.hidden_size)
+        yield layer.output_rank or layer.num_attention_heads * layer.value_size
+    if layer.intermediate_size:
+        yield from (layer.up_rank or layer.middle_size, layer.gate_rank or layer.middle_size, layer.intermediate_size)
+        if layer.experts is not None and (shared := layer.experts.shared(layer.intermediate_size)):
+            yield shared
