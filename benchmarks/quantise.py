@@ -31,7 +31,7 @@ from oneshot.report.card import REPORT_NAME
 
 FORMS = ("stock", "nemotron-nas", "per-layer")
 BY_TRANSFORMERS = ("none", "bitsandbytes-int8", "bitsandbytes-nf4", "torchao-int8", "torchao-int4")
-BY_LLM_COMPRESSOR = ("gptq", "awq")
+BY_LLM_COMPRESSOR = ("gptq", "awq", "gptq-w8a8", "smoothquant", "fp8")
 WORKER = ROOT / "benchmarks" / "quantise_with.py"
 
 
@@ -101,8 +101,6 @@ def main() -> None:
         for form in arguments.forms:
             folder = dense if form == "dense" else compressed(form, dense, arguments.work, arguments)
             for method in arguments.methods:
-                if form == "per-layer" and method in BY_LLM_COMPRESSOR:
-                    continue  # the engines that read its result do not read this form
                 measured = measure(folder, method, scratch, arguments)
                 row = provenance(model="SmolLM2-135M-Instruct", method=method, windows=arguments.max_windows)
                 tools = measured.pop("versions")

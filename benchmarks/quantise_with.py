@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 DTYPE = torch.bfloat16  # of what is not quantised: vLLM's kernels for CPUs have no float32 for four bits
 NOT_QUANTISED = ["lm_head"]
 TOOLS = ("llmcompressor", "torchao", "bitsandbytes")
-Recipe = Callable[[argparse.Namespace], list[Any]]
+Recipe = Callable[[argparse.Namespace, Any], list[Any]]  # of the options and the model
 
 
 def weight_groups(options: argparse.Namespace) -> dict[str, Any]:
@@ -29,19 +29,49 @@ def weight_groups(options: argparse.Namespace) -> dict[str, Any]:
     return {"group_0": {"targets": ["Linear"], "weights": weights}}
 
 
-def gptq(options: argparse.Namespace) -> list[Any]:
-    """Return the recipe of GPTQ."""
+def pairs(model: Any) -> list[tuple[str, list[str]]] | None:
+    """Return what may be scaled in a per-layer result; None for other models, which llm-compressor knows."""
+    return model.smoothing_pairs() if hasattr(model, "smoothing_pairs") else None
+
+
+def gptq(options: argparse.Namespace, _: Any) -> list[Any]:
+    """Return the recipe of GPTQ with four bits."""
     from llmcompressor.modifiers.gptq import GPTQModifier
 
     return [GPTQModifier(config_groups=weight_groups(options), ignore=NOT_QUANTISED)]
 
 
-def awq(options: argparse.Namespace) -> list[Any]:
+def awq(options: argparse.Namespace, model: Any) -> list[Any]:
     """Return the recipe of AWQ: scales, then rounding."""
     from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 
-    return [AWQModifier(), QuantizationModifier(config_groups=weight_groups(options), ignore=NOT_QUANTISED)]
+    known = pairs(model)
+    scaled = {} if known is None else {"mappings": [AWQMapping(source, readers) for source, readers in known]}
+    return [AWQModifier(**scaled), QuantizationModifier(config_groups=weight_groups(options), ignore=NOT_QUANTISED)]
+
+
+def gptq_w8a8(_: argparse.Namespace, __: Any) -> list[Any]:
+    """Return the recipe of GPTQ with eight bits for weights and activations."""
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    return [GPTQModifier(targets="Linear", scheme="W8A8", ignore=NOT_QUANTISED)]
+
+
+def smoothquant(options: argparse.Namespace, model: Any) -> list[Any]:
+    """Return the recipe of SmoothQuant: scales, then W8A8."""
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+
+    known = pairs(model)
+    scaled = {} if known is None else {"mappings": [(readers, source) for source, readers in known]}
+    return [SmoothQuantModifier(smoothing_strength=0.5, **scaled), *gptq_w8a8(options, model)]
+
+
+def fp8(_: argparse.Namespace, __: Any) -> list[Any]:
+    """Return the recipe of FP8 for weights and activations, which reads no text."""
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    return [QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=NOT_QUANTISED)]
 
 
 def torchao(bits: int) -> Callable[[argparse.Namespace], Any]:
@@ -71,7 +101,13 @@ def bitsandbytes(bits: int) -> Callable[[argparse.Namespace], Any]:
     return settings
 
 
-COMPRESSORS: dict[str, Recipe] = {"gptq": gptq, "awq": awq}
+COMPRESSORS: dict[str, Recipe] = {
+    "gptq": gptq,
+    "awq": awq,
+    "gptq-w8a8": gptq_w8a8,
+    "smoothquant": smoothquant,
+    "fp8": fp8,
+}
 SETTINGS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "torchao-int8": torchao(8),
     "torchao-int4": torchao(4),
@@ -102,7 +138,7 @@ def compress_linears(options: argparse.Namespace, model: Any, tokenizer: Any) ->
         model=model,
         processor=tokenizer,
         dataset=Dataset.from_dict({"input_ids": windows.tolist()}),
-        recipe=COMPRESSORS[options.method](options),
+        recipe=COMPRESSORS[options.method](options, model),
         num_calibration_samples=options.num_sequences,
         max_seq_length=options.sequence_length,
         trust_remote_code_model=True,
@@ -120,10 +156,20 @@ def write(options: argparse.Namespace, tokenizer: Any) -> None:
     tokenizer.save_pretrained(options.output)
 
 
+def whole_linears(model: Any) -> int:
+    """Return how many linears beside the output head are not quantised."""
+    return sum(
+        isinstance(module, torch.nn.Linear)
+        and name not in NOT_QUANTISED
+        and type(module.weight) is torch.nn.Parameter
+        and not hasattr(module, "quantization_scheme")
+        for name, module in model.named_modules()
+    )
+
+
 @torch.inference_mode()
-def perplexity(options: argparse.Namespace, tokenizer: Any) -> float:
-    """Return the perplexity of OUTPUT over windows of the judging text."""
-    model = AutoModelForCausalLM.from_pretrained(options.output, trust_remote_code=True, dtype=DTYPE).eval()
+def perplexity(options: argparse.Namespace, model: Any, tokenizer: Any) -> float:
+    """Return the perplexity of a model over windows of the judging text."""
     windows = token_windows(tokenizer, options.judged_on, options.windows, options.window_length)
     losses = []
     for window in windows.split(1):
@@ -148,9 +194,11 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.folder, trust_remote_code=True)
     write(options, tokenizer)
+    opened = AutoModelForCausalLM.from_pretrained(options.output, trust_remote_code=True, dtype=DTYPE).eval()
     measured = {
         "weight_bytes": sum(path.stat().st_size for path in options.output.glob("*.safetensors")),
-        "perplexity": perplexity(options, tokenizer),
+        "whole_linears": whole_linears(opened),
+        "perplexity": perplexity(options, opened, tokenizer),
         "versions": {name: version(name) for name in ("torch", "transformers", *TOOLS)},
     }
     print(json.dumps(measured))
