@@ -161,8 +161,8 @@ def whole_linears(model: Any) -> int:
     return sum(
         isinstance(module, torch.nn.Linear)
         and name not in NOT_QUANTISED
-        and type(module.weight) is torch.nn.Parameter
         and not hasattr(module, "quantization_scheme")
+        and type(module.weight) is torch.nn.Parameter
         for name, module in model.named_modules()
     )
 

@@ -125,7 +125,10 @@ MIXTURES_BY_LAYER: dict[str, tuple[Sizes, Sizes]] = {
 SERVED = "llama"  # SmolLM2
 # methods of a tool, and the forms of a Llama that it takes
 QUANTISERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "llm-compressor": (("gptq", "awq"), ("stock", "nemotron-nas")),
+    "llm-compressor": (
+        ("gptq", "awq", "gptq-w8a8", "smoothquant", "fp8"),
+        ("stock", "nemotron-nas", "per-layer"),
+    ),
     "torchao": (("torchao-int8", "torchao-int4"), ("stock", "nemotron-nas", "per-layer")),
     "bitsandbytes": (("bitsandbytes-int8", "bitsandbytes-nf4"), ("stock", "nemotron-nas", "per-layer")),
 }

@@ -3,36 +3,46 @@
 import json
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import CLIENTS, ROOT, program
 from engines import Answer
-from factories import MakeCheckpoint, MakeConfig, topics
+from factories import MakeCheckpoint, MakeResult, topics
 from opened import QUANTISERS
 from servers import environment_of_others
 
-from oneshot.pipeline import compress
-
 QUANTISERS_PYTHON = CLIENTS / "llm-compressor" / "bin" / "python"
-SIZES: dict[str, Any] = {"hidden": 128, "width": 384, "heads": 4, "groups": 2, "layers": 4, "tied": True}
+SIZES: dict[str, Any] = {"hidden": 256, "width": 384, "heads": 8, "groups": 4, "layers": 3, "tied": True}
+SIZES |= {"vocabulary": 1000}
 LARGEST_RATIO = 1.1  # of perplexities: a random model's hardly move, and garbage's would
 CASES = [(form, method) for methods, forms in QUANTISERS.values() for form in forms for method in methods]
-SMALLER = 0.75  # ÷ the bytes in bfloat16; the embedding stays whole
+CASES += [("gemma3_text", method) for method in ("gptq", "gptq-w8a8", "torchao-int8", "bitsandbytes-nf4")]
+SMALLER = 0.85  # ÷ the bytes in bfloat16; the embedding stays whole
 Write = Callable[[str], Path]
 
 
-@pytest.fixture
-def write(make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path) -> Write:
-    """`write(form)` -> a result with sizes that groups of 64 divide."""
+@pytest.fixture(scope="module")
+def write(make_checkpoint: MakeCheckpoint, make_result: MakeResult) -> Write:
+    """`write(form)` -> a result with sizes that groups of 64 divide; of another family with layers of its own."""
 
     def compressed(form: str) -> Path:
-        options: dict[str, Any] = {"sparsity": 0.2, "round_to": 64, "output": str(tmp_path / form)}
-        compress(make_config(make_checkpoint(**SIZES), form=form, **options))
-        return tmp_path / form
+        if form not in ("stock", "nemotron-nas", "per-layer"):
+            source, form = make_checkpoint(**SIZES, family=form, head_dim=32), "per-layer"
+        else:
+            source = make_checkpoint(**SIZES)
+        options = {"sparsity": 0.4, "embedding": "auto"} if form == "per-layer" else {}
+        return make_result(source, form=form, round_to=64, **options)
 
     return compressed
+
+
+@pytest.fixture(scope="module")
+def plain(write: Write, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """`plain(form)` -> the bytes and the perplexity of a result that is not quantised."""
+    return cache(lambda form: quantised("none", write(form), tmp_path_factory.mktemp("plain") / "out"))
 
 
 def quantised(method: str, folder: Path, output: Path) -> dict[str, Any]:
@@ -54,12 +64,20 @@ def quantised(method: str, folder: Path, output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("form", "method"), CASES)
-def test_a_quantised_result_is_smaller_and_close(form: str, method: str, write: Write, tmp_path: Path) -> None:
-    folder = write(form)
-    plain = quantised("none", folder, tmp_path / "plain")
-    small = quantised(method, folder, tmp_path / "small")
-    assert small["weight_bytes"] < SMALLER * plain["weight_bytes"] or method == "torchao-int4"
-    assert small["perplexity"] < LARGEST_RATIO * plain["perplexity"]
+def test_a_quantised_result_is_smaller_and_close(
+    form: str, method: str, write: Write, plain: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    small, whole = quantised(method, write(form), tmp_path / "small"), plain(form)
+    assert small["weight_bytes"] < SMALLER * whole["weight_bytes"]
+    assert small["perplexity"] < LARGEST_RATIO * whole["perplexity"]
+    assert small["whole_linears"] == 0
+
+
+def test_the_per_layer_results_have_low_ranks_and_ranges(write: Write) -> None:
+    own, other = (json.loads((write(form) / "config.json").read_text()) for form in ("per-layer", "gemma3_text"))
+    for layers, ranges in ((own["layers"], own["embedding"]), (other["sizes"]["layers"], other["embedding_ranges"])):
+        assert all(any(layer[kind] for layer in layers) for kind in ("query_key_rank", "output_rank", "up_rank"))
+        assert min(part["rank"] for part in ranges) < 256
 
 
 @pytest.mark.parametrize("form", ["stock", "nemotron-nas"])
