@@ -1,4 +1,7 @@
-"""Model families, one file each. To add one: a `Description` in a new file, and its name in `reading.FAMILIES`."""
+"""Model families: odd ones have a file each, those of a few lines are in `llamas`, `layer_norms` and `other_mixtures`.
+
+To add one: a `Description`, and its name in `reading.FAMILIES`.
+"""
 
 from oneshot.families.bert import BERT
 from oneshot.families.carried import Carried, CarriedSizes

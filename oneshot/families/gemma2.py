@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from oneshot.families.description import Description
-from oneshot.families.gemma import scaled_embedding
 from oneshot.families.gemma3 import STACK
+from oneshot.families.llamas import scaled_embedding
 from oneshot.families.resizing import set_sizes
 from oneshot.families.sublayers import Attention
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from oneshot.errors import CheckpointError
 from oneshot.families.description import Description
-from oneshot.families.gemma import scaled_embedding
+from oneshot.families.llamas import scaled_embedding
 from oneshot.families.resizing import set_sizes
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention, FeedForward, Norm, Sublayer

@@ -15,7 +15,7 @@ from oneshot.families.branches import Branches
 from oneshot.families.carried import Carried, carried_layers
 from oneshot.families.description import Description, Sizes
 from oneshot.families.experts import Experts
-from oneshot.families.gemma import scaled_embedding
+from oneshot.families.llamas import scaled_embedding
 from oneshot.families.resizing import set_ffn_width
 from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack

@@ -9,8 +9,8 @@ from typing import Any
 from oneshot.families.carried import Carried, carried_layers
 from oneshot.families.description import Description, Sizes
 from oneshot.families.falcon_h1 import SCAN
-from oneshot.families.granite import variant as granite_variant
 from oneshot.families.llama import STACK
+from oneshot.families.llamas import granite_factors
 from oneshot.families.mixtures import GRANITE_MOE, resize
 from oneshot.families.shapes import ModelShape
 from oneshot.families.sublayers import FeedForward
@@ -26,7 +26,7 @@ FFN = FeedForward(
 
 def variant(family: Description, config: dict[str, Any]) -> Description:
     """Return the family with the factors, the state-space models and the experts that a config states."""
-    family = replace(granite_variant(family, config), carried_layers=carried_layers(config, family.mixers))
+    family = replace(granite_factors(family, config), carried_layers=carried_layers(config, family.mixers))
     experts = GRANITE_MOE.stack.experts
     if config.get("num_local_experts") == 0 or experts is None:
         return family

@@ -7,8 +7,8 @@ from typing import Any
 from oneshot.errors import CheckpointError
 from oneshot.families.description import Description, Sizes
 from oneshot.families.experts import Experts
-from oneshot.families.granite import variant as granite_variant
 from oneshot.families.llama import STACK
+from oneshot.families.llamas import granite_factors
 from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention
@@ -126,6 +126,6 @@ GRANITE_MOE = Description(
         ),
     ),
     resize("intermediate_size"),
-    variant=granite_variant,
+    variant=granite_factors,
     sizes=SIZES,
 )

@@ -3,56 +3,54 @@
 from typing import Any
 
 from oneshot.errors import CheckpointError
-from oneshot.families.arcee import ARCEE
 from oneshot.families.bert import BERT
-from oneshot.families.cohere import COHERE, COHERE2
 from oneshot.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from oneshot.families.description import Description, stated_class
 from oneshot.families.distilbert import DISTILBERT
-from oneshot.families.dots1 import DOTS1
-from oneshot.families.ernie4_5 import ERNIE4_5
-from oneshot.families.exaone4 import EXAONE4
 from oneshot.families.falcon import FALCON
 from oneshot.families.falcon_h1 import FALCON_H1
-from oneshot.families.gemma import GEMMA
 from oneshot.families.gemma2 import GEMMA2
 from oneshot.families.gemma3 import GEMMA3
 from oneshot.families.gemma4 import GEMMA4
-from oneshot.families.glm import GLM, GLM4
 from oneshot.families.glm4_moe import GLM4_MOE
 from oneshot.families.glm4_moe_lite import GLM4_MOE_LITE
 from oneshot.families.gpt2 import GPT2, GPT_BIGCODE
 from oneshot.families.gpt_neox import GPT_NEOX
-from oneshot.families.gpt_oss import GPT_OSS
-from oneshot.families.granite import GRANITE
 from oneshot.families.granite_hybrid import GRANITE_HYBRID
-from oneshot.families.helium import HELIUM
-from oneshot.families.hunyuan import HUNYUAN
+from oneshot.families.layer_norms import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from oneshot.families.lfm2 import LFM2
 from oneshot.families.lfm2_moe import LFM2_MOE
 from oneshot.families.llama import LLAMA
-from oneshot.families.minimax_m2 import MINIMAX_M2
-from oneshot.families.ministral import CWM, MINISTRAL
-from oneshot.families.ministral3 import MINISTRAL3
-from oneshot.families.mistral import MISTRAL
+from oneshot.families.llamas import (
+    ARCEE,
+    CWM,
+    ERNIE4_5,
+    EXAONE4,
+    GEMMA,
+    GLM,
+    GLM4,
+    GRANITE,
+    HELIUM,
+    HUNYUAN,
+    MINISTRAL,
+    MINISTRAL3,
+    MISTRAL,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SEED_OSS,
+    SMOLLM3,
+)
 from oneshot.families.mixtures import GRANITE_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from oneshot.families.modernbert import MODERNBERT
-from oneshot.families.nemotron import NEMOTRON
-from oneshot.families.olmo2 import OLMO2, OLMO3
 from oneshot.families.opt import OPT
-from oneshot.families.phi import PHI
-from oneshot.families.phi3 import PHI3
-from oneshot.families.qwen2 import QWEN2
-from oneshot.families.qwen3 import QWEN3
+from oneshot.families.other_mixtures import DOTS1, GPT_OSS, MINIMAX_M2, SOLAR_OPEN
 from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from oneshot.families.qwen3_next import QWEN3_NEXT
 from oneshot.families.refusals import UnknownFamilyError, refuse_recurrent
 from oneshot.families.roberta import CAMEMBERT, ELECTRA, ROBERTA, XLM_ROBERTA
-from oneshot.families.seed_oss import SEED_OSS
-from oneshot.families.smollm3 import SMOLLM3
-from oneshot.families.solar_open import SOLAR_OPEN
-from oneshot.families.stablelm import STABLELM
-from oneshot.families.starcoder2 import STARCODER2
 from oneshot.families.t5 import MT5, T5
 from oneshot.families.wrappers import ONLY_INSIDE, OTHER_NAMES, WRAPPERS, text_of, within_wrapper
 

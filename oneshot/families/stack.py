@@ -165,7 +165,7 @@ class Stack:
 
     def with_experts(self, experts: Experts) -> "Stack":
         """Return the stack with this mixture of experts in place of its own, or of the one FFN."""
-        return self._with_feed_forward(experts)
+        return self._with(self.feed_forward, experts)
 
     @property
     def shared_expert(self) -> FeedForward | None:
@@ -182,11 +182,14 @@ class Stack:
 
     def with_ffn(self, ffn: FeedForward) -> "Stack":
         """Return the stack with this FFN in place of its own, or of the mixture of experts."""
-        return self._with_feed_forward(ffn)
+        return self._with(self.feed_forward, ffn)
 
-    def _with_feed_forward(self, mixer: FeedForward | Experts) -> "Stack":
-        old = self.feed_forward
-        sublayers = (replace(each, mixer=mixer) if each.mixer is old else each for each in self.sublayers)
+    def with_attention(self, attention: Attention) -> "Stack":
+        """Return the stack with this attention in place of its own."""
+        return self._with(self.attention, attention)
+
+    def _with(self, old: Attention | FeedForward | Experts, new: Attention | FeedForward | Experts) -> "Stack":
+        sublayers = (replace(each, mixer=new) if each.mixer is old else each for each in self.sublayers)
         return replace(self, sublayers=tuple(sublayers))
 
     @property

@@ -12,13 +12,10 @@ from oneshot.families.classes import UNSUPPORTED
 from oneshot.families.description import Description, Feature
 from oneshot.families.gemma3 import GEMMA3
 from oneshot.families.gemma4 import GEMMA4
-from oneshot.families.glm import GLM4
 from oneshot.families.lfm2 import LFM2
 from oneshot.families.llama import LLAMA
-from oneshot.families.mistral import MISTRAL
-from oneshot.families.mistral4 import MISTRAL4
-from oneshot.families.qwen2 import QWEN2
-from oneshot.families.qwen3 import QWEN3
+from oneshot.families.llamas import GLM4, MISTRAL, QWEN2, QWEN3
+from oneshot.families.other_mixtures import MISTRAL4
 from oneshot.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from oneshot.families.resizing import FIXED_HEADS_ALONE
 

@@ -1,6 +1,6 @@
 """The table of families for all tests: how a tiny model of each is built, in which variants, and what it cannot have.
 
-A new family is one file in `oneshot/families` and one entry here.
+A new family is one description in `oneshot/families` and one entry here.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,0 +1,57 @@
+"""Mixtures of experts that differ from another one in a few lines, in one table."""
+
+from dataclasses import replace
+from typing import Any
+
+from oneshot.families.deepseek import DEEPSEEK_V3
+from oneshot.families.description import Description
+from oneshot.families.experts import Experts
+from oneshot.families.glm4_moe import EXPERTS, GLM4_MOE, mixture, routed
+from oneshot.families.mixtures import MIXTRAL, SIZES, resize
+from oneshot.families.sublayers import Attention
+
+HEAD_NORMS = Attention(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+
+
+def without_dense_layers(family: Description, config: dict[str, Any]) -> Description:
+    """Return the family with the gates that a config states; its class has no dense layers."""
+    return routed(family, config | {"first_k_dense_replace": 0})
+
+
+# experts with biases and a clamped activation, whose gates and ups are in turns in the stock class and whose matrices
+# are (inputs, outputs); attention with a sink for every head; only dequantised weights are read
+GPT_OSS = Description(
+    "gpt_oss",
+    mixture(
+        Experts(router="mlp.router", router_bias="mlp.router.bias", alternating=True, stored_linears=None)
+    ).with_attention(Attention(sinks="self_attn.sinks")),
+    resize("intermediate_size"),
+    sizes=SIZES,
+)
+# dots.llm1: DeepSeek-V3's experts with the attention of Qwen3
+DOTS1 = replace(GLM4_MOE, model_type="dots1", stack=GLM4_MOE.stack.with_attention(HEAD_NORMS), variant=routed)
+# Solar Open: GLM-4-MoE's experts in every layer, with Llama's attention
+SOLAR_OPEN = replace(
+    GLM4_MOE,
+    model_type="solar_open",
+    variant=without_dense_layers,
+    sizes=replace(GLM4_MOE.sizes, dense_width=None),
+    with_dense=lambda flags: {},
+)
+# MiniMax-M2: Mixtral's experts, sigmoid gates with a bias that chooses, and norms over all queries and all keys
+_MIXTRAL_EXPERTS = MIXTRAL.stack.experts
+assert _MIXTRAL_EXPERTS is not None
+MINIMAX_M2 = replace(
+    MIXTRAL,
+    model_type="minimax_m2",
+    stack=MIXTRAL.stack.with_attention(replace(HEAD_NORMS, norms_all_heads=True)).with_experts(
+        replace(_MIXTRAL_EXPERTS, scores="sigmoid", chosen_by="mlp.e_score_correction_bias")
+    ),
+)
+# Mistral 4: DeepSeek's attention, and experts whose gates are a softmax; it is inside models of images and text
+MISTRAL4 = replace(
+    DEEPSEEK_V3,
+    model_type="mistral4",
+    stack=DEEPSEEK_V3.stack.with_experts(replace(EXPERTS, scores="softmax", chosen_by=None)),
+    further_layers=None,
+)
