@@ -186,7 +186,8 @@ class Described(Checkpoint):
 
 def described_work(model: Model, memory: int | None, changes: dict[str, Any]) -> tuple[Config, Work]:
     """Return the config and the work of a run on a card with so much memory; None: on a CPU."""
-    options = {"sparsity": 0.2, "num_sequences": 128, "sequence_length": 2048, "calibration": "builtin"} | changes
+    usual: dict[str, Any] = {"sparsity": 0.2, "form": "stock", "calibration": "builtin"}
+    options = usual | {"num_sequences": 128, "sequence_length": 2048} | changes
     options |= {"device": "cpu"} if memory is None else {"device": "cuda", "max_device_memory_bytes": memory}
     config = Config.of("described", "out", **options)
     grid = FORMS[config.form].grid(model)

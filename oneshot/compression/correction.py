@@ -208,7 +208,7 @@ def energies_of(
     """
     columns = kept_columns.unsqueeze(-2).expand(corrected.shape)
     missed = weight.clone()
-    missed.scatter_(-1, columns, missed.gather(-1, columns) - corrected)
+    missed.scatter_(-1, columns, missed.gather(-1, columns).sub_(corrected))
     error, energy = _energy(gram, missed.mT), _energy(gram, weight.mT)
     if residual is not None:
         residual = residual.double()

@@ -250,15 +250,14 @@ def neuron_gram(work: Work, size: int) -> Term:
 def correction(work: Work, size: int, kept: int, *, residual: bool) -> Term:
     """Return the working memory of `correction.correct` beside the Gram: the larger of its solve and of its errors."""
     hidden, rest = work.shape.hidden_size, size - kept
+    panel = DOUBLE * min(ENERGY_PANEL, size) * (size + 2 * hidden) + work.on_cuda * FLOAT * hidden * size
+    compared = max(DOUBLE * hidden * kept, panel, residual * 2 * DOUBLE * hidden * size)
     if not work.method.solves:
-        return Term(
-            DOUBLE * (hidden * (2 * size + kept) + min(ENERGY_PANEL, size) * (size + 2 * hidden)), computed=True
-        )
+        return Term(DOUBLE * hidden * (2 * size + kept) + compared, computed=True)
     solve = (FLOAT + DOUBLE) * kept * kept + (FLOAT + 3 * DOUBLE) * kept * rest
     step = DOUBLE * kept * kept + DOUBLE * kept * rest + residual * (FLOAT + 3 * DOUBLE) * kept * hidden
-    results = DOUBLE * (kept * rest + (1 + residual) * hidden * kept + hidden * size)
-    errors = results + DOUBLE * hidden * size * (1 + 2 * residual) + DOUBLE * ENERGY_PANEL * (size + 2 * hidden)
-    return Term(max(solve, step, errors), computed=True)
+    results = DOUBLE * (kept * rest + (1 + residual) * hidden * kept + 2 * hidden * size)
+    return Term(max(solve, step, results + compared), computed=True)
 
 
 def directions(work: Work) -> Term:

@@ -118,6 +118,7 @@ class LayerProfiler:
                 self._probes.add(Probe("no ffn", layer), attended)
             linears, metric = statistics.linears.pop(ffn, {}), None if curvature is None else curvature.ffn
             profile.ranks(ffn, linears, attended, metric)
+            del linears  # what follows needs their memory
             if statistics.effects is not None:
                 profile.whole_experts(statistics.effects, attended)
             if narrower is not None:

@@ -54,7 +54,7 @@ class ByScore:
         square, output = extent.columns**2, extent.outputs * extent.columns
         if not self.factorises:
             return Cost(2 * DOUBLE * output)
-        return Cost(DOUBLE * (3 * square + output), operations=7 / 3 * extent.columns**3)
+        return Cost(DOUBLE * (4 * square + output), operations=7 / 3 * extent.columns**3)
 
 
 def activation_norm(evidence: Evidence) -> torch.Tensor:

@@ -1,0 +1,178 @@
+"""Predicted bytes of a layer of a 7B, beside what the real code holds that runs on tensors without values.
+
+Runs that are small enough to be measured have most of their memory outside the tensors that grow with a model. Here is
+nothing else: no heap, no files, no next layer that is read.
+"""
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from meter import Meter
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from gpu_estimate import Described, described_work
+
+from oneshot.checkpoint import Model, identify
+from oneshot.compression import LayerCompressor
+from oneshot.footprint import terms
+from oneshot.footprint.layer_memory import layer_stages
+from oneshot.footprint.profile_memory import profile_stages
+from oneshot.footprint.terms import Stage
+from oneshot.footprint.work import Work
+from oneshot.machine import Machine
+from oneshot.profiling.profiler import LayerProfiler
+from oneshot.stream import States
+from oneshot.stream.store import ActivationStore
+from oneshot.stream.template import Template
+from oneshot.text import Text
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+ANSWERS = {
+    **dict.fromkeys(("refuse_overflow", "ridged_cholesky"), True),
+    **dict.fromkeys(("max_coefficient", "relative", "relative_error", "finish", "_add_ffn"), 1.0),
+    "_warn_if_dead": 0,
+}
+
+
+class Weightless(Described):
+    """A described checkpoint that is read as tensors without values."""
+
+    has_values = False
+
+    def read(self, names: Any, into: Any = None) -> dict[str, torch.Tensor]:
+        return {name: torch.empty(self.shapes[name], dtype=torch.bfloat16, device=META) for name in names}
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Matrices without values in place of measured ones."""
+
+    hidden: int
+
+    def of_layer(self, layer: int, device: torch.device) -> "Curvature":
+        return self
+
+    @property
+    def ffn(self) -> torch.Tensor:
+        return torch.empty(self.hidden, self.hidden, device=META)
+
+    @property
+    def output(self) -> torch.Tensor:
+        return self.ffn
+
+    @property
+    def query_key(self) -> torch.Tensor:
+        return torch.empty(2 * self.hidden, 2 * self.hidden, device=META)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return identify(Weightless("7B"))
+
+
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
+    """Give the meter; what needs values, or is an implementation of the CPU, is one operation."""
+
+    def pivots(gram: torch.Tensor, *, rank: int) -> torch.Tensor:
+        return torch.empty(rank, dtype=torch.int64, device=META)
+
+    def others(columns: torch.Tensor, count: int) -> torch.Tensor:
+        return torch.empty(count - len(columns), dtype=torch.int64, device=META)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.empty_like(query)
+
+    def template(config: Any, model: Model, machine: Machine, length: int) -> Template:
+        with _disable_current_modes():  # its modules are on the meta device in a real run, too
+            made = Template(config, model, replace(machine, device=CPU), length)
+            made.arguments = tree_map(
+                lambda one: one.to(META) if isinstance(one, torch.Tensor) else one, made.arguments
+            )
+        for layers in made.layers.values():
+            found.leave_out(*(one for layer in layers.values() for one in layer.parameters()))
+        return made
+
+    monkeypatch.setattr("oneshot.linalg.pivoted_qr.cholesky_pivots_", pivots)
+    monkeypatch.setattr("oneshot.linalg.interpolative.columns_without", others)
+    monkeypatch.setattr("oneshot.compression.layer.to_host", lambda tensors: tensors)
+    monkeypatch.setattr("oneshot.stream.layers.Template", template)
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attend)
+    found = Meter(ANSWERS)
+    return found
+
+
+def stored() -> Iterator[torch.Tensor]:
+    """Yield the stored states, which stages count apart."""
+    return (one._tensor for one in gc.get_objects() if type(one) is ActivationStore and one._tensor is not None)
+
+
+def predicted(work: Work, stages: Sequence[Stage]) -> float:
+    """Return the bytes of the largest stage, without the layer that is read meanwhile."""
+    ahead = sum(term.bytes for term in terms.layer(work)) - work.layer_bytes
+    return max(sum(term.bytes for term in stage.terms) for stage in stages) - ahead
+
+
+def prepared(model: Model, changes: dict[str, Any]) -> tuple[Work, Machine, Text, Curvature | None]:
+    _, work = described_work(model, None, {"num_sequences": 2, "batch_size": 1, "form": "stock"} | changes)
+    machine = Machine(META, work.dtype, Path(), store="device", batch_size=work.machine.batch_size)
+    text = Text(torch.zeros(work.text.num_sequences, work.text.sequence_length, dtype=torch.int64), "zeros")
+    return work, machine, text, Curvature(model.shape.hidden_size) if work.schedule.measures_curvature else None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_sequences": 8, "batch_size": 4},
+        {"recipe": "flap"},
+        {"ffn": "leverage"},
+        {"form": "per-layer"},
+    ],
+    ids=str,
+)
+def test_a_layer_holds_what_is_predicted(model: Model, meter: Meter, changes: dict[str, Any]) -> None:
+    work, machine, text, curvature = prepared(model, changes)
+    assert work.plan is not None
+    with torch.inference_mode():
+        states = States(model, machine, text, dense_every=work.schedule.dense_every)
+        compressor = LayerCompressor(
+            model, work.method, work.plan, work.grid, machine, states=states, curvature=curvature
+        )
+        tensors = model.read_layer(0)
+        meter.leave_out(*stored())
+        with meter:
+            meter.hold(*tensors.values())
+            compressor.compress_layer(0, tensors)
+    compare(meter, predicted(work, layer_stages(work)))
+
+
+@pytest.mark.parametrize("changes", [{}, {"curvature": "none"}], ids=str)
+def test_a_profiled_layer_holds_what_is_predicted(model: Model, meter: Meter, changes: dict[str, Any]) -> None:
+    work, machine, text, curvature = prepared(model, {"form": "per-layer"} | changes)
+    probed = work.schedule.profiled_kinds
+    with torch.inference_mode():
+        profiler = LayerProfiler(
+            model, machine, text, head_unit="query-head", damping=0.03, probed=probed, curvature=curvature
+        )
+        tensors = model.read_layer(0)
+        meter.leave_out(*stored())
+        with meter:
+            meter.hold(*tensors.values())
+            profiler.profile_layer(0, tensors)
+    stages = [stage for stage in profile_stages(work) if stage.name.endswith(("statistics", "curves"))]
+    compare(meter, predicted(work, stages))
+
+
+def compare(meter: Meter, expected: float) -> None:
+    print(f"{meter.peak_bytes / expected:.3f} of {expected / 2**30:.2f} GiB, {meter.operations}, {meter.peak_site}")
+    assert 0.75 < meter.peak_bytes / expected <= 1, meter.peak_site
