@@ -93,9 +93,11 @@ def _windows(text: dict[str, Any]) -> str | None:
 
 
 def _lite(text: dict[str, Any]) -> str | None:
+    if text["model_type"] not in LATENT:
+        return None
     layers = text["num_hidden_layers"]
     is_lite = layers in LITE_LAYERS or (layers, text["vocab_size"]) == LITE_TOKENS
-    if text["model_type"] not in LATENT or is_lite != bool(text.get("q_lora_rank")):
+    if is_lite != bool(text.get("q_lora_rank")):
         return None
     expected = "without" if is_lite else "with"
     return f"llama.cpp does not open it: with {layers} layers it expects queries {expected} q_lora_rank."
