@@ -36,6 +36,7 @@ SPELLINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_device_memory": ("max_device_memory_bytes", parse_size),
     "max_device_memory_bytes": ("max_device_memory_bytes", parse_size),
     "max_shard_size": ("max_file_bytes", parse_size),
+    "max_file_size": ("gguf_bytes", parse_size),
     "max_file_bytes": ("max_file_bytes", parse_size),
     "dtype": ("dtype", full_dtype),
     "save_dtype": ("save_dtype", full_dtype),
@@ -194,6 +195,8 @@ class Config:
         seed: seed of the text's order, of sketches and of random choices.
         save_dtype: dtype of the stored weights; `keep`: the input's; `q8_0`: blocks of 8 bits in a GGUF file.
         max_file_bytes: maximum bytes per weight file.
+        bits: mean bits of the weights of a GGUF file whose tensors have quantised types of their own; None: none has.
+        gguf_bytes: maximum bytes of such a file, instead of `bits`.
         overwrite: replace an output and forget an interrupted run.
         resume: continue an interrupted run.
         tie: store one table for an output head and an embedding that are two copies of it.
@@ -212,6 +215,8 @@ class Config:
     seed: int = 0
     save_dtype: SaveDtype = "keep"
     max_file_bytes: int = MAX_FILE_BYTES
+    bits: float | None = None
+    gguf_bytes: int | None = None
     overwrite: bool = False
     resume: bool = False
     revision: str | None = None
@@ -219,9 +224,22 @@ class Config:
 
     def __post_init__(self) -> None:
         check_values(self)
-        check_minimum(self, max_file_bytes=1)
+        check_minimum(self, max_file_bytes=1, gguf_bytes=1)
+        if self.bits is not None and not (math.isfinite(self.bits) and 0 < self.bits <= 16):
+            raise ConfigError(f"--bits {self.bits} is out of range: give a number above 0 and up to 16.")
+        if self.bits is not None and self.gguf_bytes is not None:
+            raise ConfigError("Give either --bits or --max-file-size, which say the same.")
+        if self.quantises and self.form != "gguf":
+            raise ConfigError("--bits and --max-file-size are of GGUF files alone; add --form gguf.")
+        if self.quantises and self.save_dtype == "q8_0":
+            raise ConfigError("--bits and --max-file-size choose the types of tensors; leave --save-dtype q8_0 out.")
         if self.save_dtype == "q8_0" and self.form != "gguf":
             raise ConfigError("--save-dtype q8_0 is a type of GGUF files (--form gguf) alone; leave it out.")
+
+    @property
+    def quantises(self) -> bool:
+        """Return whether tensors of the result get quantised types of their own."""
+        return self.bits is not None or self.gguf_bytes is not None
 
     @staticmethod
     def of(

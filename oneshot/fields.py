@@ -30,6 +30,8 @@ FLAGS = {
     "form": "--form",
     "save_dtype": "--save-dtype",
     "max_file_bytes": "--max-shard-size",
+    "bits": "--bits",
+    "gguf_bytes": "--max-file-size",
     "revision": "--revision",
     "tie": "--tie",
     "profile": "--profile",

@@ -34,7 +34,8 @@ class Schedule:
         solves_heads: whether the output linear of attention changes in any layer.
         corrects_up: whether `up_proj` is corrected in any layer.
         removes_experts: whether whole experts go.
-        measures_importance: whether an importance matrix is written.
+        measures_importance: whether an importance matrix is written. chooses_types: whether tensors of a GGUF file get
+            quantised types of their own.
     """
 
     plans_by_profile: bool = False
@@ -49,6 +50,7 @@ class Schedule:
     corrects_up: bool = False
     removes_experts: bool = False
     measures_importance: bool = False
+    chooses_types: bool = False
 
     @property
     def makes_profile(self) -> bool:

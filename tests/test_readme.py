@@ -28,7 +28,7 @@ DOCUMENTS = [
 FOREIGN = {
     *("--model", "--model_args", "--multi_gpu", "--num_processes", "--nproc-per-node"),  # lm_eval, accelerate, torchrun
     *("--index-url", "--no-deps"),  # pip
-    *("--outtype", "--outfile", "--pure", "--imatrix", "--process-output"),  # llama.cpp
+    *("--outtype", "--outfile", "--pure", "--imatrix", "--process-output", "--tensor-type-file"),  # llama.cpp
     *("--enforce-eager", "--model-impl", "--trust-remote-code"),  # vLLM
     *(
         "--tensor-parallel-size",

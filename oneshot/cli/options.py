@@ -124,6 +124,13 @@ def add_output_form(group: Any) -> None:
     shown = f"dtype of the stored weights: {', '.join(dtypes)} (default: keep, the input's; bfloat16 if quantised)"
     group.add_argument("--save-dtype", type=OneOf(dtypes), metavar="DTYPE", help=shown)
     group.add_argument("--max-shard-size", metavar="SIZE", help="largest weight file, such as 2GB (default: 5GB)")
+    group.add_argument(
+        "--bits",
+        type=float,
+        metavar="B",
+        help="mean bits of the weights of a GGUF file, such as 4.5 (default: not fewer)",
+    )
+    group.add_argument("--max-file-size", metavar="SIZE", help="bytes of the GGUF file at most, instead of --bits")
     group.add_argument("--tie", action="store_true", help="store one table for a head that is a copy of the embedding")
     group.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     group.add_argument("--resume", action="store_true", help="continue an interrupted run if there is one")

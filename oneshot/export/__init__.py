@@ -11,6 +11,7 @@ from oneshot.export.planned import planned_parts
 from oneshot.export.resized import renamed_ranks
 from oneshot.export.result_importance import write_result_importance
 from oneshot.export.saving import cast, expected_bytes, part_dtype, with_kept_dtype
+from oneshot.export.tensor_types import quantise_result
 
 __all__ = [
     "FORMS",
@@ -25,6 +26,7 @@ __all__ = [
     "own_gguf",
     "part_dtype",
     "planned_parts",
+    "quantise_result",
     "renamed_ranks",
     "stated_shape",
     "tensor_names",

@@ -78,6 +78,10 @@ class RestoredModel:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied}
         self._stored = {name: str(names.get_name(name, try_suffixes=(".weight", ".bias"))) for name in self.shapes}
 
+    def name_of(self, name: str) -> str:
+        """Return the name in the file of a tensor of the per-layer form."""
+        return self._stored[name]
+
     @property
     def num_bytes(self) -> int:
         """Return the bytes of the weights in float32."""

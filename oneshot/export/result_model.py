@@ -32,7 +32,7 @@ class ResultModel:
     """
 
     def __init__(self, path: Path, text: Text, machine: Machine) -> None:
-        self.source, self._machine = RestoredModel(path), machine
+        self.source, self.machine = RestoredModel(path), machine
         self.config = read_config(path.parent)
         self._whole = empty_model(self.config)
         self.batches, self.num_layers = text.batches(machine.batch_size), len(self._whole.model.layers)
@@ -49,14 +49,14 @@ class ResultModel:
 
     def store(self) -> ActivationStore:
         """Return a place for states of the text."""
-        return ActivationStore(self.num_tokens, self._whole.config.hidden_size, self._machine)
+        return ActivationStore(self.num_tokens, self._whole.config.hidden_size, self.machine)
 
     def embedded(self) -> ActivationStore:
         """Return the states before the first layer."""
         store, weight = self.store(), self._read(self._whole.model.embed_tokens, EMBEDDING)["weight"]
         for batch in self.batches:
             rows = nn.functional.embedding(batch.token_ids, weight)
-            store.write(batch.rows, uploaded(rows, self._machine.device).to(self._machine.dtype))
+            store.write(batch.rows, uploaded(rows, self.machine.device).to(self.machine.dtype))
         return store
 
     def layer(self, number: int) -> tuple[nn.Module, Tensors]:
@@ -85,8 +85,8 @@ class ResultModel:
     def _with(self, empty: nn.Module, tensors: Tensors) -> nn.Module:
         """Return the module with these tensors on the compute device in the compute dtype."""
         module: nn.Module = copy_modules(empty)
-        on_device = {name: uploaded(one, self._machine.device) for name, one in tensors.items()}
-        dtype = self._machine.dtype
+        on_device = {name: uploaded(one, self.machine.device) for name, one in tensors.items()}
+        dtype = self.machine.dtype
         module.load_state_dict({name: one.to(dtype) for name, one in on_device.items()}, assign=True)
         return module.requires_grad_(False).eval()
 

@@ -9,6 +9,7 @@ import os
 from dataclasses import replace
 
 from oneshot.compression.fold import PANEL_ROWS
+from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS
 from oneshot.footprint import terms
 from oneshot.footprint.curvature_memory import curvature_stages
 from oneshot.footprint.layer_memory import layer_stages
@@ -149,7 +150,13 @@ def _importance(work: Work) -> list[Stage]:
     table = 0 if work.plan is None else 2 * FLOAT * shape.vocab_size * shape.hidden_size
     layer = (*terms.layer(work), terms.layer_copy(work), Term(2 * restored), batch, squares)
     listed = [Stage("the importance matrix", layer), Stage("the embedding of the importance matrix", (Term(table),))]
-    return [replace(stage, own_stores=((one + shape.lent) * sequences,)) for stage in listed]
+    listed = [replace(stage, own_stores=((one + shape.lent) * sequences,)) for stage in listed]
+    if work.schedule.chooses_types:
+        number = one * min(math.ceil(SENSITIVITY_TOKENS / work.text.sequence_length), work.text.num_sequences)
+        graph = Term(2 * batch.bytes, computed=True, knobs=BATCH)
+        stores = (number,) * (shape.num_hidden_layers + 1)
+        listed.append(Stage("the sensitivity of tensors", (*layer, graph, Term(table)), own_stores=stores))
+    return listed
 
 
 def _hidden_size(work: Work) -> list[Stage]:

@@ -10,6 +10,8 @@ from typing import Any
 from oneshot.checkpoint import Journal, output_folder, refuse_output, refuse_place, remove_leftovers
 from oneshot.config import Config, Target, TextOptions
 from oneshot.errors import OutputError, PlanError, cause
+from oneshot.export.quantisers import refuse_without_quantisers
+from oneshot.export.tensor_types import refuse_impossible
 from oneshot.machine.durable import seal
 from oneshot.planning import make_plan, quantiser_groups
 from oneshot.planning.sizes import least_share
@@ -65,9 +67,12 @@ class Job:
             has_profile=has_profile,
             asks_less=asks_less,
         )
-        names_text = config.text.calibration != TextOptions().calibration
+        if config.quantises:
+            refuse_without_quantisers()
+            refuse_impossible(run.grid.stack(self.plan), config)
+        names_text = config.quantises or config.text.calibration != TextOptions().calibration
         if run.grid.writes_vocabulary and (self.schedule.fits_text or names_text):  # a GGUF file
-            self.schedule = replace(self.schedule, measures_importance=True)
+            self.schedule = replace(self.schedule, measures_importance=True, chooses_types=config.quantises)
         run.fits_text |= self.schedule.fits_text
         if asks_less and kept == dense and not self.schedule.plans_by_profile:
             share = least_share(run.grid, run.method, wanted, self.budget)

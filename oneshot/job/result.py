@@ -9,10 +9,12 @@ from oneshot.export import (
     notes_on_engines,
     part_dtype,
     planned_parts,
+    quantise_result,
     write_companions,
     write_result_importance,
 )
 from oneshot.export.gguf import FILE_NAME
+from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS
 from oneshot.job.job import Job
 from oneshot.job.sizes import JobSizes
 from oneshot.profiling import IMPORTANCE_TOKENS
@@ -96,12 +98,14 @@ def write_result(
 
 
 def _write_importance(job: Job, journal: Journal) -> None:
-    """Write the importance matrix beside a GGUF file."""
+    """Write the importance matrix beside a GGUF file, whose tensors get their types by it if they have any."""
     text, layers = job.run.text.first(IMPORTANCE_TOKENS), job.run.model.shape.num_hidden_layers
     with ProgressBar(job.run.tracker, num_layers=layers, total=text.num_tokens, stage="importance") as progress:
-        write_result_importance(
-            journal.partial / FILE_NAME, text, job.config.text, job.run.machine, advance=progress.advance
-        )
+        path, machine = journal.partial / FILE_NAME, job.run.machine
+        inputs = write_result_importance(path, text, job.config.text, machine, advance=progress.advance)
+    if job.schedule.chooses_types:
+        job.run.tracker.step("choosing the types of tensors")
+        quantise_result(path, inputs, text.first(SENSITIVITY_TOKENS), machine, job.config)
 
 
 def _write_weights(job: Job, sizes: JobSizes, journal: Journal) -> int:

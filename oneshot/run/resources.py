@@ -440,4 +440,5 @@ class Run:
             expected_bytes(dtype, self.model.checkpoint, parameters)
             for dtype in (part_dtype(config.save_dtype), config.save_dtype)
         )
-        return of_result, 0 if self.form.is_safetensors else of_parts
+        rounded = of_result if config.quantises else 0  # a second file, before it replaces the first
+        return of_result, 0 if self.form.is_safetensors else of_parts + rounded

@@ -1,6 +1,7 @@
 """Importance matrices: the same names and values as llama-imatrix's on the same tokens."""
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -12,6 +13,7 @@ from engines import BY_LAYER, CONTEXT, SIZES
 from factories import MakeConfig, build_model, silence, topics
 
 from oneshot.export.imatrix import FILE_NAME
+from oneshot.export.tensor_types import TYPES_NAME
 from oneshot.pipeline import compress
 from oneshot.text import load_tokenizer
 from oneshot.text.token_files import save_token_ids
@@ -25,13 +27,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_importance_is_llama_imatrixs(name: str, save_model: object, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_importance_is_llama_imatrixs(
+    name: str, save_model: Callable[..., Path], make_config: MakeConfig, tmp_path: Path
+) -> None:
     options = dict(CASES[name])
     built = {key: options.pop(key) for key in ("family", "tied", "head_dim") if key in options}
     model = build_model(**SIZES, **built)
     if "depth" in options:
         silence(model, attention=[1], ffn=[0, 3])
-    source = save_model(model)  # type: ignore[operator]
+    source = save_model(model)
     text, tokens = tmp_path / "text.txt", tmp_path / "tokens.safetensors"
     text.write_text(topics(20, 40))
     ids = torch.tensor(load_tokenizer(source)(text.read_text(), verbose=False).input_ids[: CHUNKS * CONTEXT])
@@ -61,3 +65,25 @@ def test_importance_is_llama_imatrixs(name: str, save_model: object, make_config
     for tensor in ours.tensors:
         assert tensor.data.shape == expected[tensor.name].data.shape
         np.testing.assert_allclose(tensor.data, expected[tensor.name].data, rtol=2e-3, err_msg=tensor.name)
+
+
+def test_types_of_tensors_have_the_bytes_of_llama_quantize(
+    save_model: Callable[..., Path], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Also of K types; llama-quantize is given our importance and our types. Compilers round a few blocks otherwise."""
+    pytest.importorskip("libgguf")
+    source = save_model(build_model(**SIZES | {"width": 512}))
+    options = {"form": "gguf", "sparsity": 0.0}
+    compress(make_config(source, output=str(tmp_path / "plain"), **options))
+    compress(make_config(source, output=str(tmp_path / "own"), bits=4.6, **options))
+    own, plain, path = tmp_path / "own", tmp_path / "plain", tmp_path / "theirs.gguf"
+    command = [program(LLAMA_PROGRAMS / "llama-quantize"), "--imatrix", own / FILE_NAME]
+    command += ["--tensor-type-file", own / TYPES_NAME, plain / "model.gguf", path, "Q8_0"]
+    subprocess.run([str(one) for one in command], check=True, capture_output=True)
+    ours = {tensor.name: tensor for tensor in gguf.GGUFReader(own / "model.gguf").tensors}
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert {"Q4_K", "Q5_K", "Q3_K"} & {tensor.tensor_type.name for tensor in ours.values()}
+    layers = {name for name in ours if name.startswith("blk.")}  # the tables have options of their own
+    assert {name: ours[name].tensor_type for name in layers} == {name: theirs[name].tensor_type for name in layers}
+    for name in layers:
+        assert (ours[name].data == theirs[name].data).mean() > 0.99, name

@@ -1,0 +1,101 @@
+"""Types per tensor (`--max-file-size`) against llama-quantize's with llama-imatrix, at the bytes of its files.
+
+The model is a dense folder of the Llama type off any quantised grid. Both calibrate on the same text.
+llama-perplexity judges the second halves of chunks of a text of another kind. One row for each file goes to
+`tensor_types.jsonl`. A file that is there is not made again, so an interrupted call continues.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+from harness import append_row, parser, provenance
+
+from oneshot import Config
+from oneshot.export.result_model import ResultModel, result_importance
+from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS, output_squares
+from oneshot.export.tensor_types import beside_bytes, chosen_types, damage_of, priced_tensors, write_quantised
+from oneshot.machine import Machine
+from oneshot.machine.workers import ALONE
+from oneshot.pipeline import compress
+from oneshot.text import load_text, load_tokenizer
+from oneshot.text.token_files import save_token_ids
+
+LENGTH = 512  # tokens of a chunk
+
+
+def run(*command: str | Path | int) -> str:
+    """Run a program and return what it printed."""
+    done = subprocess.run([str(each) for each in command], check=True, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def perplexity(programs: Path, model: Path, text: Path, chunks: int, threads: int) -> float:
+    """Return llama-perplexity's running mean after the last chunk."""
+    options = ["-c", LENGTH, "--chunks", chunks, "-t", threads]
+    printed = run(programs / "llama-perplexity", "-m", model, "-f", text, *options)
+    return float(re.findall(rf"\[{chunks}\]([\d.]+)", printed)[-1])
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--model", type=Path, required=True, help="dense folder")
+    options.add_argument("--name", required=True, help="of the model, for the rows")
+    options.add_argument("--programs", type=Path, required=True, help="folder of llama.cpp's programs")
+    options.add_argument("--calibration", required=True)
+    options.add_argument("--text", type=Path, required=True, help="that is judged on")
+    options.add_argument("--folder", type=Path, required=True, help="for files")
+    options.add_argument("--num-sequences", type=int, default=64)
+    options.add_argument("--chunks", type=int, default=16)
+    options.add_argument("--types", nargs="+", default=["Q4_K_M", "Q3_K_M", "Q2_K"])
+    options.add_argument("--dtype", default="float32")
+    arguments = options.parse_args()
+    torch.set_num_threads(arguments.threads)
+    folder, programs = arguments.folder, arguments.programs
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(arguments.model)
+    text = load_text(
+        arguments.calibration, tokenizer, num_sequences=arguments.num_sequences, sequence_length=LENGTH, seed=0
+    )
+    tokens, words, plain = folder / "tokens.safetensors", folder / "calibration.txt", folder / "plain"
+    save_token_ids(text.token_ids, tokens)
+    words.write_text("".join(tokenizer.decode(ids) for ids in text.token_ids))
+    if not plain.exists():
+        sizes = {"num_sequences": arguments.num_sequences, "sequence_length": LENGTH}
+        settings = {"form": "gguf", "sparsity": 0.0, "save_dtype": "float16", "dtype": arguments.dtype}
+        compress(Config.of(arguments.model, plain, calibration=str(tokens), **settings, **sizes))
+    source, matrix = plain / "model.gguf", folder / "llama-imatrix.gguf"
+    if not matrix.exists():
+        run(programs / "llama-imatrix", "-m", source, "-f", words, "-c", LENGTH, "-t", arguments.threads, "-o", matrix)
+    machine = Machine(torch.device("cpu"), getattr(torch, arguments.dtype), folder, ALONE, batch_size=4)
+    few = text.first(SENSITIVITY_TOKENS)
+    with torch.no_grad():
+        inputs = result_importance(ResultModel(source, text, machine), lambda tokens: None)
+        model = ResultModel(source, few, machine)
+        outputs = output_squares(model, 0, lambda tokens: None)
+    seen = torch.bincount(few.token_ids.flatten(), minlength=model.config["vocab_size"]) / few.num_tokens
+    priced = priced_tensors(model, inputs, outputs, seen)
+    names = {one.module: model.source.name_of(f"{one.module}.weight") for one in priced}
+    files: dict[str, tuple[Path, float | None]] = {"F16": (source, None)}
+    for kind in arguments.types:
+        theirs, ours = folder / f"{kind}.gguf", folder / f"{kind}-own-types.gguf"
+        if not theirs.exists():
+            pure = ["--pure"] * kind.endswith("-pure")
+            run(programs / "llama-quantize", "--imatrix", matrix, *pure, source, theirs, kind.removesuffix("-pure"))
+        budget = theirs.stat().st_size - beside_bytes(source, names)
+        kinds = chosen_types(priced, budget)
+        if not ours.exists():
+            ours.symlink_to(source)  # which the result replaces
+            write_quantised(ours, priced, kinds, names)
+        files |= {kind: (theirs, None), f"own types at {kind}": (ours, damage_of(priced, kinds))}
+    for name, (path, damage) in files.items():
+        measured = perplexity(programs, path, arguments.text, arguments.chunks, arguments.threads)
+        row = {"model": arguments.name, "types": name, "bytes": path.stat().st_size, "perplexity": measured}
+        row |= {"predicted_nats": damage, "text": arguments.text.name, "chunks": arguments.chunks}
+        row |= {"calibration": Path(arguments.calibration).name, "calibration_tokens": text.num_tokens}
+        append_row("tensor_types", row | provenance())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""ggml's quantised types: which a row can have, their bits, and their real rounding, by the package libgguf."""
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+
+from oneshot.errors import PlanError
+
+FLOAT = "F16"  # of rows that no block divides
+# with blocks of 32 and of 256 values, which rows must be a multiple of
+TYPES = (
+    "Q8_0",
+    "Q6_K",
+    "Q5_1",
+    "Q5_K",
+    "Q5_0",
+    "Q4_1",
+    "Q4_K",
+    "Q4_0",
+    "IQ4_NL",
+    "IQ4_XS",
+    "Q3_K",
+    "IQ3_S",
+    "IQ3_XXS",
+    "Q2_K",
+    "IQ2_S",
+    "IQ2_XXS",
+)
+
+
+def reason_against_quantising() -> str | None:
+    """Return a sentence why nothing can be quantised; None if the package is there."""
+    if importlib.util.find_spec("libgguf") is None:
+        return "--bits and --max-file-size need the package libgguf; run pip install 'oneshot-llm[quantise]'."
+    return None
+
+
+def types_of(columns: int) -> tuple[str, ...]:
+    """Return the types that rows of so many values can have, and F16 where no block divides them."""
+    import gguf
+
+    fitting = tuple(name for name in TYPES if columns % gguf.GGML_QUANT_SIZES[_kind(name)][0] == 0)
+    return fitting or (FLOAT,)
+
+
+def bytes_of(shape: tuple[int, ...], name: str) -> int:
+    """Return the bytes of a tensor in a type; its rows must be whole blocks."""
+    import gguf
+
+    values, size = gguf.GGML_QUANT_SIZES[_kind(name)]
+    return int(np.prod(shape)) // values * size
+
+
+def quantise(rows: np.ndarray, name: str, importance: np.ndarray | None) -> np.ndarray:
+    """Round float32 rows `(m, n)` to a type -> `(m, bytes)` uint8, or float16.
+
+    Args:
+        importance: mean squares `(n,)` of what the columns are multiplied with, by which errors are weighed; None: none
+            are known.
+    """
+    if name == FLOAT:
+        return rows.astype(np.float16)
+    import libgguf
+
+    weights = None if importance is None else np.ascontiguousarray(importance, np.float32)
+    quantised: np.ndarray = libgguf.quantize_rows(np.ascontiguousarray(rows, np.float32), _kind(name), weights)
+    return quantised
+
+
+def rounded(rows: np.ndarray, name: str, importance: np.ndarray | None) -> np.ndarray:
+    """Return what an engine reads of float32 rows `(m, n)` that were rounded to a type, in float32."""
+    stored = quantise(rows, name, importance)
+    if name == FLOAT:
+        return stored.astype(np.float32)
+    import libgguf
+
+    read: np.ndarray = libgguf.dequantize_rows(stored, _kind(name), n_per_row=rows.shape[1])
+    return read
+
+
+def refuse_without_quantisers() -> None:
+    """Raise `PlanError` if nothing can be quantised."""
+    reason = reason_against_quantising()
+    if reason is not None:
+        raise PlanError(reason)
+
+
+def _kind(name: str) -> Any:
+    import gguf
+
+    return gguf.GGMLQuantizationType[name]

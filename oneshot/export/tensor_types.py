@@ -1,0 +1,247 @@
+"""A GGUF result whose tensors have types of their own: those with the least damage within the bytes of the file.
+
+Rounding `W (m, n)` by `Δ` costs about `½ Σ g_i Δ_ij² h_j` nats for each token. `g` are mean squared gradients at the
+outputs, the diagonal of their Fisher matrix, and `h` mean squares of the inputs. Errors of different columns are taken
+as independent. `Δ` is the type's real rounding.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from oneshot.config import Config
+from oneshot.errors import PlanError
+from oneshot.export.gguf import expected_tensors, with_all_ffns
+from oneshot.export.gguf_result import RestoredModel
+from oneshot.export.quantisers import bytes_of, quantise, rounded, types_of
+from oneshot.export.result_model import EMBEDDING, HEAD, ResultModel
+from oneshot.export.result_sensitivity import HEAD_INPUTS, output_squares
+from oneshot.families import StackShape
+from oneshot.linalg.allocation import least_damage
+from oneshot.machine import Machine
+from oneshot.machine.durable import UNFINISHED, make_durable
+from oneshot.stream import InputSquares
+from oneshot.text import Text
+
+SAMPLED_ROWS = 96  # of a linear, by which its damages are estimated
+SAMPLED_TOKENS = 1024  # of a table: those that count most
+PADDING = 32  # bytes at most before a tensor of the file
+PANEL_VALUES = 2**22  # values that are quantised at once
+TYPES_NAME = "tensor-types.txt"
+logger = logging.getLogger(__name__)
+
+Weights = tuple[np.ndarray, np.ndarray]  # of rows `(m,)` and of columns `(n,)`
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A tensor of a result with the types that it can have.
+
+    Attributes:
+        module: by the name of the per-layer form. shape: `(m, n)`. importance: what rounding weighs columns by; None:
+            nothing. kinds: names of types. damages: of each, in nats a token. bytes: of each.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    importance: np.ndarray | None
+    kinds: tuple[str, ...]
+    damages: np.ndarray
+    bytes: np.ndarray
+
+
+def quantise_result(path: Path, inputs: InputSquares, text: Text, machine: Machine, config: Config) -> None:
+    """Give the matrices of a GGUF result types of their own, in place, and write the types beside it.
+
+    Args:
+        inputs: of `write_result_importance`. text: of which gradients are measured.
+
+    Raises `PlanError` if the smallest types take more than `config` allows.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # graphs take no tensors of inference mode
+        model = ResultModel(path, text, machine)
+        outputs = output_squares(model, config.seed, lambda tokens: None)
+    seen = torch.bincount(text.token_ids.flatten(), minlength=model.config["vocab_size"])
+    priced = priced_tensors(model, inputs, outputs, seen / text.num_tokens)
+    names = {one.module: model.source.name_of(f"{one.module}.weight") for one in priced}
+    if config.gguf_bytes is not None:
+        budget = float(config.gguf_bytes - beside_bytes(path, names))
+    else:
+        assert config.bits is not None
+        budget = config.bits / 8 * sum(math.prod(one.shape) for one in priced)
+    kinds = chosen_types(priced, budget)
+    logger.info("The types of the tensors cost %.3f nats a token.", damage_of(priced, kinds))
+    write_quantised(path, priced, kinds, names)
+    RestoredModel(path)  # which compares the tensors with config.json
+
+
+def priced_tensors(
+    model: ResultModel, inputs: InputSquares, outputs: InputSquares, frequencies: torch.Tensor
+) -> list[Priced]:
+    """Return the matrices of a result with the damage of every type.
+
+    Args:
+        inputs, outputs: of `result_importance` and `output_squares`. frequencies: shares `(N,)` of tokens in the text.
+    """
+    priced = []
+    for name, shape in sorted(model.source.shapes.items()):
+        if len(shape) != 2:
+            continue
+        module = name.removesuffix(".weight")
+        importance, weights = _weights(module, model.has_head, inputs, outputs, frequencies)
+        importance, kinds = _usable(importance), types_of(shape[1])
+        [values] = model.source.read([name]).values()
+        rows = _sampled(weights)
+        sample = values[torch.from_numpy(rows)].float().numpy()
+        damages = [_damage(rounded(sample, kind, importance) - sample, rows, weights) for kind in kinds]
+        sizes = [bytes_of(shape, kind) for kind in kinds]
+        priced.append(Priced(module, shape, importance, kinds, np.array(damages), np.array(sizes, float)))
+    return priced
+
+
+def refuse_impossible(stack: StackShape, config: Config) -> None:
+    """Raise `PlanError`, with the least, if matrices of these sizes cannot be as small as a config asks for.
+
+    Nothing is read; what a file holds beside them is not counted.
+    """
+    shapes = [shape for _, shape in expected_tensors(with_all_ffns(stack)) if len(shape) == 2]
+    least = sum(min(bytes_of(shape, kind) for kind in types_of(shape[1])) for shape in shapes)
+    weights = sum(math.prod(shape) for shape in shapes)
+    allowed = config.gguf_bytes if config.bits is None else config.bits / 8 * weights
+    if allowed is not None and allowed < least:
+        raise too_small(least, weights, allowed)
+
+
+def too_small(least: float, weights: int, allowed: float) -> PlanError:
+    """Return the error of a size that no types have."""
+    return PlanError(
+        f"The smallest types of this model's tensors take {least / 1e6:.2f} MB ({8 * least / weights:.2f} bits a "
+        f"weight), and {max(0.0, allowed) / 1e6:.2f} MB are there for them; give more, or remove parameters."
+    )
+
+
+def chosen_types(priced: Sequence[Priced], budget: float) -> dict[str, str]:
+    """Return the type of every tensor, by its module, with the least damage within so many bytes.
+
+    Raises `PlanError`, with the least bytes, if the smallest types are larger.
+    """
+    chosen = least_damage([one.damages for one in priced], [one.bytes for one in priced], budget)
+    if chosen is None:
+        least = sum(float(one.bytes.min()) for one in priced)
+        raise too_small(least, sum(math.prod(one.shape) for one in priced), budget)
+    return {one.module: one.kinds[option] for one, option in zip(priced, chosen, strict=True)}
+
+
+def damage_of(priced: Sequence[Priced], kinds: Mapping[str, str]) -> float:
+    """Return the damage of a choice in nats a token."""
+    return sum(float(one.damages[one.kinds.index(kinds[one.module])]) for one in priced)
+
+
+def beside_bytes(path: Path, names: Mapping[str, str]) -> int:
+    """Return the bytes of a GGUF file without these tensors: its header, vectors, and the most that is between."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    others = sum(int(tensor.n_bytes) for tensor in reader.tensors if tensor.name not in names.values())
+    return int(reader.data_offset) + others + PADDING * len(reader.tensors)
+
+
+def write_quantised(path: Path, priced: Sequence[Priced], kinds: Mapping[str, str], names: Mapping[str, str]) -> None:
+    """Replace a GGUF file by one whose matrices have these types, and write the types beside it.
+
+    `names`: of tensors in the file, by module. One tensor is in memory at a time, in float32.
+    """
+    import gguf
+
+    reader, by_tensor = gguf.GGUFReader(path), {names[one.module]: one for one in priced}
+    unfinished = path.with_name(path.name + UNFINISHED)
+    writer = gguf.GGUFWriter(unfinished, reader.fields["general.architecture"].contents())
+    skipped = ("general.architecture", "general.file_type", "general.quantization_version")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name not in skipped:
+            sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
+    writer.add_file_type(gguf.LlamaFileType.GUESSED)  # there is no one type
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    types = gguf.GGMLQuantizationType
+    for tensor in reader.tensors:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        one = by_tensor.get(tensor.name)
+        kind, size = tensor.tensor_type, int(tensor.n_bytes)
+        if one is not None:
+            kind, size = types[kinds[one.module]], bytes_of(shape, kinds[one.module])
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), size, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in reader.tensors:
+        one = by_tensor.get(tensor.name)
+        writer.write_tensor_data(tensor.data if one is None else _quantised(tensor, one, kinds[one.module]))
+    writer.close()
+    make_durable(unfinished, path)
+    lines = [f"{names[module]}={kind.lower()}" for module, kind in kinds.items()]
+    path.with_name(TYPES_NAME).write_text("\n".join(lines) + "\n")
+
+
+def _quantised(tensor: "object", one: Priced, kind: str) -> np.ndarray:
+    """Return a tensor of a file in a type, panel by panel."""
+    import gguf
+
+    values, step = tensor.data, max(1, PANEL_VALUES // one.shape[1])  # type: ignore[attr-defined]
+    panels = []
+    for start in range(0, one.shape[0], step):
+        stored = values[start : start + step]
+        rows = gguf.quants.dequantize(stored, tensor.tensor_type)  # type: ignore[attr-defined]
+        panels.append(quantise(rows.reshape(-1, one.shape[1]), kind, one.importance))
+    return np.concatenate(panels)
+
+
+def _weights(
+    module: str, has_head: bool, inputs: InputSquares, outputs: InputSquares, frequencies: torch.Tensor
+) -> tuple[np.ndarray | None, list[Weights]]:
+    """Return what rounding of a matrix weighs columns by, and the weights of rows and columns of its damage."""
+    if module not in (EMBEDDING, HEAD):
+        read = _mean(inputs, module)
+        return read, [(_mean(outputs, module), read)]
+    weights, read_by_head = [], _mean(outputs, HEAD_INPUTS)
+    if module == EMBEDDING:
+        weights.append((frequencies.numpy(), _mean(outputs, EMBEDDING)))
+    if module == HEAD or not has_head:
+        weights.append((_mean(outputs, HEAD), read_by_head))
+    return (read_by_head if module == HEAD or not has_head else None), weights
+
+
+def _mean(squares: InputSquares, name: str) -> np.ndarray:
+    mean: np.ndarray = (squares.sums[name] / squares.counts[name]).cpu().numpy()
+    return mean
+
+
+def _usable(importance: np.ndarray | None) -> np.ndarray | None:
+    """Return importance without zeros, which would leave columns to chance; None if all are."""
+    if importance is None or not importance.any():
+        return None
+    return importance + 1e-6 * float(importance.mean())
+
+
+def _sampled(weights: Sequence[Weights]) -> np.ndarray:
+    """Return the rows by which damages are estimated: evenly spaced, or those of a table that count most."""
+    count = len(weights[0][0])
+    if count <= SAMPLED_TOKENS * 4 and len(weights) == 1:
+        return np.unique(np.linspace(0, count - 1, min(count, SAMPLED_ROWS)).round().astype(np.int64))
+    share = sum(rows / max(float(rows.sum()), 1e-30) for rows, _ in weights)
+    return np.sort(np.argsort(-share)[:SAMPLED_TOKENS])
+
+
+def _damage(errors: np.ndarray, rows: np.ndarray, weights: Sequence[Weights]) -> float:
+    """Return half the weighed squares of errors of some rows, for all rows as much as these weigh."""
+    total = 0.0
+    for of_rows, of_columns in weights:
+        sampled = of_rows[rows]
+        scale = float(of_rows.sum()) / max(float(sampled.sum()), 1e-30)
+        total += 0.5 * scale * float(sampled @ (errors.astype(np.float64) ** 2 @ of_columns))
+    return total

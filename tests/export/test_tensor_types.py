@@ -1,0 +1,95 @@
+"""Types per tensor: the file keeps within its bytes, and the damage is the divergence that the rounded model has."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig, calibration_tokens
+
+from oneshot.config import Config
+from oneshot.errors import ConfigError, PlanError
+from oneshot.evaluation import load_model
+from oneshot.export import open_folder
+from oneshot.export.quantisers import TYPES, bytes_of, quantise, rounded, types_of
+from oneshot.export.tensor_types import TYPES_NAME
+from oneshot.pipeline import compress
+
+pytest.importorskip("libgguf", reason="the extra `quantise`")
+import gguf
+
+OPTIONS: dict[str, Any] = {"form": "gguf", "sparsity": 0.0, "embedding": "none"}
+
+
+def log_probabilities(folder: str, scratch: Path, token_ids: torch.Tensor) -> torch.Tensor:
+    model = load_model(open_folder(folder, scratch), device=torch.device("cpu"), dtype=torch.float32)
+    with torch.inference_mode():
+        return model(token_ids).logits.double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_damage_is_the_divergence_of_the_file(
+    tied: bool, make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, caplog: Any
+) -> None:
+    """Half the weighed squares of errors are the divergence from the whole model, which is measured here."""
+    folder = make_checkpoint(tied=tied, hidden=64, width=96)
+    whole = make_config(folder, output=str(tmp_path / "whole"), **OPTIONS)
+    config = make_config(folder, output=str(tmp_path / "small"), bits=5.2, **OPTIONS)
+    compress(whole)
+    with caplog.at_level("INFO", logger="oneshot"):
+        compress(config)
+    told = float(caplog.text.split("types of the tensors cost ")[1].split(" nats")[0])
+    reader = gguf.GGUFReader(Path(config.output) / "model.gguf")
+    matrices = [tensor for tensor in reader.tensors if len(tensor.shape) == 2]
+    assert sum(int(one.n_bytes) for one in matrices) * 8 <= 5.2 * sum(int(one.n_elements) for one in matrices)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in matrices}
+    assert len(set(kinds.values())) > 1
+    lines = dict(line.split("=") for line in (Path(config.output) / TYPES_NAME).read_text().splitlines())
+    assert {name: kind.upper() for name, kind in lines.items()} == kinds
+    tokens = calibration_tokens(config)
+    dense, small = (log_probabilities(each.output, tmp_path / each.output, tokens) for each in (whole, config))
+    divergence = float((dense.exp() * (dense - small)).sum(-1).mean())
+    assert 0.5 * divergence < told < 2 * divergence
+
+
+def test_a_file_of_a_size(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    folder = make_checkpoint(hidden=64, width=96)
+    config = make_config(folder, gguf_bytes=90_000, **OPTIONS)
+    compress(config)
+    size = (Path(config.output) / "model.gguf").stat().st_size
+    assert 80_000 < size <= 90_000
+    with pytest.raises(PlanError, match="smallest types of this model"):
+        compress(make_config(folder, gguf_bytes=20_000, output=f"{config.output}-2", **OPTIONS))
+    assert not Path(f"{config.output}-2").exists()
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_rounding_is_what_gguf_reads(name: str) -> None:
+    """Of every type, by the package gguf; importance makes the errors that it weighs smaller."""
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=(4, 512)).astype(np.float32)
+    importance = np.exp(2 * generator.normal(size=512))
+    stored = quantise(rows, name, importance)
+    kind = gguf.GGMLQuantizationType[name]
+    assert stored.nbytes == bytes_of(rows.shape, name)
+    np.testing.assert_allclose(gguf.quants.dequantize(stored, kind), rounded(rows, name, importance), rtol=1e-5)
+    weighed, plain = (((rounded(rows, name, one) - rows) ** 2 @ importance).sum() for one in (importance, None))
+    assert weighed <= plain * (1.0 if name != "Q8_0" else 1.01)
+
+
+def test_rows_that_no_block_divides_stay_whole() -> None:
+    assert types_of(576) == ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL")
+    assert types_of(1536) == TYPES
+    assert types_of(100) == ("F16",)
+
+
+def test_options_that_say_nothing_are_refused() -> None:
+    for options, sentence in (
+        ({"bits": 4.5}, "add --form gguf"),
+        ({"bits": 0.0, "form": "gguf"}, "--bits 0.0 is out of range"),
+        ({"bits": 4.5, "gguf_bytes": 9, "form": "gguf"}, "either --bits or --max-file-size"),
+        ({"bits": 4.5, "form": "gguf", "save_dtype": "q8_0"}, "leave --save-dtype q8_0 out"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            Config.of("model", sparsity=0.1, **options)
