@@ -23,7 +23,8 @@ def main() -> int:
     parser(__doc__).parse_args()
     model = str(smollm2_gguf())
     with tempfile.TemporaryDirectory(prefix="oneshot-") as scratch:
-        smaller, numbers = Path(scratch) / "smaller", Path(scratch) / "numbers.json"
+        os.chdir(scratch)
+        smaller, numbers = Path("smaller"), Path("numbers.json")
         options = [
             word for name, value in (SIZE | LITTLE).items() for word in (f"--{name.replace('_', '-')}", str(value))
         ]
@@ -51,6 +52,7 @@ def main() -> int:
                 "compression": compression["seconds"],
                 "chat": chat["seconds"],
                 "evaluation": evaluation["seconds"],
+                "printed": compression["printed"],
                 "question": QUESTION,
                 "answers": chat["printed"].strip().splitlines(),
                 "measured": {"compressed": small, "dense": dense},

@@ -3,11 +3,20 @@
 import argparse
 import re
 import sys
+from functools import partial
 
 from harness import ROOT, read_rows
 from plot import LAYERS, PARETO, QUALITY, layers_svg, pareto_svg, quality_svg
 from quality_rows import quality_rows
 from tables.families import exactness_table, families_table, opened_table
+from tables.first_run import (
+    first_run,
+    quick_start_answers,
+    quick_start_comparison,
+    quick_start_end,
+    quick_start_time,
+    seconds_of,
+)
 from tables.gpu import gpu_memory_table, gpu_times_table, mixture_estimates_table
 from tables.gpu_measured import (
     gpu_agree_table,
@@ -34,7 +43,6 @@ from tables.pareto import (
 )
 from tables.prose import (
     faster_7b,
-    first_run,
     headline,
     laid_out_decoding,
     num_families,
@@ -67,6 +75,7 @@ DOCUMENTS = (
     ROOT / "docs" / "guides" / "mixtures.md",
     ROOT / "docs" / "guides" / "text.md",
     ROOT / "docs" / "llama-cpp.md",
+    ROOT / "docs" / "quick-start.md",
     ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "results.md",
     ROOT / "docs" / "supported-models.md",
@@ -108,6 +117,9 @@ TABLES = {
     "by_model": (by_model_table, "gpu"),
     "accuracy": (accuracy_table, "gpu"),
     "first_run": (first_run, "first_run"),
+    "quick_start_end": (quick_start_end, "first_run"),
+    "quick_start_answers": (quick_start_answers, "first_run"),
+    "quick_start_comparison": (quick_start_comparison, "first_run"),
     "gpu_speed": (gpu_speed_table, "gpu"),
     "gpu_times": (gpu_times_table, "gpu_estimate"),
     "gpu_memory": (gpu_memory_table, "gpu_estimate"),
@@ -127,6 +139,8 @@ VALUES = {
     "speed_by_time": speed_by_time,
     "speed_by_parameters": speed_by_parameters,
     "laid_out_decoding": laid_out_decoding,
+    "quick_start_time": quick_start_time,
+    **{f"quick_start_{name}": partial(seconds_of, name) for name in ("dry_run", "chat", "evaluation")},
 }
 WITHOUT_ROWS = {"families": families_table, "opened": opened_table}
 

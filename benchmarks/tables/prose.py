@@ -1,9 +1,8 @@
 """Numbers inside sentences of the documents, from rows."""
 
-from harness import Row, latest, read_rows
+from harness import Row, latest
 
 from oneshot.families import FAMILIES
-from oneshot.report.words import amount
 from tables.gpu_measured import rows_of
 from tables.gpu_quality import accuracy, default_row
 from tables.speed import newest_rows
@@ -17,27 +16,6 @@ def headline() -> str:
     measured = accuracy(name, 0.2)
     kept = f" and {measured[1] / measured[0]:.0%} of its accuracy in five tasks" if measured else ""
     return f"{default_row(name, 0.2)['score']:.2f} times its perplexity{kept}"
-
-
-def first_run() -> str:
-    """Return how the newest run of the quick start ended, in the words of the program."""
-    row = read_rows("first_run")[-1]
-    before, after = row["perplexity"]["dense"], row["perplexity"]["compressed"]
-    dense, compressed = row["stored_parameters"]["dense"], row["stored_parameters"]["compressed"]
-    text = f"{row['num_sequences']} --sequence-length {row['sequence_length']}"
-    return "\n".join(
-        [
-            f"After {row['cpu_seconds'] / 60:.0f} CPU minutes a run on little text (`--num-sequences {text}`, no "
-            "`+self`) ended with:",
-            "",
-            "```",
-            f"parameters    {amount(dense)} → {amount(compressed)} (−{1 - compressed / dense:.1%})",
-            f"quality       perplexity {before:.2f} → {after:.2f} (× {after / before:.2f}) on {row['tokens']} tokens "
-            f"of {row['source']} that",
-            "              the run did not read",
-            "```",
-        ]
-    )
 
 
 def num_families() -> str:
