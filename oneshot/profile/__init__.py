@@ -1,1 +1,0 @@
-"""`python -m oneshot.profile`: the same as `oneshot profile`. The function of this name stays in the package."""
