@@ -74,7 +74,7 @@ def test_the_command_line_page_has_every_option() -> None:
         if action.help != "==SUPPRESS==" and option.startswith("--")
     }
     keys = {option for option in options if f"`{option.removeprefix('--').replace('-', '_')}`" in text}
-    shown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | {"--tier"}
+    shown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
     assert options - keys - shown == set()
 
 

@@ -22,7 +22,7 @@ def nearest_family(config: Mapping[str, Any]) -> str | None:
 
 
 def likenesses(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return for every family the weight of fields in common ÷ the weight of all fields of both configs, 0 to 1.
+    """Return every family's weighted Jaccard similarity of config fields, 0 to 1.
 
     A field that few families state weighs more (inverse document frequency). One that none states weighs little.
     """

@@ -137,11 +137,10 @@ def add_output_form(group: Any) -> None:
 
 
 def add_form(group: Any) -> None:
-    """Add the form of the result; `--tier` is its old name, for one release."""
+    """Add the form of the result."""
     forms = get_args(FormChoice)
     shown = f"what the result is written as: {', '.join(forms)} (default: auto, the best that can hold the result)"
     group.add_argument("--form", type=OneOf(forms), metavar="FORM", help=shown)
-    group.add_argument("--tier", type=OneOf(forms), dest="form", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
 
 
 class _HelpMethods(argparse.Action):

@@ -62,7 +62,7 @@ class BranchNorm:
         return self.gain.unsqueeze(1) * as_like(weight, self.gain)
 
     def curvature_of_seen(self, curvature: torch.Tensor) -> torch.Tensor:
-        """Return the curvature `(D, D)` of `s γ y` from that of `s y`, as errors of `seen` weights need it; float64."""
+        """Convert the curvature in `s y` to `s γ y`, the scale of `seen` weights; float64 `(D, D)`."""
         return curvature.to(self.gain) / (self.gain.unsqueeze(1) * self.gain)
 
     def unseen(self, weight: torch.Tensor) -> torch.Tensor:

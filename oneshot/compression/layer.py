@@ -65,8 +65,8 @@ class LayerCompressor:
     """Compress the layers of a model in order.
 
     Everything is computed in the model's own coordinates, on layers of the stock class. A smaller hidden size is a
-    stream that is kept inside its subspaces. Smaller heads are full heads that compute what the smaller ones can. Only
-    the tensors that leave are folded into the smaller coordinates.
+    stream that is kept inside its subspaces. A smaller head is simulated by a full-size head of lower rank. Only the
+    tensors that leave are folded into the smaller coordinates.
 
     Args:
         states: the hidden states of the text; None if the method chooses by weights alone.
@@ -145,6 +145,7 @@ class LayerCompressor:
         self, layer: int, tensors: Tensors, work: LayerWork, tasks: list[SublayerTask], states: States
     ) -> None:
         """Compress a layer by what the text says about its activations."""
+        # 1. The streams reach the layer; its text passes are counted.
         self._enter(layer, states)
         steps = {task.index: steps_of(task) for task in tasks if not task.is_left_out}
         states.passes = self._passes(tasks, steps, states)
@@ -161,6 +162,7 @@ class LayerCompressor:
             if task.is_left_out:
                 states.defer_dense(dense_pass)
                 continue
+            # 2. Smaller scores, low ranks, fewer experts: what is decided before the writer is measured.
             for step in steps[task.index]:
                 step.apply_(work, states, current)
                 current = self._current(layer, work.working, states)
@@ -170,12 +172,14 @@ class LayerCompressor:
             if not task.is_solved:
                 states.defer(_Pass(task, current))
                 continue
+            # 3. Sums of what the writer reads, on the compressed stream, and the target from the dense one.
             way = way_of(task)
             statistics, target = way.measure(task, work.working, states, current, reference, dense_pass)
             del current
             if task is tasks[-1]:
                 del dense, reference, dense_pass  # the factorisation needs their memory
             release_heap()
+            # 4. The units that stay, and the corrected writer over their columns.
             units, factors, values = way.solve(task, work.working, statistics)
             work.working = way.fold(task, work.working, factors)
             work.ranks[task.index] = task.ranks_after(work.ranks.get(task.index, {}), units)
@@ -184,6 +188,7 @@ class LayerCompressor:
             if task.corrects_up:
                 work.working, factors = correct_up(task, tensors, work.working, states)
             release_heap()
+            # 5. The compressed stream moves on through the smaller sublayer, with the next pass.
             current = self._current(layer, work.working, states)
             solved.append((task, factors, _Pass(task, current, target)))
             states.defer(solved[-1][2])

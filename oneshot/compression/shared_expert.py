@@ -1,6 +1,6 @@
 """The expert that every token passes, where its width is a multiple of the routed experts' and shrinks with theirs.
 
-It is an FFN like that of a dense layer, and goes the way of one: a task of its own has its sizes.
+It is compressed like a dense FFN, by a `FeedForwardTask` with the shared expert's sizes.
 """
 
 from dataclasses import fields, replace

@@ -11,7 +11,7 @@ from oneshot.text import holds_tokenizer, load_tokenizer
 def refuse_other_tokenizers(
     names: Sequence[str], checkpoints: Sequence[Checkpoint], tokenizer: Any, tokens: Iterable[int]
 ) -> None:
-    """Raise `CalibrationError` if one of these tokens is another piece of text to another model than to the first.
+    """Raise `CalibrationError` if a token id means different text in two of the models.
 
     Models that lie without a tokenizer are taken to have the first one's, which is `tokenizer`.
     """

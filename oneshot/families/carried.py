@@ -26,8 +26,8 @@ class Carried(WithoutLinears):
             in float32. Empty without such a state.
         scan: products of numbers, or of names of sizes in the config: how many numbers a token has in each kind of
             tensor that a scan by chunks has beside the outputs of linears. Empty without such a scan.
-        head_norm, keys: a norm of the queries of one head, and the linear of the keys, if the sizes of its heads are
-            those of these tensors; None if they are the model's.
+        head_norm, keys: the query norm and the key projection whose shapes give head size and KV heads; None if these
+            are the model's.
         lends: whether later layers read these keys and values. borrows: whether it reads those of the last lender of
             its type, and has none of its own.
     """

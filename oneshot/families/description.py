@@ -75,10 +75,10 @@ class Description:
             (`families/wrappers`); None for others.
         dense_layers: layers of a mixture that have one FFN instead of experts. with_dense: `(flags) -> config`: what a
             config states of a model whose layers are dense where the flags say so.
-        further_layers: what a config calls the number of stored layers that predict tokens after the next one. They are
-            behind the model's own, and results do not have them.
-        mixers: what `layer_types` of a config may name: mixers that stay as they are, in the place of attention, and
-            None for the mixer of the stack. carried_layers: these mixers by the numbers of their layers.
+        further_layers: config key of the number of multi-token-prediction layers. They are behind the model's own, and
+            results do not have them.
+        mixers: maps each entry of `layer_types` to an unchanged mixer, or to None for the stack's attention.
+            carried_layers: these mixers by the numbers of their layers.
         first_differs: whether the class makes its first layer otherwise than the others. last_differs: the same of its
             last layer.
         with_borrowed: `(flags) -> config`: what a config states of a model whose layers borrow keys and values where

@@ -110,9 +110,10 @@ class ModelShape:
     model predicts tokens; without `tied` by a head of its own. `norms_after`: norms follow the sums with the residual
     stream. `final_norm`, `num_token_types`, `table_width`, `further_parameters`, `causal`: as in `StackShape`.
     `num_decoder_layers`: the last layers, which have cross-attention; 0 without an encoder. `num_buckets`: of relative
-    positions, in the first layer of each stack. `experts`: of every layer that has any; `intermediate_size` is that of
-    one. `latent`, `sinks`: as in `LayerShape`; with a latent, `head_dim` is the size of values. `carried`: mixers that
-    stay as they are, in the place of attention. `narrow_layers`: those whose FFN has half of `intermediate_size`.
+    positions, in the first layer of each stack. `experts`: the mixture's sizes; `intermediate_size` is then the
+    width of one expert. `latent`, `sinks`: as in `LayerShape`; with a latent, `head_dim` is the size of values.
+    `carried`: mixers that stay as they are, in the place of attention. `narrow_layers`: those whose FFN has half of
+    `intermediate_size`.
     """
 
     num_hidden_layers: int
@@ -191,7 +192,7 @@ class ModelShape:
 
     @property
     def tokens_per_arrival(self) -> float:
-        """Return the tokens of a text of which one arrives at a given neuron, if experts have equal loads."""
+        """Return E ÷ k: tokens of text per token that reaches one expert, with balanced routing; 1 in a dense model."""
         return 1.0 if self.experts is None else self.experts.count / self.experts.per_token
 
     @property

@@ -17,7 +17,7 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """Return the device of a name, with its number; `auto` is CUDA if torch sees a CUDA device.
 
     Args:
-        local_rank: this process's number among those of the machine; each takes a device of its own.
+        local_rank: rank of this process on its machine; each process takes a device of its own.
 
     Raises `DeviceError` if the device is not there.
     """

@@ -49,9 +49,9 @@ class Profile:
         head_sensitivity: `(layers,)`: the same of attention.
         rank_errors: `(layers, kinds, D + 1)`: mean squared error of the sublayer's output for every rank of a linear of
             each of `RANKED_KINDS`; zeros if they were not profiled.
-        expert_errors: `(layers, E + 1)`: squared change of a mixture's output with k of its E experts, those of the
-            least joint effect gone and the others as they are, as a share of the change with the fewest that a layer
-            may keep, and one below these; zeros if they were not profiled.
+        expert_errors: `(layers, E + 1)`: squared error of the mixture's output with its best k of E experts,
+            uncorrected, as a share of the error with the fewest that a layer may keep, and one below these; zeros if
+            they were not profiled.
         expert_sensitivity: `(layers,)`: as `ffn_sensitivity`, per unit of `expert_errors`.
         stream_sensitivity: `(layers,)`: the same divergence per unit of mean squared error that the reduced FFN adds to
             the stream.

@@ -238,7 +238,7 @@ def _attention_options(
 
 
 def inner_sizes(grid: Grid) -> list[Sizes]:
-    """Return the sizes of queries and keys with those of values, in steps down to half; one that is not given is whole.
+    """Return every pair of a query/key size and a value size, from half the head size up; None is the full size.
 
     A profile measures sensitivities at three quarters, and they were not checked below half. Rotary pairs stay
     whole, and so do the queries and keys of a family that cannot have smaller ones.

@@ -266,7 +266,7 @@ class LayerProfile:
 
 
 def unseen(factors: Factors, branch_norm: BranchNorm | None) -> Factors:
-    """Return factors of the writer itself from those of what the stream sees of it."""
+    """Convert factors of the writer with its norm into factors of the writer's own weight."""
     return factors if branch_norm is None else replace(factors, weight=branch_norm.unseen(factors.weight))
 
 

@@ -13,8 +13,8 @@ class SublayerOutput:
     Args:
         x: the stream before the sublayer, `(sequences, length, D)`.
         curvature: of the output of the sublayer's writer; None for squared errors of the stream.
-        branch_norm: the norm that may follow the writer. Then changes count as in the curvature: those of the writer's
-            output itself, for every token in units of the output's root mean square.
+        branch_norm: the norm that may follow the writer. With one, changes are measured at the writer's output, divided
+            by each token's root mean square.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def gathered(
     seed: int,
     record: str,
 ) -> list[Example]:
-    """Return the first examples of all sources, at most so many tokens together, those of equal lengths side by side.
+    """Take examples from all sources, up to `num_tokens` in total, grouped by length.
 
     So they can pass a layer together without padding. Lengths have a seeded order; the one with the most tokens is
     last.

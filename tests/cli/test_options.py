@@ -131,7 +131,6 @@ def test_help_shows_at_most_37_options() -> None:
     shown = set(re.findall(r"^ +(?:-\w(?: OUT)?, )?(--[a-z-]+)", build_parser().format_help(), re.MULTILINE))
     assert {"--output", "--sparsity", "--form", "--set", "--dry-run", "--help", "--help-methods"} <= shown
     assert len(shown - {"--help", "--help-methods"}) <= 37
-    assert "--tier" not in build_parser().format_help()
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "completion"])
@@ -239,15 +238,10 @@ def test_a_set_without_anything_is_a_usage_error(capsys: pytest.CaptureFixture[s
 # --form
 
 
-def test_tier_is_the_old_name_of_form(capsys: pytest.CaptureFixture[str]) -> None:
-    assert config_of("--tier=per-layer") == config_of("--form=per-layer")
-    assert config_of("--tier", "stock").form == "stock"
+def test_the_form_is_the_recipes_unless_it_is_given() -> None:
     assert config_of().form == "auto"
     assert config_of("--recipe=group-pca").form == "per-layer"
-    assert config_of("--recipe=group-pca", "--tier=stock").form == "stock"
-    with pytest.raises(SystemExit):
-        config_of("--tier=large")
-    assert "argument --tier: invalid choice: 'large'" in capsys.readouterr().err
+    assert config_of("--recipe=group-pca", "--form=stock").form == "stock"
 
 
 # Tables
