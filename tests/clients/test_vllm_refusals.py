@@ -15,11 +15,18 @@ from families.cases import variants
 from oneshot import Config
 from oneshot.pipeline import compress
 
-W8A8 = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}, "ignore": []}
+HEAD: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}}
+W8A8 = HEAD | {"ignore": ["re:.*lm_head"]}
+EIGHT_BITS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 LLAMA, GRANITE, NO_RANKS = "llama", "granite", "granite, no ranks"
+QUANTISED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {  # and what config.json states
+    (LLAMA, "a quantised head"): (HEAD | {"ignore": []}, "has a quantised output head"),
+    (LLAMA, "a quantised cache"): (W8A8 | {"kv_cache_scheme": EIGHT_BITS}, "has a quantised KV cache"),
+    (LLAMA, "rotated linears"): (W8A8 | {"transform_config": {"config_groups": {}}}, "has rotated linears"),
+    (LLAMA, "quantised linears on two GPUs"): (W8A8, "shares no quantised linears between GPUs"),
+    (GRANITE, "a quantised file"): (W8A8, "has no quantised linears for this family (compressed-tensors)"),
+}
 UNTRIED: dict[str, tuple[dict[str, Any], str]] = {
-    "a quantised file": ({}, "has no quantised linears (compressed-tensors)"),
-    "quantised at load": ({"quantization": "fp8"}, "has no quantised linears (fp8); leave out --quantization"),
     "adapters": ({"enable_lora": True}, "has no adapters; leave out --enable-lora"),
     "stages": ({"pipeline_parallel_size": 2}, "has no pipeline parallelism; leave out --pipeline-parallel-size"),
 }
@@ -31,7 +38,16 @@ TENSOR_PARALLEL: dict[tuple[str, str], tuple[int, str]] = {
 }
 CASES: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
     (result, name): case for result in (LLAMA, GRANITE) for name, case in UNTRIED.items()
-} | {case: ({"tensor_parallel_size": count}, part) for case, (count, part) in TENSOR_PARALLEL.items()}
+}
+CASES |= {case: ({"tensor_parallel_size": count}, part) for case, (count, part) in TENSOR_PARALLEL.items()}
+CASES |= {
+    case: ({"tensor_parallel_size": 2} if "GPUs" in case[1] else {}, part) for case, (_, part) in QUANTISED.items()
+}
+CASES[LLAMA, "at load"] = (
+    {"quantization": "fp8"},
+    "takes the quantised checkpoints of llm-compressor (compressed-tensors)",
+)
+CASES[GRANITE, "at load"] = {"quantization": "fp8"}, "for this family (fp8); leave out --quantization"
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +67,8 @@ def errors(
         one = folder / f"{len(requests)}"
         shutil.copytree(folder / result, one)
         config = json.loads((one / "config.json").read_text())
-        if name == "a quantised file":
-            config["quantization_config"] = W8A8
+        if (result, name) in QUANTISED:
+            config["quantization_config"] = QUANTISED[result, name][0]
         if name == "neurons on two GPUs":
             (config["layers"] if result == LLAMA else config["sizes"]["layers"])[1]["intermediate_size"] = 77
         (one / "config.json").write_text(json.dumps(config))

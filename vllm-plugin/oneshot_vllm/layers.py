@@ -1,5 +1,6 @@
 """A layer with sizes of its own, from vLLM's layers."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -41,6 +43,18 @@ def padded_head(size: int) -> int:
     raise ValueError(f"A head has {size} values, and vLLM's attention takes at most {HEAD_SIZES[-1]}.")
 
 
+@dataclass(frozen=True)
+class Made:
+    """State what all layers are made with: vLLM's cache, and how linears are quantised, None for not at all."""
+
+    cache: CacheConfig
+    quant: QuantizationConfig | None
+
+    def linear(self, name: str) -> dict[str, Any]:
+        """Return the arguments of the linear of a name, by which checkpoints say what is quantised."""
+        return {"quant_config": self.quant, "prefix": name, "return_bias": False}
+
+
 def norm_of(config: OneshotConfig, width: int) -> RMSNorm:
     """Return an RMSNorm whose epsilon suits a mean over `width` instead of `norm_width` squares."""
     return RMSNorm(width, eps=config.rms_norm_eps * config.norm_width / width)
@@ -49,7 +63,7 @@ def norm_of(config: OneshotConfig, width: int) -> RMSNorm:
 class OneshotAttention(nn.Module):
     """Grouped-query attention with sizes of its own, and rotary pairs chosen by each KV group where they are fewer."""
 
-    def __init__(self, config: OneshotConfig, sizes: dict[str, Any], cache: CacheConfig, prefix: str) -> None:
+    def __init__(self, config: OneshotConfig, sizes: dict[str, Any], made: Made, prefix: str) -> None:
         super().__init__()
         heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
         self.key_size, self.value_size = sizes["query_key_size"], sizes["value_size"]
@@ -60,10 +74,14 @@ class OneshotAttention(nn.Module):
         queries, keys, values = heads * self.key_size, groups * self.key_size, groups * self.value_size
         self.qk_read = coordinates_of(width, rank)
         if rank:
-            self.qk_proj = MergedColumnParallelLinear(rank, [queries, keys], bias=bias, return_bias=False)
-            self.v_proj = ColumnParallelLinear(width, values, bias=bias, return_bias=False)
+            self.qk_proj = MergedColumnParallelLinear(
+                rank, [queries, keys], bias=bias, **made.linear(f"{prefix}.qk_proj")
+            )
+            self.v_proj = ColumnParallelLinear(width, values, bias=bias, **made.linear(f"{prefix}.v_proj"))
         else:
-            self.qkv_proj = MergedColumnParallelLinear(width, [queries, keys, values], bias=bias, return_bias=False)
+            self.qkv_proj = MergedColumnParallelLinear(
+                width, [queries, keys, values], bias=bias, **made.linear(f"{prefix}.qkv_proj")
+            )
         self.own_sizes = [self.heads * self.key_size, self.groups * self.key_size, self.groups * self.value_size]
         rank, read = sizes["output_rank"], heads * self.value_size
         self.o_read = coordinates_of(read, rank)
@@ -72,7 +90,7 @@ class OneshotAttention(nn.Module):
             sizes["middle_size"],
             bias=sizes["output_bias"],
             input_is_parallel=not rank,
-            return_bias=False,
+            **made.linear(f"{prefix}.o_proj"),
         )
         norms, epsilon = sizes["query_key_norms"], config.rms_norm_eps
         self.q_norm = RMSNorm(self.key_size, eps=epsilon) if norms else nn.Identity()
@@ -87,7 +105,7 @@ class OneshotAttention(nn.Module):
             self.padded_size,
             config.head_dim**-0.5,
             num_kv_heads=self.groups,
-            cache_config=cache,
+            cache_config=made.cache,
             prefix=f"{prefix}.attn",
         )
 
@@ -152,22 +170,26 @@ class OneshotAttention(nn.Module):
 class OneshotMLP(nn.Module):
     """The FFN, with or without a gate."""
 
-    def __init__(self, config: OneshotConfig, sizes: dict[str, Any]) -> None:
+    def __init__(self, config: OneshotConfig, sizes: dict[str, Any], made: Made, prefix: str) -> None:
         super().__init__()
         width, middle, bias = sizes["intermediate_size"], sizes["middle_size"], sizes["mlp_bias"]
         gate_rank, up_rank, self.gated = sizes["gate_rank"], sizes["up_rank"], sizes["gated"]
         self.merged = self.gated and not gate_rank and not up_rank
         if self.merged:
-            self.gate_up_proj = MergedColumnParallelLinear(middle, [width, width], bias=bias, return_bias=False)
+            self.gate_up_proj = MergedColumnParallelLinear(
+                middle, [width, width], bias=bias, **made.linear(f"{prefix}.gate_up_proj")
+            )
             self.act_and_mul = get_act_and_mul_fn(config.hidden_act)
         else:
             self.act_fn = ACT2FN[config.hidden_act]
             self.up_read = coordinates_of(middle, up_rank)
-            self.up_proj = ColumnParallelLinear(up_rank or middle, width, bias=bias, return_bias=False)
+            self.up_proj = ColumnParallelLinear(up_rank or middle, width, bias=bias, **made.linear(f"{prefix}.up_proj"))
             if self.gated:
                 self.gate_read = coordinates_of(middle, gate_rank)
-                self.gate_proj = ColumnParallelLinear(gate_rank or middle, width, bias=bias, return_bias=False)
-        self.down_proj = RowParallelLinear(width, sizes["output_size"], bias=bias, return_bias=False)
+                self.gate_proj = ColumnParallelLinear(
+                    gate_rank or middle, width, bias=bias, **made.linear(f"{prefix}.gate_proj")
+                )
+        self.down_proj = RowParallelLinear(width, sizes["output_size"], bias=bias, **made.linear(f"{prefix}.down_proj"))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """States `(tokens, width)` -> what the FFN adds to the stream."""
@@ -184,21 +206,23 @@ class OneshotDecoderLayer(nn.Module):
     Attention without heads and an FFN without neurons are absent, also their norms.
     """
 
-    def __init__(self, config: OneshotConfig, sizes: dict[str, Any], cache: CacheConfig, prefix: str) -> None:
+    def __init__(self, config: OneshotConfig, sizes: dict[str, Any], made: Made, prefix: str) -> None:
         super().__init__()
         hidden, middle, output = sizes["hidden_size"], sizes["middle_size"], sizes["output_size"]
         self.self_attn, self.input_layernorm, self.attention_shortcut = None, None, None
         if sizes["num_attention_heads"]:
-            self.self_attn = OneshotAttention(config, sizes, cache, f"{prefix}.self_attn")
+            self.self_attn = OneshotAttention(config, sizes, made, f"{prefix}.self_attn")
             self.input_layernorm = norm_of(config, hidden)
         if sizes["attention_shortcut"]:
-            self.attention_shortcut = ReplicatedLinear(hidden, middle, bias=False, return_bias=False)
+            self.attention_shortcut = ReplicatedLinear(
+                hidden, middle, bias=False, **made.linear(f"{prefix}.attention_shortcut")
+            )
         self.mlp, self.post_attention_layernorm, self.ffn_shortcut = None, None, None
         if sizes["intermediate_size"]:
-            self.mlp = OneshotMLP(config, sizes)
+            self.mlp = OneshotMLP(config, sizes, made, f"{prefix}.mlp")
             self.post_attention_layernorm = norm_of(config, middle)
         if sizes["ffn_shortcut"]:
-            self.ffn_shortcut = ReplicatedLinear(middle, output, bias=False, return_bias=False)
+            self.ffn_shortcut = ReplicatedLinear(middle, output, bias=False, **made.linear(f"{prefix}.ffn_shortcut"))
 
     def forward(
         self, positions: torch.Tensor, branch: torch.Tensor | None, stream: torch.Tensor

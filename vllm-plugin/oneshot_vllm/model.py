@@ -13,17 +13,14 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.sequence import IntermediateTensors
 
 from oneshot_vllm.config import OneshotConfig
-from oneshot_vllm.layers import OneshotDecoderLayer, norm_of, normed
+from oneshot_vllm.layers import Made, OneshotDecoderLayer, norm_of, normed
 from oneshot_vllm.low_rank import Embedding
 from oneshot_vllm.refusals import LlamaRefusals
 
-# a stored linear: the merged linears that may have its rows, and which part of them they are
-MERGED = {
-    "q_proj": (("qkv_proj", 0), ("qk_proj", 0)),
-    "k_proj": (("qkv_proj", 1), ("qk_proj", 1)),
-    "v_proj": (("qkv_proj", 2),),
-    "gate_proj": (("gate_up_proj", 0),),
-    "up_proj": (("gate_up_proj", 1),),
+MERGED_FROM = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "qk_proj": ["q_proj", "k_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
 }
 
 STORED_BUFFERS = (".columns", ".rotary_pairs")  # others are vLLM's
@@ -45,14 +42,17 @@ class OneshotModel(nn.Module):
             else Embedding(config.embedding, first)
         )
         self.embed_positions = nn.Embedding(config.num_positions, first) if config.num_positions else None
+        made = Made(vllm_config.cache_config, vllm_config.quant_config)
         self.layers = nn.ModuleList(
             [
-                OneshotDecoderLayer(config, sizes, vllm_config.cache_config, f"{prefix}.layers.{number}")
+                OneshotDecoderLayer(config, sizes, made, f"{prefix}.layers.{number}")
                 for number, sizes in enumerate(config.layers)
             ]
         )
         self.norm = norm_of(config, last)
-        self.head_map = ReplicatedLinear(last, first, bias=False, return_bias=False) if config.head_map else None
+        self.head_map = None
+        if config.head_map:
+            self.head_map = ReplicatedLinear(last, first, bias=False, **made.linear(f"{prefix}.head_map"))
 
     def forward(
         self,
@@ -76,6 +76,8 @@ class OneshotModel(nn.Module):
 
 class OneshotForCausalLM(nn.Module):
     """The model with its output head."""
+
+    packed_modules_mapping = MERGED_FROM  # by which vLLM finds how a merged linear is quantised
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -139,7 +141,7 @@ def place_of(name: str, places: dict[str, torch.Tensor]) -> tuple[str, tuple[int
     if name in places:
         return name, ()
     *module, linear, kind = name.split(".")
-    for merged, part in MERGED.get(linear, ()):
-        if (place := ".".join((*module, merged, kind))) in places:
-            return place, (part,)
+    for merged, parts in MERGED_FROM.items():
+        if linear in parts and (place := ".".join((*module, merged, kind))) in places:
+            return place, (parts.index(linear),)
     raise ValueError(f"{name} has no place in the model; the checkpoint needs another version of oneshot-vllm.")

@@ -1,6 +1,7 @@
 """What the plugin refuses, by the configs alone: before vLLM starts a worker or reads a weight."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm.config import ParallelConfig, VllmConfig
@@ -13,6 +14,7 @@ class LlamaRefusals(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Raise `ValueError` for what vLLM offers and these layers do not have."""
+        refuse_quantisation(vllm_config)
         refuse_untried(vllm_config)
         config: Any = vllm_config.model_config.hf_config
         names = {
@@ -29,6 +31,11 @@ class ResizedRefusals(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Raise `ValueError` for what vLLM offers and its Transformers backend does not have for these layers."""
+        if (method := vllm_config.model_config.quantization) is not None:
+            raise ValueError(
+                f"oneshot-vllm has no quantised linears for this family ({method}); leave out --quantization, or "
+                "quantise a result of --form stock."
+            )
         refuse_untried(vllm_config)
         config: Any = vllm_config.model_config.hf_config
         parallel, layers = vllm_config.parallel_config, config.sizes["layers"]
@@ -39,14 +46,41 @@ class ResizedRefusals(VerifyAndUpdateConfig):
             refuse_uneven(parallel, layers, {"intermediate_size": "neurons"})
 
 
-def refuse_untried(vllm_config: VllmConfig) -> None:
-    """Raise `ValueError` for quantised linears, adapters, and layers that processes share."""
-    method = vllm_config.model_config.quantization
-    if method is not None:
+def refuse_quantisation(vllm_config: VllmConfig) -> None:
+    """Raise `ValueError` for quantised linears that were not tried, in a checkpoint or made while it is read."""
+    method, config = vllm_config.model_config.quantization, vllm_config.model_config.hf_config
+    if method is None:
+        return
+    stated: dict[str, Any] = getattr(config, "quantization_config", None) or {}
+    if method != "compressed-tensors" or not stated:
         raise ValueError(
-            f"oneshot-vllm has no quantised linears ({method}); leave out --quantization, or quantise a result of "
-            "--form stock."
+            f"oneshot-vllm takes the quantised checkpoints of llm-compressor (compressed-tensors), not {method}; leave "
+            "out --quantization, or quantise the result with llm-compressor."
         )
+    for key, what in (("kv_cache_scheme", "a quantised KV cache"), ("transform_config", "rotated linears")):
+        if stated.get(key):
+            raise ValueError(
+                f"The checkpoint has {what}, which oneshot-vllm has not; quantise the result without that."
+            )
+    if config.embedding is None and not is_ignored("lm_head", stated.get("ignore") or ()):
+        raise ValueError(
+            "The checkpoint has a quantised output head, which oneshot-vllm has not; quantise the result with "
+            "ignore=['lm_head']."
+        )
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise ValueError(
+            "oneshot-vllm shares no quantised linears between GPUs; give --tensor-parallel-size 1, or open the result "
+            "that is not quantised."
+        )
+
+
+def is_ignored(name: str, ignored: Iterable[str]) -> bool:
+    """Return whether a list of names, and of patterns after `re:`, has a module."""
+    return any(re.match(one[3:], name) if one.startswith("re:") else one == name for one in ignored)
+
+
+def refuse_untried(vllm_config: VllmConfig) -> None:
+    """Raise `ValueError` for adapters, and for layers that processes share."""
     if vllm_config.lora_config is not None:
         raise ValueError(
             "oneshot-vllm has no adapters; leave out --enable-lora, and merge an adapter into the weights before "
