@@ -64,7 +64,8 @@ class Meter(TorchDispatchMode):
         if on_meta and name in READS:
             return self._answers[_site().rpartition(" ")[2]]
         if on_meta and (name == "cpu" or torch.device("cpu") in kwargs.values()):
-            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+            answer = self._answers.get(_site().rpartition(" ")[2], 1)
+            return torch.full(args[0].shape, answer, dtype=kwargs.get("dtype") or args[0].dtype)
         if on_meta and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"):
             with self:  # inference mode leaves it whole
                 return function.decompose(*args, **kwargs)
