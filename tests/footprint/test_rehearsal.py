@@ -147,6 +147,7 @@ def prepared(model: Model, changes: dict[str, Any]) -> tuple[Work, Machine, Text
         {"recipe": "flap"},
         {"ffn": "leverage"},
         {"damping": "auto"},
+        {"residual_target": "sublayer"},  # the dense stream passes, however few its tokens are
         {"form": "per-layer"},
     ],
     ids=str,
