@@ -36,7 +36,9 @@ def output_squares(model: ResultModel, seed: int, advance: Advance) -> InputSqua
     _start(model, gradients, squares, seed)
     for number in reversed(range(model.num_layers)):
         layer, _ = model.layer(number)
-        linears = {name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
+        linears: dict[str, nn.Module] = {
+            name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)
+        }
         for batch in model.batches:
             x, behind = model.read_batch(states[-1], batch), model.read_batch(gradients, batch)
             with torch.enable_grad(), _outputs_of(linears) as outputs:

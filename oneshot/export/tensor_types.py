@@ -7,6 +7,7 @@ as independent. `Δ` is the type's real rounding.
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +185,8 @@ def write_quantised(path: Path, priced: Sequence[Priced], kinds: Mapping[str, st
         writer.write_tensor_data(tensor.data if one is None else _quantised(tensor, one, kinds[one.module]))
     writer.close()
     make_durable(unfinished, path)
-    lines = [f"{names[module]}={kind.lower()}" for module, kind in kinds.items()]
+    # llama-quantize searches for patterns: those of `output.weight` would be found in `attn_output.weight`
+    lines = [rf"^{re.escape(names[module])}$={kind.lower()}" for module, kind in kinds.items()]
     path.with_name(TYPES_NAME).write_text("\n".join(lines) + "\n")
 
 

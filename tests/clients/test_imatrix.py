@@ -70,7 +70,7 @@ def test_importance_is_llama_imatrixs(
 def test_types_of_tensors_have_the_bytes_of_llama_quantize(
     save_model: Callable[..., Path], make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """Also of K types; llama-quantize is given our importance and our types. Compilers round a few blocks otherwise."""
+    """Also in blocks of 256, with our importance and our types. Compilers round a few blocks otherwise."""
     pytest.importorskip("libgguf")
     source = save_model(build_model(**SIZES | {"width": 512}))
     options = {"form": "gguf", "sparsity": 0.0}
@@ -82,7 +82,7 @@ def test_types_of_tensors_have_the_bytes_of_llama_quantize(
     subprocess.run([str(one) for one in command], check=True, capture_output=True)
     ours = {tensor.name: tensor for tensor in gguf.GGUFReader(own / "model.gguf").tensors}
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    assert {"Q4_K", "Q5_K", "Q3_K"} & {tensor.tensor_type.name for tensor in ours.values()}
+    assert {gguf.GGML_QUANT_SIZES[tensor.tensor_type][0] for tensor in ours.values()} >= {32, 256}
     layers = {name for name in ours if name.startswith("blk.")}  # the tables have options of their own
     assert {name: ours[name].tensor_type for name in layers} == {name: theirs[name].tensor_type for name in layers}
     for name in layers:
