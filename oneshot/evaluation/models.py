@@ -12,6 +12,7 @@ import torch
 
 from oneshot.checkpoint import Checkpoint, load_whole
 from oneshot.export import model_classes, renamed_ranks
+from oneshot.report.display import progress_bar
 
 LATENCY_ROUNDS = 5
 
@@ -53,7 +54,7 @@ def measure_latency(
     """
     prefills: list[list[float]] = [[] for _ in models]
     decodes: list[list[float]] = [[] for _ in models]
-    for _ in range(rounds + 1):
+    for _ in progress_bar(range(rounds + 1), "timing", unit="round"):
         for position, model in enumerate(models):
             ids = token_ids.to(next(model.parameters()).device)
             output, seconds = _timed(partial(model, ids, use_cache=True, logits_to_keep=1))

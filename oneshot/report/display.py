@@ -13,16 +13,16 @@ SILENT_SECONDS = 1.0  # after which the line on a terminal is drawn again, with 
 LINE_SECONDS = 30.0  # between lines in a file
 
 
-def progress_bar(batches: Sequence[Any], name: str, *, visible: bool = True) -> Iterator[Any]:
-    """Yield batches, with a bar on a terminal; a file gets a line once in `LINE_SECONDS` at most."""
+def progress_bar(batches: Sequence[Any], name: str, *, unit: str = "batch", visible: bool = True) -> Iterator[Any]:
+    """Yield batches or other units, with a bar on a terminal; a file gets a line once in `LINE_SECONDS` at most."""
     if sys.stderr.isatty():
-        yield from tqdm(batches, desc=name, unit="batch", leave=False, disable=not visible)
+        yield from tqdm(batches, desc=name, unit=unit, leave=False, disable=not visible)
         return
     last = time.monotonic()
     for number, batch in enumerate(batches):
         if visible and time.monotonic() - last >= LINE_SECONDS:
             last = time.monotonic()
-            tell_file(f"{name}: {number} of {len(batches)} batches")
+            tell_file(f"{name}: {unit} {number + 1} of {len(batches)}")
         yield batch
 
 

@@ -325,6 +325,6 @@ def test_batches_tell_a_file_in_whole_lines(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(display, "LINE_SECONDS", 0.0)
     assert [*progress_bar([1, 2], "scoring")] == [1, 2]
-    assert capsys.readouterr().err == "scoring: 0 of 2 batches\nscoring: 1 of 2 batches\n"
+    assert capsys.readouterr().err == "scoring: batch 1 of 2\nscoring: batch 2 of 2\n"
     assert [*progress_bar([1, 2], "scoring", visible=False)] == [1, 2]
     assert capsys.readouterr().err == ""
