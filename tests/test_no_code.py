@@ -155,6 +155,16 @@ def test_a_long_vocabulary_that_is_cut_is_told(own_checkpoint: MakeCheckpoint) -
         open_model(str(folder), folder)
 
 
+@pytest.mark.parametrize("length", [0, 2**20])
+def test_a_config_of_any_length_is_read_to_its_depth(length: int, own_checkpoint: MakeCheckpoint) -> None:
+    """Code may be named anywhere in it."""
+    folder = own_checkpoint()
+    nested = "[" * 400 + "]" * 400
+    (folder / "processor_config.json").write_text(json.dumps({"long": "x" * length})[:-1] + f', "deep": {nested}}}')
+    with pytest.raises(CheckpointError, match=r"processor_config.json is nested too deeply"):
+        open_model(str(folder), folder)
+
+
 def test_modules_that_are_code_are_refused(own_checkpoint: MakeCheckpoint) -> None:
     """sentence-transformers runs them if the code of the result may run."""
     folder = own_checkpoint()

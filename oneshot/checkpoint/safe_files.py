@@ -48,6 +48,7 @@ MAX_JSON_DEPTH = 50
 MAX_CHECKED_BYTES, TAIL = 2**20, 1000
 TEXT_ENDINGS = (".json", ".jinja", ".txt", ".codes", ".tiktoken")
 MAX_LABELS = 10**6
+CONFIG_ENDING = "config.json"  # of files that may name code
 MODULES, OWN_MODULES = "modules.json", "sentence_transformers."
 
 
@@ -85,24 +86,29 @@ def stored_file(folder: Path, name: str) -> Path:
 def check_readable(folder: Path) -> None:
     """Check all files that may be read or copied, except the weights.
 
-    Of those that are copied and that loaders read, text must be UTF-8, and small JSON must be JSON. Large JSON belongs
-    to tokenizers, which have readers of their own; only its end is looked for.
+    Of those that are copied and that loaders read, text must be UTF-8, and JSON must be JSON. Large JSON other than a
+    config belongs to tokenizers, which have readers of their own; only its end is looked for.
 
     Raises as `stored_file`, and `CheckpointError` for one that holds something else.
     """
     _existing(folder, READ_FILES)
     for path in companion_files(folder):
         is_legal = any(path.match(pattern) for pattern in LEGAL_FILES)
-        if path.suffix in TEXT_ENDINGS and not is_legal and path.stat().st_size <= MAX_JSON_BYTES:
+        if path.suffix not in TEXT_ENDINGS or is_legal:
+            continue
+        if path.stat().st_size <= MAX_JSON_BYTES:
             _check_text(path)
+        elif path.name.endswith(CONFIG_ENDING):
+            raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB; download it again, or remove it.")
 
 
 def _check_text(path: Path) -> None:
     try:
         text = path.read_text(encoding="utf-8")
-        is_json, is_long = path.suffix == ".json", len(text) > MAX_CHECKED_BYTES
-        content = json.loads(text) if is_json and not is_long else {}
-        if is_json and is_long and not text[-TAIL:].rstrip().endswith(("}", "]")):
+        is_json, is_config = path.suffix == ".json", path.name.endswith(CONFIG_ENDING)
+        is_parsed = is_json and (is_config or len(text) <= MAX_CHECKED_BYTES)
+        content = json.loads(text) if is_parsed else {}
+        if is_json and not is_parsed and not text[-TAIL:].rstrip().endswith(("}", "]")):
             raise ValueError("its end is missing")
     except (OSError, ValueError, RecursionError) as error:
         is_text = path.suffix != ".json" or isinstance(error, UnicodeDecodeError)
@@ -110,6 +116,8 @@ def _check_text(path: Path) -> None:
         raise CheckpointError(f"{path} is not {kind} ({cause(error)}); download it again, or remove it.") from error
     if not isinstance(content, dict | list):
         raise CheckpointError(f"{path} is not an object or a list of JSON; download it again, or remove it.")
+    if is_config and _deeper_than(content, MAX_JSON_DEPTH):
+        raise CheckpointError(f"{path} is nested too deeply; download it again, or remove it.")
     for module in content if path.name == MODULES and isinstance(content, list) else ():
         named = str(module.get("type") if isinstance(module, dict) else module)
         if not named.startswith(OWN_MODULES):

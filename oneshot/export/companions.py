@@ -20,7 +20,7 @@ from oneshot.checkpoint import (
     tied_names,
     with_floats,
 )
-from oneshot.checkpoint.safe_files import companion_files, read_config
+from oneshot.checkpoint.safe_files import CONFIG_ENDING, companion_files, read_config
 from oneshot.errors import OutputError
 from oneshot.export.older_keys import with_older_keys
 from oneshot.export.own_classes import OWN_CLASSES
@@ -58,7 +58,7 @@ def write_companions(source: Path, folder: Path, config: dict[str, Any], *, dtyp
 
 def _copy_without_code(path: Path, place: Path) -> None:
     """Copy a file; configs without code that they name."""
-    content = json.loads(path.read_bytes()) if path.name.endswith("config.json") else None
+    content = json.loads(path.read_bytes()) if path.name.endswith(CONFIG_ENDING) else None
     allowed = _without_code(content)
     if allowed == content:
         shutil.copyfile(path, place)
