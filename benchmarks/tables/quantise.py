@@ -42,6 +42,6 @@ def quantise_table() -> str:
         f"compressed by {compressed['sparsity']:.0%} from little text ({compressed['calibration_tokens']:,} tokens of "
         f"{compressed['calibration']}): read down a column (–: not measured), and see the results "
         f"for the quality of compression. First {dense['windows']} windows of 512 tokens of WikiText-2's test text, "
-        "in bfloat16; groups of 64; transformers opens all files, and rounds weights alone, also of W8A8 and FP8; "
+        "in bfloat16; groups of 64; all files are opened by transformers; "
         f"{tools}; {origin(rows)}.",
     )
