@@ -98,8 +98,8 @@ def test_vllm_opens_four_bits(form: str, write: Write, tried: Tried, ask_vllm: C
         assert after["scores"] == pytest.approx(before["scores"], abs=1.5)
 
 
-# largest difference of a log-probability: rounded inputs have steps of 1/127.5 of the largest number in transformers, and
-# of 1/127 in vLLM
+# largest difference of a log-probability; rounded inputs have steps of 1/127.5 of the largest number in transformers,
+# and of 1/127 in vLLM
 IN_VLLM = {
     ("per-layer", "gptq"): 0.05,
     ("per-layer", "awq"): 0.05,
