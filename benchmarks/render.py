@@ -70,16 +70,13 @@ DOCUMENTS = (
     ROOT / "benchmarks" / "records" / "tables.md",
     ROOT / "docs" / "engines.md",
     ROOT / "docs" / "gpu.md",
-    ROOT / "docs" / "guides" / "form.md",
     ROOT / "docs" / "guides" / "heal.md",
     ROOT / "docs" / "guides" / "mixtures.md",
     ROOT / "docs" / "guides" / "text.md",
     ROOT / "docs" / "llama-cpp.md",
     ROOT / "docs" / "quick-start.md",
-    ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "results.md",
     ROOT / "docs" / "supported-models.md",
-    ROOT / "docs" / "recipes" / "oneshot.md",
 )
 
 # table: (function, results file)
