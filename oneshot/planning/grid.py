@@ -1,6 +1,8 @@
 """The sizes that a form of the result can state: what a planner asks instead of the form's name."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from oneshot.config import Target
 from oneshot.errors import PlanError, together
@@ -54,6 +56,11 @@ class Grid:
     maps_tied_head: bool = False
     writes_vocabulary: bool = False
     kept: Kept = NOTHING
+
+    @cached_property
+    def known_prices(self) -> dict[Any, Any]:
+        """Return where `own_sizes` keeps what options of sublayers cost: plans for other targets ask the same."""
+        return {}
 
     @property
     def folds_layer_norms(self) -> bool:

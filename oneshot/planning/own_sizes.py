@@ -283,6 +283,7 @@ class _Options:
         self._grid, self._own, self._lost, self._kinds = grid, own, lost, tuple(ranks)
         self._ranks = list(ranks.values())
         self._shape = (len(own), *(len(ranks) for ranks in self._ranks))
+        self._all = tuple(tuple(sizes.items()) for sizes in own), tuple((kind, *ranks[kind]) for kind in ranks)
 
     def sizes(self, option: int) -> Sizes:
         """Return the fields of an option."""
@@ -301,6 +302,12 @@ class _Options:
 
     def prices(self, plan: Plan, layer: int, budget: Budget) -> np.ndarray:
         """Return what every option adds to the budget's measure of the plan; what ranks of two linears add, adds up."""
+        known, asked = self._grid.known_prices, (self._all, plan, layer, budget.measure)
+        if asked not in known:
+            known[asked] = self._measured(plan, layer, budget)
+        return known[asked]
+
+    def _measured(self, plan: Plan, layer: int, budget: Budget) -> np.ndarray:
         kept, stack, index = plan.layers[layer], self._grid.stack(plan), plan.kept_layers.index(layer)
 
         def measure(sizes: Sizes) -> float:

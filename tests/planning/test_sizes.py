@@ -344,6 +344,27 @@ def test_heads_that_cost_nothing_go_though_they_are_more_than_was_asked_for(laye
     assert meet_budget(grid, start, budget, **options) == wanted
 
 
+def test_plans_for_several_targets_measure_an_option_once() -> None:
+    asked: list[StackShape] = []
+
+    def measure(stack: StackShape) -> float:
+        asked.append(stack)
+        return stack.stored_parameters()
+
+    costs = torch.arange(SHAPE.intermediate_size, -1, -1, dtype=torch.float64).expand(4, -1)
+    damages = Damages(costs, torch.zeros(4, 5), torch.full((4,), 99.0), torch.empty(0, 0))
+    start, grid, counts = whole(SHAPE, "kv-group"), Grid(LLAMA, SHAPE, layers_differ=True), []
+    options: dict[str, Any] = {"reduce_ffn": True, "reduce_heads": False, "round_to": 4, "damages": damages}
+    for share in (0.9, 0.8):
+        target = share * grid.stack(start).stored_parameters()
+        asked.clear()
+        planned = meet_budget(grid, start, Budget(target, measure), **options)
+        counts.append(len(asked))
+        assert planned == meet_budget(Grid(LLAMA, SHAPE, layers_differ=True), start, Budget(target), **options)
+    assert counts[0] > SHAPE.intermediate_size / 4
+    assert counts[1] < counts[0] / 10
+
+
 @pytest.mark.parametrize(("planned", "is_told"), [(80, False), (81, False), (82, True), (78, True), (100, True)])
 def test_a_plan_that_clearly_misses_its_target_is_told(planned: float, is_told: bool) -> None:
     assert (missed_target(Budget(80), 100, planned) is not None) == is_told
