@@ -17,7 +17,7 @@ from oneshot.compression.expert_measuring import measure_group
 from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.compression.mixture_norms import MixtureNorms
 from oneshot.compression.shared_expert import fold_shared, shrinks_shared, solve_shared
-from oneshot.compression.statistics import TOKENS_PER_COLUMN
+from oneshot.compression.statistics import damping_of
 from oneshot.compression.tasks import ExpertsTask
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import as_like
@@ -172,12 +172,11 @@ def _worst(found: Sequence[Factors | ExpertFactors]) -> tuple[float | None, floa
 
 
 def _dampings(task: ExpertsTask, statistics: ExpertStatistics | None, count: int) -> list[float]:
-    """Return the ridge of every expert: it grows as fewer than `TOKENS_PER_COLUMN` tokens come to a neuron."""
+    """Return the ridge of every expert."""
     asked = task.method.expert_damping
     if statistics is None:
         return [asked] * count
-    enough = TOKENS_PER_COLUMN * task.dense_units
-    return [asked * max(1.0, enough / max(1, rows)) for rows in statistics.num_rows.tolist()]
+    return [damping_of(asked, task.dense_units, rows) for rows in statistics.num_rows.tolist()]
 
 
 def evidence_of(task: ExpertsTask, tensors: Tensors, statistics: ExpertStatistics) -> list[Evidence]:

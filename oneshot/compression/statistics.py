@@ -197,6 +197,15 @@ class HeadGramAccumulator:
         return as_float32(self._grams)
 
 
+def damping_of(asked: float, num_columns: int, num_rows: float) -> float:
+    """Return the damping for a Gram of so many rows: the asked one, and more if a column has few tokens.
+
+    From few tokens the least-squares correction fits their noise: it grows as fewer than `TOKENS_PER_COLUMN` come to a
+    column (docs/recipes/oneshot.md#selection-and-correction).
+    """
+    return asked * max(1.0, TOKENS_PER_COLUMN * num_columns / max(1.0, num_rows))
+
+
 def batches_apart(num_tokens: int, num_columns: int) -> int:
     """Return n if every n-th batch of the text suffices for the Gram of so many columns."""
     return max(1, num_tokens // (TOKENS_PER_COLUMN * num_columns))

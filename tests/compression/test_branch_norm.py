@@ -110,7 +110,8 @@ def test_the_writers_of_gemma_solve_weighted_least_squares(
         found = result.self_attn.o_proj.weight
     columns = same.int().argmax(1)
     gram, dense = weighted.T @ weighted, writer.weight.double()
-    ridge = DAMPING * gram.diagonal()[columns].mean() * torch.eye(len(columns), dtype=torch.float64)
+    damping = DAMPING * max(1.0, 16 * weighted.shape[1] / len(weighted))  # more where a column has few tokens
+    ridge = damping * gram.diagonal()[columns].mean() * torch.eye(len(columns), dtype=torch.float64)
     expected = torch.linalg.solve(
         gram[columns][:, columns] + ridge, gram[columns] @ dense.T + ridge @ dense[:, columns].T
     ).T

@@ -357,7 +357,7 @@ def test_hidden_size_and_ffn_together(make_checkpoint: MakeCheckpoint, make_conf
         ({}, {"recipe": "tcsp", "sparsity": 0.1, "group_size": 1}, "--form per-layer"),
         ({}, {"recipe": "group-pca", "sparsity": 0.1, "group_size": 1, "form": "stock"}, "--set group_size=0"),
         ({"family": "opt"}, {"recipe": "tcsp", "sparsity": 0.1}, "--form per-layer"),
-        ({"family": "opt"}, {"recipe": "stat", "sparsity": 0.1}, "--set heads=none"),
+        ({"family": "opt"}, {"recipe": "stat", "form": "stock", "sparsity": 0.1}, "--set heads=none"),
         ({"family": "mistral", "sliding_window": 8}, {"recipe": "group-pca", "sparsity": 0.1}, "keeps its hidden size"),
         ({}, {"value_size": 4, "sparsity": 0.1}, "--form per-layer"),
         ({}, {"query_key_size": 4, "sparsity": 0.1}, "--form per-layer"),
