@@ -5,10 +5,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from oneshot.checkpoint import Journal, output_folder, refuse_output, refuse_place, remove_leftovers
-from oneshot.config import Config, Target, TextOptions
+from oneshot.config import Config, FormName, Target, TextOptions
 from oneshot.errors import OutputError, PlanError, cause
 from oneshot.export.quantisers import refuse_without_quantisers
 from oneshot.export.tensor_types import refuse_impossible
@@ -43,7 +43,7 @@ class Job:
     """
 
     def __init__(self, config: Config, run: Run, *, target: Target | None = None, dry: bool = False) -> None:
-        config = replace(config, form=run.form.name)
+        config = replace(config, form=cast(FormName, run.form.name))
         self.config, self.run, self.output = config, run, output_folder(config.output)
         try:
             refuse_place(self.output, run.model.checkpoint, overwrite=config.overwrite, resume=config.resume)
