@@ -45,6 +45,7 @@ from tables.prose import (
     faster_7b,
     headline,
     laid_out_decoding,
+    little_text,
     num_families,
     seconds_of_7b,
     seconds_of_coder,
@@ -75,6 +76,7 @@ DOCUMENTS = (
     ROOT / "docs" / "guides" / "text.md",
     ROOT / "docs" / "llama-cpp.md",
     ROOT / "docs" / "quick-start.md",
+    ROOT / "docs" / "recipes" / "oneshot.md",
     ROOT / "docs" / "results.md",
     ROOT / "docs" / "supported-models.md",
 )
@@ -136,6 +138,7 @@ VALUES = {
     "speed_by_time": speed_by_time,
     "speed_by_parameters": speed_by_parameters,
     "laid_out_decoding": laid_out_decoding,
+    "little_text": little_text,
     "quick_start_time": quick_start_time,
     **{f"quick_start_{name}": partial(seconds_of, name) for name in ("dry_run", "chat", "evaluation")},
 }
