@@ -40,9 +40,11 @@ def summary(
     if before is not None and after is not None:
         dtype = str(report.config["save_dtype"])
         stored_as = "" if dtype == "keep" else f", stored as {dtype}"  # a quantised input may be the smaller file
+        own_types = bool(report.config.get("bits") or report.config.get("gguf_bytes"))
+        stored_as = ", every matrix in a type of its own" if own_types else stored_as
         lines.append(("weight files", f"{size(before)} → {size(after)}{stored_as}"))
         alike = after * stored["dense"] / stored["compressed"]  # of the original in the result's dtype
-        if abs(alike / before - 1) > OTHER_DTYPE:
+        if abs(alike / before - 1) > OTHER_DTYPE and not own_types:
             lines.append(("same dtype", f"{size(alike)} → {size(after)}, had the original been stored like the result"))
     lines.append(("time", f"{duration(report.seconds['total'])}, peak memory {report.peak_bytes / 2**30:.2f} GiB"))
     lines += check_lines(check)

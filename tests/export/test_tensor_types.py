@@ -16,6 +16,7 @@ from oneshot.export import open_folder
 from oneshot.export.quantisers import TYPES, bytes_of, quantise, rounded, types_of
 from oneshot.export.tensor_types import TYPES_NAME
 from oneshot.pipeline import compress
+from oneshot.report.summary import summary
 
 pytest.importorskip("libgguf", reason="the extra `quantise`")
 import gguf
@@ -58,7 +59,10 @@ def test_the_damage_is_the_divergence_of_the_file(
 def test_a_file_of_a_size(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
     folder = make_checkpoint(hidden=64, width=96)
     config = make_config(folder, gguf_bytes=90_000, **OPTIONS)
-    compress(config)
+    report = compress(config)
+    told = summary(report, weights=(200_000, 90_000), check=None, source="a model")
+    assert "every matrix in a type of its own" in " ".join(told.split())
+    assert "same dtype" not in told
     size = (Path(config.output) / "model.gguf").stat().st_size
     assert 80_000 < size <= 90_000
     with pytest.raises(PlanError, match="smallest types of this model"):
