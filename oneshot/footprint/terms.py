@@ -25,6 +25,8 @@ BUCKET_BYTES = 48  # of one distance: integers of 64 bits and their temporaries
 # hidden states that are stored.
 GAPS_OF_ACTIVATIONS, GAPS_OF_TEXT = 0.25, 0.5
 CARRIED_COPIES = 8  # of the outputs of a carried mixer's linears, in float32: parts, their products, states by chunks
+SPLIT_BLOCKS = 3  # further blocks of the size of scores that gaps in the heap may take; on Gemma 2 from none to 3
+LARGEST_REUSED_BYTES = 2**25  # glibc takes larger blocks from the system and gives them back
 SCORES = 3  # floats for each of whole scores: masked, their softmax in steps
 SCORES_WITH_SINKS = 6  # also beside the sinks, and below their largest
 MASKS = 3  # floats for every two tokens: of full attention and of a window, and one while it is made or converted
@@ -132,7 +134,8 @@ def activations(work: Work, width: int, tokens: int | None = None) -> Term:
         positions = work.text.sequence_length**2 * (3 * itemsize * shape.num_attention_heads + BUCKET_BYTES)
     if work.holds_scores:  # of one sequence at a time
         scores = SCORES_WITH_SINKS if shape.sinks else SCORES
-        positions += scores * FLOAT * work.text.sequence_length**2 * shape.num_attention_heads
+        each = FLOAT * work.text.sequence_length**2 * shape.num_attention_heads
+        positions += scores * each + SPLIT_BLOCKS * min(each, LARGEST_REUSED_BYTES)
     if work.has_masks:
         positions += MASKS * FLOAT * work.text.sequence_length**2
     norm = 3 * FLOAT * hidden

@@ -90,11 +90,17 @@ MEASURED_HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 # long sequences and many heads, so that whole scores are most of what a run takes
 LONG: dict[str, Any] = {"hidden": 64, "width": 128, "layers": 1, "heads": 16, "groups": 16, "vocabulary": 512}
+EAGER: dict[str, Any] = {
+    "family": "gemma2",
+    "head_dim": 8,
+    "tied": True,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 8,
+}
 WHOLE_SCORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "eager attention, output curvature": (
-        {"family": "gemma2", "head_dim": 8, "tied": True, "sliding_window": 64, "query_pre_attn_scalar": 8},
-        {"form": "per-layer", "num_sequences": 4},  # scores are of one sequence at a time
-    ),
+    "eager attention": (EAGER, {}),  # where gaps in the heap count most
+    # scores are of one sequence at a time
+    "eager attention, output curvature": (EAGER, {"form": "per-layer", "num_sequences": 4}),
     "values narrower than keys": (
         {
             "family": "deepseek_v3",
