@@ -14,8 +14,8 @@ def headline() -> str:
     """Return what SmolLM2 by default loses at −20 %: the one number that every page quotes."""
     name = "SmolLM2-135M"
     measured = accuracy(name, 0.2)
-    kept = f" and {measured[1] / measured[0]:.0%} of its accuracy in five tasks" if measured else ""
-    return f"{default_row(name, 0.2)['score']:.2f} times its perplexity{kept}"
+    tasks = f", and from {measured[0]:.1%} to {measured[1]:.1%} accuracy in five tasks" if measured else ""
+    return f"{default_row(name, 0.2)['score']:.2f} times the original's perplexity over five kinds of text{tasks}"
 
 
 def num_families() -> str:
@@ -26,7 +26,7 @@ def num_families() -> str:
 def seconds_of_7b() -> str:
     """Return how long the newest runs took that compressed a 7B with random weights in both forms."""
     newest = {row["form"]: row["wall_seconds"] for row in rows_of("compress") if row["model"] == "7B"}
-    return f"{newest['stock']:.0f} seconds in the stock form, and {newest['per-layer']:.0f} in the per-layer form"
+    return f"{newest['stock']:.0f} s in the stock form and {newest['per-layer']:.0f} s in the per-layer form"
 
 
 def seconds_of_coder() -> str:
