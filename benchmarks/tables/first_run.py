@@ -21,8 +21,8 @@ def first_run() -> str:
     text = f"--num-sequences {row['num_sequences']} --sequence-length {row['sequence_length']}"
     minutes = row["compression"]["cpu"] / 60
     opening = (
-        f"A quick try (`{text}`, without `+self`) takes {minutes:.0f} CPU minutes. It ends with a rough check on few "
-        "tokens, which is not the measurement above:"
+        f"A quick try (`{text}`, without `+self`) takes {minutes:.0f} CPU minutes. It ends with a rough check "
+        "on few tokens:"
     )
     return "\n".join([opening, "", *_block(_end(row, ("parameters", "quality")))])
 

@@ -14,8 +14,8 @@ def headline() -> str:
     """Return what SmolLM2 by default loses at −20 %: the one number that every page quotes."""
     name = "SmolLM2-135M"
     measured = accuracy(name, 0.2)
-    tasks = f", and from {measured[0]:.1%} to {measured[1]:.1%} accuracy in five tasks" if measured else ""
-    return f"{default_row(name, 0.2)['score']:.2f} times the original's perplexity over five kinds of text{tasks}"
+    tasks = f", accuracy {measured[0]:.1%} → {measured[1]:.1%} in five tasks" if measured else ""
+    return f"perplexity × {default_row(name, 0.2)['score']:.2f} on five kinds of text{tasks}"
 
 
 def num_families() -> str:

@@ -65,13 +65,8 @@ def missed_target(budget: Budget, dense: float, planned: float) -> str | None:
 
 
 def default_round_to(size: int) -> int:
-    """Return the largest power of two up to 64 that is at most 1/16 of a width.
-
-    From 512 on a multiple of 64 has steps of 64, because quantisers take the inputs of a linear in groups of 64.
-    """
+    """Return the largest power of two up to 64 that is at most 1/16 of a width; GPUs and quantisers like multiples."""
     step = MAX_ROUND_TO
-    if size >= 8 * step and size % step == 0:
-        return step
     while step > 1 and step * 16 > size:
         step //= 2
     return step

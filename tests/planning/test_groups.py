@@ -46,11 +46,11 @@ def inputs(grid: Any, plan: Plan) -> set[int]:
 @pytest.mark.parametrize(
     ("recipe", "method", "sizes", "said"),
     [
-        ("oneshot", {}, {}, "32 and 64; --round-to 128 for 128"),
+        ("oneshot", {}, {}, "32; --round-to 128 for 64 and 128"),
         ("oneshot", {}, {"round_to": 128}, "32 and 64 and 128"),
         ("oneshot", {}, {"round_to": 48}, "none of 32, 64, 128; --round-to 128 for 32 and 64 and 128"),
-        ("oneshot", {"heads": "id", "ranks": "none"}, {}, "32 and 64; --round-to 128 for 128"),
-        ("oneshot", {"heads": "id", "head_unit": "query-head"}, {}, "32 and 64; --round-to 128 for 128"),
+        ("oneshot", {"heads": "id", "ranks": "none"}, {}, "32; --round-to 128 for 64 and 128"),
+        ("oneshot", {"heads": "id", "head_unit": "query-head"}, {}, "32; --round-to 128 for 64 and 128"),
         ("oneshot", {"inner_sizes": "sensitivity", "ranks": "none"}, {}, "32"),
         ("oneshot", {"ranks": "none"}, {"value_size": 36}, "32"),
         ("oneshot", {"ranks": "none"}, {"value_size": 34}, "none of 32, 64, 128"),
