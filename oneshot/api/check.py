@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Checkpoint, GgufCheckpoint, locate_checkpoint, open_gguf
+from oneshot.checkpoint import IMPORTANCE_NAME, Checkpoint, GgufCheckpoint, locate_checkpoint, open_gguf
 from oneshot.config import Config
 from oneshot.errors import CalibrationError, OneshotError, OutputError, cause, printable
 from oneshot.evaluation import kind_of, load_model, perplexity, was_cut
 from oneshot.export import FORMS
-from oneshot.export.imatrix import FILE_NAME as IMATRIX
 from oneshot.footprint.check_memory import ANSWER_TOKENS, LONGEST_WINDOW, num_windows
 from oneshot.machine import resolve_device, resolve_dtype
 from oneshot.machine.memory import peak_bytes, peak_device_bytes, release_heap, reset_peak
@@ -232,5 +231,5 @@ def weight_bytes(place: str | os.PathLike[str]) -> int | None:
     if path.is_file():
         return path.stat().st_size
     files = [file for pattern in ("*.safetensors", "*.gguf") for file in path.glob(pattern)]
-    sizes = [file.stat().st_size for file in files if file.name != IMATRIX]
+    sizes = [file.stat().st_size for file in files if file.name != IMPORTANCE_NAME]
     return sum(sizes) if sizes else None

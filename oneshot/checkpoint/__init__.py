@@ -6,7 +6,7 @@ from oneshot.checkpoint.journal import Journal
 from oneshot.checkpoint.locate import locate_checkpoint, open_headers, open_model
 from oneshot.checkpoint.model import Model, identify
 from oneshot.checkpoint.place import output_folder, refuse_file, refuse_place, refuse_unwritable
-from oneshot.checkpoint.reader import Checkpoint
+from oneshot.checkpoint.reader import IMPORTANCE_NAME, Checkpoint
 from oneshot.checkpoint.saved import peek_saved
 from oneshot.checkpoint.stock import (
     attention_of,
@@ -28,6 +28,7 @@ from oneshot.checkpoint.stock import (
 from oneshot.checkpoint.work_folder import refuse_output, remove_leftovers
 
 __all__ = [
+    "IMPORTANCE_NAME",
     "Checkpoint",
     "GgufCheckpoint",
     "Journal",

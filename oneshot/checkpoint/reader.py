@@ -25,6 +25,7 @@ from oneshot.errors import CheckpointError, cause
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 TORCH_NAME = "pytorch_model.bin"
+IMPORTANCE_NAME = "imatrix.gguf"  # beside a GGUF model, and no model
 UNMAPPABLE = "unable to mmap"  # torch's words if the address space is too small
 MAPPED_BYTES = 2**28  # of a file that are mapped together where nothing but hashes is wanted
 INDICES = {INDEX_NAME: "safetensors", f"{TORCH_NAME}.index.json": "bin"}  # with the ending of the files they name
@@ -77,7 +78,7 @@ class Checkpoint:
                     return read_weight_map(self.folder, file)
                 with _open_shard(self.folder, file) as handle:
                     return dict.fromkeys(handle.keys(), file)
-        files = sorted(self.folder.glob("*.gguf"))
+        files = sorted(path for path in self.folder.glob("*.gguf") if path.name != IMPORTANCE_NAME)
         if files:
             layers = self.config.get("layers")  # of the form gguf; equal ones are opened as any other GGUF file
             if isinstance(layers, list) and any(layer != layers[0] for layer in layers):

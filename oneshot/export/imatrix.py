@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from oneshot.checkpoint import Model
+from oneshot.checkpoint import IMPORTANCE_NAME, Model
 from oneshot.checkpoint.gguf_architectures import ARCHITECTURES
 from oneshot.config import TextOptions
 from oneshot.errors import CheckpointError
 from oneshot.machine.durable import UNFINISHED, make_durable
 from oneshot.stream import InputSquares
 
-FILE_NAME = "imatrix.gguf"
 logger = logging.getLogger(__name__)
 
 # llama.cpp's architectures of families that it calls otherwise, as its `convert_hf_to_gguf.py` has them
@@ -142,7 +141,7 @@ def write_imatrix(
             lacking[0],
             len(lacking) - 1,
             names.architecture,
-            FILE_NAME,
+            IMPORTANCE_NAME,
         )
     unfinished = path.with_name(path.name + UNFINISHED)
     writer = gguf.GGUFWriter(unfinished, names.architecture)

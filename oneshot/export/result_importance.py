@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from oneshot.checkpoint import IMPORTANCE_NAME
 from oneshot.config import TextOptions
-from oneshot.export.imatrix import FILE_NAME, TensorNames, write_imatrix
+from oneshot.export.imatrix import TensorNames, write_imatrix
 from oneshot.export.result_model import Advance, ResultModel, result_importance
 from oneshot.machine import Machine
 from oneshot.stream import InputSquares
@@ -24,5 +25,5 @@ def write_result_importance(
     model = ResultModel(path, text, machine)
     names = TensorNames(model.source.architecture, model.num_layers, has_experts=False)
     squares = result_importance(model, advance)
-    write_imatrix(path.with_name(FILE_NAME), squares, names, options, model.config)
+    write_imatrix(path.with_name(IMPORTANCE_NAME), squares, names, options, model.config)
     return squares

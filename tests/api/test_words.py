@@ -64,7 +64,8 @@ def test_no_flag_and_no_temporary_file_is_named(name: str, make_checkpoint: Make
     assert not re.search(r"--[a-z]|given-|/files/", refused.value.args[0])
 
 
-FEW: dict[str, Any] = {"sparsity": 0.2, "num_sequences": 4, "sequence_length": 16, "progress": False, "device": "cpu"}
+FEW: dict[str, Any] = {"sparsity": 0.2, "form": "stock", "num_sequences": 4, "sequence_length": 16}
+FEW |= {"progress": False, "device": "cpu"}
 
 
 @pytest.mark.parametrize("has_logging", [False, True], ids=["no logging", "logging"])

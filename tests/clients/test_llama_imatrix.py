@@ -12,7 +12,7 @@ from conftest import LLAMA_PROGRAMS, program
 from engines import BY_LAYER, CONTEXT, SIZES
 from factories import MakeConfig, build_model, silence, topics
 
-from oneshot.export.imatrix import FILE_NAME
+from oneshot.checkpoint import IMPORTANCE_NAME
 from oneshot.export.tensor_types import TYPES_NAME
 from oneshot.pipeline import compress
 from oneshot.text import load_tokenizer
@@ -57,7 +57,7 @@ def test_importance_is_llama_imatrixs(
         tmp_path / "im.gguf",
     ]
     subprocess.run([str(one) for one in command], check=True, capture_output=True)
-    theirs, ours = (gguf.GGUFReader(path) for path in (tmp_path / "im.gguf", tmp_path / "out" / FILE_NAME))
+    theirs, ours = (gguf.GGUFReader(path) for path in (tmp_path / "im.gguf", tmp_path / "out" / IMPORTANCE_NAME))
     for key in ("imatrix.chunk_count", "imatrix.chunk_size", "general.type"):
         assert ours.fields[key].contents() == theirs.fields[key].contents()
     expected = {tensor.name: tensor for tensor in theirs.tensors}
@@ -77,7 +77,7 @@ def test_types_of_tensors_have_the_bytes_of_llama_quantize(
     compress(make_config(source, output=str(tmp_path / "plain"), **options))
     compress(make_config(source, output=str(tmp_path / "own"), bits=4.6, **options))
     own, plain, path = tmp_path / "own", tmp_path / "plain", tmp_path / "theirs.gguf"
-    command = [program(LLAMA_PROGRAMS / "llama-quantize"), "--imatrix", own / FILE_NAME]
+    command = [program(LLAMA_PROGRAMS / "llama-quantize"), "--imatrix", own / IMPORTANCE_NAME]
     command += ["--tensor-type-file", own / TYPES_NAME, plain / "model.gguf", path, "Q8_0"]
     subprocess.run([str(one) for one in command], check=True, capture_output=True)
     ours = {tensor.name: tensor for tensor in gguf.GGUFReader(own / "model.gguf").tensors}

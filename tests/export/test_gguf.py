@@ -470,7 +470,7 @@ def test_a_result_of_own_sizes_is_not_compressed_again(
     stored = compress(config).stored_parameters
     share = 1 - (stored["compressed"] / stored["dense"]) ** 2
     command = f"larger share: oneshot compress {source} --form {form} --sparsity {share:.2f}"
-    places = [tmp_path / "first", *(tmp_path / "first").glob("*.gguf")]
+    places = [tmp_path / "first", *([tmp_path / "first" / "model.gguf"] if form == "gguf" else [])]
     for place in places:
         fails(place, command)
     (tmp_path / "first" / "oneshot_report.json").unlink()

@@ -15,12 +15,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from oneshot.checkpoint import Model, open_model
+from oneshot.checkpoint import IMPORTANCE_NAME, Model, open_model
 from oneshot.cli.main import main
 from oneshot.errors import CheckpointError
 from oneshot.evaluation import load_model
 from oneshot.export import open_folder
-from oneshot.export.imatrix import FILE_NAME, as_converted, tensor_names
+from oneshot.export.imatrix import as_converted, tensor_names
 from oneshot.pipeline import compress
 from oneshot.profiling import measure_importance
 from oneshot.stream import InputSquares
@@ -184,7 +184,7 @@ def test_a_gguf_result_has_its_own_importance(
     silence(model, ffn=[1])
     config = make_config(save_model(model), form="gguf", sparsity=0.3, depth="sublayers", embedding="none")
     compress(config)
-    _, tensors = read(Path(config.output) / FILE_NAME)
+    _, tensors = read(Path(config.output) / IMPORTANCE_NAME)
     own = json.loads((Path(config.output) / "config.json").read_text())
     widths = [layer["intermediate_size"] for layer in own["layers"]]
     assert 0 in widths
@@ -209,7 +209,7 @@ def test_a_conversion_without_a_text_reads_none(make_checkpoint: MakeCheckpoint,
     """The default text is on the Hub, which a conversion never asked."""
     config = make_config(make_checkpoint(), form="gguf", sparsity=0.0)
     compress(replace(config, text=replace(config.text, calibration="c4")))
-    assert not (Path(config.output) / FILE_NAME).exists()
+    assert not (Path(config.output) / IMPORTANCE_NAME).exists()
 
 
 def test_heads_of_values_are_in_the_order_of_llama_cpps_converter() -> None:
