@@ -19,7 +19,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 TINY = {
     "max_steps=300": "max_steps=12",
     "train_batch_size=16": "train_batch_size=4",
-    "5e-5": "3e-3",
+    "5e-5": "1e-3",
     "warmup_steps=30": "warmup_steps=1",
     "256": "32",
 }

@@ -35,7 +35,7 @@ def test_the_makefile_installs_extras_that_exist() -> None:
 def test_the_lowest_versions_are_those_that_are_tested() -> None:
     """`floors.txt` pins every dependency of the package and of its extras for users at the least version allowed."""
     extras = PROJECT["project"]["optional-dependencies"]
-    listed = [*PROJECT["project"]["dependencies"], *extras["gguf"], extras["pieces"][0]]
+    listed = [*PROJECT["project"]["dependencies"], *extras["gguf"], *extras["quantise"], extras["pieces"][0]]
     lowest = {
         name: Version(version) for name, version in (re.findall(r"([\w-]+)>=([\d.]+)", line)[0] for line in listed)
     }
