@@ -11,6 +11,8 @@ import torch
 from factories import MakeCheckpoint, stored_numbers
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 Run = Callable[..., str]
 LENGTHS = ("--num-sequences=16", "--sequence-length=32")

@@ -13,6 +13,8 @@ from drawn_runs import OTHERS, RECIPES, Drawn, Options, Place, check_run, models
 from families.cases import CASES
 from vocabularies import SETTINGS
 
+pytestmark = pytest.mark.long
+
 FORMS = ("stock", "per-layer", "per-layer", "nemotron-nas", "gguf")  # most families have the first two alone
 BUDGETS = ("bytes", "flops", "latency")
 CHOICES: list[Options] = [

@@ -17,6 +17,8 @@ from oneshot.checkpoint import open_model
 from oneshot.checkpoint.reader import INDEX_NAME
 from oneshot.errors import OneshotError
 
+pytestmark = pytest.mark.long
+
 FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

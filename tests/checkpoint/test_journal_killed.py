@@ -11,6 +11,8 @@ from journals import MIXED, PARTS, THREE_FILES, assert_same, contents, names, op
 
 from oneshot.checkpoint import weight_files
 
+pytestmark = pytest.mark.long
+
 CHANGES = (("pwrite", os), ("fsync", os), ("replace", os))
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 KERNELS_A_PIVOT = 30  # of torch; a GPU replays them in a graph
 WIDTH = 128  # of a panel, in panels.py

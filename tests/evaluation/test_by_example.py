@@ -26,6 +26,8 @@ from oneshot.evaluation.masked_tokens import MaskedTokens
 from oneshot.pipeline import compress
 from oneshot.text import load_tokenizer
 
+pytestmark = pytest.mark.long
+
 Rows = list[dict[str, Any]]
 Write = Callable[[Rows], str]
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32"}

@@ -34,6 +34,8 @@ from oneshot.planning import HiddenPlan
 from oneshot.stream import Layer, States, Step
 from oneshot.text import Text, load_pairs
 
+pytestmark = pytest.mark.long
+
 NUM_LAYERS = ENCODER_LAYERS + DECODER_LAYERS
 assert_close = partial(torch.testing.assert_close, rtol=TOLERANCES["float32 layer"], atol=TOLERANCES["float32 layer"])
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("triton", reason="triton is not installed: there is no compiler")
 
 TARGETS = ("sm80", "sm89", "sm90", "gfx942")

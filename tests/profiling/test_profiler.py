@@ -34,6 +34,8 @@ from oneshot.profiling.layer_profile import LayerProfile
 from oneshot.profiling.probes import MIN_PROBE_ERROR, PROBE_SHARE, probe_size
 from oneshot.text import Text
 
+pytestmark = pytest.mark.long
+
 
 @given(rows=st.integers(1, 40), size=st.integers(1, 12), outputs=st.integers(1, 6), seed=st.integers(0, 10**6))
 def test_nested_errors_are_those_of_least_squares(rows: int, size: int, outputs: int, seed: int) -> None:

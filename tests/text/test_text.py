@@ -30,6 +30,8 @@ from oneshot.text import (
 from oneshot.text.self_written import DOCUMENT_TOKENS, FORMS, TOPICS, _continued, openings
 from oneshot.text.sources import _parse_hub_source
 
+pytestmark = pytest.mark.long
+
 DOCUMENTS = [f"Document {number}: " + topics(number, number + 1)[:200] for number in range(12)]
 
 
