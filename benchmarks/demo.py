@@ -18,7 +18,7 @@ FOLDER = ROOT / "demo"
 MODEL, OUTPUT, TEXT = FOLDER / "SmolLM2-135M-Instruct", FOLDER / "smaller", FOLDER / "documents.txt"
 QUESTION = "What is the capital of France?"
 SHARE = "0.1"
-LITTLE = ["--num-sequences", "8", "--sequence-length", "256"]
+LITTLE = ["--num-sequences", "16", "--sequence-length", "256"]
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
     measure = [str(OUTPUT), "--baseline", str(MODEL), "--text", str(TEXT), "--sequence-length", "512"]
     steps: list[tuple[str, Callable[[list[str]], int], list[str]]] = [
         (
-            "2. Compression: a tenth of the parameters goes, and both are asked (a minute on two idle cores)",
+            "2. Compression: a tenth of the parameters goes, and both are asked (two minutes on two idle cores)",
             compress,
             run,
         ),

@@ -47,6 +47,7 @@ from tables.prose import (
     laid_out_decoding,
     little_text,
     num_families,
+    own_types,
     seconds_of_7b,
     seconds_of_coder,
     speed_by_parameters,
@@ -131,6 +132,7 @@ TABLES = {
 VALUES = {
     "headline": headline,
     "num_families": num_families,
+    "own_types": own_types,
     "seconds_of_7b": seconds_of_7b,
     "seconds_of_coder": seconds_of_coder,
     "faster_7b": faster_7b,

@@ -1,5 +1,7 @@
 """Numbers inside sentences of the documents, from rows."""
 
+import math
+
 from harness import Row, latest, read_rows
 
 from oneshot.families import FAMILIES
@@ -50,6 +52,15 @@ def little_text() -> str:
         f"{small:.2f} times the perplexity with $\\delta = 0.03$, {raised:.2f} times with 0.1, and {none:.2f} times "
         f"without correction; neurons by their activations, uncorrected, {found['activation-norm',]:.2f} times"
     )
+
+
+def own_types() -> str:
+    """Return what types per tensor lose at the bytes of llama-quantize's files, as a share of the log-loss of these."""
+    rows = read_rows("tensor_types")
+    newest = {row["types"]: row["perplexity"] for row in rows if row["text"] == rows[-1]["text"]}
+    kinds = [kind for kind in newest if f"own types at {kind}" in newest]
+    lost = {name: math.log(perplexity / newest["F16"]) for name, perplexity in newest.items()}
+    return ", ".join(f"{lost[f'own types at {kind}'] / lost[kind]:.2f} at {kind}" for kind in kinds)
 
 
 def faster_7b() -> str:
