@@ -15,7 +15,7 @@ from oneshot.recipes import RECIPE_FORMS, RECIPES, find_recipe
 
 BudgetUnit = Literal["parameters", "bytes", "flops", "latency"]
 FormName = Literal["stock", "per-layer", "nemotron-nas", "gguf"]
-FormChoice = Literal["auto", "stock", "per-layer", "nemotron-nas", "gguf"]
+FormChoice = Literal["auto", FormName]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Kind = Literal["causal", "classification", "masked-lm", "embedding", "text-to-text", "question-answering"]
 SaveDtype = Literal["keep", "float32", "bfloat16", "float16", "q8_0"]

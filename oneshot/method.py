@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from oneshot.errors import ConfigError
 from oneshot.fields import check_minimum, check_values, display
@@ -30,7 +30,7 @@ HeadsCorrection = Literal["own", "two-stream", "head-level"]
 ValueFeatures = Literal["heads", "values"]
 ValueWeights = Literal["output", "none"]
 
-AUTO = "auto"
+AUTO: Final = "auto"
 DAMPING = 3e-2
 EXPERT_DAMPING = 1e-2
 TOKENS_PER_NEURON = 4  # with fewer tokens the correction fits the text and not the model

@@ -138,11 +138,7 @@ def profile(config: Config, *, show_progress: Shown | Tracker = False) -> Profil
     refuse_unwritable(output)
     with following(show_progress) as tracker, open_run(config, tracker=tracker) as run:
         schedule = profile_schedule(run.grid, run.method)
-        run.check_text()
-        footprint = run.footprint(config, schedule, None)
-        run.use_memory(footprint)
-        tracker.expect(list(run.stage_seconds(config, schedule, None, footprint).items()))
-        run.check_family()
+        _begin_measuring(config, run, schedule, tracker)
         measured = run.make_profile(schedule)
         for sentence in gram_sentences(
             run.machine.workers.gather(run.warnings.notes_of_all + run.warnings.take_notes()), []
@@ -163,12 +159,7 @@ def imatrix(config: Config, *, show_progress: Shown | Tracker = False) -> Path:
     with following(show_progress) as tracker, open_run(config, tracker=tracker) as run:
         model = run.model
         names = tensor_names(model)  # which refuses a family without an architecture
-        run.check_text()
-        schedule = Schedule(measures_importance=True)
-        footprint = run.footprint(config, schedule, None)
-        run.use_memory(footprint)
-        tracker.expect(list(run.stage_seconds(config, schedule, None, footprint).items()))
-        run.check_family()
+        _begin_measuring(config, run, Schedule(measures_importance=True), tracker)
         config_of_model = complete_text_config(model.family, model.checkpoint.config)
         text, layers = run.text, model.shape.num_hidden_layers
         with ProgressBar(run.tracker, num_layers=layers, total=text.num_tokens, stage="importance") as progress:
@@ -179,6 +170,15 @@ def imatrix(config: Config, *, show_progress: Shown | Tracker = False) -> Path:
             except OSError as error:
                 raise OutputError(f"{path} cannot be written ({cause(error)}); choose another --output.") from error
     return path
+
+
+def _begin_measuring(config: Config, run: Run, schedule: Schedule, tracker: Tracker) -> None:
+    """Refuse what the dense model cannot be measured with, and say how long its stages will take."""
+    run.check_text()
+    footprint = run.footprint(config, schedule, None)
+    run.use_memory(footprint)
+    tracker.expect(list(run.stage_seconds(config, schedule, None, footprint).items()))
+    run.check_family()
 
 
 def _compress(job: Job, watch: Stopwatch) -> Report:

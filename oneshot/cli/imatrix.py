@@ -9,12 +9,12 @@ from oneshot.cli.options import (
     add_machine,
     add_text,
     begin_work,
-    launched_rank,
     parse_config,
     run_command,
 )
 from oneshot.cli.parser import Parser
 from oneshot.config import own_name
+from oneshot.parsing import launched_rank
 
 
 def build_parser(prog: str = "oneshot imatrix") -> argparse.ArgumentParser:

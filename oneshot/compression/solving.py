@@ -8,7 +8,7 @@ from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.correction import Factors, best_damping, correct, correct_heads, predicted_error
 from oneshot.compression.fold import augmented_weight
 from oneshot.compression.inner_heads import value_subspaces
-from oneshot.compression.statistics import Statistics, damping_of
+from oneshot.compression.statistics import Statistics
 from oneshot.compression.tasks import OneWriterTask
 from oneshot.selection import Evidence
 from oneshot.tensors import Tensors
@@ -89,10 +89,11 @@ def _correct(
     if correction == "bias" and not has_bias:
         correction = "none"
     share = task.residual_weight(weight.shape[1], 0 if statistics is None else statistics.num_targets)
-    damping = task.method.fixed_damping
-    if statistics is not None and task.method.residual_target == "stream":  # STAT's ridge is against rounding alone
-        damping = damping_of(damping, weight.shape[1], statistics.num_rows)
-    if statistics is not None and statistics.held_out is not None:
+    if statistics is None:
+        damping = task.method.fixed_damping
+    elif statistics.held_out is None:
+        damping = task.damping(weight.shape[1], statistics.num_rows)
+    else:
         damping = best_damping(weight, columns, statistics, correction=correction, residual_weight=share)
     return correct(weight, columns, statistics, correction=correction, damping=damping, residual_weight=share)
 

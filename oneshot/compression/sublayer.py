@@ -15,6 +15,7 @@ import torch
 from oneshot.compression.curvature import LayerCurvature
 from oneshot.compression.inner_heads import InnerMaps
 from oneshot.compression.ranks import Ranks
+from oneshot.compression.statistics import damping_of
 from oneshot.compression.subspaces import StreamSubspaces
 from oneshot.families import ModelShape, RankedKind, Stack, Sublayer
 from oneshot.machine import Machine
@@ -178,6 +179,14 @@ class SublayerTask(ABC):
         if not num_tokens or self.corrects_slices or self.method.residual_target == "sublayer":
             return asked
         return asked * trusted_share(num_columns, num_tokens)
+
+    def damping(self, num_columns: int, num_rows: int) -> float:
+        """Return the damping of the output linear's correction; more if its tokens are few.
+
+        STAT's own target keeps its ridge, which is against rounding alone.
+        """
+        asked = self.method.fixed_damping
+        return asked if self.method.residual_target == "sublayer" else damping_of(asked, num_columns, num_rows)
 
 
 def trusted_share(num_columns: int, num_tokens: float) -> float:

@@ -145,7 +145,7 @@ class Run:
         That is the per-layer form if the method plans ranks in it, or if no stock config can state what is asked for.
         """
         choice, family = self._config.form, self.model.family
-        if choice != "auto":
+        if choice != AUTO:
             return form_of(choice, family)
         per_layer, stock = form_of("per-layer", family), form_of("stock", family)
         method = self._method_in(per_layer)
