@@ -12,6 +12,7 @@ from oneshot.fields import check_minimum, check_values, display, field_names
 from oneshot.method import Method
 from oneshot.parsing import did_you_mean, full_dtype, parse_count, parse_size
 from oneshot.recipes import RECIPE_FORMS, RECIPES, find_recipe
+from oneshot.serving import ANY, Serving
 
 BudgetUnit = Literal["parameters", "bytes", "flops", "latency"]
 FormName = Literal["stock", "per-layer", "nemotron-nas", "gguf"]
@@ -60,6 +61,7 @@ class Target:
         hidden_rate: fraction of the hidden size to remove, instead of these sizes (a of TCSP{a %, b %}, section 5.2).
         inner_rate: fraction of the FFN width and of the sizes inside heads to remove, instead of these sizes (b there).
         round_to: sizes are multiples of this; None: 64, less for small models.
+        serve: what opens the result, as `engine=vllm,tp=2,group=128` or a mapping (`Serving`); None: one GPU.
         keep: patterns on the names of modules that stay as they are: layers, their attention or FFN, the embedding.
     """
 
@@ -75,11 +77,14 @@ class Target:
     hidden_rate: float | None = None
     inner_rate: float | None = None
     round_to: int | None = None
+    serve: str | None = None
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, str | list):  # of Python's callers and of JSON
             object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
+        if isinstance(self.serve, str | Mapping):  # in one spelling
+            object.__setattr__(self, "serve", str(Serving.of(self.serve)))
         check_values(self)
         for pattern in self.keep:
             if not isinstance(pattern, str) or not pattern:
@@ -112,6 +117,11 @@ class Target:
             raise ConfigError("Give either --set hidden_rate= or --set hidden_size=.")
         if self.inner_rate is not None and any(sizes[1:]):
             raise ConfigError("Give either --set inner_rate= or the sizes that it stands for.")
+
+    @property
+    def serving(self) -> Serving:
+        """Return what the result is served with."""
+        return ANY if self.serve is None else Serving.of(self.serve)
 
     @property
     def states_share(self) -> bool:

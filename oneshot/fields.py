@@ -12,6 +12,7 @@ from oneshot.parsing import did_you_mean
 # Fields that have a flag of their own; every other field of Method and Target is a key of --set.
 FLAGS = {
     "round_to": "--round-to",
+    "serve": "--serve",
     "up_steps": "--up-steps",
     "sparsity": "--sparsity",
     "parameters": "--params",

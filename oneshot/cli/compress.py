@@ -24,6 +24,7 @@ from oneshot.config import BudgetUnit, Config, default_output, refuse_prompt, tc
 from oneshot.errors import ConfigError
 from oneshot.parsing import launched_rank
 from oneshot.recipes import RECIPES
+from oneshot.serving import ENGINES
 
 if TYPE_CHECKING:
     from oneshot.report.progress import Tracker
@@ -74,6 +75,12 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
     method.add_argument("--up-steps", type=int, help=argparse.SUPPRESS)  # slow; docs/command-line.md has it
     method.add_argument(
         "--round-to", type=int, metavar="N", help="sizes are multiples of this (default: 64, less in small models)"
+    )
+    method.add_argument(
+        "--serve",
+        metavar="WITH",
+        help="sizes and a form that open there, such as tp=2,group=128 or engine=vllm,tp=2,pp=2; engines: "
+        f"{', '.join(ENGINES)}",
     )
     method.add_argument(
         "--keep",

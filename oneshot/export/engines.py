@@ -7,6 +7,7 @@ from typing import Any
 
 from oneshot.checkpoint import complete_text_config, per_layer_lists
 from oneshot.families import FAMILIES, find_family
+from oneshot.serving import Engine
 
 # llama.cpp's architecture of these families has as many values in all heads as in the hidden state
 HEADS_FILL_HIDDEN_SIZE = (
@@ -31,14 +32,24 @@ WINDOWED_BY_LAYERS = {"exaone4": 64}  # other numbers of layers have no windows 
 # llama.cpp has one architecture for these families, and finds out by layers and tokens if their queries are one linear
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 LITE_LAYERS, LITE_TOKENS = (26, 27), (48, 128256)
+NAMES: dict[str, Engine] = {"llama.cpp": "llama.cpp", "mlx-lm": "mlx"}
+LLAMA_CPP: tuple[Engine, ...] = ("llama.cpp",)
 
 
 def notes_on_engines(config: dict[str, Any]) -> list[str]:
     """Return a sentence for every way in which an engine differs from transformers for a stock config.json."""
+    return [note for _, note in engines_that_differ(config)]
+
+
+def engines_that_differ(config: dict[str, Any]) -> list[tuple[tuple[Engine, ...], str]]:
+    """Return the same sentences, each with the engines that it is about."""
     if config.get("model_type") not in FAMILIES:
         return []
     text = complete_text_config(find_family(config), config)
-    return [note for note in (_heads(text), _kinds(text), _scale(text), _windows(text), _lite(text)) if note]
+    kinds = tuple(NAMES[name] for name in KINDS_BY_NUMBER.get(text["model_type"], ()))
+    of_llama = (_heads(text), _scale(text), _windows(text), _lite(text))
+    notes = [(kinds, _kinds(text)), *((LLAMA_CPP, note) for note in of_llama)]
+    return [(engines, note) for engines, note in notes if note is not None]
 
 
 def _heads(text: dict[str, Any]) -> str | None:

@@ -45,10 +45,10 @@ class NemotronNasForm(OwnCode, LlamaLayers):
             "with `AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)`. Both run the modelling file in "
             f"this folder: vLLM for its config, transformers for the whole model. {ADAPTERS}"
         )
-        obstacle = _obstacle(config)
-        if obstacle is None:
+        reason = obstacle(config)
+        if reason is None:
             return f"{opened} SGLang, TensorRT-LLM and MLX also have this architecture and can read these sizes."
-        return f"{opened} SGLang, TensorRT-LLM and MLX cannot: {obstacle}."
+        return f"{opened} SGLang, TensorRT-LLM and MLX cannot: {reason}."
 
     def grid(self, model: Model) -> Grid:
         """Return the sizes that block configs can state."""
@@ -141,7 +141,7 @@ def _block(layer: LayerShape, hidden_size: int, by_factor: bool) -> dict[str, An
     }
 
 
-def _obstacle(config: dict[str, Any]) -> str | None:
+def obstacle(config: dict[str, Any]) -> str | None:
     """Return why engines that read `ffn_mult` cannot open the checkpoint; None if nothing stands against it."""
     if any("ffn_mult" not in block["ffn"] for block in config["block_configs"]):
         return f"they need FFN widths in multiples of {WIDTH_STEP} (`--round-to {WIDTH_STEP}`)"

@@ -11,9 +11,10 @@ from oneshot.checkpoint import Journal, output_folder, refuse_output, refuse_pla
 from oneshot.config import Config, FormName, Target, TextOptions
 from oneshot.errors import OutputError, PlanError, cause
 from oneshot.export.quantisers import refuse_without_quantisers
+from oneshot.export.served import reason_against_result, width_step_in
 from oneshot.export.tensor_types import refuse_impossible
 from oneshot.machine.durable import seal
-from oneshot.planning import make_plan, quantiser_groups
+from oneshot.planning import Plan, make_plan, quantiser_groups, with_steps
 from oneshot.planning.sizes import least_share
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Report
@@ -43,7 +44,9 @@ class Job:
     """
 
     def __init__(self, config: Config, run: Run, *, target: Target | None = None, dry: bool = False) -> None:
-        config = replace(config, form=cast(FormName, run.form.name))
+        step = width_step_in(config.target.serving.engine, run.form)
+        served = with_steps(config.target, run.model.shape, step)
+        config = replace(config, form=cast(FormName, run.form.name), target=served)
         self.config, self.run, self.output = config, run, output_folder(config.output)
         try:
             refuse_place(self.output, run.model.checkpoint, overwrite=config.overwrite, resume=config.resume)
@@ -51,11 +54,12 @@ class Job:
             if not dry:
                 raise
             logger.warning("%s", error)  # what a run would take is known all the same
-        wanted = config.target if target is None else target
+        wanted = config.target if target is None else with_steps(target, run.model.shape, step)
         self.budget = run.budget(wanted)
         self.plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, wanted, budget=self.budget))
         if run.grid.stack(self.plan) != run.model.shape.stack():
             run.form.config(run.model, self.plan)  # which refuses sizes that it cannot state
+            self.refuse_unserved(self.plan)
         tokens, has_profile = config.text.num_tokens, config.profile is not None
         dense, kept = run.model.shape.stack(), run.grid.stack(self.plan)
         asks_less = self.budget.target < self.budget.measure(dense)
@@ -92,13 +96,23 @@ class Job:
         by_profile = self.schedule.plans_by_profile
         groups = quantiser_groups(run.grid, run.method, self.plan, wanted, by_profile=by_profile)
         self.footprint = replace(
-            run.footprint(config, self.schedule, self.plan, dry=dry), form=config.form, groups=str(groups)
+            run.footprint(config, self.schedule, self.plan, dry=dry),
+            form=config.form,
+            groups=str(groups),
+            served="" if config.target.serve is None else config.target.serving.words,
         )
         if by_profile and self.budget.unit == "parameters":  # not those of equal layers
             parameters = round(self.budget.target)
             stored = self.footprint.stored_parameters | {"compressed": parameters}
             result_bytes, _ = run.result_bytes(config, parameters)
             self.footprint = replace(self.footprint, stored_parameters=stored, result_bytes=result_bytes)
+
+    def refuse_unserved(self, plan: Plan) -> None:
+        """Raise `PlanError` if the engine that is named does not open the result, or computes another model."""
+        engine, run = self.config.target.serving.engine, self.run
+        reason = None if engine is None else reason_against_result(engine, run.form.config(run.model, plan))
+        if reason is not None:
+            raise PlanError(f"{reason.removesuffix('.')} (--serve {self.config.target.serve}).")
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

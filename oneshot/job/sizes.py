@@ -100,8 +100,9 @@ def _profiled(job: Job, journal: Journal) -> JobSizes:
     run.tracker.enter("planning the sizes of the layers")
     damages = profiled_damages(measured, run.method.allocation, run.grid)
     plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, job.budget))
+    job.refuse_unserved(plan)
     grids: dict[str, Grid] = {name: form_of(name, run.model.family).grid(run.model) for name in FORMS}
-    grids = {name: replace(grid, kept=run.grid.kept) for name, grid in grids.items()}
+    grids = {name: replace(grid, kept=run.grid.kept, serving=run.grid.serving) for name, grid in grids.items()}
     divergences = predicted_divergences(grids, config.method, config.target, plan, measured, job.budget)
     sensitivity = profiled_damages(measured, "sensitivity", run.grid)
     curve = run.machine.workers.share(0, lambda: predicted_curve(run.grid, run.method, config.target, sensitivity))

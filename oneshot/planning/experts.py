@@ -13,10 +13,14 @@ LARGEST_STEP = 8  # so that experts can be shared among devices
 STEPS = 16  # of a model's experts, at least
 
 
-def expert_counts(experts: ExpertSizes) -> list[int]:
-    """Return the numbers of experts that a layer may keep, rising to all of them."""
+def expert_counts(experts: ExpertSizes, tp: int = 1) -> list[int]:
+    """Return the numbers of experts that a layer may keep, rising to all of them.
+
+    `tp`: GPUs that may have whole experts; they share every number equally if they can share all experts so.
+    """
     step = min(LARGEST_STEP, max(1, experts.count // STEPS))
-    return list(range(experts.count, experts.per_token - 1, -step))[::-1]
+    counts = range(experts.count, experts.per_token - 1, -step)
+    return [count for count in counts if experts.count % tp or count % tp == 0][::-1]
 
 
 def with_experts(
@@ -56,7 +60,7 @@ def with_experts(
         raise ConfigError(
             "Give --set num_experts= if neurons or heads also go, which take what is left; or set ffn=none, heads=none."
         )
-    counts = expert_counts(experts)[::-1]
+    counts = expert_counts(experts, grid.serving.tp)[::-1]
     measures = [budget.measure(grid.stack(plan.with_sizes(num_experts=count))) for count in counts]
     least = min(measures)
     if budget.target < least:

@@ -1,5 +1,6 @@
 """The sizes that a form of the result can state: what a planner asks instead of the form's name."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,9 @@ from oneshot.families import Description, LayerShape, ModelShape, StackShape
 from oneshot.method import AUTO, Allocation, Method
 from oneshot.planning.kept import NOTHING, Kept
 from oneshot.planning.plan import Plan
+from oneshot.planning.serving import Half, MisfitError, less_demanding, misfit
 from oneshot.planning.unsupported import errors_against, errors_against_profile
+from oneshot.serving import ANY, Serving
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Grid:
         replaces_layer_norms: whether LayerNorms become RMSNorms, whose biases go into the linears.
         maps_tied_head: whether a tied head stays tied after a matrix if the hidden size shrinks.
         writes_vocabulary: whether the weight file also holds the tokenizer, which takes memory.
-        kept: what stays as it is, because the run was asked to keep it.
+        kept: what stays as it is, because the run was asked to keep it. serving: what every result must open with.
     """
 
     family: Description
@@ -56,6 +59,7 @@ class Grid:
     maps_tied_head: bool = False
     writes_vocabulary: bool = False
     kept: Kept = NOTHING
+    serving: Serving = ANY
 
     @cached_property
     def known_prices(self) -> dict[Any, Any]:
@@ -143,6 +147,59 @@ class Grid:
             norm_weights=not shape.norms_after,
             norm_bias=layer.norm_bias and not shape.norms_after,
         )
+
+    def misfit(self, number: int, layer: LayerShape, half: Half, serving: Serving | None = None) -> str | None:
+        """Return why half of a layer cannot be served as is asked for, or otherwise; None if it can (`serving.misfit`).
+
+        vLLM gives several GPUs the same KV head, but not through its Transformers backend.
+        """
+        replicates = self.family.like_llama or not self.layers_differ
+        asked = self.serving if serving is None else serving
+        return misfit(asked, self.shape, number, layer, half, replicates=replicates)
+
+    def misfit_of(self, plan: Plan, *halves: Half, serving: Serving | None = None) -> str | None:
+        """Return why a plan cannot be served; None if it can. `halves`: of the layers, which count."""
+        layers = [(number, self.layer(plan, number)) for number in plan.kept_layers]
+        reasons = (self.misfit(*layer, half, serving) for half in halves for layer in layers)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def servable(self, options: Sequence[Plan], half: Half) -> list[Plan]:
+        """Return the options of which this half of every layer can be served.
+
+        Raises `MisfitError`, for the last one, if there are none.
+        """
+        if self.serving == ANY:
+            return list(options)
+        found = [option for option in options if self.misfit_of(option, half) is None]
+        if not found:
+            raise MisfitError(self.misfit_sentence(options[-1], half))
+        return found
+
+    def misfit_sentence(self, plan: Plan, *halves: Half) -> str:
+        """Return a sentence why a plan cannot be served, with what can be asked for instead."""
+        others = less_demanding(self.serving)
+        fitting = next((other for other in others if self.misfit_of(plan, *halves, serving=other) is None), None)
+        advice = "leave --serve out" if fitting in (None, ANY) else f"give --serve {fitting}"
+        return f"{self.misfit_of(plan, *halves)}; {advice}."
+
+    def refuse_step(self, step: int, name: str, size: int) -> None:
+        """Raise `PlanError` for sizes that are multiples of more than the whole size."""
+        if self.serving.tp * self.serving.group == 1:
+            raise PlanError(f"--round-to {step} is above the {name} of {size}; give a smaller one.")
+        raise MisfitError(
+            f"--serve {self.serving} wants a {name} in multiples of {step}, which is above the {size} of this model; "
+            "give fewer GPUs or a smaller group."
+        )
+
+    def refuse_misfits(self, plan: Plan) -> None:
+        """Raise `MisfitError` for a plan that cannot be served as is asked for."""
+        if self.serving != ANY and self.misfit_of(plan, "attention", "ffn") is not None:
+            raise MisfitError(self.misfit_sentence(plan, "attention", "ffn"))
+        if len(plan.kept_layers) < self.serving.pp:
+            raise MisfitError(
+                f"{len(plan.kept_layers)} layers stay, which {self.serving.pp} stages of a pipeline cannot share; give "
+                "--serve a smaller pp."
+            )
 
     def refuse(self, plan: Plan) -> None:
         """Raise `PlanError`, with the size and the remedy, if the form cannot state the plan."""

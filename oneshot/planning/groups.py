@@ -1,17 +1,17 @@
 """Which groups of weights quantisers can take: a group must divide the inputs of every linear."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 
 from oneshot.config import Target
-from oneshot.families import RANKED_KINDS, LayerShape
+from oneshot.families import RANKED_KINDS
 from oneshot.method import Method
 from oneshot.planning.budget import width_step
 from oneshot.planning.grid import Grid
 from oneshot.planning.heads import head_sizes
 from oneshot.planning.own_sizes import inner_sizes, rank_options
 from oneshot.planning.plan import Plan
+from oneshot.planning.serving import inputs_of
 
 GROUPS = (32, 64, 128)  # of the kernels of quantisers
 
@@ -43,7 +43,7 @@ def quantiser_groups(grid: Grid, method: Method, plan: Plan, target: Target, *, 
         {
             size
             for at, layer in zip(plan.kept_layers, grid.stack(one).layers, strict=True)
-            for size in _inputs(grid, at, layer)
+            for size in (*inputs_of(shape, at, layer, "attention"), *inputs_of(shape, at, layer, "ffn"))
         }
         for one in (plan, whole)
     )
@@ -60,21 +60,5 @@ def quantiser_groups(grid: Grid, method: Method, plan: Plan, target: Target, *, 
         for kind in RANKED_KINDS if method.plans_ranks else ():
             stepped |= {rank for rank in rank_options(shape, kind, target.round_to) if rank is not None}
         stepped |= fixed
-    return Groups(gcd(*stepped), gcd(*fixed))
-
-
-def _inputs(grid: Grid, number: int, layer: LayerShape) -> Iterator[int]:
-    """Yield the inputs of every linear of a layer, by its number in the dense model."""
-    if layer.carried:
-        tensors = grid.shape.carried_tensors(number)
-        yield from (size[1] for size in tensors.values() if len(size) == 2)
-    elif layer.latent is not None:
-        sizes = layer.hidden_size, layer.num_attention_heads, layer.value_size
-        yield from (size[1] for size in layer.latent.tensors("", *sizes, biased=False).values() if len(size) == 2)
-    elif layer.num_attention_heads:
-        yield from (layer.hidden_size, layer.query_key_rank or layer.hidden_size)
-        yield layer.output_rank or layer.num_attention_heads * layer.value_size
-    if layer.intermediate_size:
-        yield from (layer.up_rank or layer.middle_size, layer.gate_rank or layer.middle_size, layer.intermediate_size)
-        if layer.experts is not None and (shared := layer.experts.shared(layer.intermediate_size)):
-            yield shared
+    allowed = [{size for size in sizes if size % grid.serving.group == 0} for sizes in (stepped, fixed)]
+    return Groups(*(gcd(*sizes) for sizes in allowed))

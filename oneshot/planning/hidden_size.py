@@ -37,7 +37,7 @@ def plan_hidden(
     step = target.round_to or default_round_to(shape.hidden_size)
     widths = range(step, shape.hidden_size, step)
     if not widths:
-        raise PlanError(f"--round-to {step} is above the hidden size of {shape.hidden_size}; give a smaller one.")
+        grid.refuse_step(step, "hidden size", shape.hidden_size)
     measures = [budget.measure(grid.stack(with_width(size))) for size in widths]
     largest = budget.measure(grid.stack(with_width(shape.hidden_size)))
     if not measures[0] <= budget.target <= largest:

@@ -1,7 +1,9 @@
 """Sizes of its own for every layer: what each sublayer may be, and the choice of least predicted damage."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -15,7 +17,9 @@ from oneshot.planning.experts import expert_counts
 from oneshot.planning.grid import Grid
 from oneshot.planning.heads import Sizes, head_options, head_sizes
 from oneshot.planning.plan import Plan
+from oneshot.planning.serving import Half, MisfitError
 from oneshot.planning.vocabulary import table_options
+from oneshot.serving import ANY
 
 Ranks = dict[RankedKind, list[int | None]]  # that linears of a kind may have; None: whole
 NO_HEADS: Sizes = {"num_attention_heads": 0, "num_key_value_heads": 0, "query_key_size": None, "value_size": None}
@@ -109,7 +113,7 @@ def spread_with_equal_heads(
             "or add --set allocation=uniform."
         )
     plans, refusal = [], None
-    for option in worth_trying(grid, head_options(grid.shape, plan), budget):
+    for option in worth_trying(grid, grid.servable(head_options(grid.shape, plan), "attention"), budget):
         try:
             plans.append(spread(grid, option, budget, damages, step, reduce_heads=False, leaves_out=leaves_out))
         except PlanError as error:
@@ -153,16 +157,19 @@ def _sublayer_items(
     """Return what the FFN and the mixer before it may be in every layer, layer by layer; both are by layer."""
     items: list[_Item] = []
     # equal layers of equal options have equal ones
-    prices: dict[tuple[LayerShape, _Options, _Options], tuple[np.ndarray, np.ndarray]] = {}
+    prices: dict[tuple[LayerShape, _Options, _Options], tuple[np.ndarray, ...]] = {}
     for layer in plan.kept_layers:
         ffn, mixer = ffns[layer], mixers[layer]
         alike = grid.layer(plan, layer), ffn, mixer
         if alike not in prices:
-            prices[alike] = ffn.prices(plan, layer, budget), mixer.prices(plan, layer, budget)
-        ffn_costs, mixer_costs = prices[alike]
+            misfits = ffn.misfits(plan, layer, "ffn"), mixer.misfits(plan, layer, "attention")
+            prices[alike] = ffn.prices(plan, layer, budget), mixer.prices(plan, layer, budget), *misfits
+        ffn_costs, mixer_costs, ffn_misfits, mixer_misfits = prices[alike]
         must_attend = leaves_out and grid.first_layer_attends and not items
-        items.append(_item(ffn.damages(layer, damages.ranks), ffn_costs))
-        items.append(_item(mixer.damages(layer, damages.ranks), mixer_costs, first=int(must_attend)))
+        if np.isinf(mixer_misfits[int(must_attend) :]).all():
+            raise MisfitError(grid.misfit_sentence(plan, "attention"))
+        items.append(_item(ffn.damages(layer, damages.ranks) + ffn_misfits, ffn_costs))
+        items.append(_item(mixer.damages(layer, damages.ranks) + mixer_misfits, mixer_costs, first=int(must_attend)))
     return items
 
 
@@ -200,7 +207,7 @@ def _ffn_options(
     lost = damages.ffn[:, widths]
     if reduce_experts:
         assert grid.shape.experts is not None
-        counts = expert_counts(grid.shape.experts)
+        counts = expert_counts(grid.shape.experts, grid.serving.tp)
         sizes = [size | {"num_experts": count} for size in sizes for count in counts]
         lost = (lost.unsqueeze(2) + damages.experts[:, counts].unsqueeze(1)).flatten(1)
     of_ffn = grid.family.stack.feed_forward.ranked
@@ -299,6 +306,25 @@ class _Options:
             lost = [0.0 if rank is None else float(of_ranks[layer, number, rank]) for rank in ranks]
             total = np.add.outer(total, lost)
         return total.ravel()
+
+    def misfits(self, plan: Plan, layer: int, half: Half) -> np.ndarray:
+        """Return zero for every option that can be served, and infinity for the others, `(options,)`.
+
+        Raises `MisfitError` if no option can.
+        """
+        grid = self._grid
+        if grid.serving == ANY:
+            return np.zeros(math.prod(self._shape))
+        names, found = [f"{kind}_rank" for kind in self._kinds], []
+        for sizes in self._own:
+            kept = replace(plan.layers[layer], **sizes)
+            whole = grid.layer(replace(plan, layers=(*plan.layers[:layer], kept, *plan.layers[layer + 1 :])), layer)
+            for ranks in product(*self._ranks):
+                shape = replace(whole, **{name: rank or 0 for name, rank in zip(names, ranks, strict=True)})
+                found.append(math.inf if grid.misfit(layer, shape, half) else 0.0)
+        if all(found):
+            raise MisfitError(grid.misfit_sentence(plan, half))
+        return np.array(found)
 
     def prices(self, plan: Plan, layer: int, budget: Budget) -> np.ndarray:
         """Return what every option adds to the budget's measure of the plan; what ranks of two linears add, adds up."""

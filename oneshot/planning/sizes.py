@@ -4,21 +4,23 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from oneshot.config import Target
 from oneshot.errors import ConfigError, PlanError
 from oneshot.families import RANKED_KINDS, ModelShape, RankedKind, StackShape
 from oneshot.method import Method
-from oneshot.planning.budget import Budget, OutOfReachError
+from oneshot.planning.budget import Budget, OutOfReachError, default_round_to
 from oneshot.planning.curves import Profile
 from oneshot.planning.damages import Damages, even_damages, predicted_damage, profiled_damages
 from oneshot.planning.depth import with_fewer_layers
 from oneshot.planning.experts import with_experts
 from oneshot.planning.grid import Grid
 from oneshot.planning.hidden_size import plan_hidden
-from oneshot.planning.plan import Plan, dense_plan
+from oneshot.planning.plan import Plan, RemovedUnit, dense_plan
+from oneshot.planning.serving import MisfitError
 from oneshot.planning.widths import meet_budget
+from oneshot.serving import ANY
 
 SECONDS_DIFFER = 0.1  # share by which a latency that is measured again may be another
 
@@ -38,10 +40,16 @@ def make_plan(
     """
     budget = budget or parameter_budget(target, grid.shape.stack())
     try:
-        return _plan(grid, method, target, damages, budget)
+        plan = _plan(grid, method, target, damages, budget)
+        grid.refuse_misfits(plan)
     except OutOfReachError as error:
         advice = _within_reach(grid, method, target, damages, budget, error.least)
         raise OutOfReachError(error.budget, error.least, advice) if advice else error from None
+    except MisfitError as error:
+        unit = _heads_that_fit(grid, method, target, budget)
+        further = f", or allow --set heads=id --set head_unit={unit}" if unit else ""
+        raise MisfitError(f"{str(error)[:-1]}{further}.") from None
+    return plan
 
 
 def _within_reach(
@@ -66,10 +74,19 @@ def _within_reach(
     return ", or ".join(found)
 
 
+def _heads_that_fit(grid: Grid, method: Method, target: Target, budget: Budget) -> str | None:
+    """Return the unit in which heads must shrink so that the result can be served; None if none helps."""
+    if grid.reason_against_heads() is not None:
+        return None
+    ranks = "none" if method.plans_ranks else method.ranks
+    units = (replace(method, heads="id", head_unit=unit, ranks=ranks) for unit in get_args(RemovedUnit))
+    return next((unit.head_unit for unit in units if _reaches(grid, unit, target, None, budget)), None)
+
+
 def _reaches(grid: Grid, method: Method, target: Target, damages: Damages | None, budget: Budget) -> bool:
     """Return whether there is a plan."""
     try:
-        _plan(grid, method, target, damages, budget)
+        grid.refuse_misfits(_plan(grid, method, target, damages, budget))
     except (ConfigError, PlanError):
         return False
     return True
@@ -139,8 +156,8 @@ def _plan(grid: Grid, method: Method, target: Target, damages: Damages | None, b
     def shrink(plan: Plan) -> Plan:
         try:
             return meet(plan, damages)
-        except OutOfReachError:
-            if damages is not None or not grid.kept.ffn or not method.plans_ranks:
+        except (OutOfReachError, MisfitError):
+            if damages is not None or not (grid.kept.ffn or grid.serving != ANY) or not method.plans_ranks:
                 raise
             return meet(plan, even_damages(grid))  # ranks beside FFNs that stay, before a profile knows what they cost
 
@@ -163,6 +180,16 @@ def _plan(grid: Grid, method: Method, target: Target, damages: Damages | None, b
     if not method.leaves_out_layers or (method.leaves_out_sublayers and damages is not None):
         return shrink(plan)
     return with_fewer_layers(grid, plan, budget, damages, shrink if shrinks else None)
+
+
+def with_steps(target: Target, shape: ModelShape, step: int) -> Target:
+    """Return the target whose sizes are multiples of a step, and of which every GPU that serves it has whole groups."""
+    serving = target.serving
+    step = math.lcm(step, serving.tp * serving.group)
+    if step == 1:
+        return target
+    otherwise = 1 if serving.group > 1 else default_round_to(shape.hidden_size)
+    return replace(target, round_to=math.lcm(step, target.round_to or otherwise, shape.width_step))
 
 
 def with_sizes(target: Target, grid: Grid) -> Target:

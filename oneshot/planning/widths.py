@@ -60,7 +60,7 @@ def meet_budget(
         )
     step = width_step(shape, round_to)
     if reduce_ffn and step > shape.intermediate_size:
-        raise PlanError(f"--round-to {step} is above the FFN width of {shape.intermediate_size}; give a smaller one.")
+        grid.refuse_step(step, "FFN width", shape.intermediate_size)
     if reduce_ffn and step % shape.width_step:
         raise PlanError(
             f"--round-to {step} is not a multiple of {shape.width_step}, as FFN widths of this model are; give one."
@@ -86,6 +86,7 @@ def meet_budget(
     if not reduce_heads:
         return _with_width(grid, plan, budget, step, reduce_heads=False, reduce_embedding=reduce_embedding)
     options = [grid.kept.restored(option, plan) for option in head_options(shape, plan)]
+    options = grid.servable(options, "attention")
     if not reduce_ffn:
         return _nearest_heads(grid, plan, options, budget, surplus)
     if damages is not None:
@@ -94,7 +95,7 @@ def meet_budget(
     kept = max(1, len(options) - round(fraction * len(options)))
     # one head may be more than is asked for if attention outweighs the FFN; all heads remove nothing
     fitting = (option for option in options[kept - 1 :] if budget.measure(grid.stack(option)) >= budget.target)
-    return _with_width(grid, next(fitting), budget, step, reduce_embedding=reduce_embedding)
+    return _with_width(grid, next(fitting, options[-1]), budget, step, reduce_embedding=reduce_embedding)
 
 
 def _nearest_heads(grid: Grid, plan: Plan, options: list[Plan], budget: Budget, surplus: float) -> Plan:
@@ -119,6 +120,7 @@ def _with_width(
     width = grid.shape.intermediate_size
     widths = [*range(step, width, step), width]
     options = [grid.kept.restored(plan.with_sizes(intermediate_size=width), plan) for width in widths]
+    options = grid.servable(options, "ffn")
     measures = [budget.measure(grid.stack(option)) for option in options]
     below = (measures[1] - measures[0]) / 2 if len(measures) > 1 and not budget.is_ceiling else 0.0
     lowest = measures[0] - below

@@ -14,6 +14,7 @@ from oneshot.report.layer_table import layer_table
 from oneshot.report.records import Report
 from oneshot.report.sharing import is_hub_name, shared_sources, without_local_paths
 from oneshot.report.terminal import size_rows
+from oneshot.serving import Serving
 
 REPORT_NAME = "oneshot_report.json"
 CARD_NAME = "README.md"
@@ -116,7 +117,7 @@ The original's licence and terms of use apply.
 
 - Recipe: `{report.config["recipe"]}` (FFN `{method["ffn"]}`, heads `{method["heads"]}`, hidden size
   `{method["hidden"]}`, correction `{method["correction"]}`), seed {report.config["seed"]}.
-- Calibration text: {text}.{_kept(report)}
+- Calibration text: {text}.{_kept(report)}{_served(report)}
 - Weights are stored {_stored_as(report)}.
 {_warnings(report)}
 {QUALITY}
@@ -145,6 +146,12 @@ def _kept(report: Report) -> str:
     """Return a line on what stayed as it was, because the run was asked to keep it."""
     patterns = report.config["target"].get("keep", ())
     return f"\n- Kept as they were: {', '.join(map(code, patterns))}." if patterns else ""
+
+
+def _served(report: Report) -> str:
+    """Return a line on where the sizes were planned to open."""
+    serve = report.config["target"].get("serve")
+    return "" if serve is None else f"\n- Sizes were planned to open {Serving.of(serve).words}."
 
 
 def _warnings(report: Report) -> str:

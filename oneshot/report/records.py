@@ -78,6 +78,7 @@ class Footprint:
         text_seconds: those of `prepare` in which the model writes text.
         form: the form of the result; None of a profile alone.
         groups: the groups of weights of quantisers that divide the inputs of all linears, in words.
+        served: where the result is to open, in words; empty if that was not said.
     """
 
     host_bytes: int
@@ -100,6 +101,7 @@ class Footprint:
     text_seconds: float = 0.0
     form: str | None = None
     groups: str = ""
+    served: str = ""
 
     def __str__(self) -> str:
         dense, compressed = self.stored_parameters["dense"], self.stored_parameters["compressed"]
@@ -111,6 +113,7 @@ class Footprint:
         own_text = f", of which {duration(self.text_seconds)} to write the text" if self.text_seconds else ""
         lines = {
             **({} if self.form is None else {"form": f"{self.form}, opened by {OPENED[self.form]}"}),
+            **({"served": self.served} if self.served else {}),
             "parameters": f"{dense:,} → {'' if self.exact else 'about '}{compressed:,} (−{1 - compressed / dense:.1%})",
             "memory": f"at most {memory}",
             "disk": f"{self.disk_bytes / 2**30:.2f} GiB at the output, {self.scratch_bytes / 2**30:.2f} GiB off-loaded",

@@ -97,6 +97,8 @@ def print_footprint(footprint: Footprint, *, checks: bool = False) -> None:
     table.add_row("scratch files", gibibytes(footprint.scratch_bytes), "in --offload-dir, removed at the end")
     if footprint.form is not None:
         table.add_row("form", footprint.form, f"opened by {OPENED[footprint.form]}")
+    if footprint.served:
+        table.add_row("planned to open", "", footprint.served)
     dense, compressed = footprint.stored_parameters["dense"], footprint.stored_parameters["compressed"]
     table.add_row(
         "stored parameters", f"{_about(footprint)}{compressed:,}", f"of {dense:,} (−{1 - compressed / dense:.1%})"

@@ -26,6 +26,7 @@ from oneshot.compression import Curvature
 from oneshot.config import Config, Target
 from oneshot.errors import ConfigError, PlanError
 from oneshot.export import Form, coordinates, expected_bytes, form_of, part_dtype
+from oneshot.export.served import FORMS_OPENED, reason_against_form
 from oneshot.families import StackShape, predicts_tokens, stated_class
 from oneshot.footprint import (
     Work,
@@ -140,13 +141,33 @@ class Run:
         return Checkpoint(folder)
 
     def _settled_form(self) -> Form:
-        """Return the form of the result; `auto` is the best one that holds it.
+        """Return the form of the result; `auto` is the best one that holds it and that opens where it is to be served.
 
-        That is the per-layer form if the method plans ranks in it, or if no stock config can state what is asked for.
+        Raises `PlanError` for a form that does not open there.
         """
-        choice, family = self._config.form, self.model.family
+        choice, family, engine = self._config.form, self.model.family, self._config.target.serving.engine
         if choice != AUTO:
-            return form_of(choice, family)
+            form = form_of(choice, family)
+        elif engine is None:
+            form = self._best_form()
+        else:
+            forms = [form_of(name, family) for name in FORMS_OPENED[engine]]
+            opened = [one for one in forms if reason_against_form(engine, one, self.model) is None]
+            form = next(filter(self._suits, opened), form_of("stock", family))
+        if (reason := reason_against_form(engine, form, self.model)) is not None:
+            raise PlanError(reason)
+        return form
+
+    def _suits(self, form: Form) -> bool:
+        """Return whether a form that an engine opens holds what is asked for, and is per-layer only if it gains."""
+        return self._best_form().name == "per-layer" if form.name == "per-layer" else self._method_in(form) is not None
+
+    def _best_form(self) -> Form:
+        """Return the per-layer form if the method plans ranks in it, or if no stock config can state what is asked for.
+
+        Otherwise it is the stock form.
+        """
+        family = self.model.family
         per_layer, stock = form_of("per-layer", family), form_of("stock", family)
         method = self._method_in(per_layer)
         gains = method is not None and (method.plans_ranks or self._method_in(stock) is None)
@@ -162,7 +183,8 @@ class Run:
     def _grid(self, form: Form) -> Grid:
         """Return the grid of a form, which knows the form that its refusals advise: per-layer, or else stock."""
         grid, family = form.grid(self.model), self.model.family
-        grid = replace(grid, kept=find_kept(self._config.target.keep, family, self.model.shape))
+        kept = find_kept(self._config.target.keep, family, self.model.shape)
+        grid = replace(grid, kept=kept, serving=self._config.target.serving)
         others = [form_of(name, family) for name in ("per-layer", "stock")]
         grids = [other.grid(self.model) for other in others if other.name != form.name]
         return replace(grid, instead=next((one for one in grids if one.refusal is None), None))

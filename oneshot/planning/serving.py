@@ -1,0 +1,84 @@
+"""Which sizes open where a result is to be served (`--serve`): equal shares for all GPUs, of whole groups of weights.
+
+A linear that reads the residual stream is shared by its outputs, and one that writes it by its inputs (Megatron-LM,
+1909.08053, section 3). So heads and neurons are shared, and groups must divide the inputs that one GPU has.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from oneshot.errors import PlanError
+from oneshot.families import LayerShape, ModelShape
+from oneshot.serving import Serving
+
+Half = Literal["attention", "ffn"]
+SMALLER_GROUPS = (128, 64, 32, 16)  # of the kernels of quantisers
+
+
+class MisfitError(PlanError):
+    """No size that a plan may have can be served as it is asked for."""
+
+
+def inputs_of(shape: ModelShape, number: int, layer: LayerShape, half: Half) -> Iterator[int]:
+    """Yield the inputs of every linear in one half of a layer, by its number in the dense model.
+
+    The last one writes the stream, unless the mixer is carried.
+    """
+    if half == "ffn":
+        if layer.intermediate_size:
+            yield from (layer.up_rank or layer.middle_size, layer.gate_rank or layer.middle_size)
+            if layer.experts is not None and (shared := layer.experts.shared(layer.intermediate_size)):
+                yield shared
+            yield layer.intermediate_size
+    elif layer.carried:
+        tensors = shape.carried_tensors(number)
+        yield from (size[1] for size in tensors.values() if len(size) == 2)
+    elif layer.latent is not None:
+        sizes = layer.hidden_size, layer.num_attention_heads, layer.value_size
+        tensors = layer.latent.tensors("", *sizes, biased=False)
+        output = tensors.pop(".o_proj.weight")
+        yield from (size[1] for size in (*tensors.values(), output) if len(size) == 2)
+    elif layer.num_attention_heads:
+        yield from (layer.hidden_size, layer.query_key_rank or layer.hidden_size)
+        yield layer.output_rank or layer.num_attention_heads * layer.value_size
+
+
+def misfit(
+    serving: Serving, shape: ModelShape, number: int, layer: LayerShape, half: Half, *, replicates: bool
+) -> str | None:
+    """Return why half of a layer cannot be served so, as the beginning of a sentence; None if it can.
+
+    `number`: of the layer in the dense model. `replicates`: whether several GPUs may have the same KV head.
+    """
+    inputs, tp = list(inputs_of(shape, number, layer, half)), serving.tp
+    for size in inputs:
+        if size % serving.group:
+            return f"A linear of layer {number} has {size} inputs, which groups of {serving.group} do not divide"
+    if not inputs or (half == "attention" and layer.carried):
+        return None
+    shared = {"inputs of attention's output": inputs[-1]}
+    if half == "ffn":
+        shared = {"neurons": inputs[-1]}
+        if layer.experts is not None:
+            shared["neurons of a shared expert"] = layer.experts.shared(layer.intermediate_size)
+    else:
+        heads, groups = layer.num_attention_heads, layer.num_key_value_heads
+        counts = {"heads": heads}
+        if layer.latent is None and not (replicates and tp % groups == 0):
+            counts["KV heads"] = groups
+        for what, count in counts.items():
+            if count % tp:
+                return f"Layer {number} has {count} {what}, which {tp} GPUs cannot share equally"
+    for what, size in shared.items():
+        if size % (tp * serving.group):
+            share = f"in groups of {serving.group} weights" if serving.group > 1 else "equally"
+            return f"Layer {number} has {size} {what}, which {tp} GPU{'s' * (tp > 1)} cannot share {share}"
+    return None
+
+
+def less_demanding(serving: Serving) -> Iterator[Serving]:
+    """Yield smaller groups, and then fewer GPUs, for advice."""
+    yield from (replace(serving, group=group) for group in SMALLER_GROUPS if group < serving.group)
+    yield from (replace(serving, tp=tp) for tp in range(serving.tp - 1, 0, -1))
+    yield replace(serving, tp=1, group=1)

@@ -1,0 +1,108 @@
+"""What `--serve engine=` chooses and refuses, before any work; what the card, the report and a dry run say of it."""
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import MakeCheckpoint, MakeConfig
+from transformers import AutoConfig
+
+from oneshot.errors import PlanError
+from oneshot.export.served import FORMS_OPENED, IN_PLUGIN, NO_CLASS, reason_against_result
+from oneshot.families import FAMILIES
+from oneshot.pipeline import compress
+from oneshot.run import open_run
+from oneshot.serving import ENGINES
+
+PLUGIN = Path(__file__).parents[2] / "vllm-plugin" / "oneshot_vllm" / "__init__.py"
+GQA: dict[str, Any] = {"heads": 4, "groups": 2}
+
+
+def test_the_lists_of_engines_have_known_engines_families_and_classes() -> None:
+    assert FORMS_OPENED.keys() == ENGINES.keys() >= NO_CLASS.keys()
+    assert {name for names in NO_CLASS.values() for name in names} <= FAMILIES.keys()
+    stated = {
+        target.id: ast.literal_eval(line.value)
+        for line in ast.parse(PLUGIN.read_text()).body
+        if isinstance(line, ast.Assign) and isinstance(target := line.targets[0], ast.Name)
+    }
+    assert sorted(IN_PLUGIN) == sorted((*stated["RESIZED"], *stated["RESIZED_MIXTURES"]))
+
+
+@pytest.mark.parametrize(
+    ("family", "serve", "form"),
+    [
+        ("llama", "tp=2", "per-layer"),
+        ("llama", "engine=vllm,tp=2,pp=2", "per-layer"),
+        ("llama", "engine=sglang,tp=2", "stock"),
+        ("llama", "engine=trtllm", "stock"),
+        ("llama", "engine=mlx", "stock"),
+        ("llama", "engine=llama.cpp,group=32", "gguf"),
+        ("gemma2", "engine=vllm", "per-layer"),
+        ("gemma2", "engine=llama.cpp", "stock"),
+        ("falcon", "engine=vllm", "stock"),
+    ],
+)
+def test_the_form_opens_in_the_engine_that_is_named(
+    family: str, serve: str, form: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(family=family, **GQA if family != "falcon" else {})
+    with open_run(make_config(folder, form="auto", serve=serve)) as run:
+        assert run.form.name == form
+        assert str(run.grid.serving) == serve
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "sentence"),
+    [
+        (
+            "llama",
+            {"serve": "engine=sglang", "form": "per-layer"},
+            "SGLang does not open --form per-layer; give --form",
+        ),
+        ("llama", {"serve": "engine=vllm", "form": "gguf"}, "vLLM does not open --form gguf; give --form per-layer"),
+        ("falcon", {"serve": "engine=vllm", "form": "per-layer"}, "per-layer form of falcon; give --form stock"),
+        ("opt", {"serve": "engine=mlx", "form": "auto"}, "MLX has no class for opt; leave engine=mlx out"),
+        (
+            "qwen2",
+            {"serve": "engine=llama.cpp", "heads": "id"},
+            "architecture of qwen2 wants heads that fill the hidden",
+        ),
+        ("llama", {"serve": "tp=3"}, "Layer 0 has 4 heads, which 3 GPUs cannot share equally; give --serve tp=2."),
+        ("llama", {"serve": "group=64"}, "which groups of 64 do not divide; give --serve group=32."),
+    ],
+    ids=str,
+)
+def test_what_an_engine_does_not_open_is_refused_before_the_work(
+    family: str, options: dict[str, Any], sentence: str, make_checkpoint: MakeCheckpoint, make_config: MakeConfig
+) -> None:
+    folder = make_checkpoint(family=family, width=96, **(GQA if family != "opt" else {"groups": 4}))
+    with pytest.raises(PlanError) as caught:
+        compress(make_config(folder, **options))
+    assert sentence in str(caught.value)
+
+
+def test_an_engine_that_would_compute_another_model_is_refused() -> None:
+    config = AutoConfig.for_model("gemma2", num_hidden_layers=44).to_dict()
+    assert reason_against_result("vllm", config) is None
+    refusal = reason_against_result("llama.cpp", config | {"layer_types": config["layer_types"][::-1]})
+    assert refusal is not None
+    assert refusal.startswith("llama.cpp would compute another model")
+
+
+def test_the_result_says_what_it_was_planned_for(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(make_checkpoint(**GQA), serve="engine=vllm,tp=2,group=8", form="per-layer")
+    report = compress(config)
+    layers = json.loads((tmp_path / "out" / "config.json").read_text())["layers"]
+    assert all(layer["intermediate_size"] % 16 == 0 and layer["output_rank"] % 16 == 0 for layer in layers)
+    assert report.config["target"]["serve"] == "engine=vllm,tp=2,group=8"
+    assert report.config["target"]["round_to"] == 16
+    said = "in vLLM, with tensor parallelism of 2 and groups of 8 weights"
+    assert report.footprint is not None
+    assert report.footprint.served == said
+    assert f"Sizes were planned to open {said}." in (tmp_path / "out" / "README.md").read_text()
+    assert "serve: engine=vllm,tp=2,group=8" in (tmp_path / "out" / "recipe.yaml").read_text()
