@@ -30,6 +30,7 @@ SUMMED_BYTES = 32  # moved for a number of a batch: zero, sum and read in float3
 START_SECONDS = 3.0  # tokenizer, headers, report, and what libraries do when a device uses them first
 CHECK_START_SECONDS = 2.0  # the text is read again
 STEP_FACTOR = 10  # of a forward pass of a CPU while it writes a single text
+BATCHED_STEP_FACTOR = 1.3  # the same of many texts at once, whose keys and values are read for every token
 STEP_SECONDS = 2e-3  # of a layer while a device writes text token by token; to a factor of 1.3
 SOLVE_SECONDS = 7.2e-8  # for each row of a triangle that a device solves with one right-hand side
 EIGEN_SECONDS = 7.1e-9  # for each number of a matrix whose eigenvectors a device finds, in float32
@@ -96,7 +97,9 @@ def own_text_seconds(work: Work, rates: Rates) -> float:
     """Return the seconds in which the model writes text, token by token; 0 if it writes none."""
     written, layers, forward = work.source_tokens.get(SELF, 0), work.shape.num_hidden_layers, _forward(work, rates)
     if not rates.on_device:
-        return 4 * written * layers * forward / rates.stream  # slower than a forward pass
+        documents = min(work.documents_together, math.ceil(written / DOCUMENT_TOKENS))  # each step reads all weights
+        passes = written * (layers * forward + 2 * work.shape.vocab_size * work.shape.hidden_size)
+        return (BATCHED_STEP_FACTOR + STEP_FACTOR / documents) * passes / rates.stream
     steps = math.ceil(written / DOCUMENT_TOKENS / work.documents_together) * DOCUMENT_TOKENS
     return steps * layers * max(STEP_SECONDS, work.shape.layer_parameters() * work.dtype.itemsize / rates.bandwidth)
 

@@ -15,6 +15,7 @@ import torch
 from oneshot.errors import CalibrationError, cause
 from oneshot.families import ModelShape
 from oneshot.text.chats import added_start
+from oneshot.text.growing_cache import growing_in_place
 from oneshot.text.packing import Text, cut_windows
 
 SELF = "self"  # the source whose text the model writes
@@ -23,8 +24,9 @@ LEAST_TOGETHER, MOST_TOGETHER = 8, 512  # on a device
 DOCUMENT_TOKENS = 256  # written in each; small models lose the thread soon
 OPENING_TOKENS = 32  # the openings take fewer
 ENDINGS = ("safetensors", "bin")  # of weight files
+LARGEST_BLOCK = 512  # probabilities that are added before the blocks are, while a token is drawn
 EXPANDED = 2  # copies of a layer's keys and values for every head, which attention with a latent or with sinks makes
-CACHE_SHARE = 1.25  # of the KV cache: one layer's is copied whenever a token is added
+CACHE_SHARE = 1.25  # of the KV cache: layers that do not grow in place are copied whenever a token is added
 
 FORMS = (
     "{Topic} (from an encyclopedia):\n\n",
@@ -112,10 +114,11 @@ def write_text(
     beginnings = (_tokens(tokenizer, opening, folder)[:longest] for opening in openings(seed))
     needed = num_sequences * sequence_length
     token_ids: list[int] = []
-    generator = seeded(device, seed)
+    every = levels(seed, longest)
     while len(token_ids) < needed:
         count = min(together, -(-(needed - len(token_ids)) // longest))
-        for document in _continued(model, list(itertools.islice(beginnings, count)), longest, generator, advance):
+        drawn_at = torch.stack(list(itertools.islice(every, count)))
+        for document in _continued(model, list(itertools.islice(beginnings, count)), drawn_at, advance):
             token_ids += document
     windows = cut_windows(token_ids[:needed], sequence_length, added_start(tokenizer))[:num_sequences]
     return Text(torch.tensor(windows, dtype=torch.int64), SELF)
@@ -156,20 +159,48 @@ def openings(seed: int) -> Iterator[str]:
     return itertools.cycle(every)
 
 
-def seeded(device: torch.device, seed: int) -> torch.Generator:
-    """Return a source of random numbers of this text alone; torch's own is shared by all threads."""
-    return torch.Generator(device).manual_seed(seed)
+def levels(seed: int, num_tokens: int) -> Iterator[torch.Tensor]:
+    """Yield for every document the numbers of [0, 1) by which its tokens are drawn, float32 `(num_tokens,)`.
+
+    A document has numbers of its own, so they do not depend on how many documents are written at once.
+    """
+    generator = torch.Generator().manual_seed(seed)  # torch's own is shared by all threads
+    while True:
+        yield torch.rand(num_tokens, generator=generator)
 
 
-def drawn(scores: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return scores `(documents, vocabulary)` with one finite entry per row, drawn with probability softmax."""
+def drawn(scores: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+    """Return tokens `(documents, 1)`, each drawn with the probabilities softmax of `scores` `(documents, vocabulary)`.
+
+    It is inverse transform sampling: the first token at which the sum of the probabilities exceeds its `level` of
+    [0, 1), `(documents, 1)`. Sums of blocks find the block, so no sum runs over all tokens one by one.
+    `torch.multinomial` takes ten times as long on a CPU.
+    """
     probabilities = scores.softmax(-1)
-    if scores.is_cuda and len(scores) == 1:  # sums of one row alone are not deterministic
-        probabilities = probabilities.repeat(2, 1)
-    cumulative = probabilities.cumsum_(-1)[: len(scores)]
-    level = torch.rand(len(scores), 1, generator=generator, device=scores.device) * cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, level, right=True).clamp_max_(scores.shape[1] - 1)
-    return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
+    documents, vocabulary = probabilities.shape
+    size = max(size for size in range(1, LARGEST_BLOCK + 1) if vocabulary % size == 0)
+    blocks = probabilities.view(documents, -1, size)
+    block, rest = _reached(blocks.sum(-1), lambda total: level * total)
+    inside, _ = _reached(blocks.take_along_dim(block[..., None], 1).squeeze(1), lambda total: rest)
+    return block * size + inside
+
+
+def _reached(
+    parts: torch.Tensor, level_of: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first column of each row `(rows, columns)` that takes the sum above a level, and the level's rest.
+
+    `level_of`: receives the sums of the rows `(rows, 1)`. Rounding never leads to a column that adds nothing.
+    """
+    rows = len(parts)
+    if parts.is_cuda and rows == 1:  # sums of one row alone are not deterministic
+        parts = parts.repeat(2, 1)
+    sums = parts.cumsum(-1)[:rows].contiguous()
+    total = sums[:, -1:]
+    level = torch.minimum(level_of(total), total.nextafter(torch.zeros_like(total)))
+    column = torch.searchsorted(sums, level, right=True)
+    before = torch.where(column > 0, sums.gather(1, (column - 1).clamp_min(0)), 0.0)
+    return column, level - before
 
 
 def _load(
@@ -224,13 +255,14 @@ def _tokens(tokenizer: Any, opening: str, folder: Path) -> list[int]:
 def _continued(
     model: Any,
     beginnings: list[list[int]],
-    num_tokens: int,
-    generator: torch.Generator,
+    drawn_at: torch.Tensor,
     advance: Callable[[float], None],
 ) -> list[list[int]]:
-    """Return each beginning with `num_tokens` tokens that the model draws after it."""
+    """Return each beginning with as many tokens as `drawn_at` `(documents, tokens)` has levels to draw them by."""
     from transformers import GenerationConfig
     from transformers.generation import BaseStreamer, LogitsProcessor, LogitsProcessorList
+
+    columns = iter(drawn_at.to(model.device).T.unsqueeze(-1))
 
     class Progress(BaseStreamer):
         def put(self, value: torch.Tensor) -> None:
@@ -241,12 +273,13 @@ def _continued(
             pass
 
     class Draw(LogitsProcessor):
-        """Leave one token, drawn by inverse transform sampling; torch.multinomial takes ten times as long on a CPU."""
+        """Leave one token with a finite score."""
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
-            return drawn(scores, generator)
+            token = drawn(scores, next(columns))
+            return scores.fill_(-torch.inf).scatter_(1, token, 0.0)  # a copy that `generate` made
 
-    length = max(len(beginning) for beginning in beginnings)
+    length, num_tokens = max(len(beginning) for beginning in beginnings), drawn_at.shape[1]
     padded = torch.tensor([[0] * (length - len(ids)) + ids for ids in beginnings], device=model.device)
     mask = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in beginnings], device=model.device)
     free_running = GenerationConfig(
@@ -255,11 +288,12 @@ def _continued(
         eos_token_id=None,  # a document does not end early
         pad_token_id=0,
     )
-    written = model.generate(
-        padded,
-        attention_mask=mask,
-        generation_config=free_running,
-        logits_processor=LogitsProcessorList([Draw()]),
-        streamer=Progress(),
-    ).tolist()
+    with growing_in_place(model, length + num_tokens):
+        written = model.generate(
+            padded,
+            attention_mask=mask,
+            generation_config=free_running,
+            logits_processor=LogitsProcessorList([Draw()]),
+            streamer=Progress(),
+        ).tolist()
     return [ids[length - len(beginning) :] for ids, beginning in zip(written, beginnings, strict=True)]

@@ -66,7 +66,6 @@ def prepare_package() -> None:
     torch_panel.take_pivots_ = take_pivots_
     oneshot.footprint.bounds.DEVICE_SLACK_BYTES = SLACK_BYTES
     oneshot.text.self_written.DOCUMENT_TOKENS = 16  # every token is a pass through the model
-    oneshot.text.self_written.seeded = lambda *_: None  # generators of a device are its library's
     oneshot.footprint.bounds.measure_rates = lambda *_: Rates(1.0, 1.0, 1.0, 1.0)  # nothing says how fast a device is
 
 

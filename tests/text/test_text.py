@@ -217,7 +217,8 @@ def test_documents_are_drawn_from_the_models_distribution(make_checkpoint: MakeC
     beginnings, repeats = [[5, 17, 40, 9, 33], [60]], 2000
     with torch.no_grad():
         written: list[float] = []
-        documents = _continued(model, beginnings * repeats, 1, torch.Generator().manual_seed(0), written.append)
+        drawn_at = torch.rand(len(beginnings) * repeats, 1, generator=torch.Generator().manual_seed(0))
+        documents = _continued(model, beginnings * repeats, drawn_at, written.append)
         assert sum(written) == len(documents)
         for number, beginning in enumerate(beginnings):
             own = documents[number :: len(beginnings)]
