@@ -1,7 +1,8 @@
 """Types per tensor (`--max-file-size`) against llama-quantize's with llama-imatrix, at the bytes of its files.
 
 The model is a dense folder of the Llama type off any quantised grid. Both calibrate on the same text.
-llama-perplexity judges the second halves of chunks of a text of another kind. One row for each file goes to
+llama-perplexity judges the second halves of chunks of texts of other kinds, against the predictions of the file in F16:
+by divergence, and by the log-loss, which few tokens leave to chance. One row for each file and text goes to
 `tensor_types.jsonl`. A file that is there is not made again, so an interrupted call continues.
 """
 
@@ -10,7 +11,8 @@ import subprocess
 from pathlib import Path
 
 import torch
-from harness import append_row, parser, provenance
+from harness import Row, append_row, parser, provenance
+from judging import CODE, KINDS, kind_text
 
 from oneshot import Config
 from oneshot.export.result_model import ResultModel, result_importance
@@ -31,11 +33,22 @@ def run(*command: str | Path | int) -> str:
     return done.stdout + done.stderr
 
 
-def perplexity(programs: Path, model: Path, text: Path, chunks: int, threads: int) -> float:
-    """Return llama-perplexity's running mean after the last chunk."""
-    options = ["-c", LENGTH, "--chunks", chunks, "-t", threads]
-    printed = run(programs / "llama-perplexity", "-m", model, "-f", text, *options)
-    return float(re.findall(rf"\[{chunks}\]([\d.]+)", printed)[-1])
+MEASURES = {  # of llama-perplexity's printed lines; each has an error behind it
+    "divergence": r"Mean    KLD: *([-\d.]+) ± *([\d.]+)",
+    "lost_nats": r"Mean ln\(PPL\(Q\)/PPL\(base\)\) *: *([-\d.]+) ± *([\d.]+)",
+    "perplexity": r"Mean PPL\(Q\) *: *([\d.]+) ± *([\d.]+)",
+}
+
+
+def judge(programs: Path, model: Path, logits: Path, chunks: int, threads: int) -> Row:
+    """Return llama-perplexity's measures of a file against the saved predictions of another, with their errors."""
+    options = ["--kl-divergence", "--kl-divergence-base", logits, "-c", LENGTH, "--chunks", chunks, "-t", threads]
+    printed = run(programs / "llama-perplexity", "-m", model, *options)
+    row: Row = {}
+    for name, pattern in MEASURES.items():
+        value, error = re.findall(pattern, printed)[-1]
+        row |= {name: float(value), f"{name}_error": float(error)}
+    return row
 
 
 def main() -> None:
@@ -44,10 +57,11 @@ def main() -> None:
     options.add_argument("--name", required=True, help="of the model, for the rows")
     options.add_argument("--programs", type=Path, required=True, help="folder of llama.cpp's programs")
     options.add_argument("--calibration", required=True)
-    options.add_argument("--text", type=Path, required=True, help="that is judged on")
+    options.add_argument("--data-dir", type=Path, required=True, help="folder of the texts; see benchmarks/README.md")
+    options.add_argument("--kinds", nargs="+", default=[*KINDS, CODE], help="of texts that are judged on")
     options.add_argument("--folder", type=Path, required=True, help="for files")
     options.add_argument("--num-sequences", type=int, default=64)
-    options.add_argument("--chunks", type=int, default=16)
+    options.add_argument("--chunks", type=int, default=32)
     options.add_argument("--types", nargs="+", default=["Q4_K_M", "Q3_K_M", "Q2_K"])
     options.add_argument("--dtype", default="float32")
     arguments = options.parse_args()
@@ -89,12 +103,17 @@ def main() -> None:
             ours.symlink_to(source)  # which the result replaces
             write_quantised(ours, priced, kinds, names)
         files |= {kind: (theirs, None), f"own types at {kind}": (ours, damage_of(priced, kinds))}
-    for name, (path, damage) in files.items():
-        measured = perplexity(programs, path, arguments.text, arguments.chunks, arguments.threads)
-        row = {"model": arguments.name, "types": name, "bytes": path.stat().st_size, "perplexity": measured}
-        row |= {"predicted_nats": damage, "text": arguments.text.name, "chunks": arguments.chunks}
-        row |= {"calibration": Path(arguments.calibration).name, "calibration_tokens": text.num_tokens}
-        append_row("tensor_types", row | provenance())
+    for kind in arguments.kinds:
+        words, logits = folder / f"{kind}.txt", folder / "logits.bin"
+        words.write_text(kind_text(kind, arguments.data_dir))
+        saved = ["-f", words, "-c", LENGTH, "--chunks", arguments.chunks, "-t", arguments.threads]
+        run(programs / "llama-perplexity", "-m", source, "--save-all-logits", logits, *saved)
+        for name, (path, damage) in files.items():
+            row = {"model": arguments.name, "types": name, "bytes": path.stat().st_size, "predicted_nats": damage}
+            row |= judge(programs, path, logits, arguments.chunks, arguments.threads)
+            row |= {"text": kind, "chunks": arguments.chunks, "calibration": Path(arguments.calibration).name}
+            append_row("tensor_types", row | {"calibration_tokens": text.num_tokens} | provenance())
+        logits.unlink()
 
 
 if __name__ == "__main__":
