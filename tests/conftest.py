@@ -44,7 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector of garbage work from here on."""
+    """Let the collector of garbage work from here on, rarely: one model of transformers is many thousand objects."""
+    gc.set_threshold(100_000, 50, 100)
     gc.enable()
 
 

@@ -57,11 +57,13 @@ FURTHER_MIXTURES: dict[str, dict[str, Any]] = {
     "biases and sinks": {"family": "gpt_oss", "num_local_experts": 16, "width": 384},
     "groups of experts": {"num_experts": 8, "moe_intermediate_size": 768, "layers": 1},
 }
+FEWER_TOKENS = {"num_sequences": 16, "batch_size": 16}
+FEWEST_TOKENS = {"num_sequences": 8, "batch_size": 8}
 # heads are many and small, so that a scan by chunks takes more than the outputs of linears
 MEASURED_HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a state-space model": (
         {"family": "falcon_h1", "mamba_d_ssm": 768, "mamba_n_heads": 24, "mamba_d_state": 128, "mamba_chunk_size": 128},
-        {"num_sequences": 8, "batch_size": 8},
+        FEWEST_TOKENS,
     ),
     "linear attention, output curvature": (
         {
@@ -73,7 +75,7 @@ MEASURED_HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "linear_num_key_heads": 16,
             "linear_num_value_heads": 32,
         },
-        {"form": "per-layer"},
+        {**FEWEST_TOKENS, "form": "per-layer"},
     ),
     "tokens read in every layer, borrowed keys": (
         {
@@ -85,7 +87,7 @@ MEASURED_HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "hidden_size_per_layer_input": 128,
             "vocab_size_per_layer_input": 4096,
         },
-        {"num_sequences": 16, "batch_size": 8, "form": "per-layer"},
+        {**FEWEST_TOKENS, "form": "per-layer"},
     ),
 }
 # long sequences and many heads, so that whole scores are most of what a run takes
@@ -120,8 +122,6 @@ WHOLE_SCORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-FEWER_TOKENS = {"num_sequences": 16, "batch_size": 16}
-FEWEST_TOKENS = {"num_sequences": 8, "batch_size": 8}
 FEWER_WORDS = {"vocabulary": 4096}
 MEASURED_RUNS: dict[str, dict[str, Any]] = {
     "oneshot": {},
