@@ -14,7 +14,7 @@ from oneshot.export.forms import Form
 from oneshot.export.nemotron_nas import WIDTH_STEP, obstacle
 from oneshot.export.resized import ResizedForm
 from oneshot.families import NAS_MODEL_TYPE, RESIZED_MODEL_TYPE
-from oneshot.serving import ENGINES, Engine
+from oneshot.serving import ENGINES, Engine, Serving
 
 FORMS_OPENED: dict[Engine, tuple[FormName, ...]] = {  # the best one first
     "vllm": ("per-layer", "stock", "nemotron-nas"),
@@ -53,6 +53,22 @@ def reason_against_form(engine: Engine | None, form: Form, model: Model) -> str 
     if isinstance(form, EncoderForm) or not in_plugin:
         return f"{name} does not open the per-layer form of {model_type}; give --form stock."
     return None
+
+
+def reason_against_ranks(serving: Serving, form: Form, model: Model) -> str | None:
+    """Return a sentence why GPUs cannot share linears of low rank; None if they can.
+
+    vLLM's Transformers backend shares the linears of a family as transformers' own plan says.
+    """
+    if serving.engine != "vllm" or serving.tp == 1 or not isinstance(form, ResizedForm):
+        return None
+    config_class, _ = stock_classes(model.checkpoint.config)
+    if getattr(config_class, "base_model_tp_plan", None):
+        return None
+    return (
+        f"transformers has no plan by which GPUs share {model.family.model_type}, so vLLM cannot share its low ranks; "
+        "set ranks=none."
+    )
 
 
 def reason_against_result(engine: Engine | None, config: dict[str, Any]) -> str | None:

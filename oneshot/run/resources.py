@@ -26,7 +26,7 @@ from oneshot.compression import Curvature
 from oneshot.config import Config, Target
 from oneshot.errors import ConfigError, PlanError
 from oneshot.export import Form, coordinates, expected_bytes, form_of, part_dtype
-from oneshot.export.served import FORMS_OPENED, reason_against_form
+from oneshot.export.served import FORMS_OPENED, reason_against_form, reason_against_ranks
 from oneshot.families import StackShape, predicts_tokens, stated_class
 from oneshot.footprint import (
     Work,
@@ -122,6 +122,9 @@ class Run:
             self.model = self.model.with_ffn_biases()
         self.grid = self._grid(self.form)
         self.method = self._settled(config)
+        reason = reason_against_ranks(config.target.serving, self.form, self.model)
+        if self.method.plans_ranks and reason is not None:
+            raise PlanError(reason)
         self._calibration = Calibration(config, self.model, self.machine, outputs, self.tracker)
         self._outputs = outputs
         self.timings: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
 """Ask vLLM in its own environment: `python ask_vllm.py REQUESTS.json ANSWERS.json`.
 
 A request has `folder`, `implementation` (auto, vllm or transformers), `dtype`, `prompts` (lists of token ids),
-`max_tokens` (for all or for each prompt), `max_length` and perhaps further `options` of vLLM. Its answer has, for every
+`max_tokens` (for all or for each prompt), `max_length` and perhaps other `options` of vLLM. Its answer has, for every
 prompt, the log-probability of each of its tokens after the first, and the greedy continuation. A model that vLLM does
 not open has an error's text in their place.
 """
@@ -17,6 +17,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # processes that share a model need not import all again
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -24,18 +25,17 @@ def answers_to(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Return an answer for every prompt of a request."""
     from vllm import LLM, SamplingParams
 
-    model = LLM(
-        request["folder"],
-        model_impl=request["implementation"],
-        trust_remote_code=request["implementation"] != "vllm",
-        dtype=request["dtype"],
-        enforce_eager=True,
-        max_model_len=request["max_length"],
-        max_num_seqs=4,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        **request.get("options", {}),
-    )
+    options = {
+        "model_impl": request["implementation"],
+        "trust_remote_code": request["implementation"] != "vllm",
+        "dtype": request["dtype"],
+        "enforce_eager": True,
+        "max_model_len": request["max_length"],
+        "max_num_seqs": 4,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+    }
+    model = LLM(request["folder"], **options | request.get("options", {}))
     prompts, limits = request["prompts"], request["max_tokens"]
     sampling = [
         SamplingParams(temperature=0, max_tokens=limit, prompt_logprobs=0, ignore_eos=True)

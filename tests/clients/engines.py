@@ -20,6 +20,12 @@ BY_LAYER: dict[str, Any] = {"embedding": "none", "sparsity": 0.2, "round_to": 8}
 SIZES: dict[str, Any] = {"hidden": 128, "width": 192, "heads": 4, "groups": 2, "layers": 4}
 CONTEXT = 128  # tokens of a chunk of llama-perplexity, of which the second half is scored
 
+# options of vLLM for two processes: of tensors, and of stages. On a CPU vLLM makes the buffers of a stage only when it
+# warms up, which it leaves out if it traces nothing
+SHARED_TENSORS: dict[str, Any] = {"tensor_parallel_size": 2}
+SHARED_LAYERS: dict[str, Any] = {"pipeline_parallel_size": 2, "enforce_eager": False}
+SHARED_LAYERS |= {"compilation_config": {"mode": 2, "backend": "eager"}}
+
 Answer = dict[str, Any]  # `scores`: log-probabilities of tokens, `tokens`: a greedy continuation
 
 

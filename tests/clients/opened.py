@@ -53,6 +53,7 @@ PLUGIN_CASES: dict[str, tuple[Sizes, Sizes, Callable[[Sizes], bool]]] = {
         {"embedding": "auto", "sparsity": 0.3},
         ranked,
     ),
+    "one KV head, ranks": ({"groups": 1, "attention_bias": True}, {}, ranked),
     "qwen2": ({"family": "qwen2", "tied": True}, {}, ranked),
     "qwen3": ({"family": "qwen3", "head_dim": 32}, {}, ranked),
     "phi3": ({"family": "phi3"}, {}, ranked),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from conftest import ask_vllm_together
-from engines import BY_LAYER, NEW_TOKENS, SIZES, Expected
+from engines import BY_LAYER, NEW_TOKENS, SHARED_LAYERS, SHARED_TENSORS, SIZES, Expected
 from factories import build_model, silence
 from opened import PLUGIN_CASES
 
@@ -20,7 +20,11 @@ IDLE: dict[str, dict[str, list[int]]] = {
     FIRST: {"attention": [0, 2], "ffn": [3]},
 }
 
-SHARED = ("ranks, biases", "ranks of the embedding", "sizes inside heads")  # also by two processes that share tensors
+ONE_KV_HEAD = "one KV head, ranks"
+TENSORS = ("ranks, biases", "ranks of the embedding", "sizes inside heads", ONE_KV_HEAD)  # also by two processes
+LAYERS = ("ranks, biases", "ranks of the embedding", "subspaces", "opt")
+PROCESSES = {f"{name}, shared tensors": (name, SHARED_TENSORS) for name in TENSORS}
+PROCESSES |= {f"{name}, shared layers": (name, SHARED_LAYERS) for name in LAYERS}
 Answered = tuple[Expected, Any]  # transformers' answers, and vLLM's or an error's text
 
 
@@ -39,8 +43,8 @@ def answered(
         expected[name] = Expected(output, source)
         request = {"folder": str(output), "prompts": expected[name].prompts, "max_tokens": NEW_TOKENS}
         requests[name] = request | {"implementation": "vllm"}
-    shared = {f"{name}, shared": requests[name] | {"options": {"tensor_parallel_size": 2}} for name in SHARED}
-    expected |= {f"{name}, shared": expected[name] for name in SHARED}
+    shared = {how: requests[name] | {"options": options} for how, (name, options) in PROCESSES.items()}
+    expected |= {how: expected[name] for how, (name, _) in PROCESSES.items()}
     prompts, limits = expected[STAGGERED].staggered()
     staggered = {"staggered": requests[STAGGERED] | {"prompts": prompts, "max_tokens": limits}}
     expected["staggered"] = expected[STAGGERED]
@@ -63,9 +67,9 @@ def test_it_answers_as_transformers(name: str, answered: dict[str, Answered]) ->
     expected.agrees_with_vllm(answers)
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", PROCESSES)
 def test_two_processes_answer_as_transformers(name: str, answered: dict[str, Answered]) -> None:
-    expected, answers = answered[f"{name}, shared"]
+    expected, answers = answered[name]
     assert not isinstance(answers, str), answers[-4000:]
     expected.agrees_with_vllm(answers)
 

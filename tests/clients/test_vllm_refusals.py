@@ -18,22 +18,28 @@ from oneshot.pipeline import compress
 HEAD: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}}
 W8A8 = HEAD | {"ignore": ["re:.*lm_head"]}
 EIGHT_BITS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-LLAMA, GRANITE, NO_RANKS = "llama", "granite", "granite, no ranks"
+FOUR_BITS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+W4A16 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+ORDERED = W4A16 | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": FOUR_BITS | {"actorder": "group"}}}}
+W4A16 |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": FOUR_BITS}}}
+LLAMA, GRANITE, NO_RANKS, HUNYUAN = "llama", "granite", "granite, no ranks", "hunyuan_v1_dense"
 QUANTISED: dict[tuple[str, str], tuple[dict[str, Any], str]] = {  # and what config.json states
     (LLAMA, "a quantised head"): (HEAD | {"ignore": []}, "has a quantised output head"),
     (LLAMA, "a quantised cache"): (W8A8 | {"kv_cache_scheme": EIGHT_BITS}, "has a quantised KV cache"),
     (LLAMA, "rotated linears"): (W8A8 | {"transform_config": {"config_groups": {}}}, "has rotated linears"),
-    (LLAMA, "quantised linears on two GPUs"): (W8A8, "shares no quantised linears between GPUs"),
+    (LLAMA, "groups on two GPUs"): (W4A16, "which 2 GPUs cannot share in groups of 128 weights"),
+    (LLAMA, "ordered groups on two GPUs"): (ORDERED, "has groups in the order of activations"),
     (GRANITE, "a quantised file"): (W8A8, "has no quantised linears for this family (compressed-tensors)"),
 }
 UNTRIED: dict[str, tuple[dict[str, Any], str]] = {
     "adapters": ({"enable_lora": True}, "has no adapters; leave out --enable-lora"),
-    "stages": ({"pipeline_parallel_size": 2}, "has no pipeline parallelism; leave out --pipeline-parallel-size"),
+    "stages": ({"pipeline_parallel_size": 3}, "has 2 layers, which 3 stages cannot share"),
 }
 TENSOR_PARALLEL: dict[tuple[str, str], tuple[int, str]] = {
-    (LLAMA, "KV heads on four GPUs"): (4, "Layer 0 has 2 KV heads, which 4 GPUs cannot share equally"),
+    (LLAMA, "KV heads on two GPUs"): (2, "Layer 1 has 3 KV heads, which 2 GPUs cannot share equally"),
     (LLAMA, "neurons on two GPUs"): (2, "Layer 1 has 77 neurons, which 2 GPUs cannot share equally"),
-    (GRANITE, "ranks on two GPUs"): (2, "has a low rank, which several GPUs cannot share"),
+    (GRANITE, "an odd rank on two GPUs"): (2, "has a rank of 33, which 2 GPUs cannot share equally"),
+    (HUNYUAN, "ranks on two GPUs"): (2, "has a low rank, which several GPUs cannot share"),
     (NO_RANKS, "neurons on two GPUs"): (2, "Layer 1 has 77 neurons, which 2 GPUs cannot share equally"),
 }
 CASES: dict[tuple[str, str], tuple[dict[str, Any], str]] = {
@@ -47,6 +53,10 @@ CASES[LLAMA, "at load"] = (
     {"quantization": "fp8"},
     "takes the quantised checkpoints of llm-compressor (compressed-tensors)",
 )
+CASES[LLAMA, "a stage without attention"] = (
+    {"pipeline_parallel_size": 2},
+    "Stage 1 of the pipeline would have no layer with attention",
+)
 CASES[GRANITE, "at load"] = {"quantization": "fp8"}, "for this family (fp8); leave out --quantization"
 
 
@@ -58,6 +68,7 @@ def errors(
     folder, requests = tmp_path_factory.mktemp("results"), []
     text = {"calibration": str(text_file), "num_sequences": 16, "sequence_length": 32}
     sources = {LLAMA: {}, GRANITE: variants()["granite"], NO_RANKS: variants()["granite"]}
+    sources[HUNYUAN] = variants()["hunyuan_v1_dense"]
     for result, options in sources.items():
         ranks = {"ranks": "none"} if result == NO_RANKS else {}
         output, source = folder / result, make_checkpoint(**SIZES | {"layers": 2} | options)
@@ -71,6 +82,13 @@ def errors(
             config["quantization_config"] = QUANTISED[result, name][0]
         if name == "neurons on two GPUs":
             (config["layers"] if result == LLAMA else config["sizes"]["layers"])[1]["intermediate_size"] = 77
+        if name == "KV heads on two GPUs":
+            config["layers"][1]["num_key_value_heads"] = 3
+        if name == "a stage without attention":
+            config["layers"][1]["num_attention_heads"] = 0
+        if name == "an odd rank on two GPUs":
+            layer = config["resized"][1]
+            layer["reads"][layer["linears"]["self_attn.o_proj"][1]][1] = 33
         (one / "config.json").write_text(json.dumps(config))
         requests.append({"folder": str(one), "prompts": [], "max_tokens": 1, "options": options})
     return dict(zip(CASES, ask_vllm_together(requests, folder), strict=True))

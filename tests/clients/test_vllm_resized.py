@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import ask_vllm_together
-from engines import BY_LAYER, NEW_TOKENS, SIZES, Expected
+from engines import BY_LAYER, NEW_TOKENS, SHARED_LAYERS, SHARED_TENSORS, SIZES, Expected
 from families.cases import variants
 from opened import FEWER_HEADS, MIXTURES_BY_LAYER, NO_RANKS, OWN_NUMBERS, RESIZED_CASES, SHARED_EXPERTS
 from safetensors.torch import load_file, save_file
@@ -19,6 +19,10 @@ Answered = tuple[Expected, Any]
 HYBRID = "a hybrid"
 TWO_PROCESSES, EXPERT_PARALLEL = "tensors of experts are shared", "whole experts are shared"
 RANKED, OLDER, STAGGERED = "gemma3_text", "names-of-older-tensors", "staggered"
+RANKED_EMBEDDING = "gemma3_text, ranks of the embedding"
+PROCESSES = {f"{name}, shared tensors": (name, SHARED_TENSORS) for name in (RANKED, "phi", "qwen2_moe")}
+PROCESSES |= {f"{name}, shared layers": (name, SHARED_LAYERS) for name in (RANKED_EMBEDDING, "qwen2_moe")}
+PROCESSES[TWO_PROCESSES] = SHARED_EXPERTS, SHARED_TENSORS
 CASES = RESIZED_CASES | {HYBRID: ("falcon_h1", {"ranks": "none", "embedding": "none"})}
 
 
@@ -67,9 +71,9 @@ def answered(
             "max_tokens": NEW_TOKENS,
             "implementation": "transformers" if name in (NO_RANKS, HYBRID) else "auto",
         }
-    shared = {TWO_PROCESSES: {"tensor_parallel_size": 2}, EXPERT_PARALLEL: {"enable_expert_parallel": True}}
-    requests |= {name: requests[SHARED_EXPERTS] | {"options": options} for name, options in shared.items()}
-    expected |= dict.fromkeys(shared, expected[SHARED_EXPERTS])
+    shared = PROCESSES | {EXPERT_PARALLEL: (SHARED_EXPERTS, {"enable_expert_parallel": True})}
+    requests |= {how: requests[name] | {"options": options} for how, (name, options) in shared.items()}
+    expected |= {how: expected[name] for how, (name, _) in shared.items()}
     older = older_result(folder / RANKED, folder / OLDER)
     requests[OLDER], expected[OLDER] = requests[RANKED] | {"folder": str(older)}, expected[RANKED]
     prompts, limits = expected[RANKED].staggered()
@@ -102,8 +106,9 @@ def test_prompts_that_come_and_end_in_turns_have_their_answers(answered: dict[st
     expected.agrees_when_staggered(answers)
 
 
-def test_two_processes_answer_as_transformers(answered: dict[str, Answered]) -> None:
-    expected, answers = answered[TWO_PROCESSES]
+@pytest.mark.parametrize("name", PROCESSES)
+def test_two_processes_answer_as_transformers(name: str, answered: dict[str, Answered]) -> None:
+    expected, answers = answered[name]
     assert not isinstance(answers, str), answers[-4000:]
     expected.agrees_with_vllm(answers)
 

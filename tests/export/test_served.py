@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from factories import MakeCheckpoint, MakeConfig
-from transformers import AutoConfig
+from transformers import AutoConfig, Gemma2Config
 
 from oneshot.errors import PlanError
 from oneshot.export.served import FORMS_OPENED, IN_PLUGIN, NO_CLASS, reason_against_result
@@ -82,6 +82,17 @@ def test_what_an_engine_does_not_open_is_refused_before_the_work(
     with pytest.raises(PlanError) as caught:
         compress(make_config(folder, **options))
     assert sentence in str(caught.value)
+
+
+def test_low_ranks_of_a_family_without_a_plan_of_transformers_are_refused(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(family="gemma2", width=96, **GQA)
+    with open_run(make_config(folder, form="auto", serve="engine=vllm,tp=2")) as run:
+        assert run.method.plans_ranks
+    monkeypatch.setattr(Gemma2Config, "base_model_tp_plan", None)
+    with pytest.raises(PlanError, match="so vLLM cannot share its low ranks; set ranks=none"):
+        compress(make_config(folder, form="auto", serve="engine=vllm,tp=2"))
 
 
 def test_an_engine_that_would_compute_another_model_is_refused() -> None:

@@ -61,19 +61,29 @@ def norm_of(config: OneshotConfig, width: int) -> RMSNorm:
 
 
 class OneshotAttention(nn.Module):
-    """Grouped-query attention with sizes of its own, and rotary pairs chosen by each KV group where they are fewer."""
+    """Grouped-query attention with sizes of its own, and rotary pairs chosen by each KV group where they are fewer.
+
+    GPUs share the heads. If they are more than the KV heads, several have the same KV head, from all of which it is
+    taken: so few are computed as a whole.
+    """
 
     def __init__(self, config: OneshotConfig, sizes: dict[str, Any], made: Made, prefix: str) -> None:
         super().__init__()
         heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
         self.key_size, self.value_size = sizes["query_key_size"], sizes["value_size"]
         num_gpus = get_tensor_model_parallel_world_size()
-        self.groups, self.heads = divide(groups, num_gpus), divide(heads, num_gpus)
+        self.heads, self.groups, self.all_groups = divide(heads, num_gpus), max(1, groups // num_gpus), groups
+        self.first_group = get_tensor_model_parallel_rank() * groups // num_gpus
         width, bias = sizes["hidden_size"], sizes["attention_bias"]
         rank = sizes["query_key_rank"]
         queries, keys, values = heads * self.key_size, groups * self.key_size, groups * self.value_size
         self.qk_read = coordinates_of(width, rank)
-        if rank:
+        if groups % num_gpus:
+            reads = rank or width
+            self.q_proj = ColumnParallelLinear(reads, queries, bias=bias, **made.linear(f"{prefix}.q_proj"))
+            self.k_proj = ReplicatedLinear(reads, keys, bias=bias, **made.linear(f"{prefix}.k_proj"))
+            self.v_proj = ReplicatedLinear(width, values, bias=bias, **made.linear(f"{prefix}.v_proj"))
+        elif rank:
             self.qk_proj = MergedColumnParallelLinear(
                 rank, [queries, keys], bias=bias, **made.linear(f"{prefix}.qk_proj")
             )
@@ -123,17 +133,11 @@ class OneshotAttention(nn.Module):
             set_weight_attrs(self.rotary_pairs, {"weight_loader": self._load_pairs})
 
     def _load_pairs(self, pairs: torch.Tensor, loaded: torch.Tensor) -> None:
-        start = get_tensor_model_parallel_rank() * self.groups
-        pairs.copy_(loaded[start : start + self.groups])
+        pairs.copy_(loaded[self.first_group : self.first_group + self.groups])
 
     def forward(self, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Positions `(tokens,)` and states `(tokens, width)` -> what attention adds to the stream."""
-        read = self.qk_read(states)
-        if hasattr(self, "qkv_proj"):
-            queries, keys, values = self.qkv_proj(read).split(self.own_sizes, dim=-1)
-        else:
-            queries, keys = self.qk_proj(read).split(self.own_sizes[:2], dim=-1)
-            values = self.v_proj(states)
+        queries, keys, values = self.projected(states)
         queries, keys = self.heads_of(queries, self.q_norm), self.heads_of(keys, self.k_norm)
         if self.pairs_selected:
             queries, keys = self.turned(positions, queries), self.turned(positions, keys)
@@ -147,6 +151,20 @@ class OneshotAttention(nn.Module):
         if not isinstance(self.o_read, nn.Identity):
             output = self.o_read(tensor_model_parallel_all_gather(output))
         return self.o_proj(output)
+
+    def projected(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """States `(tokens, width)` -> this GPU's queries, keys and values, `(tokens, heads · size)`."""
+        read = self.qk_read(states)
+        if hasattr(self, "qkv_proj"):
+            queries, keys, values = self.qkv_proj(read).split(self.own_sizes, dim=-1)
+        elif hasattr(self, "qk_proj"):
+            queries, keys = self.qk_proj(read).split(self.own_sizes[:2], dim=-1)
+            values = self.v_proj(states)
+        else:
+            queries = self.q_proj(read)
+            of_all = self.k_proj(read), self.v_proj(states)
+            keys, values = (one.unflatten(-1, (self.all_groups, -1))[:, self.first_group] for one in of_all)
+        return queries, keys, values
 
     def heads_of(self, flat: torch.Tensor, norm: nn.Module) -> torch.Tensor:
         """`(tokens, heads · k)` -> normed heads `(tokens, heads, k)`."""

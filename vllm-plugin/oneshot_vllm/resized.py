@@ -4,18 +4,21 @@ The backend builds transformers' own class from the modelling file of the result
 and norms. It has no linears that read through coordinates, and no embedding of several ranks: these stay as they are.
 """
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, MoERunner
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM, moe
+from vllm.model_executor.models.transformers.utils import replace_linear_class
 from vllm.model_executor.models.utils import extract_layer_index
 
-from oneshot_vllm.refusals import ResizedRefusals
+from oneshot_vllm.refusals import ResizedRefusals, style_of
 
 
 def logit_factor(config: Any) -> float:
@@ -25,21 +28,21 @@ def logit_factor(config: Any) -> float:
 
 
 class UnsharedLinear(nn.Module):
-    """A linear of low rank. It is no `nn.Linear`, so that the backend leaves it in its place.
+    """A linear of low rank of older results. It is no `nn.Linear`, so that the backend leaves it in its place."""
 
-    `read`: what it reads through; nothing if the module around it does that.
-    """
-
-    def __init__(self, linear: Any, read: tuple[nn.Module, ...] = ()) -> None:
+    def __init__(self, linear: Any) -> None:
         super().__init__()
-        self._read = read  # a tuple with the coordinates, which are a submodule of the layer
+        self._read = linear._read  # a tuple with the coordinates, which are a submodule of the layer
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """States `(…, inputs)` -> `(…, outputs)`."""
-        for read in self._read:
-            x = read(x)
-        return nn.functional.linear(x, self.weight, self.bias)
+        return nn.functional.linear(self._read[0](x), self.weight, self.bias)
+
+
+def read_by_all(read: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what reads the whole width where every GPU has a share of it."""
+    return lambda x: read(tensor_model_parallel_all_gather(x))
 
 
 class Resized:
@@ -63,11 +66,26 @@ class Resized:
         low_rank = [name for name, module in self.model.named_modules() if hasattr(module, "_read")]
         for name in low_rank:
             module = self.model.get_submodule(name)
-            if isinstance(module, nn.Linear):  # of older results
-                self.model.set_submodule(name, UnsharedLinear(module, module._read))
+            style = style_of(name, self.model.tp_plan or {})
+            if isinstance(module, nn.Linear):
+                if self.tp_group.world_size > 1:
+                    raise ValueError(
+                        "The result is of an older version, whose low ranks GPUs cannot share; give "
+                        "--tensor-parallel-size 1, or compress again."
+                    )
+                self.model.set_submodule(name, UnsharedLinear(module))
+            elif style == "rowwise":  # no `nn.Linear`, so the backend leaves it
+                module.linear = replace_linear_class(
+                    module.linear, "rowwise_split_input", prefix=f"model.{name}.linear"
+                )
+                module._read = (read_by_all(module._read[0]),)
             else:
-                module.linear = UnsharedLinear(module.linear)
+                module.linear = replace_linear_class(module.linear, style or "replicate", prefix=f"model.{name}.linear")
         super().recursive_replace()
+
+    def _get_tie_word_embeddings(self) -> bool:
+        """Return whether the last stage of a pipeline also needs the embedding."""
+        return self.text_config.embedding_ranges is not None or super()._get_tie_word_embeddings()
 
     def _vocab_embeddings(self) -> set[nn.Embedding]:
         return set() if self.text_config.embedding_ranges is not None else super()._vocab_embeddings()
