@@ -39,6 +39,13 @@ def test_a_drawn_token_is_the_first_whose_sum_exceeds_the_level(vocabulary: int)
     assert (after >= level - MISSED).all()
 
 
+def test_scores_that_are_not_finite_give_a_token_of_the_vocabulary() -> None:
+    """The layers refuse such a model in a sentence, as they do without its own text."""
+    token = drawn(torch.full((3, 1024), torch.nan), torch.rand(3, 1))
+    assert (token >= 0).all()
+    assert (token < 1024).all()
+
+
 def test_the_levels_of_a_document_are_its_own() -> None:
     first, second = (next(every) for every in (levels(7, 300), levels(8, 300)))
     again = levels(7, 300)
