@@ -96,6 +96,8 @@ def check_seconds(work: Work, rates: Rates) -> float:
 def own_text_seconds(work: Work, rates: Rates) -> float:
     """Return the seconds in which the model writes text, token by token; 0 if it writes none."""
     written, layers, forward = work.source_tokens.get(SELF, 0), work.shape.num_hidden_layers, _forward(work, rates)
+    if not written:
+        return 0.0
     if not rates.on_device:
         documents = min(work.documents_together, math.ceil(written / DOCUMENT_TOKENS))  # each step reads all weights
         passes = written * (layers * forward + 2 * work.shape.vocab_size * work.shape.hidden_size)
