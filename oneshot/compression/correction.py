@@ -45,6 +45,8 @@ def correct(
     correction: Correction,
     damping: float,
     residual_weight: float = 1.0,
+    root: torch.Tensor | None = None,
+    reported: bool = True,
 ) -> Factors:
     """Return the linear over the kept columns, `y ≈ A[:, kept_columns] weight'ᵀ`.
 
@@ -56,10 +58,12 @@ def correct(
             `min ‖A Wᵀ − A[:, kept_columns] W'ᵀ‖² + λ‖W' − W[:, kept_columns]‖²` (STAT section 3.1), which is
             `W' = W Pᵀ` with the ridged interpolation matrix. `two-stream` has the target `A Wᵀ + ρ (Y − A Wᵀ)`, `Y` the
             dense stream's next hidden state less this stream's residual, `ρ = residual_weight`.
+        root: `L_Gᵀ (d, d)` of a metric in which the error is predicted; None for squares. Without a residual.
+        reported: whether the condition number is estimated.
     """
     if correction == "none" or (len(kept_columns) == weight.shape[1] and correction != "two-stream"):
         corrected = weight[:, kept_columns].double()
-        return _with_error(Factors(kept_columns, corrected), weight.double(), statistics)
+        return _with_error(Factors(kept_columns, corrected), weight.double(), statistics, root)
     if statistics is None:
         raise ValueError(f"the correction {correction!r} needs statistics")
     if correction == "bias":
@@ -67,7 +71,7 @@ def correct(
         means[kept_columns] = 0
         corrected = weight[:, kept_columns].double()
         corrected[:, -1] += weight.double() @ means
-        return _with_error(Factors(kept_columns, corrected), weight.double(), statistics)
+        return _with_error(Factors(kept_columns, corrected), weight.double(), statistics, root)
     if correction != "same-layer" and correction != "two-stream":
         assert_never(correction)
     residual = statistics.residual if correction == "two-stream" else None
@@ -77,14 +81,15 @@ def correct(
     factor, rest, coefficients = interpolation.factor, interpolation.rest, interpolation.coefficients
     max_interpolation = interpolation.max_coefficient
     step = None if residual is None else factor.solve(residual[kept_columns])
-    condition_number, fallback, damping = factor.condition_number, factor.eigenvalue_fallback, factor.damping
+    condition_number = factor.condition_number if reported else None
+    fallback, damping = factor.eigenvalue_fallback, factor.damping
     del interpolation, factor  # as large as the Gram in float64
     dense = weight.double()
     corrected = dense[:, kept_columns].addmm_(dense[:, rest], coefficients.T)
     if step is not None:
         corrected += residual_weight * step.T
     solved = Factors(kept_columns, corrected, None, condition_number, max_interpolation, fallback, damping)
-    return _with_error(solved, dense, statistics)
+    return _with_error(solved, dense, statistics, root)
 
 
 def correct_heads(
@@ -163,11 +168,14 @@ def best_damping(
     return min(DAMPINGS, key=error)
 
 
-def _with_error(factors: Factors, weight: torch.Tensor, statistics: Statistics | None) -> Factors:
-    """Return factors with the error that statistics predict, if there are any."""
+def _with_error(
+    factors: Factors, weight: torch.Tensor, statistics: Statistics | None, root: torch.Tensor | None = None
+) -> Factors:
+    """Return factors with the error that statistics predict, if there are any; `root` as in `correct`."""
     if statistics is None:
         return factors
-    energies = predicted_energies(weight, factors.weight, factors.kept_columns, statistics)
+    seen = (weight, factors.weight) if root is None else (root @ weight, root @ factors.weight)
+    energies = predicted_energies(*seen, factors.kept_columns, statistics)
     return replace(factors, predicted_error=relative(*energies), energies=torch.stack(energies))
 
 
@@ -218,12 +226,11 @@ def energies_of(
 
 
 def _energy(gram: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return `tr(Cᵀ G C) = ‖A C‖²` of `C (…, n, d)`, by panels of the Gram's rows to avoid a float64 copy.
+    """Return `tr(Cᵀ G C) = ‖A C‖²` of `C (…, n, d)`, by panels of the Gram's rows.
 
-    It is only reported. So on CUDA products are float32, 20 to 60 times as fast as float64 on many cards; sums are not.
+    It is only reported, or compared with what is far above rounding. So products are float32; sums are not.
     """
-    products = torch.float32 if gram.is_cuda else torch.float64
-    columns = columns.to(products)
+    columns = columns.to(gram.dtype)
     panels = zip(gram.split(ENERGY_PANEL, -2), columns.split(ENERGY_PANEL, -2), strict=True)
-    energies = [(part * (panel.to(products) @ columns)).sum((-2, -1), dtype=torch.float64) for panel, part in panels]
+    energies = [(part * (panel @ columns)).sum((-2, -1), dtype=torch.float64) for panel, part in panels]
     return torch.stack(energies).sum(0)

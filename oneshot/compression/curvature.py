@@ -81,8 +81,8 @@ def shrunk(gram: torch.Tensor) -> torch.Tensor:
 
 def mean_cost(changes: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
     """Return the mean of `½ δᵀ G δ` over the rows of `changes (…, D)`, a float64 scalar, in nats per token."""
-    rows = changes.flatten(0, -2).double()
-    return 0.5 * ((rows @ curvature.double()) * rows).sum(-1).mean()
+    rows = changes.flatten(0, -2).to(curvature)
+    return 0.5 * ((rows @ curvature) * rows).sum(-1, dtype=torch.float64).mean()
 
 
 def column_costs(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
@@ -91,11 +91,6 @@ def column_costs(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
     return (columns * (curvature.double() @ columns)).sum(0)
 
 
-def seen_by_output(weight: torch.Tensor, curvature: torch.Tensor) -> torch.Tensor:
-    """Return `L_Gᵀ W` with `L_G L_Gᵀ = G`, float64: squared errors of its outputs are `δᵀ G δ` for `W (D, n)`."""
-    return root_of(curvature) @ weight.double()
-
-
 def root_of(curvature: torch.Tensor) -> torch.Tensor:
-    """Return `L_Gᵀ`, float64 `(D, D)`."""
+    """Return `L_Gᵀ`, float64 `(D, D)`, `L_G L_Gᵀ = G`: squared errors of what `L_Gᵀ W` computes are `δᵀ G δ`."""
     return torch.linalg.cholesky(curvature.double()).T

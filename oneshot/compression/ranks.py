@@ -110,33 +110,47 @@ class Ranked:
 
     def errors(self) -> torch.Tensor:
         """Return the share of the outputs' weighted energy that every rank loses; float64 `(min(m, n) + 1,)`, host."""
-        _, energies = self._decomposed
+        energies = energies_along(self._inside, self._directions)
         lost = suffix_sums(energies[: min(self.weight.shape)].cpu())
         return lost / lost[0].clamp_min(torch.finfo(lost.dtype).tiny)
 
     def nearest(self, rank: int) -> Factored:
         """Return the nearest matrix of a rank."""
-        directions, root = self._decomposed[0][:, :rank], self.inputs.root
+        directions, root = self._directions[:, :rank], self.inputs.root
         inputs = torch.linalg.solve_triangular(root.T, directions, upper=True).T
         return Factored(self.weight.to(root) @ (root @ directions), inputs)
 
     @cached_property
-    def _decomposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the principal directions of `W L` in the metric, and their energies in float64."""
-        root = self.inputs.root
-        dense = self.weight.to(root)
-        metric = self.metric.to(dense)
+    def _inside(self) -> torch.Tensor:
+        """Return the Gram of `W L` in the metric; products before L are in the weight's dtype, as those in H are."""
+        root, dense = self.inputs.root, self.weight
+        largest = self.metric.amax().clamp_min(torch.finfo(self.metric.dtype).tiny)
+        metric = (self.metric / largest).to(dense)
         weighted = metric.unsqueeze(1) * dense if metric.ndim == 1 else metric @ dense
-        inside = root.T @ (dense.T @ weighted) @ root
-        directions = principal_directions(inside, root.dtype)
-        return directions, energies_along(inside, directions)
+        return root.T @ (dense.T @ weighted).to(root) @ root
+
+    @cached_property
+    def _directions(self) -> torch.Tensor:
+        """Return the principal directions of `W L` in the metric."""
+        return principal_directions(self._inside, self.inputs.root.dtype)
 
 
 class RankAccumulator:
-    """Sum over batches what the ranks of a sublayer's linears are computed from; `tensors`: the layer's."""
+    """Sum over batches what the ranks of a sublayer's linears are computed from.
+
+    Args:
+        tensors: the layer's. has_curvature: whether `finish` will get the layer's, which weighs queries and keys.
+    """
 
     def __init__(
-        self, shape: ModelShape, sublayer: Sublayer, index: int, tensors: Tensors, device: torch.device
+        self,
+        shape: ModelShape,
+        sublayer: Sublayer,
+        index: int,
+        tensors: Tensors,
+        device: torch.device,
+        *,
+        has_curvature: bool,
     ) -> None:
         self._index, self._mixer, self._tensors = index, sublayer.mixer, tensors
         self._branch_norm = BranchNorm.of(sublayer, tensors, device)
@@ -144,13 +158,23 @@ class RankAccumulator:
         if isinstance(self._mixer, Attention):
             size, heads, groups = shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
             self._heads = GramAccumulator(heads * size, output_size=None, device=device)
-            self._grams = [HeadGramAccumulator(count, size, device=device) for count in (heads, groups)]
+            counts = () if has_curvature else (heads, groups)
+            self._grams = [HeadGramAccumulator(count, size, device=device) for count in counts]
         else:
             width = tensors[f"{sublayer.writer}.weight"].shape[1]
             self._energies = torch.zeros(2, width, dtype=torch.float64, device=device)
 
-    def update_(self, layer: Layer, x: torch.Tensor, inner: torch.Tensor | None = None) -> None:
-        """Add a batch of the stream before the sublayer; `inner`: what attention's output linear reads, if known."""
+    def update_(
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        inner: torch.Tensor | None = None,
+        factors: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Add a batch of the stream before the sublayer.
+
+        If they are known: `inner`: what the writer reads. `factors`: of an FFN's neurons, see `Layer.neuron_factors`.
+        """
         self._inputs.update_(layer.normed(self._index, x).flatten(0, -2))
         branch_norm, scales = self._branch_norm, None
         if isinstance(self._mixer, Attention) or branch_norm is not None:
@@ -160,10 +184,12 @@ class RankAccumulator:
         if isinstance(self._mixer, Attention):
             assert inner is not None
             self._heads.update_(inner if scales is None else inner * scales.to(inner))
-            for grams, rows in zip(self._grams, layer.queries_keys(self._index, x), strict=True):
-                grams.update_(rows)
+            if self._grams:
+                for grams, rows in zip(self._grams, layer.queries_keys(self._index, x), strict=True):
+                    grams.update_(rows)
         else:
-            for total, rows in zip(self._energies, layer.neuron_factors(self._index, x), strict=True):
+            factors = layer.neuron_factors(self._index, x) if factors is None else factors
+            for total, rows in zip(self._energies, factors, strict=True):
                 total += (rows.float() if scales is None else rows.float() * scales).square().sum(0)
 
     def finish(self, workers: Workers, curvature: LayerCurvature | None = None) -> dict[RankedKind, Ranked]:
@@ -171,10 +197,10 @@ class RankAccumulator:
         tensors, branch_norm = self._tensors, self._branch_norm
         gram = self._inputs.finish(workers).gram
         if isinstance(self._mixer, Attention):
-            heads, (queries, keys) = self._heads.finish(workers).gram, (one.finish(workers) for one in self._grams)
+            heads, grams = self._heads.finish(workers).gram, [one.finish(workers) for one in self._grams]
             together = torch.cat([tensors[f"{linear}.weight"] for linear in (self._mixer.q, self._mixer.k)])
             output = tensors[f"{self._mixer.out}.weight"]
-            of_scores = _query_key_weights(queries, keys) if curvature is None else curvature.query_key
+            of_scores = _query_key_weights(*grams) if curvature is None else curvature.query_key
             of_output = gram.new_ones(len(output)) if branch_norm is None else branch_norm.gain.square()
             of_output = of_output if curvature is None else curvature.output
             return {

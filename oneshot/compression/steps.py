@@ -89,7 +89,10 @@ class LowRanks(Step[SublayerTask]):
     def apply_(self, work: LayerWork, states: States, current: Layer) -> None:
         task = self.task
         states.settle()
-        sums = RankAccumulator(task.shape, task.sublayer, task.index, work.working, task.machine.device)
+        sums = RankAccumulator(
+            *(task.shape, task.sublayer, task.index, work.working, task.machine.device),
+            has_curvature=task.curvature is not None,
+        )
         for x, _ in states.read(self._every(states)):
             sums.update_(current, x)
         linears = sums.finish(task.machine.workers, task.curvature)

@@ -6,17 +6,18 @@ from oneshot.footprint import expert_memory, terms
 from oneshot.footprint.terms import DOUBLE, FLOAT, LENGTH, Stage, Term
 from oneshot.footprint.work import Work
 from oneshot.profiling.embedding import EMBEDDING_PROBES
-from oneshot.profiling.probes import PROBE_SEQUENCES, probes_per_layer
+from oneshot.profiling.probes import num_probes, probe_sequences
 
 
 def profile_stages(work: Work) -> list[Stage]:
     """Return the stages of the profile's dense pass; each layer adds probes."""
     shape, itemsize, length = work.shape, work.dtype.itemsize, work.text.sequence_length
     heads = shape.num_attention_heads * shape.head_dim
-    count = probes_per_layer(work.schedule.profiled_kinds) * shape.num_hidden_layers
-    number = PROBE_SEQUENCES * length * itemsize
-    # the dense states, and those of the probe that moves; keys and values that later layers read are not stored
-    probes = Term((2 * shape.hidden_size + (count + 2) * shape.lent) * number, computed=True, knobs=LENGTH)
+    count = num_probes(work.schedule.profiled_kinds, shape.num_hidden_layers, work.predicts_divergences)
+    number = probe_sequences(work.text.num_sequences) * length * itemsize
+    # the dense states before and behind each sublayer and its sum, and those of the probe that moves; keys and values
+    # that later layers read are not stored
+    probes = Term((6 * shape.hidden_size + (count + 2) * shape.lent) * number, computed=True, knobs=LENGTH)
     stores = (*work.store_bytes, count * shape.hidden_size * number)
     ffn = _neurons(work) if shape.experts is None else _experts(expert_memory.as_profiled(work))
     grams = (*ffn.held, terms.gram(work, heads + shape.output_bias, residual=False))

@@ -20,12 +20,13 @@ from oneshot.linalg.psd import CONDITION_STEPS
 from oneshot.machine import Store
 from oneshot.profiling import CURVATURE_TOKENS, IMPORTANCE_TOKENS
 from oneshot.profiling.embedding import EMBEDDING_PROBES
-from oneshot.profiling.probes import PROBE_SEQUENCES, probes_per_layer
+from oneshot.profiling.probes import num_probes, probe_sequences
 from oneshot.profiling.profiler import STATISTICS_SEQUENCES
 from oneshot.stream import EXPERTS_TOGETHER
 from oneshot.text import NUM_KINDS, SELF, TOKENS_OF_A_KIND
 from oneshot.text.self_written import DOCUMENT_TOKENS
 
+PROBED_CHANGES = 4  # forward passes of probes through a layer: the dense one, and reduced ones beside it
 SUMMED_BYTES = 32  # moved for a number of a batch: zero, sum and read in float32, then added in float64
 START_SECONDS = 3.0  # tokenizer, headers, report, and what libraries do when a device uses them first
 CHECK_START_SECONDS = 2.0  # the text is read again
@@ -132,7 +133,9 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
     shape, kinds = work.shape, work.schedule.profiled_kinds
     layers, size, length = shape.num_hidden_layers, shape.intermediate_size, work.text.sequence_length
     read = min(STATISTICS_SEQUENCES, work.text.num_sequences) * length
-    probes = PROBE_SEQUENCES * length * probes_per_layer(kinds) * layers / 2
+    count = num_probes(kinds, layers, work.predicts_divergences)
+    of_probe = probe_sequences(work.text.num_sequences) * length
+    probes = of_probe * (count / 2 + PROBED_CHANGES)
     ffns = shape.ffns_per_layer if shape.experts is None or profiles(work) else 0  # whose neurons are measured
     passed = ffns / shape.tokens_per_arrival
     # all groups of experts have a pass, and all but the last another one
@@ -150,7 +153,7 @@ def _profile(work: Work, forward: float, rates: Rates) -> Seconds:
         "pivots": layers * rates.pivots(size, size, ffns) if ffns else 0.0,
         "solve": layers * ffns * (size**3 / 3 + 4 * size**2 * shape.hidden_size) / rates.double,
         "energies": layers * ffns * 4 * size**2 * shape.hidden_size / rates.energies,
-        "output head": PROBE_SEQUENCES * (probes_per_layer(kinds) * layers + 3) * logits,
+        "output head": of_probe / length * (count + 3) * logits,
     }
     if "rank" in kinds:
         seconds["ranks"] = layers * _low_rank(work, rates)

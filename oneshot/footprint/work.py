@@ -141,6 +141,12 @@ class Work:
         return (self.shape.hidden_size * number,) * (self.shape.num_hidden_layers + 1) + lent
 
     @property
+    def predicts_divergences(self) -> bool:
+        """Return whether a profile has output curvature, and prices ranks by it."""
+        ranked = "rank" in self.schedule.profiled_kinds and self.grid.family.may_have_ranks(self.shape)
+        return ranked and self.schedule.measures_curvature
+
+    @property
     def kept_widths(self) -> list[int]:
         """Return the FFN widths that layers may keep: the plan's, or any if a profile will decide."""
         if self.plan is None or not self.exact:

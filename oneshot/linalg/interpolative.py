@@ -8,6 +8,7 @@ from oneshot_kernels import columns_without, suffix_sums
 from oneshot.linalg.psd import RidgeFactor, ridged_cholesky
 
 PANEL_ROWS = 1024
+CURVE_ROWS = 256  # of a triangular factor in one product
 SMALLEST_RIDGE = 1e-7  # of the mean diagonal; what float32 sums know
 
 
@@ -100,9 +101,15 @@ def nested_errors(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def missed_energies(factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the numerators of `nested_errors`; the first is `‖A Wᵀ‖²`."""
-    # summed on the host, because a sum of one row on CUDA is not deterministic
-    return suffix_sums((factor @ weight.double().T).square().sum(1).cpu())
+    """Return the numerators of `nested_errors`; the first is `‖A Wᵀ‖²`.
+
+    Products are float32: every row of R has its own scale, and its square is rounded relative to it alone.
+    """
+    columns, starts = weight.float(), range(0, len(factor), CURVE_ROWS)
+    # what is left of the diagonal is zero
+    rows = [factor[start : start + CURVE_ROWS, start:].float() @ columns[:, start:].T for start in starts]
+    energies = torch.cat(rows).square().sum(1, dtype=torch.float64)
+    return suffix_sums(energies.cpu())  # on the host, because a sum of one row on CUDA is not deterministic
 
 
 def trailing_norms(factor: torch.Tensor, column_weights: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ Every such Gram is a `GramNote` on this module's logger. A run collects the note
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -120,7 +121,8 @@ class RidgeFactor:
     """A factor of `K = G + λI` with `λ = damping · mean(diag G)`, to solve many right-hand sides.
 
     A Gram that is singular or indefinite by rounding gets a larger ridge (`damping` then says which); if no ridge was
-    asked for, the pseudo-inverse takes over, and `eigenvalue_fallback` says so.
+    asked for, the pseudo-inverse takes over, and `eigenvalue_fallback` says so. The condition number is estimated when
+    it is asked for.
 
     Args:
         gram: `(k, k)` symmetric positive semi-definite, any float dtype.
@@ -129,19 +131,21 @@ class RidgeFactor:
     Cost: k³/3 multiply-adds (Cholesky); about 30 times that for the pseudo-inverse. Deterministic.
     """
 
-    condition_number: float
-
     def __init__(self, gram: torch.Tensor, damping: float, of: str = "columns") -> None:
         mean = gram.diagonal().double().mean().clamp_min(0)
         found = ridged_cholesky(gram, damping, of=of)
         self.eigenvalue_fallback = found is None
         self.damping = damping if found is None else found[1]
-        self.ridge = self.damping * mean
+        self.ridge, self._of = self.damping * mean, of
         if found is None:
             self._inverse, self.condition_number = _pseudo_inverse(gram, of)
-            return
-        self._cholesky = found[0]
-        [self.condition_number] = condition_numbers(self._cholesky.unsqueeze(0), of)
+        else:
+            self._cholesky = found[0]
+
+    @cached_property
+    def condition_number(self) -> float:
+        [found] = condition_numbers(self._cholesky.unsqueeze(0), self._of)
+        return found
 
     def solve(self, right: torch.Tensor) -> torch.Tensor:
         """Return `K⁻¹ right` in float64, `right (k, p)`."""

@@ -9,7 +9,7 @@ float64 has 53. So a sum of N of them is exact, in any order, if all non-zero on
 import torch
 from oneshot_kernels import cross_gram_, sketch_
 
-PANEL_WIDTH = 512  # columns of a Gram whose products are made at once
+PANEL_WIDTH = 256  # columns of a Gram whose products are made at once
 DEVICE_PANEL_WIDTH = 1024  # enough tiles for every multiprocessor
 
 

@@ -7,8 +7,8 @@ import torch
 
 from oneshot.checkpoint import Model
 from oneshot.compression.branch_norm import BranchNorm
-from oneshot.compression.correction import Factors, correct, predicted_error
-from oneshot.compression.curvature import seen_by_output
+from oneshot.compression.correction import Factors, correct
+from oneshot.compression.curvature import root_of
 from oneshot.compression.expert_removal import keep_experts
 from oneshot.compression.expert_scores import ExpertSums
 from oneshot.compression.fold import augmented_weight, fold_sublayer, head_columns
@@ -30,7 +30,7 @@ from oneshot.profiling.expert_counts import count_curve, probed_count
 from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
 from oneshot.profiling.layer_curves import LayerCurves, head_tail, squared_error, weighted_norm
 from oneshot.profiling.outputs import SublayerOutput
-from oneshot.profiling.probes import Probe, Probes, probe_size
+from oneshot.profiling.probes import MIN_PROBE_ERROR, Probe, Probes, probe_size
 from oneshot.selection import Evidence, select_heads
 from oneshot.selection.pivots import group_order
 from oneshot.selection.scores import flap
@@ -46,13 +46,15 @@ class Measures:
 
     Attributes:
         head_unit: the heads that are removed together. damping: ridge of the probes' corrections. probed: the kinds of
-            `PROBED_KINDS` whose sensitivity is measured. ranks: whether ranks of linears are profiled.
+            `PROBED_KINDS` whose sensitivity is measured. ranks: whether ranks of linears are profiled. followed: the
+            layers whose reduced FFN passes the rest of the model.
     """
 
     head_unit: RemovedUnit
     damping: float
     probed: Sequence[str]
     ranks: bool
+    followed: Sequence[int]
 
     def head_units(self, shape: ModelShape) -> int:
         """Return the removable units of a layer: KV groups or heads of a group."""
@@ -64,6 +66,10 @@ class LayerProfile:
 
     Args:
         layer: its number. tensors, dense: the layer as it is.
+
+    Attributes:
+        curves: zeros where nothing was measured. cost: what a reduced FFN's relative squared error of one costs by its
+            own output, see `Probe.energy`.
     """
 
     def __init__(
@@ -81,7 +87,7 @@ class LayerProfile:
         self._shape, self._stack, self._device = model.shape, model.family.stack_of(layer), machine.device
         self._builder, self._probes, self._measures = builder, probes, measures
         self._layer, self._tensors, self._dense = layer, tensors, dense
-        self.curves = LayerCurves.zeros(model.shape, measures.head_units(model.shape))
+        self.curves, self.cost = LayerCurves.zeros(model.shape, measures.head_units(model.shape)), 0.0
 
     def heads(self, statistics: Statistics) -> None:
         """Measure what fewer heads cost; `statistics`: of what the output linear of attention reads."""
@@ -148,28 +154,28 @@ class LayerProfile:
         self._add("queries and keys", reduced, float(errors[size]))
 
     def ranks(
-        self, index: int, linears: dict[RankedKind, Ranked], x: torch.Tensor, metric: torch.Tensor | None
+        self, index: int, linears: dict[RankedKind, Ranked], dense: SublayerOutput, metric: torch.Tensor | None
     ) -> None:
-        """Measure what one rank of each linear changes in the output of sublayer `index`, from the stream `x` before.
+        """Measure what one rank of each linear changes in the `dense` output of sublayer `index`.
 
         `metric`: the curvature of this output, or None.
         """
         if not linears:
             return
-        mixer, whole = self._stack.sublayers[index].mixer, self._output(index, x, metric)
+        mixer = self._stack.sublayers[index].mixer
         curves = {kind: linear.errors() for kind, linear in linears.items()}
         ranks = {kind: probe_size(errors, RANK_SHARE) for kind, errors in curves.items()}
         changes = []
         for kind, linear in linears.items():
             nearest = with_ranks(self._tensors, mixer, {kind: linear.nearest(ranks[kind])})
             reduced = self._with(nearest)
-            changes.append(whole.cost_of(reduced))
+            changes.append(dense.compare(reduced, metric)[0])
         for (kind, errors), energy in zip(curves.items(), torch.stack(changes).tolist(), strict=True):
             scaled = errors * (energy / float(errors[ranks[kind]].clamp_min(torch.finfo(errors.dtype).tiny)))
             self.curves.rank_errors[RANKED_KINDS.index(kind), : len(errors)] = scaled
 
-    def ffn(self, statistics: Statistics, attended: torch.Tensor, metric: torch.Tensor | None) -> None:
-        """Measure what fewer neurons cost; `attended`: the stream before the FFN. `metric` as in `ranks`."""
+    def ffn(self, statistics: Statistics, dense: SublayerOutput, metric: torch.Tensor | None) -> None:
+        """Measure what fewer neurons cost; `dense`: of the FFN. `metric` as in `ranks`."""
         shape, curves, index = self._shape, self.curves, self._stack.index_of("ffn")
         sublayer = self._stack.sublayers[index]
         weight, branch_norm = self._seen_weight(sublayer)
@@ -181,7 +187,8 @@ class LayerProfile:
         evidence = Evidence(down, None, gram, torch.Generator(), moments=statistics.moments, curvature=of_seen)
         order = weighted_pivots(*evidence.neurons(), rank=len(gram))
         factor = ordered_factor(gram, order)
-        seen = weight if of_seen is None else seen_by_output(weight, of_seen)
+        root = None if of_seen is None else root_of(of_seen)
+        seen = weight if root is None else root @ weight.double()
         errors = nested_errors(factor, seen[:, order])
         curves.ffn_errors = by_units(errors, share)
         curves.ffn_tails = by_units(trailing_norms(factor, evidence.column_weights()[order]), share)
@@ -191,18 +198,14 @@ class LayerProfile:
             return
         step = max(1, shape.width_step // share)
         columns = order[: probe_size(errors[::step]) * step].sort().values
-        factors = self._correct(weight, columns, statistics, shape.mlp_bias)
+        factors = self._correct(weight, columns, statistics, shape.mlp_bias, root)
         folded = fold_sublayer(self._tensors, sublayer, shape, unseen(factors, branch_norm))
-        error = squared_error(factors)
-        if of_seen is not None:
-            kept = seen_by_output(factors.weight, of_seen)
-            error = predicted_error(seen, kept, factors.kept_columns, statistics) ** 2
-        self._add_ffn(folded, error, attended, metric)
+        self._add_ffn(folded, squared_error(factors), dense, metric)
 
-    def experts(self, measured: NarrowerExperts, attended: torch.Tensor, metric: torch.Tensor | None) -> None:
-        """Keep what fewer neurons in every expert cost; `attended`: the stream before them. `metric` as in `ranks`."""
+    def experts(self, measured: NarrowerExperts, dense: SublayerOutput, metric: torch.Tensor | None) -> None:
+        """Keep what fewer neurons in every expert cost; `dense`: of the experts. `metric` as in `ranks`."""
         self.curves.ffn_errors = measured.errors
-        self._add_ffn(*measured.narrowed(), attended, metric)
+        self._add_ffn(*measured.narrowed(), dense, metric)
 
     def whole_experts(self, sums: ExpertSums, attended: torch.Tensor) -> None:
         """Measure what fewer experts cost, from their effects; `attended`: the stream before them."""
@@ -218,14 +221,18 @@ class LayerProfile:
         total = reduced.sum(index, attended)
         self._probes.add(Probe("experts", self._layer, float(errors[kept])), reduced.leave(index, total))
 
-    def _add_ffn(self, tensors: Tensors, error: float, attended: torch.Tensor, metric: torch.Tensor | None) -> None:
+    def _add_ffn(self, tensors: Tensors, error: float, dense: SublayerOutput, metric: torch.Tensor | None) -> None:
         """Add the probe of the layer whose FFN or experts have these tensors; the rest as in `ffn`."""
-        index, reduced = self._stack.index_of("ffn"), self._with(tensors)
-        total = reduced.sum(index, attended)
-        energy = 0.0
+        reduced = self._with(tensors)
+        energy, index = 0.0, self._stack.index_of("ffn")
         if self._measures.ranks:  # which are priced by it
-            energy = float(self._output(index, attended, metric).cost_of(reduced))
-        self._probes.add(Probe("ffn", self._layer, error, energy), reduced.leave(index, total))
+            cost, total = dense.compare(reduced, metric)
+            energy = float(cost)
+            self.cost = energy / max(error, MIN_PROBE_ERROR)
+        else:
+            total = reduced.sum(index, dense.x)
+        if self._layer in self._measures.followed:
+            self._probes.add(Probe("ffn", self._layer, error, energy), reduced.leave(index, total))
 
     def _add(self, kind: str, tensors: Tensors, error: float) -> None:
         """Add the probe of the layer with these tensors."""
@@ -235,11 +242,6 @@ class LayerProfile:
     def _with(self, tensors: Tensors) -> Layer:
         """Return the layer with these tensors, which the probes pass."""
         return self._builder.layer(self._layer, tensors, self._probes.memory)
-
-    def _output(self, index: int, x: torch.Tensor, metric: torch.Tensor | None) -> SublayerOutput:
-        """Return what the dense sublayer gives for the stream `x` before it; `metric` as in `ranks`."""
-        branch_norm = BranchNorm.of(self._stack.sublayers[index], self._tensors, self._device)
-        return SublayerOutput(self._dense, index, x, metric, branch_norm)
 
     def _errors_of_groups(self, evidence: Evidence, weight: torch.Tensor, statistics: Statistics) -> torch.Tensor:
         """Return the least-squares error of every number of kept KV groups, `(groups + 1,)`, from one factorisation.
@@ -259,10 +261,18 @@ class LayerProfile:
         branch_norm = BranchNorm.of(sublayer, self._tensors, self._device)
         return weight if branch_norm is None else branch_norm.seen(weight), branch_norm
 
-    def _correct(self, weight: torch.Tensor, columns: torch.Tensor, statistics: Statistics, has_bias: bool) -> Factors:
+    def _correct(
+        self,
+        weight: torch.Tensor,
+        columns: torch.Tensor,
+        statistics: Statistics,
+        has_bias: bool,
+        root: torch.Tensor | None = None,
+    ) -> Factors:
         if has_bias:
             columns = torch.cat((columns, columns.new_tensor([weight.shape[1] - 1])))
-        return correct(weight, columns, statistics, correction="same-layer", damping=self._measures.damping)
+        damping = self._measures.damping
+        return correct(weight, columns, statistics, correction="same-layer", damping=damping, root=root, reported=False)
 
 
 def unseen(factors: Factors, branch_norm: BranchNorm | None) -> Factors:

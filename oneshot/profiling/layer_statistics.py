@@ -55,7 +55,8 @@ class LayerSums:
 
     Args:
         number: the layer's number. tensors, layer: the dense layer. probed: the measured kinds of `PROBED_KINDS`.
-        with_ranks: whether ranks of linears are. group: the experts whose neurons are; None for all.
+        with_ranks: whether ranks of linears are. has_curvature: as in `RankAccumulator`. group: the experts whose
+            neurons are; None for all.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class LayerSums:
         *,
         probed: Sequence[str],
         with_ranks: bool,
+        has_curvature: bool,
         group: range | None = None,
     ) -> None:
         self._shape, self._machine, self._tensors, self._layer = model.shape, machine, tensors, layer
@@ -84,7 +86,9 @@ class LayerSums:
         stays = number in model.family.dense_layers
         if with_ranks and not stays:
             self._ranks = {
-                index: RankAccumulator(shape, stack.sublayers[index], index, tensors, device)
+                index: RankAccumulator(
+                    shape, stack.sublayers[index], index, tensors, device, has_curvature=has_curvature
+                )
                 for index in (self._mixer, self._ffn)
                 if stack.sublayers[index].mixer.ranked
             }
@@ -107,8 +111,6 @@ class LayerSums:
         attended = layer.moved(self._mixer, x, total)
         written, base = self._written(attended), total if self._waits else attended
         moved = layer.leave(ffn, base + layer.added(ffn, written.view_as(x)))
-        if ffn in self._ranks:
-            self._ranks[ffn].update_(layer, attended)
         self._cosines.add_(functional.cosine_similarity(x.float(), moved.float(), dim=-1).sum())
         self._rows += x[..., 0].numel()
         return moved
@@ -118,7 +120,13 @@ class LayerSums:
         layer, ffn = self._layer, self._ffn
         if self._experts is not None:
             return self._experts.update_(layer, attended)
-        neurons = layer.inner(ffn, attended)
+        if ffn in self._ranks:  # which need the factors of the neurons
+            factors = layer.neuron_factors(ffn, attended)
+            neurons = factors[0] * factors[1]
+            self._ranks[ffn].update_(layer, attended, neurons, factors)
+            del factors
+        else:
+            neurons = layer.inner(ffn, attended)
         written = layer.write(ffn, neurons)
         if self._neurons is not None:
             grams, moments = self._neurons

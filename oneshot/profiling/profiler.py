@@ -11,10 +11,12 @@ from dataclasses import fields
 import torch
 
 from oneshot.checkpoint import Model
+from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import Curvature, LayerCurvature
 from oneshot.compression.expert_statistics import ExpertStatistics
 from oneshot.compression.overflow import naming_the_layer
 from oneshot.compression.statistics import Statistics
+from oneshot.families import Stack
 from oneshot.machine import Machine
 from oneshot.machine.memory import release_heap
 from oneshot.machine.transfer import Uploader
@@ -25,7 +27,16 @@ from oneshot.profiling.expert_profile import NarrowerExperts, experts_task
 from oneshot.profiling.layer_curves import LayerCurves
 from oneshot.profiling.layer_profile import LayerProfile, Measures
 from oneshot.profiling.layer_statistics import LayerStatistics, LayerSums
-from oneshot.profiling.probes import PROBE_SEQUENCES, PROBED_KINDS, Probe, Probes, probes_per_layer
+from oneshot.profiling.outputs import SublayerOutput
+from oneshot.profiling.probes import (
+    PROBED_KINDS,
+    Probe,
+    Probes,
+    between,
+    num_probes,
+    probe_sequences,
+    probed_layers,
+)
 from oneshot.stream import Layer, States
 from oneshot.tensors import Tensors
 from oneshot.text import Text
@@ -57,18 +68,22 @@ class LayerProfiler:
     ) -> None:
         self._model, self._machine = model, machine
         ranks = "rank" in probed and model.family.may_have_ranks(model.shape)
-        self._measures = Measures(head_unit, damping, probed, ranks)
+        reduced = [layer for layer in range(model.shape.num_hidden_layers) if layer not in model.family.dense_layers]
+        self._predicts = ranks and curvature is not None
+        followed = probed_layers(reduced, self._predicts) if "ffn" in probed else []
+        self._measures = Measures(head_unit, damping, probed, ranks, followed)
         self._curvature = curvature
         self._upload = Uploader(machine.device)
-        probed_text = text.last(PROBE_SEQUENCES)
+        probed_text = text.last(probe_sequences(text.num_sequences))
         rest = text.part(slice(max(1, text.num_sequences - probed_text.num_sequences)))
         self.text = rest.first(STATISTICS_SEQUENCES * text.longest)
         [batch] = probed_text.batches(probed_text.num_sequences)
         self.states = States(model, machine, self.text, further=[batch], advance=advance)
         embedded = self.states.builder.embed(model.read_embedding(), batch)
-        most = probes_per_layer(probed) * model.shape.num_hidden_layers
+        most = num_probes(probed, model.shape.num_hidden_layers, self._predicts)
         self._probes = Probes(embedded, machine, most, self.states.memory_of_one(batch))
         self._curves: list[LayerCurves] = []
+        self._costs: list[float] = []
         self._influence: list[float] = []
 
     @property
@@ -94,9 +109,10 @@ class LayerProfiler:
         with naming_the_layer(layer, lambda: tensors):
             statistics = self._statistics(layer, tensors, of_text, curvature, narrower)
         before = self._probes.dense
-        attended = dense.run(mixer, before)
+        of_mixer = self._output(dense, stack, mixer, before, tensors)
+        attended = dense.moved(mixer, before, of_mixer.total)
+        of_ffn = self._output(dense, stack, ffn, attended, tensors)
         profile = LayerProfile(self._model, self._machine, builder, self._probes, self._measures, layer, tensors, dense)
-        self._curves.append(profile.curves)
         self._influence.append(statistics.influence)
         if workers.owns(stack.position(layer, mixer)):
             if "layer" in probed:
@@ -111,36 +127,47 @@ class LayerProfiler:
                 profile.scores(*statistics.query_key_grams)
             linears = statistics.linears.pop(mixer, {})
             if linears:
-                profile.ranks(mixer, linears, before, None if curvature is None else curvature.output)
+                profile.ranks(mixer, linears, of_mixer, None if curvature is None else curvature.output)
         if workers.owns(stack.position(layer, ffn)):
             release_heap()
             if "sublayer" in probed:
                 self._probes.add(Probe("no ffn", layer), attended)
             linears, metric = statistics.linears.pop(ffn, {}), None if curvature is None else curvature.ffn
-            profile.ranks(ffn, linears, attended, metric)
+            profile.ranks(ffn, linears, of_ffn, metric)
             del linears  # what follows needs their memory
             if statistics.effects is not None:
                 profile.whole_experts(statistics.effects, attended)
             if narrower is not None:
                 assert isinstance(statistics.neurons, ExpertStatistics)
                 narrower.add_(statistics.neurons)
-                profile.experts(narrower, attended, metric)
+                profile.experts(narrower, of_ffn, metric)
             elif isinstance(statistics.neurons, Statistics):
-                profile.ffn(statistics.neurons, attended, metric)
-        self._probes.dense = dense.run(ffn, attended)
+                profile.ffn(statistics.neurons, of_ffn, metric)
+        self._curves.append(profile.curves)
+        self._costs.append(profile.cost)
+        self._probes.dense = dense.moved(ffn, attended, of_ffn.total)
+
+    def _output(self, dense: Layer, stack: Stack, index: int, x: torch.Tensor, tensors: Tensors) -> SublayerOutput:
+        """Return what a sublayer of the dense layer gives for the stream `x` before it."""
+        norm = BranchNorm.of(stack.sublayers[index], tensors, self._machine.device) if self._predicts else None
+        return SublayerOutput(dense, index, x, norm)
 
     def finish(self, origin: ProfileOrigin, embedding: EmbeddingProfile) -> Profile:
         """Return the profile; the probes pass the final norm and the output head."""
         by_kind, of_stream = self._probes.sensitivities(self.states.builder.output(), len(self._curves))
+        costs = torch.tensor(self._costs, dtype=torch.float64)
         self.states.close()
         self._probes.close()
         names = [field.name for field in fields(LayerCurves)]
         curves = {name: torch.stack([getattr(layer, name) for layer in self._curves]) for name in names}
-        measured = (*curves.values(), of_stream, *by_kind.values())
+        measured = (*curves.values(), of_stream, costs, *by_kind.values())
         together = torch.cat([values.flatten() for values in measured]).to(self._machine.device)
         self._machine.workers.sum_(together)  # zeros from all but the owner
         for values, total in zip(measured, together.cpu().split([one.numel() for one in measured]), strict=True):
             values.copy_(total.view_as(values))
+        if self._predicts:
+            of_stream = between(of_stream)
+            by_kind["ffn"] = of_stream * costs
         return Profile(
             **curves,
             ffn_sensitivity=by_kind["ffn"],
@@ -180,7 +207,11 @@ class LayerProfiler:
             stack = model.family.stack_of(layer)
             for each in before:
                 of_group = LayerSums(
-                    *(model, machine, layer, tensors, dense), probed=("ffn",), with_ranks=False, group=each
+                    *(model, machine, layer, tensors, dense),
+                    probed=("ffn",),
+                    with_ranks=False,
+                    has_curvature=False,
+                    group=each,
                 )
                 for x, _ in self.states.read(again=True):
                     of_group(x, False)
@@ -191,7 +222,11 @@ class LayerProfiler:
                 del of_group, neurons
                 release_heap()
         sums = LayerSums(
-            *(model, machine, layer, tensors, dense), probed=measures.probed, with_ranks=measures.ranks, group=group
+            *(model, machine, layer, tensors, dense),
+            probed=measures.probed,
+            with_ranks=measures.ranks,
+            has_curvature=curvature is not None,
+            group=group,
         )
         self.states.defer(sums)
         self.states.settle()

@@ -89,12 +89,12 @@ def neuron_gram(gram: torch.Tensor, weight: torch.Tensor, curvature: torch.Tenso
 
     The outer product of a token's column of `G^½ W` and its activation is what a neuron does to the model's output;
     this is the Gram of these, positive semi-definite by Schur. With `G = I` and its diagonal alone it would be the
-    weighted Gram of `Evidence.column_weights`. On CUDA products are float32, many cards are slow in float64.
+    weighted Gram of `Evidence.column_weights`. Products are in the dtype of `H`, float32, as those in `H` and `G` are.
     """
-    columns = weight.to(torch.float32 if gram.is_cuda else torch.float64)
-    return (columns.T @ (curvature.to(columns) @ columns)).mul_(gram)
+    columns = weight.to(gram)
+    return (columns.T @ (curvature.to(gram) @ columns)).mul_(gram)
 
 
 def neuron_gram_bytes(columns: int, outputs: int) -> int:
     """Return the bytes of `neuron_gram` and of what it is made of."""
-    return 8 * (columns**2 + 2 * outputs * columns)
+    return 4 * (columns**2 + 2 * outputs * columns)

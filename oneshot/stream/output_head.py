@@ -1,6 +1,8 @@
 """The output of a model, to compare those of two: predictions of tokens, or the last hidden states."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,13 +27,10 @@ class OutputHead:
     def prediction(self, x: torch.Tensor) -> "Prediction":
         """Return what `divergence` needs of the prediction from the last hidden states `(length, D)`."""
         states = self.norm(x).float()
-        normaliser = self._log_normaliser(states)
-        expected = torch.zeros_like(states)
-        if self.cap is None:
-            for panel in self._panels():
-                probabilities = self._logits(states, panel).sub_(normaliser.unsqueeze(1)).exp_()
-                expected += probabilities @ self.weight[panel].float()
-        return Prediction(states, normaliser, expected)
+        total = _RunningSoftmax(states.shape, states.device)
+        for panel in self._panels() if self.cap is None else []:
+            total.add_(self._logits(states, panel), partial(_weighted_rows, rows=self.weight[panel].float()))
+        return Prediction(states, total)
 
     def divergence(self, dense: "Prediction", x: torch.Tensor) -> torch.Tensor:
         """Return the KL divergence of the prediction from `x (length, D)`, float32 `(length,)`, in nats.
@@ -41,9 +40,9 @@ class OutputHead:
         """
         states = self.norm(x).float()
         if self.cap is not None:
-            return self._difference(self, dense.states, dense.log_normaliser, states)
-        tangent = (dense.expected * (states - dense.states)).sum(-1)
-        return self._log_normaliser(states) - dense.log_normaliser - tangent
+            return self._difference(self, dense.states, states)
+        tangent = (dense.softmax.expected * (states - dense.states)).sum(-1)
+        return self._log_normaliser(states) - dense.softmax.log_normaliser - tangent
 
     def divergence_from(self, dense: "OutputHead", dense_states: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return the divergence, float32 `(length,)`, of a head that differs from the `dense` one.
@@ -51,19 +50,17 @@ class OutputHead:
         Args:
             dense_states, x: last hidden states `(length, D)` of the dense model and of this one.
         """
-        reference = dense.norm(dense_states).float()
-        return self._difference(dense, reference, dense._log_normaliser(reference), self.norm(x).float())
+        return self._difference(dense, dense.norm(dense_states).float(), self.norm(x).float())
 
-    def _difference(
-        self, dense: "OutputHead", reference: torch.Tensor, normaliser: torch.Tensor, states: torch.Tensor
-    ) -> torch.Tensor:
+    def _difference(self, dense: "OutputHead", reference: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the divergence between normed states of two heads, panel by panel."""
-        divergence = self._log_normaliser(states) - normaliser
+        total, panels = _RunningSoftmax((len(states), 1), states.device), []
         for panel in self._panels():
-            logits = dense._logits(reference, panel)
-            difference = logits - self._logits(states, panel)
-            divergence += (logits.sub_(normaliser.unsqueeze(1)).exp_() * difference).sum(-1)
-        return divergence
+            logits, own = dense._logits(reference, panel), self._logits(states, panel)
+            panels.append(own.logsumexp(-1))
+            difference = own.neg_().add_(logits)
+            total.add_(logits, partial(_weighted_sum, numbers=difference))
+        return torch.stack(panels).logsumexp(0) - total.log_normaliser + total.expected.squeeze(1)
 
     def drawn_gradient(self, x: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         """Return the gradient at `x (length, D)` of the loss of tokens that are drawn from the prediction.
@@ -72,19 +69,13 @@ class OutputHead:
             uniforms: float32 `(length,)` in [0, 1): where a token is taken from its cumulative probabilities.
         """
         states = self.norm(x).float()
-        normaliser = self._log_normaliser(states).unsqueeze(1)
-        expected, below = torch.zeros_like(states), torch.zeros_like(uniforms)
-        drawn = torch.zeros(uniforms.shape, dtype=torch.int64, device=uniforms.device)
+        total = _RunningSoftmax(states.shape, states.device)
         for panel in self._panels():
             logits = self._logits(states, panel)
             slopes = None if self.cap is None else self._slopes(logits, self.cap)
-            probabilities = logits.sub_(normaliser).exp_()
-            cumulative = probabilities.cumsum(-1).add_(below.unsqueeze(1))
-            weights = probabilities if slopes is None else probabilities.mul_(slopes)
-            expected += weights @ self.weight[panel].float()
-            drawn += (cumulative <= uniforms.unsqueeze(1)).sum(-1)
-            below = cumulative[:, -1]
-        drawn.clamp_max_(len(self.weight) - 1)
+            total.add_(logits, partial(_weighted_rows, rows=self.weight[panel].float(), factors=slopes))
+        expected = total.expected
+        drawn = self._drawn(states, uniforms, total)
         rows = self.weight[drawn].float()
         if self.cap is not None:
             logits = (states * rows).sum(-1, keepdim=True)
@@ -96,6 +87,23 @@ class OutputHead:
             states = self.norm(x).float()
         [gradient] = torch.autograd.grad(states, x, behind)
         return gradient
+
+    def _drawn(self, states: torch.Tensor, uniforms: torch.Tensor, total: "_RunningSoftmax") -> torch.Tensor:
+        """Return the token of every state that is drawn by a uniform number, int64 `(length,)`.
+
+        The sums of panels say in which panel it is, so logits are computed again in this panel alone.
+        """
+        normaliser = total.log_normaliser
+        until = (torch.stack(total.panels) - normaliser).exp_().cumsum(0)
+        panel_of = (until <= uniforms).sum(0).clamp_max_(len(until) - 1)
+        before = torch.cat((torch.zeros_like(until[:1]), until)).gather(0, panel_of.unsqueeze(0)).squeeze(0)
+        drawn = torch.empty_like(panel_of)
+        order, counts = panel_of.argsort(stable=True), panel_of.bincount(minlength=len(until)).tolist()
+        for panel, chosen in zip(self._panels(), order.split(counts), strict=True):
+            probabilities = self._logits(states[chosen], panel).sub_(normaliser[chosen].unsqueeze(1)).exp_()
+            cumulative = probabilities.cumsum(-1).add_(before[chosen].unsqueeze(1))
+            drawn[chosen] = panel.start + (cumulative <= uniforms[chosen].unsqueeze(1)).sum(-1)
+        return drawn.clamp_max_(len(self.weight) - 1)
 
     def probabilities(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean softmax over the states `(length, D)`: how often each token is predicted, `(vocabulary,)`."""
@@ -126,6 +134,53 @@ class OutputHead:
         return torch.stack(panels).logsumexp(0)
 
 
+def _weighted_rows(weights: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the sums of `rows (tokens, D)` by `weights (length, tokens)`, which the `factors` multiply in place."""
+    return (weights if factors is None else weights.mul_(factors)) @ rows
+
+
+def _weighted_sum(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return the sums of numbers by weights `(length, tokens)`, which are overwritten; `(length, 1)`."""
+    return weights.mul_(numbers).sum(-1, keepdim=True)
+
+
+class _RunningSoftmax:
+    """The softmax of logits that come by panels of the vocabulary, so that each is computed once.
+
+    Attributes:
+        panels: the log of the sum of exponentials of every panel, `(length,)`.
+    """
+
+    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
+        self.panels: list[torch.Tensor] = []
+        self._largest = torch.full(shape[:1], -torch.inf, device=device)
+        self._sum, self._weighted = torch.zeros(shape[:1], device=device), torch.zeros(shape, device=device)
+
+    def add_(self, logits: torch.Tensor, weigh: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Add a panel, whose logits are overwritten.
+
+        `weigh`: from the panel's exponentials, `(length, tokens)`, to their weighted sums, `(length, k)`.
+        """
+        largest = torch.maximum(self._largest, logits.amax(-1))
+        smaller = (self._largest - largest).exp_()
+        exponentials = logits.sub_(largest.unsqueeze(1)).exp_()
+        of_panel = exponentials.sum(-1)
+        self.panels.append(of_panel.log() + largest)
+        self._sum.mul_(smaller).add_(of_panel)
+        self._weighted.mul_(smaller.unsqueeze(1)).add_(weigh(exponentials))
+        self._largest = largest
+
+    @property
+    def log_normaliser(self) -> torch.Tensor:
+        """Return the log of the sum of all exponentials, `(length,)`."""
+        return self._sum.log() + self._largest
+
+    @property
+    def expected(self) -> torch.Tensor:
+        """Return the mean of what is weighed under the softmax, `(length, k)`."""
+        return self._weighted / self._sum.unsqueeze(1)
+
+
 class LastStates:
     """The last hidden states are the output, as in an encoder."""
 
@@ -143,8 +198,7 @@ class LastStates:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Normed states `h (length, D)`, `log Σ exp(W h)`, and the mean row of `W` under the softmax."""
+    """Normed states `h (length, D)`, and the softmax of `W h` with the mean row of `W`."""
 
     states: torch.Tensor
-    log_normaliser: torch.Tensor
-    expected: torch.Tensor
+    softmax: _RunningSoftmax

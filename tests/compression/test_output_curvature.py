@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from oneshot.compression.curvature import column_costs, mean_cost, seen_by_output, shrunk
+from oneshot.compression.curvature import column_costs, mean_cost, root_of, shrunk
 from oneshot.compression.ranks import Inputs, Ranked
 from oneshot.errors import ConfigError, OneshotError
 from oneshot.linalg.low_rank import ROOT_DAMPING
@@ -66,7 +66,7 @@ def test_costs_are_sums_over_tokens_and_gradients(seed: int, size: int, width: i
     gram = neuron_gram(torch.from_numpy(activations.T @ activations), weight, curvature)
     np.testing.assert_allclose(gram, pairs.T @ pairs, rtol=1e-9, atol=1e-9)
     definite = shrunk(curvature)
-    seen = seen_by_output(weight, definite)
+    seen = root_of(definite) @ weight.double()
     np.testing.assert_allclose(seen.T @ seen, down.T @ definite.numpy() @ down, rtol=1e-9, atol=1e-12)
 
 
@@ -83,7 +83,7 @@ def test_the_kept_neurons_are_those_that_the_output_sees() -> None:
 
 def test_a_curvature_of_nothing_is_still_a_metric() -> None:
     found = shrunk(torch.zeros(3, 3))
-    assert torch.isfinite(seen_by_output(torch.eye(3), found)).all()
+    assert torch.isfinite(root_of(found)).all()
     assert Ranked(torch.eye(3), Inputs(torch.eye(3)), found).errors().isfinite().all()
 
 

@@ -74,7 +74,8 @@ def test_the_factors_are_the_best_of_their_rank(
     np.testing.assert_allclose(whole.numpy(), best, rtol=2e-3, atol=2e-3 * np.abs(best).max())
     errors = linear.errors().numpy()
     assert len(errors) == min(rows, columns) + 1
-    np.testing.assert_allclose(errors[rank], (singular[rank:] ** 2).sum() / (singular**2).sum(), rtol=1e-6, atol=1e-12)
+    share = (singular[rank:] ** 2).sum() / (singular**2).sum()  # of float32 products
+    np.testing.assert_allclose(errors[rank], share, rtol=1e-6, atol=1e-7)
 
 
 @given(

@@ -213,6 +213,27 @@ def test_prices_are_divergences(
     assert 0.5 < float(found.stream_sensitivity.min()) <= float(found.stream_sensitivity.max()) < 2
 
 
+def test_layers_between_those_that_are_followed_have_nearly_their_own_prices(
+    make_checkpoint: MakeCheckpoint, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Follow the first and the last of four layers to the output, and all of them."""
+    folder = make_checkpoint(**CASES["llama"].options | {"layers": 4, "tied": True})
+    settings: dict[str, Any] = {"form": "per-layer", "curvature": "fisher", "num_sequences": 16}
+    every = profile(make_config(folder, **settings, output=str(tmp_path / "every")))
+    monkeypatch.setattr("oneshot.profiling.probes.PROBED_ENDS", 1)
+    monkeypatch.setattr("oneshot.profiling.probes.PROBED_BETWEEN", 0)
+    few = profile(make_config(folder, **settings, output=str(tmp_path / "few")))
+    for found, known in (
+        (few.stream_sensitivity, every.stream_sensitivity),
+        (few.ffn_sensitivity, every.ffn_sensitivity),
+    ):
+        torch.testing.assert_close(found[[0, 3]], known[[0, 3]])
+        assert ((found / known)[1:3] - 1).abs().max() < 0.5
+    first, *between, last = few.stream_sensitivity.tolist()
+    assert between == pytest.approx([(2 * first + last) / 3, (first + 2 * last) / 3])
+    assert torch.equal(few.ffn_errors, every.ffn_errors)
+
+
 @pytest.mark.parametrize(
     ("family", "made"), [("deepseek_v3", "fisher"), ("gemma4_text-experts", "fisher"), ("llama", "none")]
 )
