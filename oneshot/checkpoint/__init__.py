@@ -1,6 +1,7 @@
 """Checkpoints on disk: where they are, how they are read safely, and how a run writes one."""
 
 from oneshot.checkpoint.card import card_metadata
+from oneshot.checkpoint.further import FurtherLayer, FurtherLayers, further_layers
 from oneshot.checkpoint.gguf import GgufCheckpoint, open_gguf
 from oneshot.checkpoint.journal import Journal
 from oneshot.checkpoint.locate import locate_checkpoint, open_headers, open_model
@@ -23,6 +24,7 @@ from oneshot.checkpoint.stock import (
     stock_config,
     tied_names,
     with_floats,
+    with_kept_layers,
     without_head,
 )
 from oneshot.checkpoint.work_folder import refuse_output, remove_leftovers
@@ -30,6 +32,8 @@ from oneshot.checkpoint.work_folder import refuse_output, remove_leftovers
 __all__ = [
     "IMPORTANCE_NAME",
     "Checkpoint",
+    "FurtherLayer",
+    "FurtherLayers",
     "GgufCheckpoint",
     "Journal",
     "Model",
@@ -38,6 +42,7 @@ __all__ = [
     "complete_config",
     "complete_text_config",
     "copy_modules",
+    "further_layers",
     "identify",
     "load_whole",
     "locate_checkpoint",
@@ -60,5 +65,6 @@ __all__ = [
     "stock_config",
     "tied_names",
     "with_floats",
+    "with_kept_layers",
     "without_head",
 ]

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -74,6 +74,7 @@ class Journal:
         self.folder, self._work, self._workers = folder, WorkFolder(folder), workers
         self.partial = self._work.checkpoint
         self.num_finished = 0
+        self.further: frozenset[str] = frozenset()  # of layers that predict tokens after the next one
         self._files: WeightFiles | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal") if background else None
         self._pending: Future[None] | None = None
@@ -171,15 +172,24 @@ class Journal:
             self._work.remove()
         self._lock.release()
 
-    def expect(self, parts: Sequence[Tensors], *, direct: bool = True, max_file_bytes: int = 2**62) -> None:
+    def expect(
+        self,
+        parts: Sequence[Tensors],
+        *,
+        direct: bool = True,
+        max_file_bytes: int = 2**62,
+        further: Collection[str] = (),
+    ) -> None:
         """Decide where every tensor of the run will lie, and find out which parts are finished: `num_finished`.
 
         Args:
             parts: what each call of `add` will have, with or without values (on torch's meta device).
             direct: whether the files are the result's; otherwise another file is made from them, see `stored`.
             max_file_bytes: maximum bytes per weight file of the result.
+            further: names of those tensors that no class of a model has, see `further`.
         """
         self._settle()
+        self.further = frozenset(further)
         folder = self.partial if direct else self._work.path
         self._files = WeightFiles(lay_out(parts, folder, max_file_bytes))
         self.num_finished = self._workers.share(0, self._count_finished)

@@ -1,6 +1,7 @@
 """An opened checkpoint with a known family: the model that is compressed."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +32,7 @@ from oneshot.checkpoint.stock import (
 from oneshot.checkpoint.tables import without_equal_head
 from oneshot.errors import CheckpointError, PlanError
 from oneshot.families import (
+    BEHIND,
     FAMILIES,
     FURTHER_PREFIX,
     Description,
@@ -45,6 +47,7 @@ from oneshot.families import (
     predicts_tokens,
     read_shape,
     stated_class,
+    stated_of_further,
     text_of,
     with_text,
     without_further,
@@ -52,28 +55,25 @@ from oneshot.families import (
 from oneshot.tensors import Tensors
 
 MOST_FURTHER_LAYERS = 16
-ANY_FURTHER_LAYERS = "num_mtp_layers"  # transformers' own name in all configs
 
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint whose family is known and whose layers have the shapes that its config states."""
+    """A checkpoint whose family is known and whose layers have the shapes that its config states.
+
+    `stated_further`: what the input's config states of layers that predict tokens after the next one. Such layers are
+    beside the checkpoint, whose own config states none of them.
+    """
 
     checkpoint: Checkpoint
     family: Description
     shape: ModelShape
+    stated_further: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """Return for every layer of a stack the first layer of its kind, see `stock.layer_kinds`."""
         return layer_kinds(self.checkpoint.config, self.shape.num_hidden_layers, self.family)
-
-    @cached_property
-    def further_tensors(self) -> tuple[str, ...]:
-        """Return the stored names of layers that predict tokens after the next one, which are not part of the model."""
-        unread = self.checkpoint.stored_names - {self.checkpoint.stored(name) for name in self.checkpoint.shapes}
-        behind = _layers_behind(self.checkpoint.config, self.family, MOST_FURTHER_LAYERS)
-        return tuple(sorted(name for name in unread if name.startswith((FURTHER_PREFIX, *behind))))
 
     @property
     def start_token(self) -> int:
@@ -192,6 +192,7 @@ def identify(checkpoint: Checkpoint) -> Model:
     family = as_stored(family, config, names)
     expected = expected_outside(checkpoint, family)
     complete = config | complete_config(config)  # what is not stated has the class's defaults
+    stated_further = stated_of_further(text_of(family, complete))
     checkpoint = checkpoint.stating(**with_text(family, config, without_further(text_of(family, complete))))
     family = as_stored(find_family(complete), complete, names)
     if family.text_module is None and family.classes:
@@ -208,7 +209,7 @@ def identify(checkpoint: Checkpoint) -> Model:
     check_layers(family, shape, checkpoint.shapes)
     check_outside(checkpoint, family, shape, expected)
     check_count(checkpoint, family, shape)
-    return Model(checkpoint, family, shape)
+    return Model(checkpoint, family, shape, stated_further)
 
 
 def _known_family(config: dict[str, Any]) -> Description:
@@ -263,30 +264,34 @@ def _named_by(checkpoint: Checkpoint, family: Description) -> Checkpoint:
 def _without_other_layers(checkpoint: Checkpoint, family: Description) -> Checkpoint:
     """Return a checkpoint without what its class does not read.
 
-    Layers that predict tokens after the next one (`further_layers`) are stored behind the model's own. Of an encoder,
-    or a model of images and text, only what begins with `unused_prefixes` is left out.
+    Layers that predict tokens after the next one are beside it then. Of an encoder, or a model of images and text, only
+    what begins with `unused_prefixes` is left out.
     """
-    unused = family.unused_prefixes
-    if not family.classes:
-        unused += _further_layers(checkpoint.config, family)
+    further = _further_prefixes(checkpoint, family)
+    unused = family.unused_prefixes + (() if family.classes else further)
     ends = () if family.classes else family.unused
     read = {name: name for name in checkpoint.shapes if not name.startswith(unused) and not name.endswith(ends)}
-    return checkpoint if len(read) == len(checkpoint.shapes) else checkpoint.renamed(read)
+    if len(read) == len(checkpoint.shapes):
+        return checkpoint
+    beside = {name: name for name in checkpoint.shapes if name not in read and name.startswith(further)}
+    return checkpoint.renamed(read).keeping(checkpoint.renamed(beside)) if beside else checkpoint.renamed(read)
 
 
-def _further_layers(config: dict[str, Any], family: Description) -> tuple[str, ...]:
-    """Return the prefixes of stored layers behind the model's own."""
-    name = family.further_layers
-    further = None if name is None else config.get(name, config.get(ANY_FURTHER_LAYERS))
-    return _layers_behind(config, family, further) if isinstance(further, int) else ()
+def _further_prefixes(checkpoint: Checkpoint, family: Description) -> tuple[str, ...]:
+    """Return what the names of layers begin with that predict tokens after the next one.
 
-
-def _layers_behind(config: dict[str, Any], family: Description, count: int) -> tuple[str, ...]:
-    """Return the prefixes of so many layers behind the model's own."""
-    own = config.get(family.sizes.num_hidden_layers)
-    if not isinstance(own, int):
-        return ()
-    return tuple(f"{family.stack.layers}.{number}." for number in range(own, own + min(count, MOST_FURTHER_LAYERS)))
+    Those behind the model's own layers are as many as the config states, or else as have such a layer's linear.
+    """
+    names, own = family.further, text_of(family, checkpoint.config).get(family.sizes.num_hidden_layers)
+    if names is not BEHIND or not isinstance(own, int):
+        return (FURTHER_PREFIX,)
+    behind = [names.of(family.stack.layers, own, index) for index in range(MOST_FURTHER_LAYERS)]
+    stated = [checkpoint.config[key] for key in names.counts if isinstance(checkpoint.config.get(key), int)]
+    if stated:
+        behind = behind[: max(stated)]
+    else:
+        behind = [one for one in behind if f"{one.projection}.weight" in checkpoint.shapes]
+    return FURTHER_PREFIX, *(one.block for one in behind)
 
 
 def _ties_tables(checkpoint: Checkpoint) -> bool:

@@ -50,6 +50,7 @@ class Checkpoint:
     _scales: Mapping[str, str] = MappingProxyType({})  # of FP8 weights, by the name of the weight
     _block: list[int] | None = None
     log: ReadLog | None = None  # hashes of what is read from this checkpoint and its views
+    _beside: "Checkpoint | None" = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -154,10 +155,34 @@ class Checkpoint:
 
     def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
         """Return a view of the same files with other names, `name -> name so far`; other tensors are not in it."""
+        return self._showing({name: (self, so_far) for name, so_far in names.items()})
+
+    def _showing(self, names: Mapping[str, tuple["Checkpoint", str]]) -> "Checkpoint":
+        """Return a view of the same files; of every name, the view that has the tensor and its name there."""
         view = copy.copy(self)
-        view._stored_names = {name: self.stored(so_far) for name, so_far in names.items()}
-        view.shapes = {name: self.shapes[so_far] for name, so_far in names.items()}
-        view.dtypes = {name: self.dtypes[so_far] for name, so_far in names.items()}
+        view._stored_names = {name: other.stored(so_far) for name, (other, so_far) in names.items()}
+        view.shapes = {name: other.shapes[so_far] for name, (other, so_far) in names.items()}
+        view.dtypes = {name: other.dtypes[so_far] for name, (other, so_far) in names.items()}
+        return view
+
+    @property
+    def beside(self) -> "Checkpoint | None":
+        """Return a view of what is stored beside the model and goes with it; None if nothing does, see `keeping`."""
+        if self._beside is None:
+            return None
+        return self.joined({name: name for name in self._beside.shapes})
+
+    def keeping(self, beside: "Checkpoint") -> "Checkpoint":
+        """Return a view of the same tensors that has another view of the files `beside` it, also in its hashes."""
+        view = copy.copy(self)
+        view._beside = beside
+        return view
+
+    def joined(self, names: Mapping[str, str]) -> "Checkpoint":
+        """Return a view with other names, as `renamed`, also of what is beside this one; nothing is beside it."""
+        other = self if self._beside is None else self._beside
+        view = self._showing({name: (self if one in self.shapes else other, one) for name, one in names.items()})
+        view._beside = None
         return view
 
     def without_values(self) -> "Checkpoint":
@@ -174,7 +199,7 @@ class Checkpoint:
 
     def log_all(self) -> None:
         """Hash every tensor of this view that was not read yet. Raises as `ReadLog.note`."""
-        names = {self.stored(name) for name in self.shapes}
+        names = {view.stored(name) for view in (self, self.beside) if view is not None for name in view.shapes}
         names |= {self._scales[name] for name in names & self._scales.keys()}
         for shard in sorted({self._shard_of[name] for name in names}):
             waiting = sorted(name for name in names if self._shard_of[name] == shard)
@@ -213,6 +238,8 @@ class Checkpoint:
                     stored = self.stored(name)
                     first = handle.get_slice(stored)[:1] if self.shapes[name] else handle.get_tensor(stored)
                     digest.update(first.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        if (beside := self.beside) is not None:
+            digest.update(beside.content_hash().encode())
         return digest.hexdigest()
 
     def read(self, names: Iterable[str], into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:

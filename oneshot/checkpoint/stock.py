@@ -141,6 +141,16 @@ def of_layers(config: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
     return chosen
 
 
+def with_kept_layers(config: dict[str, Any], kept: Sequence[int], family: Description) -> dict[str, Any]:
+    """Return the config of a model that has only these layers."""
+    lists, text = per_layer_lists(config), text_of(family, config)
+    equal = {name for name, values in lists.items() if name not in text and len(set(values)) == 1}
+    stated = {name: values for name, values in of_layers(config, kept).items() if name not in equal}
+    if family.stack.experts is not None:
+        stated |= family.with_dense([layer in family.dense_layers for layer in kept])
+    return with_text(family, config, {family.sizes.num_hidden_layers: len(kept)} | stated)
+
+
 def _complete_text(config: dict[str, Any]) -> Any:
     """Return the language model's config as an object of transformers' class; callers only read it."""
     complete = _parsed(json.dumps(config))

@@ -298,7 +298,7 @@ def _warn_of_rare(task: ExpertsTask, statistics: ExpertStatistics) -> None:
     logger.warning(
         "Layer %d: %d of %d experts (%s) saw fewer calibration tokens than their %d neurons, so they are not "
         "corrected; give more --num-sequences.",
-        task.layer,
+        task.number,
         len(rare),
         len(statistics.num_rows),
         named,

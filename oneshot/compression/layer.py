@@ -72,6 +72,7 @@ class LayerCompressor:
         states: the hidden states of the text; None if the method chooses by weights alone.
         shared_heads: the heads that stay in stacks whose layers share them, by the stack's prefix.
         curvature: output curvature; None if it was not measured.
+        layers_before: layers of another model before this one's first, which messages count.
     """
 
     def __init__(
@@ -87,10 +88,11 @@ class LayerCompressor:
         shared_heads: Mapping[str, torch.Tensor] = MappingProxyType({}),
         curvature: Curvature | None = None,
         seed: int = 0,
+        layers_before: int = 0,
     ) -> None:
         self._model, self._method, self._plan, self._machine = model, method, plan, machine
         self._subspaces, self._states, self._seed = subspaces, states, seed
-        self._shared_heads, self._curvature = shared_heads, curvature
+        self._shared_heads, self._curvature, self._layers_before = shared_heads, curvature, layers_before
         self._upload = Uploader(machine.device)
         self._folder = LayerFolder(model, grid, subspaces)
 
@@ -121,12 +123,12 @@ class LayerCompressor:
             return CompressedLayer({}, {}, left_out_reports(tasks))
         uploaded = self._upload(tensors)
         work = LayerWork(self._confined(layer, uploaded))
-        with naming_the_layer(layer, lambda: uploaded):
+        with naming_the_layer(self._layers_before + layer, lambda: uploaded):
             if self._states is None:
                 self._by_weights(layer, work, tasks)
             else:
                 self._by_text(layer, uploaded, work, tasks, self._states)
-        warn_of_overflow(layer, work.reports, uploaded)
+        warn_of_overflow(self._layers_before + layer, work.reports, uploaded)
         folded, working = self._fold(layer, tensors, uploaded, work)
         return CompressedLayer(folded, working, work.reports + left_out_reports(tasks))
 
@@ -233,6 +235,7 @@ class LayerCompressor:
                 self._shared_heads.get(stack.layers) if sublayer.kind == "heads" else None,
                 None if self._curvature is None else self._curvature.of_layer(layer, self._machine.device),
                 has_dense=self._states is not None and self._states.dense_share > 0,
+                layers_before=self._layers_before,
             )
             for index, sublayer in enumerate(stack.sublayers)
         ]

@@ -132,7 +132,7 @@ def _warn_if_dead(task: SublayerTask, gram: torch.Tensor) -> None:
     if dead > removed:
         logger.warning(
             "Layer %d, %s: %d of %d columns are zero on the whole calibration text, more than the %d removed.",
-            task.layer,
+            task.number,
             task.sublayer.kind,
             dead,
             task.num_columns,

@@ -32,6 +32,7 @@ class SublayerTask(ABC):
 
     `shared_heads`: the heads that stay, if they were chosen for all layers of the stack; else None. `curvature`: of the
     layer, if it was measured; else None. `has_dense`: whether the dense stream passes beside the compressed one.
+    `layers_before`: layers of another model before this one's first, which messages count.
     """
 
     method: Method
@@ -46,6 +47,7 @@ class SublayerTask(ABC):
     shared_heads: torch.Tensor | None = None
     curvature: LayerCurvature | None = None
     has_dense: bool = True
+    layers_before: int = 0
 
     @property
     def sublayer(self) -> Sublayer:
@@ -55,6 +57,11 @@ class SublayerTask(ABC):
     def kept(self) -> LayerPlan:
         """Return the layer's sizes in the plan."""
         return self.plan.layers[self.layer]
+
+    @property
+    def number(self) -> int:
+        """Return the number of the layer in messages."""
+        return self.layers_before + self.layer
 
     @property
     def position(self) -> int:

@@ -3,9 +3,10 @@
 from oneshot.export.companions import model_classes, verify, write_companions
 from oneshot.export.engines import notes_on_engines
 from oneshot.export.forms import FORMS, Form, form_of, stated_shape
+from oneshot.export.further import FurtherResult, further_result
 from oneshot.export.gguf_result import open_folder, own_gguf
 from oneshot.export.imatrix import tensor_names, write_imatrix
-from oneshot.export.layers import write_layers
+from oneshot.export.layers import is_same, write_layers
 from oneshot.export.own_classes import coordinates
 from oneshot.export.planned import planned_parts
 from oneshot.export.resized import renamed_ranks
@@ -16,10 +17,13 @@ from oneshot.export.tensor_types import quantise_result
 __all__ = [
     "FORMS",
     "Form",
+    "FurtherResult",
     "cast",
     "coordinates",
     "expected_bytes",
     "form_of",
+    "further_result",
+    "is_same",
     "model_classes",
     "notes_on_engines",
     "open_folder",

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -115,14 +116,18 @@ def _family(config: dict[str, Any]) -> Description | None:
     return find_family(config | complete_config(config)) if config["model_type"] in FAMILIES else None
 
 
-def verify(folder: Path) -> Checkpoint:
+def verify(folder: Path, further: Collection[str] = ()) -> Checkpoint:
     """Check that the model class has exactly the written tensors, shape by shape; it reads only headers.
 
-    Returns the checkpoint that was written.
+    Returns the model that was written, without layers that predict tokens after the next one: `further` names these.
 
     Raises `OutputError` with the first tensor that does not fit.
     """
     checkpoint = Checkpoint(folder)
+    if missing := sorted(set(further) - checkpoint.shapes.keys()):
+        raise OutputError(f"{missing[0]} was not written; please report this with the input's config.json.")
+    if further:
+        checkpoint = checkpoint.renamed({name: name for name in checkpoint.shapes if name not in further})
     family = _family(checkpoint.config)
     if family is not None and family.text_module is not None:
         return identify(checkpoint).checkpoint  # the language model; all else is the input's
@@ -144,8 +149,8 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def finish_weights(journal: Journal, *beside: Path) -> int:
-    """Complete the weight files, copy files `beside` them, check the result, and return its parameters."""
+    """Complete the weight files, copy files `beside` them, check the result, and return the model's parameters."""
     journal.finish()
     for path in beside:
         shutil.copyfile(path, journal.partial / path.name)
-    return verify(journal.partial).num_parameters
+    return verify(journal.partial, journal.further).num_parameters

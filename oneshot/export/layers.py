@@ -35,12 +35,15 @@ def write_layers(
     warnings: WarningLog,
     tracker: Tracker,
 ) -> list[LayerReport]:
-    """Compress the layers in order into the journal; return a report of each, also of those already finished."""
+    """Compress the layers in order into the journal; return a report of each, also of those already finished.
+
+    `states` are behind the last layer then; None if the method chooses by weights alone or if no more is to be done.
+    """
     num_layers = model.shape.num_hidden_layers
     numbers = {layer: number for number, layer in enumerate(plan.kept_layers)}
     finished = min(journal.num_finished, num_layers)
     reports = [LayerReport.from_dict(record) for record in journal.records(finished)]
-    if finished == num_layers:
+    if finished == num_layers and states is None:
         return reports
     num_tokens = 1 if states is None else states.num_tokens
     with ProgressBar(tracker, num_layers=num_layers, total=num_tokens, stage="layers", unit="layers") as progress:
@@ -67,7 +70,7 @@ def write_layers(
                     worst(machine.workers.gather(warnings.take_notes())),
                 )
                 # a resumed run moves its streams through the stored tensors unless these were folded or cast
-                is_stored = not saved or _same(form.original(model, numbers[layer], saved), done.working)
+                is_stored = not saved or is_same(form.original(model, numbers[layer], saved), done.working)
                 journal.add(saved, record=asdict(report), scaffold=None if is_stored else done.working)
                 progress.layer_done(report)
                 reports.append(report)
@@ -75,12 +78,10 @@ def write_layers(
             if states is None:
                 progress.advance(1)
             del tensors  # free before the next layer is waited for
-    if states is not None:
-        states.close()
     return reports
 
 
-def _same(stored: Tensors, working: Tensors) -> bool:
+def is_same(stored: Tensors, working: Tensors) -> bool:
     """Return whether the streams passed exactly the stored tensors."""
     return stored.keys() == working.keys() and all(
         stored[name] is tensor or (stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor))

@@ -1,5 +1,7 @@
 """The planned parts of the journal, without values: everything that a run is going to write."""
 
+from collections.abc import Sequence
+
 import torch
 
 from oneshot.checkpoint import Model
@@ -7,6 +9,7 @@ from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import empty_tensors
 from oneshot.export.forms import Form
+from oneshot.export.outside import Part
 from oneshot.export.saving import cast
 from oneshot.planning import Plan
 from oneshot.tensors import Tensors
@@ -21,6 +24,9 @@ def planned_parts(
     subspaces: StreamSubspaces | None,
     embedding: Tensors | None,
     save_dtype: SaveDtype,
+    *,
+    blocks: Sequence[Tensors] = (),
+    beside: Sequence[Part] = (),
 ) -> list[Tensors]:
     """Return the tensors of the layers and of the parts outside them, on torch's meta device: dtypes and shapes.
 
@@ -31,6 +37,8 @@ def planned_parts(
     Args:
         subspaces: subspaces of a smaller hidden size; None at full size.
         embedding: tensors that replace the embedding, for a plan with ranks.
+        blocks: of layers that predict tokens after the next one, which follow the layers. beside: readers of what
+            follows the parts outside the layers.
     """
     empty = model.without_values()
     tensors = empty_tensors(form.config(model, plan), model.family.stack.experts)
@@ -39,14 +47,15 @@ def planned_parts(
     for layer in range(model.shape.num_hidden_layers):
         prefix = form.layer_prefix(model, numbers[layer]) if layer in numbers else None
         stored = {} if prefix is None else {name: tensors[name] for name in tensors if name.startswith(prefix)}
-        parts.append(_typed(form, empty, layer, numbers[layer], stored) if stored else {})
+        parts.append(typed(form, empty, layer, numbers[layer], stored) if stored else {})
+    parts += blocks
     bases = None if subspaces is None else subspaces.on(META)
     reduced = None if embedding is None else {name: tensor.to(META) for name, tensor in embedding.items()}
-    parts += [read() for read in form.outside(empty, plan, bases, reduced)]
+    parts += [read() for read in (*form.outside(empty, plan, bases, reduced), *beside)]
     return [cast(save_dtype, part) for part in parts]
 
 
-def _typed(form: Form, empty: Model, layer: int, number: int, stored: Tensors) -> Tensors:
+def typed(form: Form, empty: Model, layer: int, number: int, stored: Tensors) -> Tensors:
     """Return the tensors of a layer, `number` in the result, in the dtypes of the input."""
     dense = empty.read_layer(layer)
     like = dense[f"{empty.family.stack_of(layer).token_mixer.out}.weight"]

@@ -6,7 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oneshot.checkpoint import Journal, Model, resized_config, stock_classes, without_head
+from oneshot.checkpoint import (
+    Journal,
+    Model,
+    resized_config,
+    stock_classes,
+    stock_config,
+    with_kept_layers,
+    without_head,
+)
 from oneshot.compression import StreamSubspaces
 from oneshot.compression.ranks import read_by
 from oneshot.config import SaveDtype
@@ -15,7 +23,7 @@ from oneshot.export.companions import finish_weights
 from oneshot.export.outside import Part
 from oneshot.export.own_code import OwnCode
 from oneshot.export.per_layer import MODELLING_FILE as LLAMA_FILE
-from oneshot.export.stock import StockForm, with_kept_layers
+from oneshot.export.stock import StockForm
 from oneshot.families import (
     RESIZED_MODEL_TYPE,
     Description,
@@ -39,6 +47,7 @@ class ResizedForm(OwnCode, StockForm):
     """A checkpoint of the family's own class with other linears in every layer; all else is the stock class's."""
 
     name = "per-layer"
+    further_in_class = True
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
@@ -100,8 +109,15 @@ class ResizedForm(OwnCode, StockForm):
             "embedding_ranges": [asdict(table) for table in stack.embedding] or None,
             "resized": resized,
             "sizes": asdict(stack),
-            **_equal_in_mixtures(resized),
+            # layers that predict further tokens are whole, and the class makes them by the config
+            **({} if _makes_further(model) else _equal_in_mixtures(resized)),
         }
+
+    def reason_against_further(self, model: Model, plan: Plan) -> str | None:
+        """Return why the result has no layers that predict tokens after the next one, as a clause; None if it can."""
+        if not _makes_further(model):
+            return f"transformers' class of {model.family.model_type} does not make them in this form; use --form stock"
+        return super().reason_against_further(model, plan)
 
     def outside(
         self, model: Model, plan: Plan, subspaces: StreamSubspaces | None, embedding: Tensors | None
@@ -148,6 +164,11 @@ def renamed_ranks(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(source, str)
         for name in (f"{config['layers_name']}.{number}.{linear}.{tensor}" for tensor in ("weight", "bias"))
     }
+
+
+def _makes_further(model: Model) -> bool:
+    """Return whether transformers makes the layers of a model that predict tokens after the next one."""
+    return model.checkpoint.beside is not None and hasattr(stock_config(model.checkpoint.config), "num_mtp_layers")
 
 
 def _in_class(model: Model) -> Model:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from oneshot.checkpoint import Journal, Model, of_layers, per_layer_lists, resized_config
+from oneshot.checkpoint import Journal, Model, resized_config, with_kept_layers
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import finish_weights
@@ -17,7 +17,7 @@ from oneshot.export.outside import (
     folded_outside,
     unchanged_outside,
 )
-from oneshot.families import FAMILIES, Description, Stack, from_files, predicts_tokens, stated_class, to_files
+from oneshot.families import FAMILIES, Stack, from_files, predicts_tokens, stated_class, to_files
 from oneshot.planning import Grid, Plan
 from oneshot.report.card import python_usage
 from oneshot.tensors import Tensors
@@ -30,6 +30,7 @@ class StockForm:
     title = "A stock checkpoint"
     opened_by = "transformers"
     is_safetensors = True
+    further_in_class = False  # whether layers that predict further tokens have the tensors of their class
 
     def loading(self, config: dict[str, Any]) -> str:
         """Return how the result is opened."""
@@ -84,6 +85,10 @@ class StockForm:
             tensors.setdefault(stack.relative_bias, model.read_relative_bias(stack))
         return tensors
 
+    def reason_against_further(self, model: Model, plan: Plan) -> str | None:
+        """Return why the result has no layers that predict tokens after the next one, as a clause; None if it can."""
+        return None if plan.hidden is None else "they read states of the whole hidden size"
+
     @staticmethod
     def _stack(model: Model, number: int) -> Stack:
         """Return the stack of a layer of the result; with experts if any layer has them, as numbers may be others."""
@@ -109,12 +114,3 @@ class StockForm:
     ) -> int:
         """Complete the weight files, and return the parameters that they hold."""
         return finish_weights(journal)
-
-
-def with_kept_layers(config: dict[str, Any], kept: list[int], family: Description) -> dict[str, Any]:
-    """Return the config of a model that has only these layers."""
-    equal = {name for name, values in per_layer_lists(config).items() if name not in config and len(set(values)) == 1}
-    stated = {name: values for name, values in of_layers(config, kept).items() if name not in equal}
-    if family.stack.experts is not None:
-        stated |= family.with_dense([layer in family.dense_layers for layer in kept])
-    return config | {family.sizes.num_hidden_layers: len(kept)} | stated

@@ -10,8 +10,8 @@ from oneshot.families.classes import as_stored, predicts_tokens
 from oneshot.families.description import Description, Feature, Sizes, stated_class
 from oneshot.families.expert_sizes import ExpertSizes
 from oneshot.families.experts import Experts
+from oneshot.families.further import BEHIND, FurtherNames, stated_of_further, without_further
 from oneshot.families.further import PREFIX as FURTHER_PREFIX
-from oneshot.families.further import without_further
 from oneshot.families.fused import from_files, fuse, part_of_output, split, to_files
 from oneshot.families.latent import LatentSizes
 from oneshot.families.layer_shape import RANKED_KINDS, LayerShape, RankedKind, TableShape
@@ -33,6 +33,7 @@ from oneshot.families.sublayers import Attention, FeedForward, Mixer, Norm, Subl
 from oneshot.families.wrappers import is_text, text_of, with_text
 
 __all__ = [
+    "BEHIND",
     "BERT",
     "COMPRESSED",
     "COMPRESSED_MODEL_TYPE",
@@ -51,6 +52,7 @@ __all__ = [
     "Experts",
     "Feature",
     "FeedForward",
+    "FurtherNames",
     "LatentSizes",
     "LayerShape",
     "Mixer",
@@ -75,6 +77,7 @@ __all__ = [
     "scaled_epsilon",
     "split",
     "stated_class",
+    "stated_of_further",
     "text_of",
     "to_files",
     "with_text",

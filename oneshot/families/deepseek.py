@@ -5,7 +5,8 @@ from typing import Any
 
 from oneshot.errors import CheckpointError
 from oneshot.families.description import Description
-from oneshot.families.glm4_moe import EXPERTS, FURTHER_LAYERS, SIZES, dense_first, mixture, routed
+from oneshot.families.further import BEHIND
+from oneshot.families.glm4_moe import EXPERTS, SIZES, dense_first, mixture, routed
 from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import Attention
@@ -52,7 +53,7 @@ DEEPSEEK_V3 = Description(
     variant=variant,
     sizes=DEEPSEEK_SIZES,
     with_dense=dense_first,
-    further_layers=FURTHER_LAYERS,
+    further=BEHIND,
 )
 DEEPSEEK_V2 = Description(
     "deepseek_v2",

@@ -12,6 +12,7 @@ import torch
 
 from oneshot.families.carried import Carried
 from oneshot.families.features import Feature
+from oneshot.families.further import FurtherNames
 from oneshot.families.fused import stored_shapes
 from oneshot.families.shapes import ModelShape
 from oneshot.families.stack import Stack
@@ -75,8 +76,7 @@ class Description:
             (`families/wrappers`); None for others.
         dense_layers: layers of a mixture that have one FFN instead of experts. with_dense: `(flags) -> config`: what a
             config states of a model whose layers are dense where the flags say so.
-        further_layers: config key of the number of multi-token-prediction layers. They are behind the model's own, and
-            results do not have them.
+        further: names of the layers that predict tokens after the next one; None for a family without such layers.
         mixers: maps each entry of `layer_types` to an unchanged mixer, or to None for the stack's attention.
             carried_layers: these mixers by the numbers of their layers.
         first_differs: whether the class makes its first layer otherwise than the others. last_differs: the same of its
@@ -112,7 +112,7 @@ class Description:
     unused_prefixes: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     text_module: str | None = None
-    further_layers: str | None = None
+    further: FurtherNames | None = None
     dense_layers: tuple[int, ...] = ()
     with_dense: Callable[[Sequence[bool]], dict[str, Any]] = lambda flags: {}
     mixers: Mapping[str, Carried | None] = field(default_factory=dict)

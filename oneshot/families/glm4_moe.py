@@ -11,6 +11,7 @@ from typing import Any
 from oneshot.families.description import Description, Sizes
 from oneshot.families.experts import Experts
 from oneshot.families.features import Feature
+from oneshot.families.further import BEHIND
 from oneshot.families.llama import STACK
 from oneshot.families.mixtures import number_of_layers, resize
 from oneshot.families.stack import Stack
@@ -28,7 +29,6 @@ SIZES = Sizes(
     shared_experts="n_shared_experts",
 )
 EXPERTS = Experts(shared_expert="mlp.shared_experts", scores="sigmoid", chosen_by="mlp.gate.e_score_correction_bias")
-FURTHER_LAYERS = "num_nextn_predict_layers"
 
 
 def routed(family: Description, config: dict[str, Any]) -> Description:
@@ -79,5 +79,5 @@ GLM4_MOE = Description(
     variant=variant,
     sizes=SIZES,
     with_dense=dense_first,
-    further_layers=FURTHER_LAYERS,
+    further=BEHIND,
 )

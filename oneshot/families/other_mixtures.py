@@ -53,5 +53,5 @@ MISTRAL4 = replace(
     DEEPSEEK_V3,
     model_type="mistral4",
     stack=DEEPSEEK_V3.stack.with_experts(replace(EXPERTS, scores="softmax", chosen_by=None)),
-    further_layers=None,
+    further=None,
 )

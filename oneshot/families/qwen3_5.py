@@ -1,7 +1,7 @@
 """Qwen3.5 for text: the mixers of Qwen3-Next, which are carried, before one FFN or experts."""
 
 from oneshot.families.description import Description
-from oneshot.families.further import PREFIX
+from oneshot.families.further import APART, PREFIX
 from oneshot.families.mixtures import resize
 from oneshot.families.qwen3_next import MIXERS, QWEN3_NEXT, stack, with_linear_attention
 from oneshot.families.resizing import set_ffn_width
@@ -13,6 +13,7 @@ QWEN3_5 = Description(
     set_ffn_width("intermediate_size"),
     variant=with_linear_attention,
     unused_prefixes=(PREFIX,),
+    further=APART,
     mixers=MIXERS,
 )
 QWEN3_5_MOE = Description(
@@ -22,5 +23,6 @@ QWEN3_5_MOE = Description(
     variant=with_linear_attention,
     sizes=QWEN3_NEXT.sizes,
     unused_prefixes=(PREFIX,),
+    further=APART,
     mixers=MIXERS,
 )

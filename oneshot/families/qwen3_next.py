@@ -6,7 +6,7 @@ from typing import Any
 from oneshot.families.carried import Carried, carried_layers
 from oneshot.families.description import Description
 from oneshot.families.experts import Experts
-from oneshot.families.further import PREFIX
+from oneshot.families.further import APART, PREFIX
 from oneshot.families.mixtures import QWEN2_MOE, named_layers, resize, with_stated_layers
 from oneshot.families.stack import Stack
 from oneshot.families.sublayers import FeedForward, Norm, Sublayer
@@ -53,5 +53,6 @@ QWEN3_NEXT = Description(
     with_dense=named_layers,
     sizes=QWEN2_MOE.sizes,
     unused_prefixes=(PREFIX,),
+    further=APART,
     mixers=MIXERS,
 )

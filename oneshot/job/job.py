@@ -60,6 +60,7 @@ class Job:
         if run.grid.stack(self.plan) != run.model.shape.stack():
             run.form.config(run.model, self.plan)  # which refuses sizes that it cannot state
             self.refuse_unserved(self.plan)
+        run.further.tell(self.plan)
         tokens, has_profile = config.text.num_tokens, config.profile is not None
         dense, kept = run.model.shape.stack(), run.grid.stack(self.plan)
         asks_less = self.budget.target < self.budget.measure(dense)
@@ -104,7 +105,7 @@ class Job:
         if by_profile and self.budget.unit == "parameters":  # not those of equal layers
             parameters = round(self.budget.target)
             stored = self.footprint.stored_parameters | {"compressed": parameters}
-            result_bytes, _ = run.result_bytes(config, parameters)
+            result_bytes, _ = run.result_bytes(config, parameters, self.plan)
             self.footprint = replace(self.footprint, stored_parameters=stored, result_bytes=result_bytes)
 
     def refuse_unserved(self, plan: Plan) -> None:
@@ -163,7 +164,9 @@ class Job:
             workers=workers,
             overwrite=config.overwrite,
             resume=config.resume,
-            expected_bytes=sum(self.run.result_bytes(config, self.run.grid.stack(self.plan).stored_parameters())),
+            expected_bytes=sum(
+                self.run.result_bytes(config, self.run.grid.stack(self.plan).stored_parameters(), self.plan)
+            ),
             log=self.run.model.checkpoint.log,
             background=self.run.machine.device.type == "cuda",
         )
@@ -175,9 +178,9 @@ class Job:
         if self.run.timings is not None:
             journal.save(SAVED_TIMINGS, self.run.timings)
 
-    def passes_layers(self, journal: Journal) -> bool:
+    def passes_layers(self, plan: Plan, journal: Journal) -> bool:
         """Return whether a layer is not finished, so that the run needs what layers are compressed by."""
-        return journal.num_finished < self.run.model.shape.num_hidden_layers
+        return journal.num_finished < self.run.model.shape.num_hidden_layers + self.run.further.num_blocks(plan)
 
     def stage_seconds(self) -> dict[str, float]:
         """Return the stages of this job in order, and predicted seconds of which only ratios count."""

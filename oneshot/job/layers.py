@@ -7,6 +7,7 @@ import torch
 from oneshot.checkpoint import Journal
 from oneshot.compression import LayerCompressor, expanded, find_shared_heads
 from oneshot.export import write_layers
+from oneshot.job.further import compress_further
 from oneshot.job.job import Job
 from oneshot.job.sizes import JobSizes
 from oneshot.report.progress import ERROR_EXPLAINED, Stopwatch
@@ -16,7 +17,7 @@ from oneshot.stream import States
 
 def compress_layers(job: Job, sizes: JobSizes, journal: Journal, watch: Stopwatch) -> list[LayerReport]:
     """Compress the layers into the journal; layers of an interrupted run are only replayed."""
-    run, schedule, is_passed = job.run, job.schedule, job.passes_layers(journal)
+    run, schedule, is_passed = job.run, job.schedule, job.passes_layers(sizes.plan, journal)
     model, machine, seed = run.model, run.machine, job.config.seed
     curvature = run.curvature if schedule.measures_curvature and is_passed else None
     if curvature is not None:
@@ -41,7 +42,7 @@ def compress_layers(job: Job, sizes: JobSizes, journal: Journal, watch: Stopwatc
         curvature=curvature,
         seed=seed,
     )
-    return write_layers(
+    reports = write_layers(
         model,
         sizes.plan,
         run.form,
@@ -53,6 +54,12 @@ def compress_layers(job: Job, sizes: JobSizes, journal: Journal, watch: Stopwatc
         warnings=run.warnings,
         tracker=run.tracker,
     )
+    further = run.further.result(sizes.plan)
+    if further is not None and is_passed:
+        compress_further(job, further, states, journal)
+    if states is not None:
+        states.close()
+    return reports
 
 
 def _states(job: Job, sizes: JobSizes) -> States:

@@ -15,8 +15,10 @@ from oneshot.export import (
 )
 from oneshot.export.gguf import FILE_NAME
 from oneshot.export.result_sensitivity import SENSITIVITY_TOKENS
+from oneshot.families import with_text
 from oneshot.job.job import Job
 from oneshot.job.sizes import JobSizes
+from oneshot.planning import Plan
 from oneshot.profiling import IMPORTANCE_TOKENS
 from oneshot.report.build import build_report
 from oneshot.report.card import task_of, write_report
@@ -31,10 +33,23 @@ logger = logging.getLogger(__name__)
 def expect_parts(job: Job, sizes: JobSizes, journal: Journal) -> None:
     """Tell the journal which tensors come, so that it writes each to its place."""
     run, config = job.run, job.config
+    further = run.further.result(sizes.plan)
+    blocks = [] if further is None else further.blocks()
+    beside = [] if further is None else further.outside(run.model.checkpoint.without_values())
     journal.expect(
-        planned_parts(run.form, run.model, sizes.plan, sizes.subspaces, sizes.embedding, config.save_dtype),
+        planned_parts(
+            run.form,
+            run.model,
+            sizes.plan,
+            sizes.subspaces,
+            sizes.embedding,
+            config.save_dtype,
+            blocks=blocks,
+            beside=beside,
+        ),
         direct=run.form.is_safetensors,
         max_file_bytes=config.max_file_bytes,
+        further=[name for part in (*blocks, *(read() for read in beside)) for name in part],
     )
 
 
@@ -42,7 +57,10 @@ def write_outside(job: Job, sizes: JobSizes, journal: Journal, layers: Sequence[
     """Add the tensors outside the layers, which follow the layers in the journal, as far as it lacks them."""
     job.run.tracker.enter("writing")
     parts = job.run.form.outside(job.run.model, sizes.plan, sizes.subspaces, sizes.embedding)
-    for read in parts[journal.num_finished - len(layers) :]:
+    further = job.run.further.result(sizes.plan)
+    if further is not None:
+        parts += further.outside(job.run.model.checkpoint)
+    for read in parts[journal.num_finished - len(layers) - job.run.further.num_blocks(sizes.plan) :]:
         journal.add(cast(job.config.save_dtype, read()))
 
 
@@ -54,7 +72,9 @@ def write_result(
     source, form, stated = run.model.checkpoint, run.form, part_dtype(config.save_dtype)
     run.tracker.step("comparing the input with what was read", brief=True)
     weights_hash = job.weights_hash()  # a resumed run compares what it had no need to read
-    written = form.config(run.model, plan)
+    written, further = form.config(run.model, plan), run.further.result(plan)
+    if further is not None:
+        written = with_text(run.model.family, written, dict(further.layers.stated))
     write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
     stored = {"dense": source.num_parameters, "compressed": _write_weights(job, sizes, journal)}
     watch.lap("write")
@@ -81,6 +101,7 @@ def write_result(
         fingerprint=job.fingerprint,
         weights_hash=weights_hash,
         timings=run.timings,
+        further_parameters=None if further is None else _further_parameters(job, plan),
         warnings=run.warnings.of_all + sizes.warnings + run.warnings.take(),
     )
     (folder / RECIPE_NAME).write_text(recipe_text(config), encoding="utf-8")
@@ -95,6 +116,12 @@ def write_result(
         usage=form.usage(task),
     )
     return report
+
+
+def _further_parameters(job: Job, plan: Plan) -> dict[str, int]:
+    """Return the parameters of layers that predict tokens after the next one, before and after."""
+    further = job.run.further
+    return {"dense": further.most_parameters, "compressed": further.parameters(plan)}
 
 
 def _write_importance(job: Job, journal: Journal) -> None:

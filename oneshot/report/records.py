@@ -173,7 +173,8 @@ class Report:
     `warnings`: of no single layer. `check`: None if it was left out. `predicted_curve`: what the same profile predicts
     for other removed shares of the parameters, which are its names; None without a profile.
     `weights_hash`: of the input's tensors. `timings`: the seconds of calls that a plan by latency was made by.
-    `evaluations`: what `oneshot evaluate` added later, the newest last.
+    `evaluations`: what `oneshot evaluate` added later, the newest last. `further_parameters`: of layers that predict
+    tokens after the next one, which no other number counts; None if the result has none.
     """
 
     config: dict[str, Any]
@@ -201,6 +202,7 @@ class Report:
     warnings: tuple[str, ...] = ()
     check: Check | None = None
     evaluations: tuple[Comparison, ...] = ()
+    further_parameters: dict[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values."""

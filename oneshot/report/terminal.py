@@ -213,6 +213,8 @@ def size_rows(report: Report) -> list[tuple[str, dict[str, int]]]:
         ("parameters in the layers", report.layer_parameters),
         ("FLOPs per token (linears)", report.flops_per_token),
     ]
+    if report.further_parameters is not None:
+        rows.insert(1, ("parameters that predict further tokens, beside them", report.further_parameters))
     if report.kv_bytes_per_token["dense"]:
         rows.append(("KV cache bytes per token (16 bit)", report.kv_bytes_per_token))
     return rows

@@ -14,6 +14,7 @@ from oneshot_kernels.backend import ENVIRONMENT_VARIABLE
 
 from oneshot.checkpoint import (
     Checkpoint,
+    FurtherLayers,
     GgufCheckpoint,
     card_metadata,
     identify,
@@ -63,6 +64,7 @@ from oneshot.report.provenance import code_hash, processor_name, versions
 from oneshot.report.records import Footprint
 from oneshot.report.sharing import shared_name
 from oneshot.run.calibration import Calibration
+from oneshot.run.further import Further
 from oneshot.run.latencies import find_timings
 from oneshot.schedule import Schedule
 from oneshot.stream import check_family
@@ -113,13 +115,13 @@ class Run:
         self.model = identify(opened)
         self._tell_of_class(opened)
         self._settle_tables()
-        self._tell_of_further_layers()
         if source is None and workers.is_main:  # the others read the same files
             self.model = replace(self.model, checkpoint=self.model.checkpoint.logging())
         self.form = self._settled_form()
         self.dense = self.model.shape.stack()  # without biases that only the result has
         if config.method.correction == "bias" and config.target.sparsity != 0:
             self.model = self.model.with_ffn_biases()
+        self.further = Further(self.model, self.form)
         self.grid = self._grid(self.form)
         self.method = self._settled(config)
         reason = reason_against_ranks(config.target.serving, self.form, self.model)
@@ -234,19 +236,6 @@ class Run:
                 found,
             )
 
-    def _tell_of_further_layers(self) -> None:
-        """Say that the result has no layers for tokens after the next one."""
-        left_out = self.model.further_tensors
-        if left_out:
-            logger.warning(
-                "The layers that predict tokens after the next one (%s and %d other tensors) are left out of the "
-                "result, because transformers' class of %s does not read them; generate without use_mtp and without "
-                "speculative decoding by such layers.",
-                left_out[0],
-                len(left_out) - 1,
-                self.model.family.model_type,
-            )
-
     def check_text(self) -> None:
         """Raise `CalibrationError` if a file of the calibration text cannot be read; nothing is read yet."""
         self._calibration.check()
@@ -262,6 +251,8 @@ class Run:
         if not self._is_checked:
             self.tracker.step("comparing a layer with its stock class", brief=True)
             check_family(self.model, self.machine)
+            if isinstance(self.further.layers, FurtherLayers):
+                check_family(self.further.layers.layers[0].model, self.machine)
             self._is_checked = True
 
     def use_memory(self, footprint: Footprint) -> None:
@@ -381,6 +372,7 @@ class Run:
         checkpoint, dense = self.model.checkpoint, self.dense.stored_parameters()
         whole = expected_bytes(self._config.save_dtype, checkpoint, dense)
         narrowest = whole / dense if self._config.save_dtype != "keep" else math.floor(whole / dense)
+        whole += expected_bytes(self._config.save_dtype, checkpoint, self.further.most_parameters)
         headers = HEADER_BYTES * 2 * len(checkpoint.shapes)  # a linear of low rank is two tensors
         if not self.form.is_safetensors:  # one file, with the vocabulary
             headers += sum(path.stat().st_size for path in checkpoint.folder.glob("tokenizer*"))
@@ -426,7 +418,7 @@ class Run:
         load_libraries(self.model, self.machine, config.text.calibration)
         result_bytes, beside_bytes = (0, 0)
         if plan is not None:
-            result_bytes, beside_bytes = self.result_bytes(config, self.grid.stack(plan).stored_parameters())
+            result_bytes, beside_bytes = self.result_bytes(config, self.grid.stack(plan).stored_parameters(), plan)
         work = describe_work(config, self.model, self.method, self.grid, schedule, plan, self.machine)
         check = check_stages(work, self._gguf, result_bytes) if self.form.opened_by == "transformers" else []
         bounds = current_bounds(config.machine, self.machine.device)
@@ -459,8 +451,12 @@ class Run:
         work = describe_work(config, self.model, self.method, self.grid, schedule, plan, machine)
         return stage_seconds(work, footprint.store)
 
-    def result_bytes(self, config: Config, parameters: int) -> tuple[int, int]:
-        """Return the bytes of so many weights, and of those beside them that a form with a file of its own needs."""
+    def result_bytes(self, config: Config, parameters: int, plan: Plan) -> tuple[int, int]:
+        """Return the bytes of so many weights, and of those beside them that a form with a file of its own needs.
+
+        `plan`: whose layers for tokens after the next one are in the same files.
+        """
+        parameters += self.further.parameters(plan)
         of_parts, of_result = (
             expected_bytes(dtype, self.model.checkpoint, parameters)
             for dtype in (part_dtype(config.save_dtype), config.save_dtype)

@@ -3,6 +3,7 @@
 from oneshot.stream.attention import holds_scores
 from oneshot.stream.check import check_family
 from oneshot.stream.dense_pass import DensePass
+from oneshot.stream.further import enter_further
 from oneshot.stream.input_squares import InputSquares
 from oneshot.stream.layer import Layer
 from oneshot.stream.layers import LayerBuilder
@@ -30,6 +31,7 @@ __all__ = [
     "States",
     "Step",
     "check_family",
+    "enter_further",
     "holds_scores",
     "memory_of",
 ]

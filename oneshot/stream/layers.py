@@ -163,6 +163,11 @@ class LayerBuilder:
         template = self._template(self._model.shape).final_norms[stack.layers]
         return self._with_weights(copy_modules(template), self._model.read_final_norm(stack))
 
+    def norm_as_final(self, tensors: Tensors) -> nn.Module:
+        """Return a norm of the class of the final one with these tensors, in the compute dtype and device."""
+        template = self._template(self._model.shape).final_norms[self._model.family.last_stack.layers]
+        return self._with_weights(copy_modules(template), tensors)
+
     def load_classes(self) -> None:
         """Import and build what a run will need of transformers, so that its memory is measured beforehand."""
         self._template(self._model.shape)

@@ -64,7 +64,7 @@ class States:
         self.part = slice(sum(sizes[: share.start]), sum(sizes[: share.stop]))
         self.machine, self.num_tokens = machine, text.num_tokens
         self.first_batch, self.first_row = share.start, own[0].rows.start if own else 0
-        self.builder = LayerBuilder(model, machine, text.longest)
+        self.builder, self._longest = LayerBuilder(model, machine, text.longest), text.longest
         self.passes, self.advance = 1.0, advance
         self._model, self.stack = model, model.family.stack
         embedding = model.read_embedding()
@@ -108,6 +108,18 @@ class States:
         for stream in (self._compressed, self._dense):
             if stream is not None:
                 stream.enter_decoder(norm, lambda batches: self._embedded(batches, embedding, None))
+
+    def enter(self, model: Model, entered: Callable[[torch.Tensor, Batch], torch.Tensor]) -> None:
+        """Go on to the layers of another model with equal states, whose first ones are made of those of every batch.
+
+        Nothing may be deferred.
+        """
+        self._assert_settled()
+        self._model, self.stack = model, model.family.stack
+        self.builder = LayerBuilder(model, self.machine, self._longest)
+        for stream in (self._compressed, self._dense):
+            if stream is not None:
+                stream.enter(entered)
 
     def layer(self, number: int, tensors: Tensors) -> Layer:
         """Return layer `number` with these weights, which the compressed stream passes."""
@@ -247,6 +259,11 @@ class _Stream:
         batches = _of_decoder(self.batches.values())
         self._encoded, self.memory = [self._store], Memory()
         self.batches, self._store = dict(zip(self.batches, batches, strict=True)), embedded(batches)
+
+    def enter(self, entered: Callable[[torch.Tensor, Batch], torch.Tensor]) -> None:
+        """Replace the states of every batch."""
+        for batch in self.batches.values():
+            self._store.write(batch.rows, entered(_read(self._store, batch), batch))
 
     def close(self) -> None:
         for store in (self._store, *self._encoded):
