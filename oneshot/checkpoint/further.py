@@ -62,12 +62,14 @@ def further_layers(model: Model) -> FurtherLayers | str | None:
     alike = _alike(model)
     if alike is None:
         return "the model has no layer of the same kind"
-    try:
-        return FurtherLayers(
-            tuple(FurtherLayer(one, _alone(model, one, alike)) for one in found), dict(model.stated_further)
-        )
-    except CheckpointError as error:
-        return f"they are not those of a {model.family.model_type} ({str(error).partition(';')[0]})"
+    made = []
+    for one in found:
+        try:
+            made.append(FurtherLayer(one, _alone(model, one, alike)))
+        except CheckpointError as error:
+            told = str(error).partition(";")[0].replace(f"{layers}.0.", one.block)
+            return f"they are not those of a {model.family.model_type} ({told})"
+    return FurtherLayers(tuple(made), dict(model.stated_further))
 
 
 def _stored(model: Model, names: FurtherNames, stored: Iterable[str]) -> int:
