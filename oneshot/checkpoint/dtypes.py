@@ -19,4 +19,5 @@ DTYPE_NAMES = {
     torch.uint64: "U64",
 }
 RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES)}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}

@@ -35,7 +35,7 @@ class HubHeaders(Checkpoint):
         tensors = {name: one for file in headers.files_metadata.values() for name, one in file.tensors.items()}
         self.shapes = {name: tuple(one.shape) for name, one in tensors.items()}
         self.dtypes = {name: str(one.dtype) for name, one in tensors.items()}
-        self._take_scales()
+        self._take_quantised()
 
     @property
     def num_bytes(self) -> int:

@@ -8,15 +8,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from oneshot.checkpoint.compressed import refuse_compressed
-from oneshot.checkpoint.dtypes import ITEM_BYTES
-from oneshot.checkpoint.quantised import UNUSED, dequantised, scales_of
+from oneshot.checkpoint.dtypes import DTYPES, ITEM_BYTES
+from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeights
+from oneshot.checkpoint.quantised_kinds import find_quantised
 from oneshot.checkpoint.read_log import ReadLog
 from oneshot.checkpoint.safe_files import check_readable, read_config, read_json, stored_file
 from oneshot.checkpoint.torch_file import TorchFile
@@ -38,7 +38,8 @@ BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 class Checkpoint:
     """Read a folder with `config.json` and weights as safetensors or `pytorch_model.bin`, tensor by tensor.
 
-    Weights in FP8 with scales are dequantised to bfloat16 as they are read, and the config does not state them.
+    Quantised weights of the kinds that `find_quantised` knows are dequantised as they are read, and the config does not
+    state them.
 
     Opening checks that every shard in the index is present and complete. It reads headers and no weights.
 
@@ -47,8 +48,7 @@ class Checkpoint:
     """
 
     weights_at_hand = True  # whether tensors can be read
-    _scales: Mapping[str, str] = MappingProxyType({})  # of FP8 weights, by the name of the weight
-    _block: list[int] | None = None
+    quantised: QuantisedWeights = NOT_QUANTISED
     log: ReadLog | None = None  # hashes of what is read from this checkpoint and its views
     _beside: "Checkpoint | None" = None
 
@@ -67,7 +67,7 @@ class Checkpoint:
         for shard in sorted(set(stated.values())):
             self._read_header(shard, {name for name, place in stated.items() if place == shard})
         self._check_shards(stated)
-        self._take_scales()
+        self._take_quantised()
         if not self.shapes:
             raise CheckpointError(f"{folder} holds no tensors; give the folder of a complete checkpoint.")
 
@@ -117,17 +117,24 @@ class Checkpoint:
                     f"{self._shard_of[name]}, which transformers takes; remove one of both from the files."
                 )
 
-    def _take_scales(self) -> None:
-        """Count FP8 weights with scales as the bfloat16 that they are read as; their scales are not tensors then."""
-        self._scales = scales_of(self.config, self.shapes, self.dtypes)
-        if not self._scales:
+    def _take_quantised(self) -> None:
+        """Count quantised weights as what they are read as; their parts are not tensors then."""
+        self.quantised = find_quantised(self.config, self.shapes, self.dtypes)
+        weights = self.quantised.weights
+        if not weights:
             return
-        stated = self.config["quantization_config"]
-        self._block = stated.get("weight_block_size")
         self.config = {name: value for name, value in self.config.items() if name != "quantization_config"}
-        gone = {*self._scales.values(), *(name for name in self.shapes if name.endswith(UNUSED))}
-        self.shapes = {name: shape for name, shape in self.shapes.items() if name not in gone}
-        self.dtypes = {name: "BF16" if name in self._scales else self.dtypes[name] for name in self.shapes}
+        first = {weight.first: name for name, weight in weights.items()}
+        gone = {part for weight in weights.values() for part in weight.parts.values()} - first.keys()
+        gone |= {name for name in self.shapes if name.endswith(self.quantised.unused)}
+        names = [first.get(name, name) for name in self.shapes if name not in gone]
+        self.dtypes = {name: weights[name].dtype if name in weights else self.dtypes[name] for name in names}
+        self.shapes = {name: weights[name].shape if name in weights else self.shapes[name] for name in names}
+
+    def _parts(self, stored: str) -> list[str]:
+        """Return the names of the tensors that a weight is stored as, the weight's own numbers first."""
+        weight = self.quantised.weights.get(stored)
+        return [stored] if weight is None else list(weight.parts.values())
 
     @property
     def tensor_names(self) -> frozenset[str]:
@@ -200,7 +207,7 @@ class Checkpoint:
     def log_all(self) -> None:
         """Hash every tensor of this view that was not read yet. Raises as `ReadLog.note`."""
         names = {view.stored(name) for view in (self, self.beside) if view is not None for name in view.shapes}
-        names |= {self._scales[name] for name in names & self._scales.keys()}
+        names = {part for name in names for part in self._parts(name)}
         for shard in sorted({self._shard_of[name] for name in names}):
             waiting = sorted(name for name in names if self._shard_of[name] == shard)
             while waiting:
@@ -233,10 +240,10 @@ class Checkpoint:
         digest = hashlib.sha256()
         for shard in sorted(set(self._shard_of.values())):
             with _open_shard(self.folder, shard) as handle:
-                for name in sorted(name for name in self.shapes if self._shard_of[self.stored(name)] == shard):
+                own = {name: self._parts(self.stored(name))[0] for name in self.shapes}
+                for name in sorted(name for name in self.shapes if self._shard_of[own[name]] == shard):
                     digest.update(repr((name, self.dtypes[name], self.shapes[name])).encode())
-                    stored = self.stored(name)
-                    first = handle.get_slice(stored)[:1] if self.shapes[name] else handle.get_tensor(stored)
+                    first = handle.get_slice(own[name])[:1] if self.shapes[name] else handle.get_tensor(own[name])
                     digest.update(first.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         if (beside := self.beside) is not None:
             digest.update(beside.content_hash().encode())
@@ -254,18 +261,22 @@ class Checkpoint:
         with ExitStack() as stack:
             handles: dict[str, Any] = {}
             for name in names:
-                stored = self.stored(name)
-                shard = self._shard_of.get(stored)
-                if shard is None:
-                    raise CheckpointError(f"{self.folder} lacks the tensor {name}; the checkpoint is incomplete.")
-                if shard not in handles:
-                    handles[shard] = stack.enter_context(_open_shard(self.folder, shard))
-                tensor = self._mapped(handles[shard], stored)
+                stored, mapped = self.stored(name), dict[str, torch.Tensor]()
+                weight = self.quantised.weights.get(stored)
+                for part in self._parts(stored):
+                    shard = self._shard_of.get(part)
+                    if shard is None:
+                        raise CheckpointError(f"{self.folder} lacks the tensor {name}; the checkpoint is incomplete.")
+                    if shard not in handles:
+                        handles[shard] = stack.enter_context(_open_shard(self.folder, shard))
+                    mapped[part] = self._mapped(handles[shard], part)
                 if not self.has_values:
-                    dtype = torch.bfloat16 if stored in self._scales else tensor.dtype
-                    tensors[name] = torch.empty_like(tensor, dtype=dtype, device="meta")
+                    described = torch.empty_like(mapped[part], device="meta")
+                    if weight is not None:
+                        described = torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device="meta")
+                    tensors[name] = described
                     continue
-                tensor = self._values(stored, tensor, None if into is None else into.get(name))
+                tensor = self._values(stored, mapped, None if into is None else into.get(name))
                 if is_damaged(name, tensor):
                     raise CheckpointError(
                         f"{name} in {self.folder / shard} holds NaN or Inf; give an undamaged checkpoint."
@@ -273,14 +284,15 @@ class Checkpoint:
                 tensors[name] = tensor
         return tensors
 
-    def _values(self, stored: str, tensor: torch.Tensor, place: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy of a mapped tensor, dequantised: in a place, or in one piece of its own."""
-        if stored in self._scales:
-            scale = self._scales[stored]
-            with _open_shard(self.folder, self._shard_of[scale]) as handle:
-                tensor = dequantised(tensor, self._mapped(handle, scale), self._block)
+    def _values(self, stored: str, mapped: Mapping[str, torch.Tensor], place: torch.Tensor | None) -> torch.Tensor:
+        """Return a copy of mapped tensors, dequantised: in a place, or in one piece of its own."""
+        weight = self.quantised.weights.get(stored)
+        if weight is not None:
+            tensor = weight.values({role: mapped[part] for role, part in weight.parts.items()})
         elif place is None:
-            return tensor.clone(memory_format=torch.contiguous_format)
+            return mapped[stored].clone(memory_format=torch.contiguous_format)
+        else:
+            tensor = mapped[stored]
         return tensor if place is None else place.copy_(tensor)
 
     def read_rows(self, name: str, rows: slice) -> torch.Tensor:
@@ -292,7 +304,7 @@ class Checkpoint:
     def read_panels(self, name: str, panels: Iterable[slice]) -> Iterator[torch.Tensor]:
         """Yield copies of panels of a tensor's rows, which are not checked, from a file that is opened once."""
         stored = self.stored(name)
-        if stored in self._scales:
+        if stored in self.quantised.weights:
             whole = self.read_one(name)
             yield from (whole[rows] for rows in panels)
             return
@@ -301,9 +313,9 @@ class Checkpoint:
             yield from (part[rows].clone() for rows in panels)
 
     def map_one(self, name: str) -> torch.Tensor:
-        """Return one tensor in the mapped file, which is not checked; a copy of weights in FP8."""
+        """Return one tensor in the mapped file, which is not checked; a copy of quantised weights."""
         stored = self.stored(name)
-        if not self.has_values or stored in self._scales:
+        if not self.has_values or stored in self.quantised.weights:
             return self.read_one(name)
         with _open_shard(self.folder, self._shard_of[stored]) as handle:
             return self._mapped(handle, stored)
@@ -311,7 +323,7 @@ class Checkpoint:
     def read_some(self, name: str, rows: torch.Tensor, columns: slice = slice(None)) -> torch.Tensor:
         """Return a copy of some columns of rows in any order, which are not checked; `rows`: int64, on the host."""
         stored = self.stored(name)
-        if stored in self._scales:
+        if stored in self.quantised.weights:
             return self.read_one(name)[rows, columns]
         with _open_shard(self.folder, self._shard_of[stored]) as handle:
             return self._mapped(handle, stored)[:, columns][rows]

@@ -21,6 +21,7 @@ from oneshot.checkpoint import (
     locate_checkpoint,
     open_gguf,
 )
+from oneshot.checkpoint.dtypes import DTYPES
 from oneshot.checkpoint.safe_files import companion_hashes, config_hash
 from oneshot.checkpoint.tables import NOISE, sampled_difference, tied
 from oneshot.compression import Curvature
@@ -114,6 +115,7 @@ class Run:
         opened = self._open() if source is None else source
         self.model = identify(opened)
         self._tell_of_class(opened)
+        self._tell_of_quantised(opened)
         self._settle_tables()
         if source is None and workers.is_main:  # the others read the same files
             self.model = replace(self.model, checkpoint=self.model.checkpoint.logging())
@@ -235,6 +237,19 @@ class Run:
                 stated or f"a {self.model.family.model_type}",
                 found,
             )
+
+    def _tell_of_quantised(self, opened: Checkpoint) -> None:
+        """Say that weights were rounded before, and what they are read as."""
+        weights = opened.quantised.weights.values()
+        if opened.quantised.kind is None or not weights:
+            return
+        dtypes = " and ".join(sorted({str(DTYPES[one.dtype]).removeprefix("torch.") for one in weights}))
+        logger.warning(
+            "The weights were rounded when they were quantised (%s); they are read as %s, which a result also stores "
+            "unless --save-dtype says otherwise. Give the unquantised model if there is one.",
+            opened.quantised.kind,
+            dtypes,
+        )
 
     def check_text(self) -> None:
         """Raise `CalibrationError` if a file of the calibration text cannot be read; nothing is read yet."""

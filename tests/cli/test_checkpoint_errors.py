@@ -70,7 +70,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
         ({"model_type": "qwen3_moe", "mlp_only_layers": "all", **EXPERTS}, ("mlp_only_layers 'all'",)),
         ({"num_local_experts": 8}, ("mixture of experts",)),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ("quantised",)),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, ("mxfp4", "dequantize=True")),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, ("mxfp4",)),
         ({"intermediate_size": "removed"}, ("intermediate_size",)),
         ({"vocab_size": "removed"}, ("vocab_size",)),
         ({"intermediate_size": 100}, ("mlp",)),

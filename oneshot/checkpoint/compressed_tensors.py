@@ -1,0 +1,156 @@
+"""Weights of compressed-tensors, as llm-compressor writes them, through that package's own functions."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from oneshot.checkpoint.dtypes import DTYPES
+from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeight, QuantisedWeights, Shapes
+from oneshot.errors import CheckpointError, cause
+
+NVFP4 = "nvfp4-pack-quantized"
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", NVFP4)
+PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
+ROLES = (PACKED, "weight", SCALE, ZERO, SHAPE, "weight_global_scale")  # the weight's own numbers first
+ORDER = "weight_g_idx"
+# of activations, of keys and values
+UNUSED = tuple(
+    f".{name}_{kind}" for name in ("input", "output", "k", "v", "q") for kind in ("scale", "zero_point", "global_scale")
+)
+OTHERWISE = "give the unquantised checkpoint"
+
+
+def compressed_weights(
+    stated: Mapping[str, Any], config: Mapping[str, Any], shapes: Shapes, dtypes: Mapping[str, str]
+) -> QuantisedWeights:
+    """Return the weights in integers, FP8, or packed in four bits; they stand for the dtype that the config states.
+
+    Raises `CheckpointError` for another format, for scales that do not fit, and without the package.
+    """
+    modules = {name.rpartition(".")[0] for name in shapes if name.endswith(f".{SCALE}")}
+    if not modules:
+        return NOT_QUANTISED
+    scheme_of = _schemes(stated)
+    dtype = _dtype(config)
+    found, kinds = {}, set()
+    for module in sorted(modules):
+        if f"{module}.{ORDER}" in shapes:
+            raise CheckpointError(f"{module}.{ORDER} states an order of its inputs, which is not read; {OTHERWISE}.")
+        parts = {role: f"{module}.{role}" for role in ROLES if f"{module}.{role}" in shapes}
+        scheme, kind = scheme_of(module)
+        kinds.add(kind)
+        shape = _shape(module, scheme.weights, kind, {role: shapes[name] for role, name in parts.items()})
+        values = partial(_values, module, scheme, kind, shape, DTYPES[dtype])
+        found[f"{module}.weight"] = QuantisedWeight(parts, shape, dtype, values)
+    return QuantisedWeights(found, UNUSED, f"compressed-tensors, {' and '.join(sorted(kinds))}")
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype that the config states for the weights; bfloat16 without one."""
+    text = config.get("text_config")
+    of_text = text if isinstance(text, dict) else {}
+    stated = next((one[key] for one in (config, of_text) for key in ("dtype", "torch_dtype") if one.get(key)), None)
+    return {"float32": "F32", "float16": "F16"}.get(str(stated).removeprefix("torch."), "BF16")
+
+
+def _schemes(stated: Mapping[str, Any]) -> Any:
+    """Return `module -> (scheme, format)`. Raises `CheckpointError` for what is not read."""
+    try:
+        from compressed_tensors.quantization import QuantizationConfig
+        from compressed_tensors.utils.match import match_name
+    except ImportError as error:
+        raise CheckpointError(
+            "Reading weights of compressed-tensors needs that package; run pip install 'oneshot-llm[compressed]'."
+        ) from error
+    for key in ("transform_config", "sparsity_config"):
+        if stated.get(key):
+            raise CheckpointError(f"The weights of compressed-tensors have a {key}, which is not read; {OTHERWISE}.")
+    try:
+        groups = QuantizationConfig.model_validate(dict(stated)).config_groups.values()
+    except ValueError as error:
+        raise CheckpointError(
+            f"The quantization_config is not understood by compressed-tensors ({cause(error)}); {OTHERWISE}."
+        ) from error
+
+    def scheme_of(module: str) -> tuple[Any, str]:
+        """Return the scheme whose targets name the module, or else the one for all modules of a class."""
+        named = [one for one in groups if any(match_name(module, target) for target in one.targets)]
+        classes = [one for one in groups if any(not target.startswith("re:") for target in one.targets)]
+        found = named or classes
+        if len(found) != 1 or found[0].weights is None:
+            raise CheckpointError(f"{len(found)} groups of the quantization_config hold {module}; {OTHERWISE}.")
+        kind = str(getattr(found[0].format, "value", found[0].format) or stated.get("format"))
+        if kind not in FORMATS:
+            raise CheckpointError(
+                f"{module} is stored as {kind[:100]} of compressed-tensors, which is not read; {OTHERWISE}."
+            )
+        return found[0], kind
+
+    return scheme_of
+
+
+def _shape(module: str, weights: Any, kind: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of a weight. Raises `CheckpointError` for parts that are missing or do not fit each other."""
+    own, scale = stored.get(PACKED, stored.get("weight")), stored[SCALE]
+    is_packed, strategy = kind in ("pack-quantized", NVFP4), str(getattr(weights.strategy, "value", weights.strategy))
+    if own is None or len(own) != 2 or is_packed != (PACKED in stored):
+        raise CheckpointError(f"{module} has no matrix of weights that fits {kind}; give a complete checkpoint.")
+    rows, columns = own
+    if kind == NVFP4:
+        columns *= 2
+    elif is_packed:
+        words, columns = columns, columns * 32 // weights.num_bits
+        in_groups = scale[1] * weights.group_size if strategy == "group" and len(scale) == 2 else columns
+        if math.ceil(in_groups * weights.num_bits / 32) == words:  # the last word need not be full
+            columns = in_groups
+    expected: dict[str, tuple[tuple[int, ...], ...]] = {
+        "tensor": ((), (1,), (1, 1)),
+        "channel": ((rows, 1), (rows,)),
+    }
+    if strategy in ("group", "tensor_group"):
+        expected[strategy] = ((rows, math.ceil(columns / weights.group_size)),)
+    elif strategy == "block":
+        height, width = weights.block_structure
+        expected[strategy] = ((math.ceil(rows / height), math.ceil(columns / width)),)
+    fitting = expected.get(strategy, ())
+    if scale not in fitting:
+        raise CheckpointError(
+            f"{module}.{SCALE} has shape {scale}, which does not fit {strategy} scales of {rows} × {columns} weights; "
+            "give a complete checkpoint."
+        )
+    if not weights.symmetric:
+        zeros = scale
+        if is_packed:
+            zeros = (math.ceil(rows * weights.num_bits / 32), scale[1])
+        if stored.get(ZERO) != zeros:
+            raise CheckpointError(
+                f"{module}.{ZERO} has shape {stored.get(ZERO)} where {zeros} is expected; give a complete checkpoint."
+            )
+    missing = SHAPE if kind == "pack-quantized" else "weight_global_scale" if kind == NVFP4 else None
+    if missing is not None and missing not in stored:
+        raise CheckpointError(f"{module}.{missing} is missing; give a complete checkpoint.")
+    return rows, columns
+
+
+def _values(
+    module: str,
+    scheme: Any,
+    kind: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    parts: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Return what compressed-tensors makes of a module's parts."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    stated = parts.get(SHAPE)
+    if stated is not None and tuple(stated.tolist()) != shape:
+        raise CheckpointError(
+            f"{module}.{SHAPE} states {stated.tolist()} where {list(shape)} are stored; give a complete checkpoint."
+        )
+    compressor: Any = BaseCompressor.get_value_from_registry(kind)
+    weight: torch.Tensor = compressor.decompress(dict(parts), scheme)["weight"]
+    return weight.detach().to(dtype)

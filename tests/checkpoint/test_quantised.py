@@ -1,0 +1,248 @@
+"""Checkpoints of compressed-tensors and in MXFP4, against transformers' own loading with dequantisation."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import MakeCheckpoint, MakeConfig
+from families.cases import CASES
+from safetensors.torch import load_file, save_file
+
+from oneshot.checkpoint import Checkpoint, open_model
+from oneshot.errors import CheckpointError
+from oneshot.pipeline import compress, predict
+
+ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+# the format and the weights of a scheme, as llm-compressor states them
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "w8a8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}),
+    "w8a8-tensor": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": False}),
+    "w4a16": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}),
+    "w4a16-channel": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}),
+    "w4a16-asymmetric": (
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False},
+    ),
+    "w8a16": ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}),
+    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "fp8-blocks": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 8]},
+    ),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+}
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def scales_of(weight: torch.Tensor, weights: dict[str, Any]) -> torch.Tensor:
+    """Return scales by which the largest number of every range becomes about the largest quantised one."""
+    rows, columns = weight.shape
+    largest = {("int", 8): 127.0, ("int", 4): 7.0, ("float", 8): 448.0, ("float", 4): 6.0}
+    size = weights.get("group_size") or columns
+    height, width = weights.get("block_structure") or (1, size)
+    if weights["strategy"] == "tensor":
+        height, width = rows, columns
+    ranges = weight.abs().float().unflatten(0, (-1, height)).unflatten(2, (-1, width)).amax((1, 3))
+    return ranges / largest[weights["type"], weights["num_bits"]]
+
+
+def quantise(folder: Path, kind: str, **stated: Any) -> dict[str, Any]:
+    """Store the layers' linears as compressed-tensors does; return the quantization_config."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    name, weights = KINDS[kind]
+    inputs = {"input_activations": ACTIVATIONS} if name == "int-quantized" else {}
+    group = {"targets": ["Linear"], "weights": weights, **inputs}
+    scheme, path = QuantizationScheme.model_validate(group), folder / "model.safetensors"
+    stored = dict[str, torch.Tensor]()
+    for own, tensor in load_file(path).items():
+        if "proj" not in own:
+            stored[own] = tensor
+            continue
+        scale = scales_of(tensor, weights)
+        local = {"weight": tensor, "weight_scale": scale.to(tensor.dtype)}
+        if weights.get("symmetric") is False:
+            local["weight_zero_point"] = torch.randint(-3, 3, scale.shape, dtype=torch.int8)
+        if name.startswith("nvfp4"):
+            whole = 448 * 6 / tensor.abs().max().float()
+            local |= {"weight_global_scale": whole.reshape(1), "weight_scale": (scale * whole)}
+        made = BaseCompressor.get_value_from_registry(name).compress(local, scheme)
+        stored |= {own.replace("weight", role): one.contiguous() for role, one in made.items()}
+    save_file(stored, path, metadata={"format": "pt"})
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    edit_config(folder, quantization_config=config | stated)
+    return config
+
+
+def theirs(folder: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    options = {key: stated[key] for key in ("config_groups", "format", "quantization_status", "ignore")}
+    config = CompressedTensorsConfig(**options, dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_that_transformers_loads(kind: str, own_checkpoint: MakeCheckpoint) -> None:
+    pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
+    folder = own_checkpoint(dtype=torch.bfloat16)
+    quantise(folder, kind)
+    checkpoint = open_model(str(folder), folder).checkpoint
+    expected = theirs(folder)
+    assert checkpoint.shapes.keys() == expected.keys()
+    for name in sorted(checkpoint.shapes):
+        read = checkpoint.read_one(name)
+        assert torch.equal(read, expected[name]), name
+        described = checkpoint.without_values().read_one(name)
+        assert (described.shape, described.dtype) == (read.shape, read.dtype)
+
+
+def to_mxfp4(folder: Path) -> None:
+    """Store random numbers of four bits, and exponents, in the place of the experts' matrices."""
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(121, 125, shape, dtype=torch.uint8)
+    save_file(stored, path, metadata={"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
+
+@pytest.fixture
+def mxfp4(own_checkpoint: MakeCheckpoint) -> Path:
+    """A gpt-oss as it is published."""
+    folder = own_checkpoint(**CASES["gpt_oss"].options | {"hidden": 32, "width": 64, "dtype": torch.bfloat16})
+    to_mxfp4(folder)
+    return folder
+
+
+def test_mxfp4_is_what_transformers_makes_of_it(mxfp4: Path, make_config: MakeConfig) -> None:
+    """Also in a result without removing anything, which states no quantisation; `--dry-run` counts the same."""
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    model = AutoModelForCausalLM.from_pretrained(mxfp4, quantization_config=Mxfp4Config(dequantize=True))
+    expected = dict(model.state_dict())
+    config = make_config(mxfp4, sparsity=0)
+    predicted, report = predict(config), compress(config)
+    assert predicted.stored_parameters == report.stored_parameters
+    result = load_file(Path(config.output) / "model.safetensors")
+    assert result.keys() == expected.keys()
+    for name in sorted(result):
+        assert torch.equal(result[name], expected[name]), name
+    assert "quantization_config" not in json.loads((Path(config.output) / "config.json").read_text())
+    assert any("mxfp4" in one and "bfloat16" in one for one in report.warnings)
+    smaller = compress(make_config(mxfp4, sparsity=0.1, num_sequences=4, output=f"{config.output}-smaller"))
+    assert smaller.stored_parameters["compressed"] < report.stored_parameters["compressed"]
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    {
+        "shape": r"mlp.experts.down_proj_scales has shape \(4, 32, 1\), which does not fit",
+        "missing": r"mlp.experts.down_proj_scales has shape None",
+        "not finite": "down_proj in .* holds NaN or Inf",
+    }.items(),
+)
+def test_damaged_mxfp4_is_refused(change: str, cause: str, mxfp4: Path) -> None:
+    path, name = mxfp4 / "model.safetensors", "model.layers.0.mlp.experts.down_proj_scales"
+    stored = load_file(path)
+    if change == "shape":
+        stored[name] = stored[name][..., :1].contiguous()
+    elif change == "missing":
+        del stored[name]
+    else:
+        stored[name][0, 0, 0] = 255
+    save_file(stored, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=cause):
+        Checkpoint(mxfp4).read_one("model.layers.0.mlp.experts.down_proj")
+
+
+def test_packed_weights_are_compressed(own_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> None:
+    """The result has the dtype that the config states, and the run says that the weights were rounded before."""
+    pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
+    folder = own_checkpoint(dtype=torch.bfloat16)
+    quantise(folder, "w4a16")
+    read = open_model(str(folder), folder).checkpoint
+    meant = read.read(read.shapes)
+    config = make_config(folder, sparsity=0)
+    predicted, report = predict(config), compress(config)
+    result = load_file(Path(config.output) / "model.safetensors")
+    assert result.keys() == meant.keys()
+    assert all(torch.equal(tensor, result[name]) for name, tensor in meant.items())
+    assert "quantization_config" not in json.loads((Path(config.output) / "config.json").read_text())
+    assert predicted.stored_parameters == report.stored_parameters
+    assert any("compressed-tensors, pack-quantized" in one for one in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    {
+        "scale": r"weight_scale has shape \(64, 1\), which does not fit group scales of 64 × 32 weights",
+        "shape": r"weight_shape states \[64, 31\] where \[64, 32\] are stored",
+        "no shape": "weight_shape is missing",
+        "order": "weight_g_idx states an order of its inputs",
+        "zero point": r"weight_zero_point has shape None where \(\d, \d\) is expected",
+        "transform": "have a transform_config, which is not read",
+        "format": "is stored as marlin-24 of compressed-tensors, which is not read",
+        "groups": "2 groups of the quantization_config hold model.layers.0",
+        "config": "is not understood by compressed-tensors",
+    }.items(),
+)
+def test_other_compressed_tensors_are_refused(change: str, cause: str, own_checkpoint: MakeCheckpoint) -> None:
+    pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
+    folder = own_checkpoint(dtype=torch.bfloat16)
+    stated, path, module = quantise(folder, "w4a16"), folder / "model.safetensors", "model.layers.0.mlp.up_proj"
+    stored, group = load_file(path), dict(stated["config_groups"]["group_0"])
+    if change == "scale":
+        stored[f"{module}.weight_scale"] = stored[f"{module}.weight_scale"][:, :1].contiguous()
+    elif change == "shape":
+        stored[f"{module}.weight_shape"] = torch.tensor([64, 31])
+    elif change == "no shape":
+        del stored[f"{module}.weight_shape"]
+    elif change == "order":
+        stored[f"{module}.weight_g_idx"] = torch.zeros(32, dtype=torch.int32)
+    elif change == "zero point":
+        stated["config_groups"]["group_0"] = group | {"weights": group["weights"] | {"symmetric": False}}
+    elif change == "transform":
+        stated["transform_config"] = {"config_groups": {"u": {}}}
+    elif change == "format":
+        stated["format"] = "marlin-24"
+    elif change == "groups":
+        stated["config_groups"]["group_1"] = group
+    else:
+        stated["config_groups"]["group_0"] = group | {"weights": {"num_bits": "many"}}
+    save_file(stored, path, metadata={"format": "pt"})
+    edit_config(folder, quantization_config=stated)
+    with pytest.raises(CheckpointError, match=cause):
+        Checkpoint(folder).read_one(f"{module}.weight")
+
+
+def test_the_package_is_named_where_it_is_missing(
+    own_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = own_checkpoint()
+    path = folder / "model.safetensors"
+    scale = {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(64, 1)}
+    save_file(load_file(path) | scale, path, metadata={"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "format": "int-quantized"})
+    monkeypatch.setitem(sys.modules, "compressed_tensors.quantization", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'oneshot-llm\[compressed\]'"):
+        Checkpoint(folder)
