@@ -11,8 +11,9 @@ import pytest
 from factories import MakeCheckpoint, MakeConfig
 from transformers import AutoConfig
 
+from oneshot.checkpoint import with_kept_layers
 from oneshot.export.engines import HEADS_FILL_HIDDEN_SIZE, KINDS_BY_NUMBER, notes_on_engines
-from oneshot.export.stock import StockForm, with_kept_layers
+from oneshot.export.stock import StockForm
 from oneshot.families import find_family
 from oneshot.pipeline import compress
 
