@@ -15,7 +15,9 @@ def find_quantised(config: Mapping[str, Any], shapes: Shapes, dtypes: Mapping[st
     Raises `CheckpointError` for scales that do not fit their weight, and for variants that are not read.
     """
     stated = config.get("quantization_config")
-    method = stated.get("quant_method") if isinstance(stated, dict) else None
+    if not isinstance(stated, dict):
+        return NOT_QUANTISED
+    method = stated.get("quant_method")
     if method == "fp8":
         return fp8_weights(stated, shapes, dtypes)
     if method == "mxfp4":

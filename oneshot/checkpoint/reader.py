@@ -279,7 +279,7 @@ class Checkpoint:
                 tensor = self._values(stored, mapped, None if into is None else into.get(name))
                 if is_damaged(name, tensor):
                     raise CheckpointError(
-                        f"{name} in {self.folder / shard} holds NaN or Inf; give an undamaged checkpoint."
+                        f"{name} in {self.folder / self._shard_of[part]} holds NaN or Inf; give an undamaged checkpoint."
                     )
                 tensors[name] = tensor
         return tensors
