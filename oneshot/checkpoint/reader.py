@@ -278,9 +278,8 @@ class Checkpoint:
                     continue
                 tensor = self._values(stored, mapped, None if into is None else into.get(name))
                 if is_damaged(name, tensor):
-                    raise CheckpointError(
-                        f"{name} in {self.folder / self._shard_of[part]} holds NaN or Inf; give an undamaged checkpoint."
-                    )
+                    place = self.folder / self._shard_of[part]
+                    raise CheckpointError(f"{name} in {place} holds NaN or Inf; give an undamaged checkpoint.")
                 tensors[name] = tensor
         return tensors
 
