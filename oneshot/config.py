@@ -10,7 +10,7 @@ from typing import Any, Literal
 from oneshot.errors import ConfigError
 from oneshot.fields import check_minimum, check_values, display, field_names
 from oneshot.method import Method
-from oneshot.parsing import did_you_mean, full_dtype, parse_count, parse_size
+from oneshot.parsing import did_you_mean, full_dtype, parse_count, parse_share, parse_size
 from oneshot.recipes import RECIPE_FORMS, RECIPES, find_recipe
 from oneshot.serving import ANY, Serving
 
@@ -32,6 +32,7 @@ SPELLINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "parameters": ("parameters", parse_count),
     "max_size": ("size_bytes", parse_size),
     "size_bytes": ("size_bytes", parse_size),
+    "max_loss": ("max_loss", parse_share),
     "max_memory": ("max_memory_bytes", parse_size),
     "max_memory_bytes": ("max_memory_bytes", parse_size),
     "max_device_memory": ("max_device_memory_bytes", parse_size),
@@ -52,6 +53,8 @@ class Target:
         sparsity: fraction of the budget to remove, from 0 up to below 1.
         parameters: stored parameters to keep at most, instead of `sparsity`.
         size_bytes: bytes of the weight files at most, instead of `sparsity`.
+        max_loss: rise of the perplexity that is allowed, as a fraction, instead of `sparsity`: the run finds the size.
+        loss_scale: nats lost for each that a profile predicts, as a check has measured them; None: as usual.
         budget: what `sparsity` is a fraction of; latency is measured on this machine, for one sequence.
         hidden_size: kept hidden size; None: the whole.
         intermediate_size: kept FFN width of all layers; None: what the target asks for.
@@ -68,6 +71,8 @@ class Target:
     sparsity: float | None = None
     parameters: int | None = None
     size_bytes: int | None = None
+    max_loss: float | None = None
+    loss_scale: float | None = None
     budget: BudgetUnit = "parameters"
     hidden_size: int | None = None
     intermediate_size: int | None = None
@@ -89,17 +94,23 @@ class Target:
         for pattern in self.keep:
             if not isinstance(pattern, str) or not pattern:
                 raise ConfigError(f"--keep {pattern!r} is not a pattern; give one such as layers.0.*.")
-        given = sum(one is not None for one in (self.sparsity, self.parameters, self.size_bytes))
+        given = sum(one is not None for one in (self.sparsity, self.parameters, self.size_bytes, self.max_loss))
         rates = self.hidden_rate, self.inner_rate
         sizes = self.hidden_size, self.intermediate_size, self.value_size, self.query_key_size
         sizes_given = any(size is not None for size in (*sizes, *rates, self.num_experts))
         if given > 1 or (given == 0 and not sizes_given):
             raise ConfigError(
-                "Give exactly one target: --sparsity (such as 0.2), --params (such as 900M) or --max-size (2GB)."
+                "Give exactly one target: --sparsity (such as 0.2), --params (such as 900M), --max-size (2GB) or "
+                "--max-loss (5%)."
             )
         if self.sparsity is not None and not (math.isfinite(self.sparsity) and 0 <= self.sparsity < 1):
             raise ConfigError(f"--sparsity {self.sparsity} is out of range: give a fraction from 0 up to below 1.")
-        for option, value in (("--params", self.parameters), ("--max-size", self.size_bytes)):
+        if self.max_loss is not None and not (math.isfinite(self.max_loss) and self.max_loss > 0):
+            raise ConfigError(f"--max-loss {self.max_loss} is out of range: give a share above 0, such as 5%.")
+        if self.loss_scale is not None and not (math.isfinite(self.loss_scale) and self.loss_scale > 0):
+            raise ConfigError(f"{display('loss_scale', self.loss_scale)} is out of range: give a number above 0.")
+        sizes_asked = ("--params", self.parameters), ("--max-size", self.size_bytes), ("--max-loss", self.max_loss)
+        for option, value in sizes_asked:
             if value is not None and self.budget != "parameters":
                 raise ConfigError(f"{option} is a budget of its own; give --sparsity beside --budget {self.budget}.")
         if self.parameters is not None and self.parameters <= 0:
@@ -126,12 +137,12 @@ class Target:
     @property
     def states_share(self) -> bool:
         """Return whether a whole size is asked for, beside or instead of sizes of its parts."""
-        return (self.sparsity, self.parameters, self.size_bytes) != (None, None, None)
+        return (self.sparsity, self.parameters, self.size_bytes, self.max_loss) != (None, None, None, None)
 
     @property
     def asks_less(self) -> bool:
         """Return whether anything beside the stated sizes is to be removed."""
-        return bool(self.sparsity) or self.parameters is not None or self.size_bytes is not None
+        return bool(self.sparsity) or any(one is not None for one in (self.parameters, self.size_bytes, self.max_loss))
 
     @property
     def states_hidden_size(self) -> bool:
@@ -365,6 +376,8 @@ def default_output(checkpoint: str, target: Target, *, several: bool = False) ->
         size = f"-{target.parameters / 1e6:.0f}M"
     if target.size_bytes is not None:
         size = f"-{target.size_bytes / 1e6:.0f}MB"
+    if target.max_loss is not None:
+        size = f"-loss-{target.max_loss:.2f}"
     return f"{own_name(checkpoint)}-oneshot{size}"
 
 

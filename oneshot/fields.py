@@ -15,6 +15,7 @@ FLAGS = {
     "serve": "--serve",
     "up_steps": "--up-steps",
     "sparsity": "--sparsity",
+    "max_loss": "--max-loss",
     "parameters": "--params",
     "budget": "--budget",
     "keep": "--keep",

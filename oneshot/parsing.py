@@ -36,6 +36,17 @@ def _parse(text: str, suffixes: dict[str, int], expected: str) -> int:
     return int(float(match[1]) * suffixes[match[2].upper()])
 
 
+def parse_share(text: str) -> float:
+    """Parse a share: `"5%"` and `"0.05"` are 0.05. Raises `ConfigError` for anything else."""
+    number, _, rest = text.strip().partition("%")
+    try:
+        if rest:
+            raise ValueError
+        return float(number) / (100 if text.strip().endswith("%") else 1)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a share such as 5% or 0.05.") from error
+
+
 def full_dtype(name: str) -> str:
     """Return the full name of a dtype: `bf16` and `torch.bfloat16` are `bfloat16`. Other words stay."""
     plain = name.removeprefix("torch.")

@@ -1,7 +1,9 @@
 """The order of the stages: open, plan, read text, profile, find subspaces, compress layers, export."""
 
+import json
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from oneshot.job import (
 from oneshot.machine.memory import reset_peak
 from oneshot.planning import Profile
 from oneshot.profiling import measure_importance, refuse_existing, save_profile
+from oneshot.report.card import REPORT_NAME
 from oneshot.report.grams import gram_sentences
 from oneshot.report.progress import ProgressBar, Shown, Stopwatch, Tracker, following
 from oneshot.report.records import Footprint, Report
@@ -40,6 +43,8 @@ from oneshot.run import Run, open_run
 from oneshot.schedule import Schedule, profile_schedule
 
 logger = logging.getLogger(__name__)
+Check = Callable[[Config, Report], Report]  # measures a result beside its original, and adds that to its report
+TOO_CAREFUL = 0.5  # of the allowed loss, below which a size is corrected, too
 
 
 def compress(config: Config, *, show_progress: Shown | Tracker = False) -> Report:
@@ -50,6 +55,8 @@ def compress(config: Config, *, show_progress: Shown | Tracker = False) -> Repor
 
     Raises a subclass of `OneshotError` with one sentence for everything that a user can mend.
     """
+    if config.target.max_loss is not None:
+        raise ConfigError("--max-loss is judged by a check at the end, which this run leaves out; ask for a size.")
     watch = Stopwatch()
     config = with_kept_dtype(config, open_gguf(config.checkpoint))
     with (
@@ -84,6 +91,80 @@ def compress_sizes(
             watch = Stopwatch()
             reset_peak()
         return reports
+
+
+def compress_within(config: Config, check: Check, *, show_progress: Shown | Tracker = False) -> Report:
+    """Compress to the smallest size whose perplexity rises by `config.target.max_loss` at most, and return its report.
+
+    The profile of the run predicts the size. If the check then finds more loss, or less than half of it, the size is
+    planned once more by what was measured, and replaces the first. Otherwise as `compress`.
+    """
+    watch = Stopwatch()
+    config = with_kept_dtype(config, open_gguf(config.checkpoint))
+    with (
+        following(show_progress) as tracker,
+        open_run(config, [output_folder(config.output)], tracker=tracker) as run,
+    ):
+
+        def made(config: Config, watch: Stopwatch) -> tuple[Config, Report]:
+            job = Job(config, run)
+            expect_stages([job])
+            report = _compress(job, watch)
+            return job.config, run.machine.workers.share(
+                0, lambda: report if report.check is not None else check(job.config, report)
+            )
+
+        if config.resume:
+            config = replace(config, target=replace(config.target, loss_scale=_scale_of(config)))
+        config, report = made(config, watch)
+        corrected = _corrected(config, report)
+        if corrected is not None:
+            reset_peak()
+            config, report = made(corrected, Stopwatch())
+        lost, allowed = _lost(report), config.target.max_loss
+        if lost is not None and allowed is not None and lost > math.log1p(allowed):
+            logger.warning(
+                "The perplexity rose by %.1f %% where %.1f %% was allowed; ask for a smaller --max-loss.",
+                100 * math.expm1(lost),
+                100 * allowed,
+            )
+        return report
+
+
+def _lost(report: Report) -> float | None:
+    """Return the nats that the check of a result found lost; None if it could not be made."""
+    return None if report.check is None else report.check.lost_nats
+
+
+def _corrected(config: Config, report: Report) -> Config | None:
+    """Return the config of a second plan by what the first one's check has measured; None if there is no need."""
+    assert config.target.max_loss is not None
+    lost, allowed = _lost(report), math.log1p(config.target.max_loss)
+    if lost is None:
+        reason = report.check.skipped if report.check is not None else ""
+        logger.warning("--max-loss could not be judged, so the size is the predicted one. %s", reason)
+        return None
+    predicted = (report.predicted_divergence or {}).get("plan", 0.0)
+    if config.target.loss_scale is not None or predicted <= 0 or TOO_CAREFUL * allowed <= lost <= allowed:
+        return None
+    scale = max(lost, TOO_CAREFUL / 2 * allowed) / predicted
+    logger.warning(
+        "The perplexity rose by %.1f %% where %.1f %% is allowed: the size is planned once more by what was measured.",
+        100 * math.expm1(lost),
+        100 * config.target.max_loss,
+    )
+    return replace(config, target=replace(config.target, loss_scale=scale), overwrite=True)
+
+
+def _scale_of(config: Config) -> float | None:
+    """Return the measured scale of a finished result of the same target, which a resumed run goes on with."""
+    try:
+        target = json.loads((output_folder(config.output) / REPORT_NAME).read_bytes())["config"]["target"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # the job says what is wrong with the output
+    scale = target.get("loss_scale") if isinstance(target, dict) else None
+    same = isinstance(scale, float) and target.get("max_loss") == config.target.max_loss
+    return scale if same else None
 
 
 def configs_of(config: Config, sparsities: Sequence[float]) -> list[Config]:
@@ -124,6 +205,10 @@ def predict(config: Config) -> Footprint:
         if target.budget == "latency":
             target = replace(target, budget="flops")
         job = Job(config, run, target=target, dry=True)
+        if target.max_loss is not None:
+            logger.warning(
+                "The size is known after the profile; until then the smallest step stands for it, which needs the most."
+            )
         if job.schedule.reads_text:
             run.warn_of_text()
         if not job.schedule.plans_by_profile:

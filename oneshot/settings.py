@@ -12,7 +12,7 @@ from oneshot.method import Method
 from oneshot.parsing import did_you_mean
 
 RECIPE_NAME = "recipe.yaml"
-TARGETS = ("sparsity", "params", "parameters", "max_size", "size_bytes")  # one replaces another
+TARGETS = ("sparsity", "params", "parameters", "max_size", "size_bytes", "max_loss")  # one replaces another
 NOT_IN_RECIPE = ("output", "overwrite", "resume")
 HEADER = """\
 # oneshot compress --config recipe.yaml --output OUT

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -36,6 +37,7 @@ def compress(
     sparsity: float | Sequence[float] | None = None,
     params: str | int | None = None,
     max_size: str | int | None = None,
+    max_loss: str | float | None = None,
     calibration: Any = None,
     form: str | None = None,
     recipe: str | None = None,
@@ -64,7 +66,9 @@ def compress(
         sparsity: fraction of the stored parameters to remove; of a list, every fraction has a result, a `Result` of
             its own in the list that is returned, and a folder `sparsity-0.10` and so on in `output`.
         params: stored parameters to keep at most, such as `"900M"`.
-        max_size: bytes of the weight files at most, such as `"2GB"`; give one of the three.
+        max_size: bytes of the weight files at most, such as `"2GB"`.
+        max_loss: rise of the perplexity that is allowed, such as `"5%"` or 0.05: the run finds the size, and checks it
+            on texts of four kinds. Give one of the four.
         calibration: text like the one that the model will read: a source as on the command line (default `"c4"`), a
             path, a list of strings or of chats, a `datasets.Dataset`, a `DataLoader`, or token ids `(sequences,
             length)`.
@@ -92,6 +96,7 @@ def compress(
         "sparsity": first,
         "params": params,
         "max_size": max_size,
+        "max_loss": max_loss,
         "calibration": calibration,
         "form": form,
         "recipe": recipe,
@@ -107,14 +112,18 @@ def compress(
     }
     with request(model, output, tokenizer, given | settings, several=several is not None) as asked:
         refuse_prompt(prompt)
-        ending = [CHECK] * len(several or [first]) if prompt else []
+        ending = [CHECK] * len(several or [first]) if prompt or max_loss is not None else []
         with Tracker(progress, ending=ending) as tracker:
-            if several is None:
+            if several is None and asked.config.target.max_loss is not None:
+                check = partial(check_result, tracker=tracker, question=prompt, words=asked.words)
+                configs = [asked.config]
+                reports = [pipeline.compress_within(asked.config, check, show_progress=tracker)]
+            elif several is None:
                 configs, reports = [asked.config], [pipeline.compress(asked.config, show_progress=tracker)]
             else:
                 reports = pipeline.compress_sizes(asked.config, several, show_progress=tracker)
                 configs = pipeline.configs_of(asked.config, several)
-            if prompt and launched_rank() == 0:
+            if prompt and launched_rank() == 0 and asked.config.target.max_loss is None:
                 pairs = zip(configs, reports, strict=True)
                 reports = [check_result(*pair, tracker, question=prompt, words=asked.words) for pair in pairs]
         results = [_result(asked, config, report) for config, report in zip(configs, reports, strict=True)]

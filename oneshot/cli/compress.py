@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -67,6 +68,12 @@ def build_parser(prog: str = "oneshot compress") -> argparse.ArgumentParser:
     )
     target.add_argument(
         "--max-size", metavar="SIZE", help="bytes of the weight files at most, such as 2GB, instead of --sparsity"
+    )
+    target.add_argument(
+        "--max-loss",
+        metavar="L",
+        help="rise of the perplexity that is allowed, such as 5%%, instead of --sparsity: the run finds the size, and "
+        "checks it on texts of four kinds",
     )
     method = parser.add_argument_group("method")
     method.add_argument("--recipe", metavar="NAME", help=f"one of {', '.join(RECIPES)} (default: oneshot)")
@@ -139,7 +146,7 @@ def _finish(
     from oneshot.report.terminal import print_report
 
     checks = not arguments.quiet and not arguments.no_check
-    if checks:
+    if checks and config.target.max_loss is None:  # which was checked in the run
         report = check_result(config, report, tracker, question=arguments.prompt)
     tracker.close()
     if not arguments.quiet:
@@ -170,6 +177,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
         refuse_prompt(arguments.prompt)
         if arguments.prompt is not None and arguments.no_check:
             raise ConfigError("--prompt is asked by the check, which --no-check leaves out; give one of the two.")
+        if arguments.max_loss is not None and arguments.no_check:
+            raise ConfigError("--max-loss is judged by the check, which --no-check leaves out; give one of the two.")
         if arguments.prompt is not None and arguments.quiet:
             raise ConfigError("--prompt shows answers, which --quiet leaves out; give one of the two.")
         sparsities = [_parse_fraction(text) for text in arguments.sparsity or []]
@@ -177,8 +186,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
             _apply_tcsp(arguments)
         config = parse_config(arguments, sparsity=sparsities[0] if sparsities else None)
         begin_work(arguments)
-        from oneshot.api.check import CHECK
-        from oneshot.pipeline import compress, compress_sizes, configs_of, predict
+        from oneshot.api.check import CHECK, check_result
+        from oneshot.pipeline import compress, compress_sizes, compress_within, configs_of, predict
         from oneshot.report.progress import Tracker
         from oneshot.report.terminal import print_footprint, print_footprints
 
@@ -199,6 +208,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "oneshot compress") -> i
         ):
             if len(sparsities) > 1:
                 reports = compress_sizes(config, sparsities, show_progress=tracker)
+            elif config.target.max_loss is not None:
+                check = partial(check_result, tracker=tracker, question=arguments.prompt)
+                reports = [compress_within(config, check, show_progress=tracker)]
             else:
                 reports = [compress(config, show_progress=tracker)]
             if launched_rank() == 0:

@@ -123,7 +123,7 @@ def add_output_form(group: Any) -> None:
     dtypes = get_args(SaveDtype)
     shown = f"dtype of the stored weights: {', '.join(dtypes)} (default: keep, the input's; bfloat16 if quantised)"
     group.add_argument("--save-dtype", type=OneOf(dtypes), metavar="DTYPE", help=shown)
-    group.add_argument("--max-shard-size", metavar="SIZE", help="largest weight file, such as 2GB (default: 5GB)")
+    group.add_argument("--max-shard-size", metavar="SIZE", help=argparse.SUPPRESS)  # docs/command-line.md has it
     group.add_argument(
         "--bits",
         type=float,

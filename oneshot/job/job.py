@@ -9,12 +9,12 @@ from typing import Any, cast
 
 from oneshot.checkpoint import Journal, output_folder, refuse_output, refuse_place, remove_leftovers
 from oneshot.config import Config, FormName, Target, TextOptions
-from oneshot.errors import OutputError, PlanError, cause
+from oneshot.errors import ConfigError, OutputError, PlanError, cause
 from oneshot.export.quantisers import refuse_without_quantisers
 from oneshot.export.served import reason_against_result, width_step_in
 from oneshot.export.tensor_types import refuse_impossible
 from oneshot.machine.durable import seal
-from oneshot.planning import Plan, make_plan, quantiser_groups, with_steps
+from oneshot.planning import LEAST_SHARE, Plan, make_plan, quantiser_groups, with_share, with_steps
 from oneshot.planning.sizes import least_share
 from oneshot.report.card import REPORT_NAME
 from oneshot.report.records import Report
@@ -55,6 +55,8 @@ class Job:
                 raise
             logger.warning("%s", error)  # what a run would take is known all the same
         wanted = config.target if target is None else with_steps(target, run.model.shape, step)
+        if wanted.max_loss is not None:  # the smallest share stands for the one that a profile will find
+            wanted = with_share(wanted, LEAST_SHARE)
         self.budget = run.budget(wanted)
         self.plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, wanted, budget=self.budget))
         if run.grid.stack(self.plan) != run.model.shape.stack():
@@ -78,6 +80,11 @@ class Job:
         names_text = config.quantises or config.text.calibration != TextOptions().calibration
         if run.grid.writes_vocabulary and (self.schedule.fits_text or names_text):  # a GGUF file
             self.schedule = replace(self.schedule, measures_importance=True, chooses_types=config.quantises)
+        if config.target.max_loss is not None and not self.schedule.plans_by_profile:
+            raise ConfigError(
+                "--max-loss is planned by a profile, and this run makes none; leave --form, --recipe and --set out, or "
+                "ask for a size."
+            )
         run.fits_text |= self.schedule.fits_text
         if asks_less and kept == dense and not self.schedule.plans_by_profile:
             share = least_share(run.grid, run.method, wanted, self.budget)

@@ -20,6 +20,7 @@ from oneshot.planning import (
     predicted_divergences,
     profiled_damages,
     spread_hidden_sizes,
+    within_loss,
 )
 from oneshot.report.progress import ProgressBar, Stopwatch
 from oneshot.tensors import Tensors
@@ -71,6 +72,8 @@ def decide_sizes(job: Job, journal: Journal, watch: Stopwatch) -> JobSizes:
 
 def tell_of_missed_target(job: Job, plan: Plan) -> None:
     """Warn if a plan removes clearly more or less than was asked for."""
+    if job.config.target.max_loss is not None:  # no size was asked for
+        return
     grid, budget = job.run.grid, job.budget
     sentence = missed_target(budget, budget.measure(grid.shape.stack()), budget.measure(grid.stack(plan)))
     if sentence is not None:
@@ -98,14 +101,18 @@ def _profiled(job: Job, journal: Journal) -> JobSizes:
     run, config = job.run, job.config
     measured = run.profile(job.schedule)
     run.tracker.enter("planning the sizes of the layers")
-    damages = profiled_damages(measured, run.method.allocation, run.grid)
-    plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, config.target, damages, job.budget))
+    damages, target, budget = profiled_damages(measured, run.method.allocation, run.grid), config.target, job.budget
+    sensitivity = profiled_damages(measured, "sensitivity", run.grid)
+    if target.max_loss is not None:
+        asked = target
+        target = run.machine.workers.share(0, lambda: within_loss(run.grid, run.method, asked, damages, sensitivity))
+        budget = run.budget(target)
+    plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, target, damages, budget))
     job.refuse_unserved(plan)
     grids: dict[str, Grid] = {name: form_of(name, run.model.family).grid(run.model) for name in FORMS}
     grids = {name: replace(grid, kept=run.grid.kept, serving=run.grid.serving) for name, grid in grids.items()}
-    divergences = predicted_divergences(grids, config.method, config.target, plan, measured, job.budget)
-    sensitivity = profiled_damages(measured, "sensitivity", run.grid)
-    curve = run.machine.workers.share(0, lambda: predicted_curve(run.grid, run.method, config.target, sensitivity))
+    divergences = predicted_divergences(grids, config.method, target, plan, measured, budget)
+    curve = run.machine.workers.share(0, lambda: predicted_curve(run.grid, run.method, target, sensitivity))
     if plan.embedding and run.machine.workers.is_main:
         run.tracker.step("reducing the embedding", brief=True)
         device = run.machine.device

@@ -12,11 +12,14 @@ from oneshot.planning.grid import Grid
 from oneshot.planning.groups import quantiser_groups
 from oneshot.planning.hidden_size import groups_of_positions, spread_hidden_sizes
 from oneshot.planning.kept import find_kept
+from oneshot.planning.loss import STEP as LEAST_SHARE
+from oneshot.planning.loss import with_share, within_loss
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
 from oneshot.planning.sizes import make_plan, parameter_budget, predicted_curve, predicted_divergences, with_steps
 from oneshot.planning.vocabulary import smaller_tables, vocabulary_ranges
 
 __all__ = [
+    "LEAST_SHARE",
     "LEFT_OUT",
     "Budget",
     "Damages",
@@ -43,5 +46,7 @@ __all__ = [
     "smaller_tables",
     "spread_hidden_sizes",
     "vocabulary_ranges",
+    "with_share",
     "with_steps",
+    "within_loss",
 ]

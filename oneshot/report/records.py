@@ -1,5 +1,6 @@
 """Records of what a run took and what came out."""
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -154,6 +155,12 @@ class Check:
     peak_bytes: int = 0
     peak_device_bytes: int = 0
     kinds: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def lost_nats(self) -> float | None:
+        """Return the mean log-loss of the kinds over the original's; None without them."""
+        ratios = self.ratios.values()
+        return sum(map(math.log, ratios)) / len(ratios) if ratios else None
 
     @property
     def ratios(self) -> dict[str, float]:

@@ -1,0 +1,166 @@
+"""`--max-loss`: the size that a profile predicts, and once more by what the check of the result has measured."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import MakeCheckpoint, MakeConfig
+from safetensors.torch import load_file
+
+import oneshot
+from oneshot import Config, Report
+from oneshot.cli.compress import main
+from oneshot.errors import ConfigError, PlanError
+from oneshot.parsing import parse_share
+from oneshot.pipeline import compress, compress_within, predict
+from oneshot.planning.loss import LOST_FOR_PREDICTED, with_share
+from oneshot.report.additions import add_check
+from oneshot.report.card import REPORT_NAME
+from oneshot.report.records import Check
+
+MODEL: dict[str, Any] = {"layers": 3}
+OPTIONS: dict[str, Any] = {"form": "per-layer", "round_to": 1, "embedding": "none"}
+
+
+def measuring(*lost: float) -> tuple[Callable[[Config, Report], Report], list[Report]]:
+    """Return a check that finds these losses in nats, one for every result, and the reports that it got."""
+    reports: list[Report] = []
+
+    def check(config: Config, report: Report) -> Report:
+        reports.append(report)
+        ratio = math.exp(lost[len(reports) - 1])
+        kinds = {kind: {"dense": 2.0, "compressed": 2.0 * ratio} for kind in ("prose", "code")}
+        return add_check(Path(config.output), report, Check(kinds=kinds))
+
+    return check, reports
+
+
+@pytest.fixture
+def asked(make_checkpoint: MakeCheckpoint, make_config: MakeConfig) -> Config:
+    """A loss that something like a fifth of the parameters has, by the profile."""
+    config = make_config(make_checkpoint(**MODEL), **OPTIONS)
+    report = compress(replace(config, output=f"{config.output}-first"))
+    assert report.predicted_divergence is not None
+    allowed = math.expm1(LOST_FOR_PREDICTED * report.predicted_divergence["plan"])
+    return replace(config, target=replace(config.target, sparsity=None, max_loss=allowed))
+
+
+def tensors(output: str) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in load_file(Path(output) / "model.safetensors").items()}
+
+
+def share_of(report: Report) -> float:
+    return 1 - report.stored_parameters["compressed"] / report.stored_parameters["dense"]
+
+
+def test_the_size_is_the_smallest_whose_predicted_loss_is_allowed(asked: Config) -> None:
+    allowed = math.log1p(asked.target.max_loss or 0)
+    check, reports = measuring(0.9 * allowed)
+    report = compress_within(asked, check)
+    assert len(reports) == 1
+    assert report.predicted_divergence is not None
+    assert LOST_FOR_PREDICTED * report.predicted_divergence["plan"] <= allowed * (1 + 1e-9)
+    found = round(share_of(report) * 200) / 200  # the steps of shares
+    assert found >= 0.19, "which the fixture has found to be allowed"
+    same = replace(asked, output=f"{asked.output}-same", target=with_share(asked.target, found))
+    compress(same)
+    assert tensors(asked.output) == tensors(same.output)
+    more = replace(asked, output=f"{asked.output}-more", target=with_share(asked.target, found + 0.005))
+    divergence = compress(more).predicted_divergence
+    assert divergence is not None
+    assert LOST_FOR_PREDICTED * divergence["plan"] > allowed
+
+
+@pytest.mark.parametrize(("factor", "is_corrected"), [(3.0, True), (1.1, True), (0.6, False), (0.2, True)])
+def test_a_second_size_follows_what_was_measured(factor: float, is_corrected: bool, asked: Config) -> None:
+    allowed = math.log1p(asked.target.max_loss or 0)
+    check, reports = measuring(factor * allowed, 0.9 * allowed)
+    report = compress_within(asked, check)
+    assert len(reports) == 1 + is_corrected
+    first = reports[0].predicted_divergence
+    assert first is not None
+    if is_corrected:
+        scale = max(factor, 0.25) * allowed / first["plan"]
+        assert report.config["target"]["loss_scale"] == pytest.approx(scale)
+        assert report.predicted_divergence is not None
+        assert scale * report.predicted_divergence["plan"] <= allowed * (1 + 1e-9)
+        assert (share_of(report) < share_of(reports[0])) == (factor > 1)
+    assert Report.from_dict(json.loads((Path(asked.output) / REPORT_NAME).read_text())).check
+
+
+def test_it_continues_wherever_it_ended(asked: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = math.log1p(asked.target.max_loss or 0)
+    whole = replace(asked, output=f"{asked.output}-whole")
+    expected = compress_within(whole, measuring(2 * allowed, allowed)[0])
+    check, _ = measuring(2 * allowed, allowed)
+    step = oneshot.pipeline._compress
+    calls = []
+
+    def ends_in_the_second(*given: Any) -> Report:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return step(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("oneshot.pipeline._compress", ends_in_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            compress_within(asked, check)
+    again = replace(asked, resume=True)
+    second, reports = measuring(allowed)
+    report = compress_within(again, second)
+    assert len(reports) == 1, "the first result has its check"
+    assert report.config["target"] == expected.config["target"]
+    assert tensors(asked.output) == tensors(whole.output)
+    finished, reports = measuring()
+    assert compress_within(again, finished).check == report.check
+    assert not reports
+
+
+def test_what_cannot_be_judged_is_refused(
+    asked: Config, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="leaves out"):
+        compress(asked)
+    with pytest.raises(ConfigError, match="planned by a profile"):
+        predict(replace(asked, form="stock"))
+    with pytest.raises(PlanError, match=r"--max-loss 0.0% is allowed"):
+        compress_within(replace(asked, target=replace(asked.target, max_loss=1e-9)), measuring()[0])
+    assert not Path(asked.output).exists()
+    with pytest.raises(ConfigError, match="exactly one target"):
+        make_config(Path(asked.checkpoint), max_loss="5%", sparsity=0.1)
+    for words, what in ((["--max-loss=much"], "not a share"), (["--max-loss=5%", "--no-check"], "--no-check")):
+        assert main([asked.checkpoint, f"--output={tmp_path / 'out'}", *words]) == 1
+        assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0.05", 0.05), (" 12.5 % ", 0.125), ("150%", 1.5)])
+def test_shares_are_read(text: str, share: float) -> None:
+    assert parse_share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["", "%", "5%%", "5% x", "five"])
+def test_other_words_are_no_shares(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a share"):
+        parse_share(text)
+
+
+def test_from_python_the_result_is_checked(asked: Config) -> None:
+    report = oneshot.compress(asked.checkpoint, f"{asked.output}-python", max_loss=9.0, **python_options(asked)).report
+    assert report.check is not None
+    assert report.check.lost_nats is not None
+    assert report.config["target"]["max_loss"] == 9.0
+
+
+def python_options(config: Config) -> dict[str, Any]:
+    return OPTIONS | {
+        "calibration": config.text.calibration,
+        "num_sequences": config.text.num_sequences,
+        "sequence_length": config.text.sequence_length,
+        "dtype": "float32",
+        "progress": False,
+    }
