@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -320,8 +321,8 @@ class _Options:
             kept = replace(plan.layers[layer], **sizes)
             whole = grid.layer(replace(plan, layers=(*plan.layers[:layer], kept, *plan.layers[layer + 1 :])), layer)
             for ranks in product(*self._ranks):
-                shape = replace(whole, **{name: rank or 0 for name, rank in zip(names, ranks, strict=True)})
-                found.append(math.inf if grid.misfit(layer, shape, half) else 0.0)
+                own: dict[str, Any] = {name: rank or 0 for name, rank in zip(names, ranks, strict=True)}
+                found.append(math.inf if grid.misfit(layer, replace(whole, **own), half) else 0.0)
         if all(found):
             raise MisfitError(grid.misfit_sentence(plan, half))
         return np.array(found)
