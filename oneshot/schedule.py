@@ -116,7 +116,9 @@ def make_schedule(
     needed = DENSE_EVERY * DENSE_TOKENS_PER_NEURON * shape.intermediate_size * shape.tokens_per_arrival
     share_suffices = num_tokens >= needed
     needs_all = slices or method.holds_out or method.residual_target != "stream"
-    fewer_heads = any(plan.layers[layer].num_attention_heads < shape.num_attention_heads for layer in plan.kept_layers)
+    fewer_heads = any(
+        plan.layers[layer].num_attention_heads < shape.of(layer).num_attention_heads for layer in plan.kept_layers
+    )
     kinds = tuple(kind for kind in PROBED_KINDS if chosen[kind]) if by_profile and not has_profile else ()
     return Schedule(
         plans_by_profile=by_profile,

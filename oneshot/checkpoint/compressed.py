@@ -1,31 +1,11 @@
-"""Results of ours whose layers have sizes of their own, given as inputs: the sentence that says what to do instead."""
+"""What a result of ours says about the model that it came from, and what to do in place of compressing it again."""
 
 import json
 import os
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from oneshot.errors import CheckpointError
-from oneshot.families import COMPRESSED, NAS_MODEL_TYPE
 
 REPORT = "oneshot_report.json"  # of a result; `report.card` writes it
-
-
-def refuse_compressed(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise `CheckpointError` for a result whose layers have sizes of their own: no family describes them.
-
-    If the result's report is there, the sentence has the command that makes it smaller by the same share again, from
-    the model it came from.
-    """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in COMPRESSED:
-        return
-    raise CheckpointError(
-        f"{folder} is a compressed model whose layers have sizes of their own, which cannot be compressed again; "
-        f"{again(folder, 'nemotron-nas' if model_type == NAS_MODEL_TYPE else 'per-layer')}."
-    )
 
 
 def again(folder: Path, form: str) -> str:
@@ -33,6 +13,15 @@ def again(folder: Path, form: str) -> str:
     origin, share, form = _told(folder, form)
     command = f": oneshot compress {shlex.quote(origin)} --form {form} --sparsity {share}" if origin else ""
     return f"start from the model it came from with a larger share{command}"
+
+
+def original_parameters(folder: Path) -> int | None:
+    """Return the parameters of the model that a result of ours came from; None if no report in the folder says it."""
+    try:
+        stored = json.loads((folder / REPORT).read_text(encoding="utf-8"))["stored_parameters"]
+        return int(stored.get("original", stored["dense"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no report of ours
+        return None
 
 
 def _told(folder: Path, form: str) -> tuple[str, str, str]:

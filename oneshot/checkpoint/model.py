@@ -17,8 +17,9 @@ from oneshot.checkpoint.checks import (
     stock_sample,
 )
 from oneshot.checkpoint.class_names import names_in_class
-from oneshot.checkpoint.compressed import refuse_compressed
+from oneshot.checkpoint.multiplied import Multiplied
 from oneshot.checkpoint.nearest import nearest_family
+from oneshot.checkpoint.own_sizes import as_stock
 from oneshot.checkpoint.quantised import refuse_quantised
 from oneshot.checkpoint.reader import Checkpoint
 from oneshot.checkpoint.stock import (
@@ -38,6 +39,7 @@ from oneshot.families import (
     Description,
     ModelShape,
     Stack,
+    StackShape,
     UnknownFamilyError,
     as_stored,
     check_layers,
@@ -74,6 +76,23 @@ class Model:
     def kinds(self) -> tuple[int, ...]:
         """Return for every layer of a stack the first layer of its kind, see `stock.layer_kinds`."""
         return layer_kinds(self.checkpoint.config, self.shape.num_hidden_layers, self.family)
+
+    @property
+    def stored(self) -> StackShape:
+        """Return the sizes that are stored, of which shares are counted; a result of ours may have ranks."""
+        stack, stated = self.shape.stack(), self.checkpoint.stated
+        return stack if stated is None else replace(stated, head=stack.head)
+
+    @property
+    def has_ranks(self) -> bool:
+        """Return whether linears or the embedding are stored with low rank."""
+        stated = self.checkpoint.stated
+        return stated is not None and (stated.has_linear_ranks or bool(stated.embedding))
+
+    def as_whole(self) -> "Model":
+        """Return the same model, counted with whole matrices where low ranks are stored."""
+        assert isinstance(self.checkpoint, Multiplied)
+        return replace(self, checkpoint=self.checkpoint.whole())
 
     @property
     def start_token(self) -> int:
@@ -182,8 +201,8 @@ def identify(checkpoint: Checkpoint) -> Model:
 
     Raises `CheckpointError` for a family that is not supported, quantised weights and tensors of other shapes.
     """
-    refuse_compressed(checkpoint.config, checkpoint.folder)
     refuse_quantised(checkpoint.config, checkpoint.folder)
+    checkpoint = as_stock(checkpoint)
     family = _known_family(checkpoint.config)
     if family.text_module is None:
         read_shape(family, checkpoint.config, checkpoint.shapes)  # no class is made of senseless sizes
@@ -204,6 +223,8 @@ def identify(checkpoint: Checkpoint) -> Model:
     if family.head in checkpoint.shapes:
         checkpoint = without_equal_head(checkpoint, family, is_tied=_ties_tables(checkpoint))
     shape = read_shape(family, text_of(family, complete), checkpoint.shapes)
+    if checkpoint.stated is not None:
+        shape = shape.with_layers(checkpoint.stated.layers)
     family = family.numbered(shape)
     check_carried(checkpoint, family, shape)
     check_layers(family, shape, checkpoint.shapes)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from oneshot.checkpoint.compressed import refuse_compressed
+from oneshot.checkpoint.compressed import again
 from oneshot.checkpoint.dtypes import DTYPES, ITEM_BYTES
 from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeights
 from oneshot.checkpoint.quantised_kinds import find_quantised
@@ -21,6 +21,7 @@ from oneshot.checkpoint.read_log import ReadLog
 from oneshot.checkpoint.safe_files import check_readable, read_config, read_json, stored_file
 from oneshot.checkpoint.torch_file import TorchFile
 from oneshot.errors import CheckpointError, cause
+from oneshot.families import StackShape
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -49,7 +50,9 @@ class Checkpoint:
 
     weights_at_hand = True  # whether tensors can be read
     quantised: QuantisedWeights = NOT_QUANTISED
+    beside_bytes: int = 0  # what reading a tensor takes beside it and its pages
     log: ReadLog | None = None  # hashes of what is read from this checkpoint and its views
+    stated: StackShape | None = None  # the sizes of a result of ours, by which it is counted, see `own_sizes`
     _beside: "Checkpoint | None" = None
 
     def __init__(self, folder: Path) -> None:
@@ -83,7 +86,10 @@ class Checkpoint:
         if files:
             layers = self.config.get("layers")  # of the form gguf; equal ones are opened as any other GGUF file
             if isinstance(layers, list) and any(layer != layers[0] for layer in layers):
-                refuse_compressed(self.config, self.folder)
+                raise CheckpointError(
+                    f"{self.folder} holds a GGUF file whose layers have sizes of their own, which cannot be compressed "
+                    f"again; {again(self.folder, 'gguf')}."
+                )
             raise CheckpointError(
                 f"{self.folder} holds a GGUF file and no safetensors weights; give {files[0]} itself."
             )

@@ -224,7 +224,7 @@ class LayerCompressor:
         return [
             TASKS[type(sublayer.mixer)](
                 self._method,
-                self._model.shape,
+                self._model.shape.of(layer),
                 self._plan,
                 self._subspaces,
                 self._machine,

@@ -29,7 +29,7 @@ from oneshot_kernels import suffix_sums
 from oneshot.compression.branch_norm import BranchNorm
 from oneshot.compression.curvature import LayerCurvature, column_costs
 from oneshot.compression.statistics import GramAccumulator, HeadGramAccumulator
-from oneshot.families import Attention, FeedForward, Mixer, ModelShape, RankedKind, Sublayer
+from oneshot.families import Attention, FeedForward, Mixer, ModelShape, RankedKind, Sublayer, read_by
 from oneshot.linalg.interpolative import spanning_columns
 from oneshot.linalg.low_rank import damped_root
 from oneshot.linalg.pca import energies_along, principal_directions
@@ -37,20 +37,6 @@ from oneshot.machine import Workers
 from oneshot.machine.transfer import as_like
 from oneshot.stream import Layer
 from oneshot.tensors import Tensors
-
-READERS: dict[RankedKind, str] = {
-    "query_key": "qk_read",
-    "output": "o_read",
-    "gate": "gate_read",
-    "up": "up_read",
-}
-"""Names of the modules through which linears of low rank read, in the per-layer form."""
-
-
-def read_by(mixer: Mixer, kind: RankedKind) -> str:
-    """Return the name of the module through which a mixer's linears of low rank read, which is beside them."""
-    linear, *_ = mixer.ranked[kind]
-    return f"{linear.rpartition('.')[0]}.{READERS[kind]}"
 
 
 @dataclass(frozen=True)

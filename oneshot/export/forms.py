@@ -8,10 +8,10 @@ from oneshot.compression import StreamSubspaces
 from oneshot.config import FormName, SaveDtype
 from oneshot.export.encoder import EncoderForm, encoder_shape
 from oneshot.export.gguf import GgufForm
-from oneshot.export.nemotron_nas import NemotronNasForm, nemotron_nas_shape
+from oneshot.export.nemotron_nas import NemotronNasForm
 from oneshot.export.outside import Part
-from oneshot.export.per_layer import PerLayerForm, per_layer_shape
-from oneshot.export.resized import ResizedForm, resized_shape
+from oneshot.export.per_layer import PerLayerForm
+from oneshot.export.resized import ResizedForm
 from oneshot.export.stock import StockForm
 from oneshot.families import (
     COMPRESSED_MODEL_TYPE,
@@ -21,6 +21,7 @@ from oneshot.families import (
     Description,
     StackShape,
 )
+from oneshot.families.stated_shapes import nemotron_nas_shape, per_layer_shape, resized_shape
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 

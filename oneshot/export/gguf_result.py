@@ -18,8 +18,8 @@ from oneshot.checkpoint.safe_files import read_config
 from oneshot.errors import CheckpointError, cause
 from oneshot.export.companions import empty_tensors
 from oneshot.export.gguf import FILE_NAME, INTERLEAVED, expected_tensors, rotated_heads, with_all_ffns
-from oneshot.export.per_layer import per_layer_shape
 from oneshot.families import COMPRESSED_MODEL_TYPE, StackShape
+from oneshot.families.stated_shapes import per_layer_shape
 
 LEFT_BEHIND = (".gguf", ".html", ".md", ".safetensors")
 

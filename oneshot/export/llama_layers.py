@@ -6,19 +6,6 @@ from oneshot.export.outside import OutsideNames
 from oneshot.export.renamed_layers import RenamedLayers
 from oneshot.families import LLAMA, Description, StackShape
 
-KEPT_KEYS = (
-    "attention_dropout",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "hidden_act",
-    "initializer_range",
-    "max_position_embeddings",
-    "pad_token_id",
-    "rms_norm_eps",
-    "rope_parameters",
-    "use_cache",
-)
 ADAPTERS = 'Adapters of peft need names: `LoraConfig(target_modules="all-linear")`.'
 NAMES = OutsideNames(LLAMA.stack.embedding, "model.norm.weight", "lm_head.weight")
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from oneshot.checkpoint import Journal, Model, complete_config
+from oneshot.checkpoint.own_sizes import KEPT_KEYS
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import finish_weights
 from oneshot.export.llama_layers import (
     ADAPTERS,
-    KEPT_KEYS,
     NAMES,
     LlamaLayers,
     reason_against_llama,
@@ -19,12 +19,12 @@ from oneshot.export.llama_layers import (
 from oneshot.export.outside import Part, folded_outside
 from oneshot.export.own_code import OwnCode
 from oneshot.families import NAS_MODEL_TYPE, LayerShape, ModelShape, StackShape, scaled_epsilon
+from oneshot.families.stated_shapes import WIDTH_STEP
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_nemotron_nas.py"
 NAME = "nemotron-nas"
-WIDTH_STEP = 256  # engines that read `ffn_mult` round widths up to multiples of it
 
 
 class NemotronNasForm(OwnCode, LlamaLayers):
@@ -150,39 +150,3 @@ def obstacle(config: dict[str, Any]) -> str | None:
     if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
         return "some of them need as many values in all heads as in the hidden state"
     return None
-
-
-def ffn_width(ffn: dict[str, Any], hidden_size: int) -> int:
-    """Return the FFN width of a block config, as engines read it."""
-    if ffn.get("ffn_mult") is None:
-        return ffn["intermediate_size"]
-    return -(-int(2 * ffn["ffn_mult"] * hidden_size / 3) // WIDTH_STEP) * WIDTH_STEP
-
-
-def nemotron_nas_shape(config: dict[str, Any]) -> StackShape:
-    """Return the sizes that the config.json of a Nemotron-NAS checkpoint of ours states."""
-    layers = tuple(_layer(block, config) for block in config["block_configs"])
-    return StackShape(layers, config["vocab_size"], "tied" if config["tie_word_embeddings"] else "own")
-
-
-def _layer(block: dict[str, Any], config: dict[str, Any]) -> LayerShape:
-    """Return the sizes of a block; zero for a sublayer that is left out."""
-    size, heads, groups, width = config["hidden_size"], 0, 0, 0
-    if not block["attention"]["no_op"]:
-        heads = config["num_attention_heads"]
-        groups = heads // block["attention"]["n_heads_in_group"]
-    if not block["ffn"]["no_op"]:
-        width = ffn_width(block["ffn"], size)
-    return LayerShape(
-        hidden_size=size,
-        middle_size=size,
-        output_size=size,
-        intermediate_size=width,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        query_key_size=config["head_dim"],
-        value_size=config["head_dim"],
-        attention_bias=config["qkv_bias"],
-        output_bias=config["attention_bias"],
-        mlp_bias=config["mlp_bias"],
-    )

@@ -1,23 +1,23 @@
 """Form `per-layer`: a checkpoint whose layers have their own sizes, with the modelling file that reads it."""
 
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from oneshot.checkpoint import Journal, Model, complete_config
+from oneshot.checkpoint.own_sizes import KEPT_KEYS
 from oneshot.compression import StreamSubspaces
 from oneshot.config import SaveDtype
 from oneshot.export.companions import finish_weights
-from oneshot.export.llama_layers import ADAPTERS, KEPT_KEYS, NAMES, LlamaLayers
+from oneshot.export.llama_layers import ADAPTERS, NAMES, LlamaLayers
 from oneshot.export.outside import Part, folded_outside
 from oneshot.export.own_code import OwnCode
-from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape, TableShape
+from oneshot.families import COMPRESSED_MODEL_TYPE, LayerShape, ModelShape, StackShape
+from oneshot.families.stated_shapes import NOT_IN_LAYERS
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 
-# this form has no encoder–decoders and no norms of these kinds
-NOT_IN_LAYERS = ("cross_attention", "num_buckets", "norms_all_heads", "norms_per_sublayer", "shared_norm")
 LAYER_NORM_EPSILON = 1e-5  # PyTorch's default; configs do not state it
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot.py"
 
@@ -140,17 +140,3 @@ def different_sizes(stack: StackShape) -> dict[str, Any]:
         if (own := {name: getattr(layer, name) for name in stated if getattr(layer, name) != stated[name]})
     }
     return {"per_layer_config": different} if different else {}
-
-
-def per_layer_shape(config: dict[str, Any]) -> StackShape:
-    """Return the sizes that the config.json of a per-layer checkpoint states."""
-    names = {field.name for field in fields(LayerShape)} - set(NOT_IN_LAYERS)
-    embedding = tuple(TableShape(**table) for table in config.get("embedding") or ())
-    return StackShape(
-        tuple(LayerShape(**{name: layer[name] for name in names & layer.keys()}) for layer in config["layers"]),
-        config["vocab_size"],
-        "mapped" if config["head_map"] else "tied" if config["tie_word_embeddings"] or embedding else "own",
-        head_bias=config["head_bias"],
-        num_positions=config["num_positions"],
-        embedding=embedding,
-    )

@@ -15,8 +15,8 @@ from oneshot.checkpoint import (
     with_kept_layers,
     without_head,
 )
+from oneshot.checkpoint.own_sizes import WITHIN
 from oneshot.compression import StreamSubspaces
-from oneshot.compression.ranks import read_by
 from oneshot.config import SaveDtype
 from oneshot.errors import PlanError
 from oneshot.export.companions import finish_weights
@@ -28,18 +28,14 @@ from oneshot.families import (
     RESIZED_MODEL_TYPE,
     Description,
     Experts,
-    ExpertSizes,
-    LatentSizes,
     LayerShape,
     Stack,
-    StackShape,
-    TableShape,
+    read_by,
 )
 from oneshot.planning import Grid, Plan
 from oneshot.tensors import Tensors
 
 MODELLING_FILE = Path(__file__).parent / "modeling_oneshot_resized.py"
-WITHIN = "linear"  # the plain linear in a module of low rank, as the modelling file names it
 EMBEDDING = "model.embed_tokens.weight"  # whose ranges have names below this one's module
 
 
@@ -189,7 +185,7 @@ def _resized(model: Model, number: int, layer: LayerShape) -> dict[str, Any]:
 
     `number`: of the layer in the dense model. A carried mixer stays as it is.
     """
-    family, dense = _in_class(model).family, model.shape
+    family, dense = _in_class(model).family, replace(model.shape, own_sizes=())
     stack = family.stack_of(number)
     shape = replace(
         dense,
@@ -236,19 +232,3 @@ def _equal_in_mixtures(resized: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the config of the class states alike for the experts of all layers, as engines read it there."""
     first, *others = [layer["mixture"]["config"] for layer in resized if layer["mixture"] is not None] or [{}]
     return {name: value for name, value in first.items() if all(other[name] == value for other in others)}
-
-
-def resized_shape(config: dict[str, Any]) -> StackShape:
-    """Return the sizes that the config.json of such a checkpoint states."""
-    sizes = config["sizes"]
-    layers = tuple(_layer_shape(layer) for layer in sizes["layers"])
-    embedding = tuple(TableShape(**table) for table in sizes["embedding"])
-    return StackShape(**sizes | {"layers": layers, "embedding": embedding})
-
-
-def _layer_shape(stated: dict[str, Any]) -> LayerShape:
-    """Return the sizes of a layer from JSON."""
-    experts, latent = stated.get("experts"), stated.get("latent")
-    if experts is not None:
-        experts = ExpertSizes(**experts | {"dense_layers": tuple(experts["dense_layers"])})
-    return LayerShape(**stated | {"experts": experts, "latent": None if latent is None else LatentSizes(**latent)})

@@ -29,7 +29,7 @@ from oneshot.families.resizing import scaled_epsilon
 from oneshot.families.shapes import ModelShape, StackShape
 from oneshot.families.sizes import read_shape
 from oneshot.families.stack import Stack
-from oneshot.families.sublayers import Attention, FeedForward, Mixer, Norm, Sublayer
+from oneshot.families.sublayers import Attention, FeedForward, Mixer, Norm, Sublayer, read_by
 from oneshot.families.wrappers import is_text, text_of, with_text
 
 __all__ = [
@@ -73,6 +73,7 @@ __all__ = [
     "is_text",
     "part_of_output",
     "predicts_tokens",
+    "read_by",
     "read_shape",
     "scaled_epsilon",
     "split",

@@ -196,7 +196,7 @@ class Description:
 
     def expected_tensors(self, shape: ModelShape, layer: int = 0) -> dict[str, tuple[int, ...]]:
         """Return the tensors of a layer under our names, without its prefix, and their shapes."""
-        stack = self.stack_of(layer)
+        stack, shape = self.stack_of(layer), shape.of(layer)
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
         hidden = shape.hidden_size
         weights: dict[str, tuple[int, int]] = {}

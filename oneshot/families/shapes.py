@@ -1,11 +1,11 @@
 """Sizes of models, dense and compressed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from oneshot.families.carried import CarriedSizes
 from oneshot.families.expert_sizes import ExpertSizes
 from oneshot.families.latent import LatentSizes
-from oneshot.families.layer_shape import LayerShape, TableShape
+from oneshot.families.layer_shape import RANKED_KINDS, LayerShape, TableShape
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class StackShape:
     def embedding_size(self) -> int:
         """Return the width of the embedding."""
         return self.layers[0].hidden_size
+
+    @property
+    def has_linear_ranks(self) -> bool:
+        """Return whether a linear of any layer has low rank."""
+        return any(getattr(layer, f"{kind}_rank") for layer in self.layers for kind in RANKED_KINDS)
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -102,6 +107,15 @@ class StackShape:
 
 
 @dataclass(frozen=True)
+class OwnSizes:
+    """State the sizes of one layer of a model whose layers differ, under the names of `ModelShape`."""
+
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """State the sizes of a model with equal layers, as its stock config has them; flags as in `LayerShape`.
 
@@ -113,7 +127,8 @@ class ModelShape:
     positions, in the first layer of each stack. `experts`: the mixture's sizes; `intermediate_size` is then the
     width of one expert. `latent`, `sinks`: as in `LayerShape`; with a latent, `head_dim` is the size of values.
     `carried`: mixers that stay as they are, in the place of attention. `narrow_layers`: those whose FFN has half of
-    `intermediate_size`.
+    `intermediate_size`. `own_sizes`: of every layer of a model whose layers differ, empty for equal ones. The other
+    sizes are then the largest, and whoever computes with a layer asks its own shape (`of`).
     """
 
     num_hidden_layers: int
@@ -151,6 +166,22 @@ class ModelShape:
     sinks: bool = False
     carried: tuple[CarriedSizes, ...] = ()
     narrow_layers: tuple[int, ...] = ()
+    own_sizes: tuple[OwnSizes, ...] = ()
+
+    def of(self, number: int) -> "ModelShape":
+        """Return the shape of a model whose layers are all as large as this one."""
+        return replace(self, own_sizes=(), **vars(self.own_sizes[number])) if self.own_sizes else self
+
+    @property
+    def distinct(self) -> tuple["ModelShape", ...]:
+        """Return the shapes that layers have, each once."""
+        return tuple(dict.fromkeys(map(self.of, range(len(self.own_sizes) or 1))))
+
+    def with_layers(self, layers: tuple[LayerShape, ...]) -> "ModelShape":
+        """Return the shape whose layers have these FFN widths and heads."""
+        names = [field.name for field in fields(OwnSizes)]
+        sizes = tuple(OwnSizes(**{name: getattr(layer, name) for name in names}) for layer in layers)
+        return self if len(set(sizes)) == 1 else replace(self, own_sizes=sizes)
 
     def width_share(self, number: int) -> int:
         """Return what `intermediate_size` is divided by in the FFN of a layer."""
@@ -207,6 +238,8 @@ class ModelShape:
 
     def layer(self, number: int = 0) -> LayerShape:
         """Return the shape of a layer; a decoder's layers differ, and so do a mixture's layers without experts."""
+        if self.own_sizes:
+            return self.of(number).layer(number)
         experts, width = self.experts, self.intermediate_size // self.width_share(number)
         if experts is not None and number in experts.dense_layers:
             width, experts = experts.dense_width, None

@@ -190,6 +190,20 @@ class FeedForward(NotAttention):
 
 Mixer = Attention | Carried | FeedForward | Experts
 
+READERS: dict[RankedKind, str] = {
+    "query_key": "qk_read",
+    "output": "o_read",
+    "gate": "gate_read",
+    "up": "up_read",
+}
+"""Names of the modules through which linears of low rank read, in the per-layer form."""
+
+
+def read_by(mixer: Mixer, kind: RankedKind) -> str:
+    """Return the name of the module through which a mixer's linears of low rank read, which is beside them."""
+    linear, *_ = mixer.ranked[kind]
+    return f"{linear.rpartition('.')[0]}.{READERS[kind]}"
+
 
 @dataclass(frozen=True)
 class Sublayer:

@@ -115,7 +115,7 @@ def predict_footprint(
     Raises `MemoryLimitError` if a bound that the user set cannot hold even with activations on disk, or the disk of
     `--offload-dir` is too small. Warns if the free memory does not suffice.
     """
-    stored = work.shape.stack().stored_parameters()
+    stored = work.grid.dense.stored_parameters()
     compressed = stored if work.plan is None else work.grid.stack(work.plan).stored_parameters()
     stores: tuple[Store, ...] = ("device", "host", "disk") if work.device.type == "cuda" else ("host", "disk")
     tried = list[_Way]()
@@ -223,6 +223,7 @@ def _peak(work: Work, listed: list[Stage], store: Store, bounds: Bounds, *, comp
         size = stage.total(computed=computed)
         if not on_cuda:
             size += stage.total(computed=True)
+        size += 0 if computed else work.beside_bytes  # whatever the stage reads, one tensor at a time
         return size * (1.0 if computed else HEAP_SHARE) + stored(stage)
 
     fullest = max(listed, key=needed)

@@ -41,6 +41,7 @@ class Work:
         measures_latency: whether layers are timed for the budget.
         holds_scores: see `stream.holds_scores`.
         has_masks: whether attention reads masks of every two tokens.
+        beside_bytes: what reading a tensor takes beside it and its pages: factors of low rank are multiplied out.
     """
 
     schedule: Schedule
@@ -61,6 +62,7 @@ class Work:
     measures_latency: bool = False
     holds_scores: bool = False
     has_masks: bool = False
+    beside_bytes: int = 0
 
     @property
     def shape(self) -> ModelShape:
@@ -160,6 +162,8 @@ def describe_work(
     """Return the numbers of a run; it reads no weights. `method` is settled for the grid."""
     sizes, whole = tensor_bytes(model.checkpoint), holds_scores(model, machine.device)
     layers = {*model.kinds, model.shape.num_hidden_layers - 1}  # the last is a decoder's, where layers differ
+    if model.shape.own_sizes:
+        layers = set(range(model.shape.num_hidden_layers))
     of_layers = [
         [size for name, size in sizes.items() if name.startswith(model.family.layer_prefix(layer))] for layer in layers
     ]
@@ -182,6 +186,7 @@ def describe_work(
         measures_latency=config.target.budget == "latency",
         holds_scores=whole,
         has_masks=whole or _has_windows(model, config.text.sequence_length),
+        beside_bytes=model.checkpoint.beside_bytes,
     )
 
 

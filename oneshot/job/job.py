@@ -64,8 +64,8 @@ class Job:
             self.refuse_unserved(self.plan)
         run.further.tell(self.plan)
         tokens, has_profile = config.text.num_tokens, config.profile is not None
-        dense, kept = run.model.shape.stack(), run.grid.stack(self.plan)
-        asks_less = self.budget.target < self.budget.measure(dense)
+        whole, kept = run.model.shape.stack(), run.grid.stack(self.plan)
+        asks_less = self.budget.target < self.budget.measure(run.grid.dense)
         self.schedule = make_schedule(
             run.method,
             self.plan,
@@ -86,7 +86,7 @@ class Job:
                 "ask for a size."
             )
         run.fits_text |= self.schedule.fits_text
-        if asks_less and kept == dense and not self.schedule.plans_by_profile:
+        if asks_less and kept == whole and not self.schedule.plans_by_profile:
             share = least_share(run.grid, run.method, wanted, self.budget)
             advice = "set ffn=id" if share is None else f"ask for --sparsity {share} or more"
             raise PlanError(

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from oneshot.checkpoint import Journal, card_metadata
+from oneshot.checkpoint.compressed import original_parameters
 from oneshot.export import (
     cast,
     notes_on_engines,
@@ -77,6 +78,8 @@ def write_result(
         written = with_text(run.model.family, written, dict(further.layers.stated))
     write_companions(source.folder, folder, written, dtype=None if stated == "keep" else stated)
     stored = {"dense": source.num_parameters, "compressed": _write_weights(job, sizes, journal)}
+    original = original_parameters(source.folder)
+    stored |= {} if original is None else {"original": original}
     watch.lap("write")
     if job.schedule.measures_importance:
         _write_importance(job, journal)

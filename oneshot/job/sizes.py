@@ -75,7 +75,7 @@ def tell_of_missed_target(job: Job, plan: Plan) -> None:
     if job.config.target.max_loss is not None:  # no size was asked for
         return
     grid, budget = job.run.grid, job.budget
-    sentence = missed_target(budget, budget.measure(grid.shape.stack()), budget.measure(grid.stack(plan)))
+    sentence = missed_target(budget, budget.measure(grid.dense), budget.measure(grid.stack(plan)))
     if sentence is not None:
         logger.warning("%s", sentence)
 
@@ -109,8 +109,7 @@ def _profiled(job: Job, journal: Journal) -> JobSizes:
         budget = run.budget(target)
     plan = run.machine.workers.share(0, lambda: make_plan(run.grid, run.method, target, damages, budget))
     job.refuse_unserved(plan)
-    grids: dict[str, Grid] = {name: form_of(name, run.model.family).grid(run.model) for name in FORMS}
-    grids = {name: replace(grid, kept=run.grid.kept, serving=run.grid.serving) for name, grid in grids.items()}
+    grids: dict[str, Grid] = {name: run.grid_of(form_of(name, run.model.family)) for name in FORMS}
     divergences = predicted_divergences(grids, config.method, target, plan, measured, budget)
     curve = run.machine.workers.share(0, lambda: predicted_curve(run.grid, run.method, target, sensitivity))
     if plan.embedding and run.machine.workers.is_main:

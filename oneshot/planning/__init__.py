@@ -16,6 +16,7 @@ from oneshot.planning.loss import STEP as LEAST_SHARE
 from oneshot.planning.loss import with_share, within_loss
 from oneshot.planning.plan import LEFT_OUT, HiddenPlan, LayerPlan, Plan, dense_plan, removed_unit
 from oneshot.planning.sizes import make_plan, parameter_budget, predicted_curve, predicted_divergences, with_steps
+from oneshot.planning.unsupported import reason_against_own_sizes
 from oneshot.planning.vocabulary import smaller_tables, vocabulary_ranges
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "predicted_divergences",
     "profiled_damages",
     "quantiser_groups",
+    "reason_against_own_sizes",
     "removed_unit",
     "smaller_tables",
     "spread_hidden_sizes",

@@ -11,7 +11,8 @@ from oneshot.families import RANKED_KINDS, ModelShape
 from oneshot.method import Allocation
 from oneshot.planning.curves import Profile
 from oneshot.planning.grid import Grid
-from oneshot.planning.plan import Plan
+from oneshot.planning.heads import head_sizes
+from oneshot.planning.plan import Plan, RemovedUnit
 from oneshot.planning.vocabulary import vocabulary_ranges
 
 # On other kinds of text a smaller embedding costs 1.7 times as much as on the calibration text, and no later layer
@@ -59,18 +60,21 @@ def profiled_damages(profile: Profile, allocation: Allocation, grid: Grid) -> Da
     return damages
 
 
-def even_damages(grid: Grid) -> Damages:
+def even_damages(grid: Grid, head_unit: RemovedUnit) -> Damages:
     """Return damages that grow evenly with what is removed, for a plan before anything is measured."""
     shape, layers = grid.shape, grid.shape.num_hidden_layers
+    of_layers = [shape.of(layer) for layer in range(layers)]
 
     def even(size: int, *rows: int) -> torch.Tensor:
         return torch.linspace(1, 0, size + 1, dtype=torch.float64).expand(*rows, -1).clone()
 
-    units = max(shape.num_key_value_heads, shape.heads_per_group)
+    def of_own(sizes: list[int]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence([even(size, 1)[0] for size in sizes], batch_first=True)
+
     ranges = len(vocabulary_ranges(shape.vocab_size)) if grid.ranks_embedding else 0
     return Damages(
-        even(shape.intermediate_size, layers),
-        even(units, layers),
+        of_own([one.intermediate_size for one in of_layers]),
+        of_own([len(head_sizes(one, head_unit)) for one in of_layers]),
         torch.ones(layers, dtype=torch.float64),
         even(shape.hidden_size, ranges),
         ranks=even(shape.hidden_size, layers, len(RANKED_KINDS)),
@@ -178,11 +182,10 @@ def predicted_damage(plan: Plan, shape: ModelShape, damages: Damages) -> float:
         if kept.is_left_out:
             total += float(damages.layers[layer])
             continue
-        if plan.head_unit == "kv-group":
-            removed = shape.num_key_value_heads - kept.num_key_value_heads
-        else:
-            removed = (shape.num_attention_heads - kept.num_attention_heads) // shape.num_key_value_heads
-        heads = damages.heads[layer, -1 - removed if kept.num_attention_heads else 0]
+        units = kept.num_key_value_heads
+        if plan.head_unit != "kv-group" and units:
+            units = kept.num_attention_heads // units
+        heads = damages.heads[layer, units]
         total += float(damages.ffn[layer, kept.intermediate_size] + heads)
         if kept.query_key_size is not None and len(damages.queries_keys):
             total += float(damages.queries_keys[layer, kept.query_key_size])

@@ -39,6 +39,7 @@ class Grid:
         maps_tied_head: whether a tied head stays tied after a matrix if the hidden size shrinks.
         writes_vocabulary: whether the weight file also holds the tokenizer, which takes memory.
         kept: what stays as it is, because the run was asked to keep it. serving: what every result must open with.
+        stored: the sizes that the input stores, with its ranks; None for those of the shape, which has none.
     """
 
     family: Description
@@ -60,6 +61,12 @@ class Grid:
     writes_vocabulary: bool = False
     kept: Kept = NOTHING
     serving: Serving = ANY
+    stored: StackShape | None = None
+
+    @property
+    def dense(self) -> StackShape:
+        """Return the sizes of the input, from which shares are counted."""
+        return self.shape.stack() if self.stored is None else self.stored
 
     @cached_property
     def known_prices(self) -> dict[Any, Any]:

@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from oneshot.config import Target
-from oneshot.families import RANKED_KINDS
+from oneshot.families import RANKED_KINDS, ModelShape
 from oneshot.method import Method
 from oneshot.planning.budget import width_step
 from oneshot.planning.grid import Grid
 from oneshot.planning.heads import head_sizes
 from oneshot.planning.own_sizes import inner_sizes, rank_options
-from oneshot.planning.plan import Plan
+from oneshot.planning.plan import LayerPlan, Plan
 from oneshot.planning.serving import inputs_of
 
 GROUPS = (32, 64, 128)  # of the kernels of quantisers
@@ -38,7 +38,7 @@ def quantiser_groups(grid: Grid, method: Method, plan: Plan, target: Target, *, 
     shape = grid.shape
     whole = plan if target.states_hidden_size else replace(plan, hidden=None)
     if target.intermediate_size is None and not target.inner_rate:
-        whole = whole.with_sizes(intermediate_size=shape.intermediate_size)
+        whole = replace(whole, layers=tuple(_with_all_neurons(shape, at, one) for at, one in enumerate(whole.layers)))
     stepped, fixed = (
         {
             size
@@ -48,17 +48,23 @@ def quantiser_groups(grid: Grid, method: Method, plan: Plan, target: Target, *, 
         for one in (plan, whole)
     )
     if by_profile:
-        heads = head_sizes(shape, plan.head_unit) if method.reduces_heads else []
         values = inner_sizes(grid) if method.plans_inner_sizes else []
-        fixed |= {
-            some.get("num_attention_heads", shape.num_attention_heads) * inner.get("value_size", shape.head_dim)
-            for some in heads or [{}]
-            for inner in values or [{}]
-        }
+        for own in shape.distinct:
+            heads = head_sizes(own, plan.head_unit) if method.reduces_heads else []
+            fixed |= {
+                some.get("num_attention_heads", own.num_attention_heads) * inner.get("value_size", shape.head_dim)
+                for some in heads or [{}]
+                for inner in values or [{}]
+            }
+            for kind in RANKED_KINDS if method.plans_ranks else ():
+                stepped |= {rank for rank in rank_options(own, kind, target.round_to) if rank is not None}
         if method.reduces_ffn:
             stepped.add(width_step(shape, target.round_to))
-        for kind in RANKED_KINDS if method.plans_ranks else ():
-            stepped |= {rank for rank in rank_options(shape, kind, target.round_to) if rank is not None}
         stepped |= fixed
     allowed = [{size for size in sizes if size % grid.serving.group == 0} for sizes in (stepped, fixed)]
     return Groups(*(gcd(*sizes) for sizes in allowed))
+
+
+def _with_all_neurons(shape: ModelShape, number: int, kept: LayerPlan) -> LayerPlan:
+    """Return a layer's plan with its whole FFN, if it stays."""
+    return kept if kept.is_left_out else replace(kept, intermediate_size=shape.of(number).intermediate_size)

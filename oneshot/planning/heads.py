@@ -1,5 +1,6 @@
 """The numbers of heads that layers can keep."""
 
+from dataclasses import replace
 from typing import Any
 
 from oneshot.families import ModelShape
@@ -19,5 +20,14 @@ def head_sizes(shape: ModelShape, head_unit: str) -> list[Sizes]:
 
 
 def head_options(shape: ModelShape, plan: Plan) -> list[Plan]:
-    """Return the plans with one head unit in every layer, with two, up to all."""
-    return [plan.with_sizes(**sizes) for sizes in head_sizes(shape, plan.head_unit)]
+    """Return the plans with one head unit in every layer, with two, up to all; a layer with fewer keeps what it has."""
+    sizes = [head_sizes(shape.of(number), plan.head_unit) for number in range(len(plan.layers))]
+
+    def with_units(units: int) -> Plan:
+        layers = tuple(
+            kept if kept.is_left_out else replace(kept, **own[min(units, len(own)) - 1])
+            for kept, own in zip(plan.layers, sizes, strict=True)
+        )
+        return replace(plan, layers=layers)
+
+    return [with_units(units) for units in range(1, max(map(len, sizes)) + 1)]

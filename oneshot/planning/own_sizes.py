@@ -17,7 +17,7 @@ from oneshot.planning.damages import Damages, predicted_damage
 from oneshot.planning.experts import expert_counts
 from oneshot.planning.grid import Grid
 from oneshot.planning.heads import Sizes, head_options, head_sizes
-from oneshot.planning.plan import Plan
+from oneshot.planning.plan import LayerPlan, Plan, RemovedUnit
 from oneshot.planning.serving import Half, MisfitError
 from oneshot.planning.vocabulary import table_options
 from oneshot.serving import ANY
@@ -49,19 +49,29 @@ def spread(
 
     Raises `PlanError` if the budget is out of reach, or leaves no attention.
     """
-    ranks = {kind: rank_options(grid.shape, kind, round_ranks_to) for kind in ranked_kinds}
     stays = _Options(grid, [{}], torch.zeros(len(plan.layers), 1), {})
-    ffn = _ffn_options(grid, damages, step, ranks, leaves_out=leaves_out, reduce_experts=reduce_experts)
+    ffns, mixers = [stays] * len(plan.layers), [stays] * len(plan.layers)  # carried mixers stay
     dense = grid.family.dense_layers
-    ffns = [stays if layer in dense or layer in grid.kept.ffn else ffn for layer in range(len(plan.layers))]
-    mixers = [stays] * len(plan.layers)  # carried ones stay
     may_attend = [layer for layer in plan.kept_layers if layer not in grid.kept.attention]
     attending = [layer for layer in may_attend if grid.family.stack_of(layer).attentions]
-    if attending:
+    alike: dict[ModelShape, list[int]] = {}
+    for layer in range(len(plan.layers)):
+        alike.setdefault(grid.shape.of(layer), []).append(layer)
+    for shape, layers in alike.items():
+        ranks = {kind: rank_options(shape, kind, round_ranks_to) for kind in ranked_kinds}
+        ffn = _ffn_options(grid, shape, damages, step, ranks, leaves_out=leaves_out, reduce_experts=reduce_experts)
+        for layer in layers:
+            if layer not in dense and layer not in grid.kept.ffn:
+                ffns[layer] = ffn
+        of_shape = [layer for layer in layers if layer in attending]
+        if not of_shape:
+            continue
         attention, unranked = (
             _attention_options(
                 grid,
-                plan,
+                shape,
+                plan.layers[of_shape[0]],
+                plan.head_unit,
                 damages,
                 offered,
                 reduce_heads=reduce_heads,
@@ -70,7 +80,7 @@ def spread(
             )
             for offered in (ranks, Ranks())
         )
-        for layer in attending:  # what ranks cost is measured by the FFN that shrinks beside them
+        for layer in of_shape:  # what ranks cost is measured by the FFN that shrinks beside them
             mixers[layer] = unranked if layer in dense else attention
     ranges = []
     if reduce_embedding and len(damages.embedding):
@@ -189,6 +199,7 @@ def _embedding_items(
 
 def _ffn_options(
     grid: Grid,
+    shape: ModelShape,
     damages: Damages,
     step: int | None,
     ranks: Ranks,
@@ -196,19 +207,19 @@ def _ffn_options(
     leaves_out: bool,
     reduce_experts: bool,
 ) -> "_Options":
-    """Return the widths of an FFN, nothing first if it may be left out, and the ranks of its linears.
+    """Return the widths of an FFN of this shape, nothing first if it may be left out, and the ranks of its linears.
 
     An FFN that is a mixture may also have fewer experts; what both lose adds up.
     """
-    width = grid.shape.intermediate_size
+    width = shape.intermediate_size
     widths = [width] if step is None else [*range(step, width, step), width]
     if leaves_out:
         widths = [0, *widths]
     sizes: list[Sizes] = [{"intermediate_size": width} for width in widths]
     lost = damages.ffn[:, widths]
     if reduce_experts:
-        assert grid.shape.experts is not None
-        counts = expert_counts(grid.shape.experts, grid.serving.tp)
+        assert shape.experts is not None
+        counts = expert_counts(shape.experts, grid.serving.tp)
         sizes = [size | {"num_experts": count} for size in sizes for count in counts]
         lost = (lost.unsqueeze(2) + damages.experts[:, counts].unsqueeze(1)).flatten(1)
     of_ffn = grid.family.stack.feed_forward.ranked
@@ -217,7 +228,9 @@ def _ffn_options(
 
 def _attention_options(
     grid: Grid,
-    plan: Plan,
+    shape: ModelShape,
+    kept: LayerPlan,
+    head_unit: RemovedUnit,
     damages: Damages,
     ranks: Ranks,
     *,
@@ -225,13 +238,14 @@ def _attention_options(
     leaves_out: bool,
     reduce_inner: bool,
 ) -> "_Options":
-    """Return the heads of attention, nothing first if it may be left out, sizes inside them, and ranks of linears."""
-    units = head_sizes(grid.shape, plan.head_unit)
-    kept = plan.layers[plan.kept_layers[0]]
+    """Return the heads of attention, nothing first if it may be left out, sizes inside them, and ranks of linears.
+
+    `shape`: of the layers that have these options, and `kept`: their plan.
+    """
+    units = head_sizes(shape, head_unit)
     present = {"num_attention_heads": kept.num_attention_heads, "num_key_value_heads": kept.num_key_value_heads}
     sizes = units if reduce_heads else [present]
-    # from the end, where all units stay
-    lost = damages.heads[:, [units.index(heads) - len(units) for heads in sizes]]
+    lost = damages.heads[:, [units.index(heads) + 1 for heads in sizes]]
     if reduce_inner:
         inner = inner_sizes(grid)
         of_inner = damages.queries_keys[:, [inside.get("query_key_size", -1) for inside in inner]]

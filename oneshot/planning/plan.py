@@ -97,9 +97,14 @@ class Plan:
         """Return the plan with these sizes in every layer that stays."""
         return replace(self, layers=tuple(kept if kept.is_left_out else replace(kept, **sizes) for kept in self.layers))
 
+    def with_width(self, width: int) -> "Plan":
+        """Return the plan with FFNs of this width in every layer that stays; a narrower one stays as it is."""
+        layers = (replace(kept, intermediate_size=min(width, kept.intermediate_size)) for kept in self.layers)
+        return replace(self, layers=tuple(layers))
+
     def shape_of_layer(self, shape: ModelShape, layer: int) -> ModelShape:
         """Return the shape with a layer's kept FFN width and heads, in the full coordinates."""
-        kept, experts = self.layers[layer], shape.experts
+        kept, experts, shape = self.layers[layer], shape.experts, shape.of(layer)
         if experts is not None and kept.num_experts is not None:
             experts = replace(experts, count=kept.num_experts)
         return replace(
@@ -132,7 +137,7 @@ class Plan:
 
     def shrinks_layers(self, shape: ModelShape) -> bool:
         """Return whether any layer that stays loses neurons or heads."""
-        return any(self.shape_of_layer(shape, layer) != shape for layer in self.kept_layers)
+        return any(self.shape_of_layer(shape, layer) != shape.of(layer) for layer in self.kept_layers)
 
     def reduces_sublayers(self, shape: ModelShape) -> bool:
         """Return whether any layer loses neurons or heads, or is left out."""
@@ -143,13 +148,17 @@ def dense_plan(
     shape: ModelShape, method: Method, query_key_size: int | None = None, value_size: int | None = None
 ) -> Plan:
     """Return the plan that keeps everything, but for these sizes inside heads."""
-    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
-    whole = LayerPlan(shape.intermediate_size, heads, groups, query_key_size, value_size)
-    return Plan((whole,) * shape.num_hidden_layers, removed_unit(method, shape))
+
+    def whole(layer: ModelShape) -> LayerPlan:
+        heads, groups = layer.num_attention_heads, layer.num_key_value_heads
+        return LayerPlan(layer.intermediate_size, heads, groups, query_key_size, value_size)
+
+    layers = tuple(whole(shape.of(number)) for number in range(shape.num_hidden_layers))
+    return Plan(layers, removed_unit(method, shape))
 
 
 def removed_unit(method: Method, shape: ModelShape) -> RemovedUnit:
     """Return the head unit; `auto` selects the smaller one."""
     if method.head_unit != "auto":
         return method.head_unit
-    return "query-head" if shape.heads_per_group > 1 else "kv-group"
+    return "query-head" if any(one.heads_per_group > 1 for one in shape.distinct) else "kv-group"

@@ -38,7 +38,7 @@ def make_plan(
 
     An error of a target out of reach advises only what reaches it.
     """
-    budget = budget or parameter_budget(target, grid.shape.stack())
+    budget = budget or parameter_budget(target, grid.dense)
     try:
         plan = _plan(grid, method, target, damages, budget)
         grid.refuse_misfits(plan)
@@ -56,11 +56,7 @@ def _within_reach(
     grid: Grid, method: Method, target: Target, damages: Damages | None, budget: Budget, least: float
 ) -> str:
     """Return what helps beside a target out of reach: the largest share within reach, and heads if they suffice."""
-    whole = (
-        budget.target / (1 - (target.sparsity or 0))
-        if target.parameters is None
-        else budget.measure(grid.shape.stack())
-    )
+    whole = budget.target / (1 - (target.sparsity or 0)) if target.parameters is None else budget.measure(grid.dense)
     most = 1 - least / whole - (SECONDS_DIFFER if budget.unit == "seconds" else 0)
     share = math.floor(1000 * most) / 1000
     found = []
@@ -94,7 +90,7 @@ def _reaches(grid: Grid, method: Method, target: Target, damages: Damages | None
 
 def least_share(grid: Grid, method: Method, target: Target, budget: Budget) -> float | None:
     """Return a share that removes something although a smaller one that is asked for removes nothing; None without."""
-    whole = budget.measure(grid.shape.stack())
+    whole = budget.measure(grid.dense)
     share = 1 - budget.target / whole
     while (share := round(1.5 * share + 0.0005, 3)) < 1:
         with contextlib.suppress(ConfigError, PlanError):
@@ -117,11 +113,16 @@ def _plan(grid: Grid, method: Method, target: Target, damages: Damages | None, b
     Raises `ConfigError` for sizes that contradict each other, `PlanError` if a size or the target is out of reach, or
     the form cannot state it.
     """
-    shape = grid.shape
-    dense = budget.measure(shape.stack())
+    dense = budget.measure(grid.dense)
     if budget.target > dense:
         raise PlanError(
             f"The target of {budget.show(budget.target)} is above the dense model's {budget.show(dense)}; give less."
+        )
+    if grid.stored is not None and budget.target == dense:
+        raise PlanError(
+            "This model stores matrices of low rank, which are multiplied out when they are read, so a run that "
+            "removes nothing writes a larger model; ask for --sparsity 0.01 or more, or say --set ranks=none "
+            "embedding=none for that larger model."
         )
     # nothing was asked for, or nothing beyond the sizes that are stated
     sublayers_shrink = method.reduces_sublayers and budget.target != dense
@@ -157,9 +158,11 @@ def _plan(grid: Grid, method: Method, target: Target, damages: Damages | None, b
         try:
             return meet(plan, damages)
         except (OutOfReachError, MisfitError):
-            if damages is not None or not (grid.kept.ffn or grid.serving != ANY) or not method.plans_ranks:
+            may_rank = bool(grid.kept.ffn) or grid.serving != ANY or grid.stored is not None
+            if damages is not None or not may_rank or not method.plans_ranks:
                 raise
-            return meet(plan, even_damages(grid))  # ranks beside FFNs that stay, before a profile knows what they cost
+            # ranks beside FFNs that stay or that were multiplied out, before a profile knows what they cost
+            return meet(plan, even_damages(grid, plan.head_unit))
 
     def meet(plan: Plan, damages: Damages | None) -> Plan:
         return meet_budget(
@@ -256,7 +259,7 @@ def _with_ffn_width(plan: Plan, shape: ModelShape, method: Method, width: int) -
         raise PlanError(
             f"--set intermediate_size={width} is not a multiple of {shape.width_step}, as its FFN widths are."
         )
-    return plan.with_sizes(intermediate_size=width)
+    return plan.with_width(width)
 
 
 def _check_inner_sizes(grid: Grid, target: Target) -> None:

@@ -70,7 +70,24 @@ def errors_against_profile(grid: "Grid", method: Method) -> list[OneshotError]:
     by_scores = method.reads_profile and method.allocation in ("flap", "stat", "stat-reversed")
     features: dict[Feature, bool] = {"profile": method.reads_profile, "neuron scores": by_scores}
     reasons = [grid.family.reason_against(feature) for feature, is_asked in features.items() if is_asked]
-    return [PlanError(reason) for reason in reasons if reason is not None]
+    found: list[OneshotError] = [PlanError(reason) for reason in reasons if reason is not None]
+    if grid.shape.own_sizes and method.reads_profile and method.allocation == "flap":
+        found.append(
+            PlanError(
+                "--set allocation=flap compares equally many neurons in every layer, but layers of this model have "
+                "sizes of their own; set allocation=sensitivity."
+            )
+        )
+    return found
+
+
+def reason_against_own_sizes(grid: "Grid") -> str | None:
+    """Return a sentence why a form cannot hold layers whose sizes differ already; None if it can."""
+    heads = {(one.num_attention_heads, one.num_key_value_heads) for one in grid.shape.distinct}
+    differ = (grid.shape.own_sizes and not grid.layers_differ) or (len(heads) > 1 and not grid.heads_differ)
+    if differ:
+        return "The layers of this model have sizes of their own, which this form lacks; use --form per-layer."
+    return None
 
 
 def _against_sizes(grid: "Grid", method: Method, target: Target) -> list[OneshotError]:
@@ -115,6 +132,8 @@ def _against_kept(grid: "Grid", method: Method, target: Target) -> list[OneshotE
     if not target.keep:
         return []
     option = f"--keep {' '.join(target.keep)}"
+    if grid.stored is not None:
+        return [PlanError(f"{option} cannot keep matrices of low rank, which this model stores; leave it out.")]
     inner = target.value_size or target.query_key_size or target.inner_rate
     changes_all: dict[str, bool] = {
         "--set hidden=": method.slices,

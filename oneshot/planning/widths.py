@@ -119,7 +119,7 @@ def _with_width(
     """
     width = grid.shape.intermediate_size
     widths = [*range(step, width, step), width]
-    options = [grid.kept.restored(plan.with_sizes(intermediate_size=width), plan) for width in widths]
+    options = [grid.kept.restored(plan.with_width(width), plan) for width in widths]
     options = grid.servable(options, "ffn")
     measures = [budget.measure(grid.stack(option)) for option in options]
     below = (measures[1] - measures[0]) / 2 if len(measures) > 1 and not budget.is_ceiling else 0.0

@@ -90,16 +90,16 @@ def _passed_back(
     _start(builder.output_head(), gradients, own, first, seed)
     whole, numbers = holds_scores(model, machine.device), range(model.shape.num_hidden_layers)[::-1]
     for number, (layer, norms) in zip(numbers, _layers(model, machine, builder, numbers, memory), strict=True):
-        stack = model.family.stack_of(number)
-        sizes = measured_sizes(model.family, model.shape, stack)
+        stack, shape = model.family.stack_of(number), model.shape.of(number)
+        sizes = measured_sizes(model.family, shape, stack)
         sums = _Sums(sizes, machine.device)
         for batch in own:
             behind, x = _read(gradients, batch), _read(states[-1], batch)
-            together = sequences_together(len(x), x.shape[1], model.shape.num_attention_heads, x.device, whole)
+            together = sequences_together(len(x), x.shape[1], shape.num_attention_heads, x.device, whole)
             before = []
             parts = lent.parts(batch, together, borrows=model.family.borrows(number))
             for some, gradient, beside in zip(x.split(together), behind.split(together), parts, strict=True):
-                own_before, found = _gradients(layer, norms, stack, model.shape, sizes, some, gradient, beside)
+                own_before, found = _gradients(layer, norms, stack, shape, sizes, some, gradient, beside)
                 sums.update_(found)
                 before.append(own_before)
             gradients.write(batch.rows, torch.cat(before))
@@ -113,7 +113,7 @@ def _passed_back(
 def _nothing(model: Model, machine: Machine) -> Iterator[OfLayer]:
     """Yield the sums of a worker without batches, as `_passed_back`: zeros, without a pass."""
     for number in range(model.shape.num_hidden_layers)[::-1]:
-        sizes = measured_sizes(model.family, model.shape, model.family.stack_of(number))
+        sizes = measured_sizes(model.family, model.shape.of(number), model.family.stack_of(number))
         yield number, _Sums(sizes, machine.device), partial(int, number)
 
 

@@ -67,13 +67,14 @@ def measured_seconds(
     shape, family = model.shape, model.family
     attending = [number for number in range(shape.num_hidden_layers) if family.stack_of(number).attentions]
     number = next(iter(attending), 0)
-    tensors, ffn = model.read_layer(number), family.stack_of(number).index_of("ffn")
+    tensors = _sized(model, number, model.read_layer(number), replace(shape, own_sizes=()))
+    ffn = family.stack_of(number).index_of("ffn")
     builder = LayerBuilder(model, machine, sequence_length)
     x = torch.randn(1, sequence_length, shape.hidden_size, generator=torch.Generator().manual_seed(0))
     x = uploaded(x, machine.device).to(machine.dtype)
 
     def sublayer(smaller: ModelShape, index: int) -> Callable[[], object]:
-        layer = builder.layer(number, _cut(model, number, tensors, smaller))
+        layer = builder.layer(number, _sized(model, number, tensors, replace(smaller, own_sizes=())))
         return lambda: layer.run(index, x)
 
     def mixer(carried: CarriedSizes) -> Callable[[], object]:
@@ -111,11 +112,15 @@ def measured_seconds(
 
 def _head_sizes(model: Model) -> list[tuple[int, int]]:
     """Return the query heads and KV heads that attention may have: all, if the stock class can have no others."""
-    groups, per_group = model.shape.num_key_value_heads, model.shape.heads_per_group
-    if model.family.reason_against("heads") is not None:
-        return [(model.shape.num_attention_heads, groups)]
-    heads = [(groups * each, groups) for each in range(1, per_group + 1)]
-    return heads + [(kept_groups * per_group, kept_groups) for kept_groups in range(1, groups)]
+    found: dict[tuple[int, int], None] = {}
+    for shape in model.shape.distinct:
+        groups, per_group = shape.num_key_value_heads, shape.heads_per_group
+        if model.family.reason_against("heads") is None:
+            found |= dict.fromkeys((groups * each, groups) for each in range(1, per_group + 1))
+            found |= dict.fromkeys((kept * per_group, kept) for kept in range(1, groups))
+        else:
+            found[shape.num_attention_heads, groups] = None
+    return list(found)
 
 
 class _RankedSeconds:
@@ -190,12 +195,15 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, rank: int, coordinates: Coord
     return lambda: functional.linear(read(x), outputs)
 
 
-def _cut(model: Model, number: int, tensors: Tensors, shape: ModelShape) -> Tensors:
-    """Return the first neurons and heads of layer `number`."""
-    expected = model.family.expected_tensors(shape, number)
-    return {
-        name: tensor[tuple(slice(size) for size in expected[name])].contiguous() for name, tensor in tensors.items()
-    }
+def _sized(model: Model, number: int, tensors: Tensors, shape: ModelShape) -> Tensors:
+    """Return the first neurons and heads of layer `number`, and those again where other layers have more."""
+    expected, sized = model.family.expected_tensors(shape, number), {}
+    for name, tensor in tensors.items():
+        for dim, size in enumerate(expected[name]):
+            repeated = torch.cat([tensor] * -(-size // tensor.shape[dim]), dim)
+            tensor = repeated.narrow(dim, 0, size)
+        sized[name] = tensor.contiguous()
+    return sized
 
 
 def _least(calls: list[Callable[[], object]], device: torch.device) -> list[float]:

@@ -84,10 +84,11 @@ class LayerProfile:
         dense: Layer,
     ) -> None:
         self._model, self._machine = model, machine
-        self._shape, self._stack, self._device = model.shape, model.family.stack_of(layer), machine.device
+        self._shape, self._stack, self._device = model.shape.of(layer), model.family.stack_of(layer), machine.device
         self._builder, self._probes, self._measures = builder, probes, measures
         self._layer, self._tensors, self._dense = layer, tensors, dense
-        self.curves, self.cost = LayerCurves.zeros(model.shape, measures.head_units(model.shape)), 0.0
+        units = max(map(measures.head_units, model.shape.distinct))
+        self.curves, self.cost = LayerCurves.zeros(model.shape, units), 0.0
 
     def heads(self, statistics: Statistics) -> None:
         """Measure what fewer heads cost; `statistics`: of what the output linear of attention reads."""
@@ -97,7 +98,7 @@ class LayerProfile:
         weight, branch_norm = self._seen_weight(sublayer)
         width = shape.num_attention_heads * shape.head_dim
         evidence = Evidence(weight[:, :width], None, statistics.gram[:width, :width], torch.Generator())
-        errors, tails = self.curves.head_errors, self.curves.head_tails
+        errors, tails = self.curves.head_errors[: units + 1], self.curves.head_tails[: units + 1]
 
         def select(kept_units: int) -> torch.Tensor:
             heads = select_heads(
@@ -190,10 +191,10 @@ class LayerProfile:
         root = None if of_seen is None else root_of(of_seen)
         seen = weight if root is None else root @ weight.double()
         errors = nested_errors(factor, seen[:, order])
-        curves.ffn_errors = by_units(errors, share)
-        curves.ffn_tails = by_units(trailing_norms(factor, evidence.column_weights()[order]), share)
+        fill(curves.ffn_errors, by_units(errors, share))
+        fill(curves.ffn_tails, by_units(trailing_norms(factor, evidence.column_weights()[order]), share))
         del factor  # as large as the Gram in float64
-        curves.ffn_fluctuation = flap(evidence).cpu().repeat_interleave(share)
+        fill(curves.ffn_fluctuation, flap(evidence).cpu().repeat_interleave(share))
         if "ffn" not in self._measures.probed:
             return
         step = max(1, shape.width_step // share)
@@ -278,6 +279,11 @@ class LayerProfile:
 def unseen(factors: Factors, branch_norm: BranchNorm | None) -> Factors:
     """Convert factors of the writer with its norm into factors of the writer's own weight."""
     return factors if branch_norm is None else replace(factors, weight=branch_norm.unseen(factors.weight))
+
+
+def fill(row: torch.Tensor, curve: torch.Tensor) -> None:
+    """Write a curve into the row of its layer; a layer with fewer neurons than others leaves the end as it is."""
+    row[: len(curve)] = curve
 
 
 def by_units(curve: torch.Tensor, share: int) -> torch.Tensor:

@@ -72,8 +72,8 @@ class LayerSums:
         has_curvature: bool,
         group: range | None = None,
     ) -> None:
-        self._shape, self._machine, self._tensors, self._layer = model.shape, machine, tensors, layer
-        shape, device, stack = model.shape, machine.device, model.family.stack_of(number)
+        shape, device, stack = model.shape.of(number), machine.device, model.family.stack_of(number)
+        self._shape, self._machine, self._tensors, self._layer = shape, machine, tensors, layer
         self._mixer, self._ffn = stack.mixer_index, stack.index_of("ffn")
         self._attends = bool(stack.attentions)
         reads_heads = self._attends and not {"heads", "inner"}.isdisjoint(probed)

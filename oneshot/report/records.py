@@ -181,7 +181,9 @@ class Report:
     for other removed shares of the parameters, which are its names; None without a profile.
     `weights_hash`: of the input's tensors. `timings`: the seconds of calls that a plan by latency was made by.
     `evaluations`: what `oneshot evaluate` added later, the newest last. `further_parameters`: of layers that predict
-    tokens after the next one, which no other number counts; None if the result has none.
+    tokens after the next one, which no other number counts; None if the result has none. `stored_parameters` has those
+    of the input (`dense`) and of the result (`compressed`), and of the model that an input of ours came from
+    (`original`).
     """
 
     config: dict[str, Any]

@@ -34,6 +34,9 @@ def summary(
     removed = 1 - stored["compressed"] / stored["dense"]
     lines = [("result", output)]
     lines.append(("parameters", f"{amount(stored['dense'])} → {amount(stored['compressed'])} (−{removed:.1%})"))
+    if "original" in stored:
+        gone = 1 - stored["compressed"] / stored["original"]
+        lines.append(("", f"−{gone:.1%} of the {amount(stored['original'])} that the input was made from"))
     form = str(report.config["form"])
     lines.append(("form", f"{form}, opened by {OPENED[form]}"))
     before, after = weights

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint import Model, complete_text_config, load_whole, peek_saved
+from oneshot.checkpoint.safe_files import read_config
 from oneshot.config import Config
 from oneshot.errors import CalibrationError
+from oneshot.export import model_classes
+from oneshot.families import COMPRESSED
 from oneshot.machine import Machine
 from oneshot.machine.memory import device_capacity
 from oneshot.method import TOKENS_PER_NEURON
@@ -173,7 +176,15 @@ class Calibration:
                 max_memory_bytes=self._config.machine.max_memory_bytes,
                 together=documents_together(self._model.shape, machine.dtype, capacity),
                 advance=progress.advance,
-                load=load_whole,
+                load=_load_whole,
             )
         self._model.checkpoint.log_all()  # the text comes from all weights, which transformers has read
         return text
+
+
+def _load_whole(auto_class: Any, folder: Path, **options: Any) -> Any:
+    """Return the model of a local folder; of a result of ours by this package's class, so no file in it is run."""
+    config = read_config(folder)
+    if config.get("model_type") in COMPRESSED:
+        _, auto_class = model_classes(config)
+    return load_whole(auto_class, folder, **options)

@@ -16,6 +16,7 @@ from oneshot.checkpoint import (
     Checkpoint,
     FurtherLayers,
     GgufCheckpoint,
+    Model,
     card_metadata,
     identify,
     locate_checkpoint,
@@ -48,7 +49,7 @@ from oneshot.machine import (
 )
 from oneshot.machine.memory import release_heap, reset_peak
 from oneshot.method import AUTO, Method
-from oneshot.planning import Budget, Grid, Plan, Profile, find_kept, parameter_budget
+from oneshot.planning import Budget, Grid, Plan, Profile, find_kept, parameter_budget, reason_against_own_sizes
 from oneshot.profiling import (
     CURVATURE_TOKENS,
     Timings,
@@ -120,15 +121,17 @@ class Run:
         if source is None and workers.is_main:  # the others read the same files
             self.model = replace(self.model, checkpoint=self.model.checkpoint.logging())
         self.form = self._settled_form()
-        self.dense = self.model.shape.stack()  # without biases that only the result has
+        plain, self.dense = self.model, self.model.stored  # without biases that only the result has
         if config.method.correction == "bias" and config.target.sparsity != 0:
             self.model = self.model.with_ffn_biases()
         self.further = Further(self.model, self.form)
-        self.grid = self._grid(self.form)
+        self.grid = self.grid_of(self.form)
         self.method = self._settled(config)
         reason = reason_against_ranks(config.target.serving, self.form, self.model)
         if self.method.plans_ranks and reason is not None:
             raise PlanError(reason)
+        if plain.has_ranks:
+            self._settle_ranks(plain)
         self._calibration = Calibration(config, self.model, self.machine, outputs, self.tracker)
         self._outputs = outputs
         self.timings: dict[str, Any] | None = None
@@ -183,18 +186,46 @@ class Run:
     def _method_in(self, form: Form) -> Method | None:
         """Return the method as it is settled for a form; None if the form cannot hold what is asked for."""
         try:
-            return self._grid(form).settle(self._config.method, self._config.target)
+            return self.grid_of(form).settle(self._config.method, self._config.target)
         except (ConfigError, PlanError):
             return None
 
-    def _grid(self, form: Form) -> Grid:
+    def grid_of(self, form: Form) -> Grid:
         """Return the grid of a form, which knows the form that its refusals advise: per-layer, or else stock."""
-        grid, family = form.grid(self.model), self.model.family
+        family = self.model.family
         kept = find_kept(self._config.target.keep, family, self.model.shape)
-        grid = replace(grid, kept=kept, serving=self._config.target.serving)
+        grid = replace(self._alone(form), kept=kept, serving=self._config.target.serving)
         others = [form_of(name, family) for name in ("per-layer", "stock")]
-        grids = [other.grid(self.model) for other in others if other.name != form.name]
+        grids = [self._alone(other) for other in others if other.name != form.name]
         return replace(grid, instead=next((one for one in grids if one.refusal is None), None))
+
+    def _alone(self, form: Form) -> Grid:
+        """Return the grid of a form, which refuses an input whose layers differ already if the form cannot hold it."""
+        grid = replace(form.grid(self.model), stored=self.model.stored if self.model.has_ranks else None)
+        return replace(grid, refusal=grid.refusal or reason_against_own_sizes(grid))
+
+    def _settle_ranks(self, plain: Model) -> None:
+        """Count matrices of low rank as whole ones if the result has no ranks, and say from what shares count.
+
+        `plain`: the model without biases that only the result has.
+        """
+        stored, method = self.dense, self.method
+        counted = f"{stored.stored_parameters():,}"
+        if (stored.has_linear_ranks and method.plans_ranks) or (stored.embedding and method.embedding == "low-rank"):
+            logger.warning(
+                "The input stores matrices of low rank, which are multiplied out when they are read; ranks are chosen "
+                "anew, and removed shares count from the %s parameters that it stores.",
+                counted,
+            )
+            return
+        self.model, self.dense = self.model.as_whole(), plain.as_whole().stored
+        self.grid = self.grid_of(self.form)
+        logger.warning(
+            "The input stores matrices of low rank, which this result has whole: removed shares count from %s "
+            "parameters, and the input stores %s; --form per-layer with its default options keeps ranks.",
+            f"{self.dense.stored_parameters():,}",
+            counted,
+        )
 
     def _settled(self, config: Config) -> Method:
         """Return the method with every `auto` settled; it has the curvature of a given profile if it can."""

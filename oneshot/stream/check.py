@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from oneshot.checkpoint import Model, complete_text_config, make_buffers, sample_model
+from oneshot.checkpoint import Model, complete_text_config, make_buffers, resized_config, sample_model
 from oneshot.errors import CheckpointError
 from oneshot.families import Stack, fuse, is_text, with_text
 from oneshot.machine import Machine
@@ -90,7 +90,10 @@ def _stock_model(
 
     `layers`: the tensors of the layers in every stack, by its prefix.
     """
-    stock = sample_model(model.checkpoint.config, model.family, machine.dtype, numbers)
+    config, shape = model.checkpoint.config, model.shape
+    if shape.own_sizes:
+        config = resized_config(model.family, config, shape.of(numbers[-1]))
+    stock = sample_model(config, model.family, machine.dtype, numbers)
     make_buffers(stock, machine.device)
     weights = _of_tokens(model, stock, numbers)
     for name, tensor in stock.state_dict().items():

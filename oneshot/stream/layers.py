@@ -51,7 +51,8 @@ class LayerBuilder:
 
     def _held(self, number: int, attention: Attention | None, tensors: Tensors) -> ModelShape:
         """Return the shape of a model in which this layer is as wide as these tensors."""
-        stack, dense, head_dim = self._model.family.stack_of(number), self._model.shape, self._model.shape.head_dim
+        stack, dense = self._model.family.stack_of(number), self._model.shape.of(number)
+        head_dim = dense.head_dim
         stays = dense.experts is not None and stack.experts is None  # the one FFN of a layer in a mixture
         held = dense if stays else stack.feed_forward.held(tensors, dense)
         held = replace(held, intermediate_size=held.intermediate_size * dense.width_share(number))

@@ -18,9 +18,9 @@ from oneshot.compression.fold import fold_hidden, to_rms_norms
 from oneshot.config import FormName
 from oneshot.evaluation import load_model
 from oneshot.export import FORMS
-from oneshot.export.per_layer import per_layer_shape
 from oneshot.families import FAMILIES as KNOWN_FAMILIES
 from oneshot.families import LLAMA, ModelShape
+from oneshot.families.stated_shapes import per_layer_shape
 from oneshot.linalg.pca import energies_along, principal_directions
 from oneshot.method import TokenWeighting
 from oneshot.pipeline import compress
