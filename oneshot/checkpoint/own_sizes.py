@@ -13,6 +13,7 @@ from oneshot.errors import CheckpointError, cause
 from oneshot.families import (
     COMPRESSED,
     COMPRESSED_MODEL_TYPE,
+    FURTHER_PREFIX,
     LLAMA,
     NAS_MODEL_TYPE,
     RESIZED_MODEL_TYPE,
@@ -42,7 +43,6 @@ KEPT_KEYS = (
 OF_RESIZED = ("resized", "sizes", "layers_name", "embedding_ranges", "auto_map")  # what only the form's config has
 PREFIX = "Oneshot"  # of the names of classes in the form's modelling file
 WITHIN = "linear"  # the plain linear in a module of low rank
-OWN = ("intermediate_size", "num_attention_heads", "num_key_value_heads")  # sizes that layers have of their own
 FLAGS = ("attention_bias", "output_bias", "mlp_bias", "query_key_norms", "gated", "norm_weights", "norm_bias")
 Stated = tuple[dict[str, Any], StackShape]  # a config of the family's own class, and the result's sizes
 
@@ -173,36 +173,35 @@ STATED: dict[str, Callable[[dict[str, Any]], Stated]] = {
 
 def _refuse(stack: StackShape) -> None:
     """Raise `_UnsupportedError` for layers that differ in more than FFN widths, heads and ranks."""
-    hidden, head_sizes = stack.embedding_size, {layer.value_size for layer in stack.layers}
+    hidden, head_sizes = stack.embedding_size, {layer.value_size for layer in stack.layers if not layer.carried}
     for number, layer in enumerate(stack.layers):
         if layer.experts is not None:
             raise _UnsupportedError("it is a mixture of experts")
-        if layer.carried:
-            raise _UnsupportedError("it has other mixers beside attention")
-        if not layer.num_attention_heads or not layer.intermediate_size:
-            missing = "FFN" if layer.num_attention_heads else "attention"
+        attends = layer.num_attention_heads > 0 or layer.carried > 0
+        if not attends or not layer.intermediate_size:
+            missing = "FFN" if attends else "attention"
             raise _UnsupportedError(f"its layer {number} has no {missing}")
         subspaces = {layer.hidden_size, layer.middle_size, layer.output_size} != {hidden}
         if subspaces or layer.attention_shortcut or layer.ffn_shortcut:
             raise _UnsupportedError("its layers have hidden sizes of their own")
-        if layer.rotary_selected or {layer.query_key_size} | head_sizes != {layer.value_size}:
+        if not layer.carried and (layer.rotary_selected or {layer.query_key_size} | head_sizes != {layer.value_size}):
             raise _UnsupportedError("its heads have smaller sizes for queries and keys or for values")
-    _, heads, groups = (max(getattr(layer, name) for layer in stack.layers) for name in OWN)
-    if heads % groups:
-        raise _UnsupportedError(f"its {groups} KV heads do not divide its {heads} query heads")
 
 
 def _refuse_family(family: Description) -> None:
-    """Raise `_UnsupportedError` for a family whose layers differ by themselves."""
+    """Raise `_UnsupportedError` for a family whose layers read more than these sizes tell."""
     if family.stack.experts is not None:
         raise _UnsupportedError("it is a mixture of experts")
-    if family.narrow_layers or family.carried_layers or family.stack.token_inputs is not None:
-        raise _UnsupportedError(f"layers of {family.model_type} differ by themselves")
+    if family.stack.token_inputs is not None:
+        raise _UnsupportedError("its layers read an embedding of their tokens")
 
 
 def _multiplied(source: Checkpoint, config: dict[str, Any], stated: StackShape, family: Description) -> Multiplied:
     """Return the view in which linears and the embedding have no ranks. Raises `CheckpointError` for other tensors."""
     stored = {name for name in source.shapes if not name.endswith("inv_freq")}
+    behind = f"{family.stack.layers}.{len(stated.layers)}."
+    if any(name.startswith((FURTHER_PREFIX, behind)) for name in stored):
+        raise _UnsupportedError("it has layers that predict tokens after the next one")
     names = {name: name for name in stored}
     products: dict[str, tuple[LowRank, ...]] = {}
     for name, parts, files in (*_linears(source, stated, family), *_embedding(stated, family)):
@@ -270,6 +269,7 @@ def _with_largest(view: Multiplied, family: Description, stated: StackShape) -> 
             f"{view.folder / 'config.json'} states {shape.num_hidden_layers} layers and the sizes of "
             f"{len(stated.layers)}; give an unmodified result."
         )
-    sizes = {name: max(getattr(layer, name) for layer in stated.layers) for name in OWN}
-    largest = replace(shape, **sizes)
+    largest = replace(shape.with_layers(stated.layers), own_sizes=())
+    if largest.num_attention_heads % largest.num_key_value_heads:
+        raise _UnsupportedError("its layers have query heads and KV heads that no config states together")
     return view if largest == shape else view.stating(**resized_config(family, view.config, largest))

@@ -50,7 +50,9 @@ class Checkpoint:
 
     weights_at_hand = True  # whether tensors can be read
     quantised: QuantisedWeights = NOT_QUANTISED
-    beside_bytes: int = 0  # what reading a tensor takes beside it and its pages
+    log: ReadLog | None = None  # hashes of what is read from this checkpoint and its views
+    stated: StackShape | None = None  # the sizes of a result of ours, by which it is counted, see `own_sizes`
+    _beside: "Checkpoint | None" = None
     log: ReadLog | None = None  # hashes of what is read from this checkpoint and its views
     stated: StackShape | None = None  # the sizes of a result of ours, by which it is counted, see `own_sizes`
     _beside: "Checkpoint | None" = None
@@ -165,6 +167,11 @@ class Checkpoint:
     def tensor_bytes(self) -> int:
         """Return the bytes of the tensors that are in this view of the files."""
         return sum(torch.Size(shape).numel() * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
+
+    @property
+    def beside_bytes(self) -> int:
+        """Return what reading a tensor takes beside it and its pages."""
+        return 0
 
     def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
         """Return a view of the same files with other names, `name -> name so far`; other tensors are not in it."""

@@ -178,10 +178,17 @@ class ModelShape:
         return tuple(dict.fromkeys(map(self.of, range(len(self.own_sizes) or 1))))
 
     def with_layers(self, layers: tuple[LayerShape, ...]) -> "ModelShape":
-        """Return the shape whose layers have these FFN widths and heads."""
-        names = [field.name for field in fields(OwnSizes)]
-        sizes = tuple(OwnSizes(**{name: getattr(layer, name) for name in names}) for layer in layers)
-        return self if len(set(sizes)) == 1 else replace(self, own_sizes=sizes)
+        """Return the shape whose layers have these FFN widths and heads, with the largest of them for the model."""
+        sizes = tuple(self._own(number, layer) for number, layer in enumerate(layers))
+        largest = {field.name: max(getattr(one, field.name) for one in sizes) for field in fields(OwnSizes)}
+        return replace(self, **largest, own_sizes=sizes if len(set(sizes)) > 1 else ())
+
+    def _own(self, number: int, layer: LayerShape) -> OwnSizes:
+        """Return the sizes of a layer under the names of this shape; a carried mixer has its own heads."""
+        heads, groups = layer.num_attention_heads, layer.num_key_value_heads
+        if self.carried_in(number) is not None:
+            heads, groups = self.num_attention_heads, self.num_key_value_heads
+        return OwnSizes(layer.intermediate_size * self.width_share(number), heads, groups)
 
     def width_share(self, number: int) -> int:
         """Return what `intermediate_size` is divided by in the FFN of a layer."""

@@ -57,13 +57,13 @@ def spread(
     alike: dict[ModelShape, list[int]] = {}
     for layer in range(len(plan.layers)):
         alike.setdefault(grid.shape.of(layer), []).append(layer)
-    for shape, layers in alike.items():
+    for shape, numbers in alike.items():
         ranks = {kind: rank_options(shape, kind, round_ranks_to) for kind in ranked_kinds}
         ffn = _ffn_options(grid, shape, damages, step, ranks, leaves_out=leaves_out, reduce_experts=reduce_experts)
-        for layer in layers:
+        for layer in numbers:
             if layer not in dense and layer not in grid.kept.ffn:
                 ffns[layer] = ffn
-        of_shape = [layer for layer in layers if layer in attending]
+        of_shape = [layer for layer in numbers if layer in attending]
         if not of_shape:
             continue
         attention, unranked = (

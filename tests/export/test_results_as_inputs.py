@@ -42,6 +42,16 @@ GEMMA3: dict[str, Any] = {
     "sliding_window": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+GEMMA4: dict[str, Any] = {
+    "family": "gemma4_text",
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 # models by name, and what their layers keep: sizes of every layer, layers without a rank, ranges of the embedding
 READ: dict[str, tuple[dict[str, Any], list[dict[str, Any]], bool]] = {
     "llama": ({}, [{**WIDTHS[0], **RANKS}, {**WIDTHS[1], "up_rank": 5}, WIDTHS[2]], True),
@@ -54,6 +64,12 @@ READ: dict[str, tuple[dict[str, Any], list[dict[str, Any]], bool]] = {
     "gemma3": (GEMMA3, [{**WIDTHS[0], **RANKS}, QUERY_HEADS[1], WIDTHS[2]], True),
     "olmo2, heads' norms": ({"family": "olmo2"}, [{**size, **RANKS} for size in WIDTHS], True),
     "gpt2": ({"family": "gpt2", "groups": 4}, WIDTHS, False),
+    "lfm2": (
+        {"family": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+        [{**WIDTHS[0], "gate_rank": 8}, RANKS, WIDTHS[2]],
+        True,
+    ),
+    "gemma4": (GEMMA4, [{**WIDTHS[0], "up_rank": 8}, WIDTHS[1], WIDTHS[2]], True),
     "cohere": ({"family": "cohere", "groups": 4}, WIDTHS, False),
 }
 MakeRandom = Callable[..., Path]
@@ -268,12 +284,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], s
         [{"intermediate_size": 16}] * LAYERS,
         {},
         "a mixture of experts",
-    ),
-    "other mixers": (
-        {"family": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
-        [{"intermediate_size": 32}] * LAYERS,
-        {},
-        "other mixers beside attention",
     ),
 }
 
