@@ -8,7 +8,7 @@ from typing import Any
 from oneshot.checkpoint.compressed import again
 from oneshot.checkpoint.multiplied import LowRank, Multiplied
 from oneshot.checkpoint.reader import Checkpoint
-from oneshot.checkpoint.stock import complete_config, resized_config
+from oneshot.checkpoint.stock import complete_config, model_type_of, resized_config
 from oneshot.errors import CheckpointError, cause
 from oneshot.families import (
     COMPRESSED,
@@ -148,16 +148,13 @@ def _without_own(config: dict[str, Any]) -> dict[str, Any]:
 
 def _resized(config: dict[str, Any]) -> Stated:
     """Return the config of the family's class that the form's class is made from."""
-    import transformers
-
     own = {name: value for name, value in config.items() if name not in OF_RESIZED}
     stock = [str(name).removeprefix(PREFIX) for name in config["architectures"]]
-    model_class = getattr(transformers, stock[0])
     ranges = config.get("embedding_ranges")  # which grow with the vocabulary
     sizes = config["sizes"] | {"embedding": ranges or [], "vocab_size": config["vocab_size"]}
     stack = resized_shape({"sizes": sizes})
     return own | {
-        "model_type": model_class.config_class.model_type,
+        "model_type": model_type_of(stock[0]),
         "architectures": stock,
         "tie_word_embeddings": stack.head == "tied",
     }, stack

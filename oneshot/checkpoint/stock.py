@@ -47,6 +47,13 @@ def stock_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     )
 
 
+def model_type_of(name: str) -> str:
+    """Return the model type of transformers' model class of this name."""
+    import transformers
+
+    return str(getattr(transformers, name).config_class.model_type)
+
+
 def without_head(config: dict[str, Any]) -> str:
     """Return the name of the class of a config.json that has no head."""
     import transformers

@@ -191,6 +191,8 @@ def test_an_input_that_removes_nothing_is_written_as_it_is(
         with torch.inference_mode():
             expected = opened(folder)(IDS).logits
             torch.testing.assert_close(opened(output)(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+        again = logits_of(open_model(str(output), tmp_path), tmp_path)
+        torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
 
 
 TWICE: dict[str, tuple[str, dict[str, Any]]] = {
