@@ -169,10 +169,10 @@ class Multiplied(Checkpoint):
     def beside_bytes(self) -> int:
         """Return what a matrix takes beside itself while it is multiplied out, at most: factors and a panel of rows."""
         return max(
-            (self._beside(part) for parts in self._products.values() for part in parts if part.others), default=0
+            (self._bytes_beside(part) for parts in self._products.values() for part in parts if part.others), default=0
         )
 
-    def _beside(self, part: LowRank) -> int:
+    def _bytes_beside(self, part: LowRank) -> int:
         shapes, dtypes = self._source.shapes, self._source.dtypes
         copied = sum(math.prod(shapes[name]) * ITEM_BYTES[dtypes[name]] for name in part.names)
         width = shapes[part.order][0]
