@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from oneshot.checkpoint.dtypes import DTYPES
-from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeight, QuantisedWeights, Shapes
+from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeight, QuantisedWeights, Shapes, stated_dtype
 from oneshot.errors import CheckpointError, cause
 
 NVFP4 = "nvfp4-pack-quantized"
@@ -34,7 +34,7 @@ def compressed_weights(
     if not modules:
         return NOT_QUANTISED
     scheme_of = _schemes(stated)
-    dtype = _dtype(config)
+    dtype = stated_dtype(config)
     found, kinds = {}, set()
     for module in sorted(modules):
         if f"{module}.{ORDER}" in shapes:
@@ -46,14 +46,6 @@ def compressed_weights(
         values = partial(_values, module, scheme, kind, shape, DTYPES[dtype])
         found[f"{module}.weight"] = QuantisedWeight(parts, shape, dtype, values)
     return QuantisedWeights(found, UNUSED, f"compressed-tensors, {' and '.join(sorted(kinds))}")
-
-
-def _dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that the config states for the weights; bfloat16 without one."""
-    text = config.get("text_config")
-    of_text = text if isinstance(text, dict) else {}
-    stated = next((one[key] for one in (config, of_text) for key in ("dtype", "torch_dtype") if one.get(key)), None)
-    return {"float32": "F32", "float16": "F16"}.get(str(stated).removeprefix("torch."), "BF16")
 
 
 def _schemes(stated: Mapping[str, Any]) -> Any:

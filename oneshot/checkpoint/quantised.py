@@ -52,6 +52,14 @@ class QuantisedWeights:
 NOT_QUANTISED = QuantisedWeights({})
 
 
+def stated_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype that a config states for the weights, as safetensors names it; bfloat16 without one."""
+    text = config.get("text_config")
+    of_text = text if isinstance(text, dict) else {}
+    stated = next((one[key] for one in (config, of_text) for key in ("dtype", "torch_dtype") if one.get(key)), None)
+    return {"float32": "F32", "float16": "F16"}.get(str(stated).removeprefix("torch."), "BF16")
+
+
 def refuse_quantised(config: Mapping[str, Any], folder: Path) -> None:
     """Raise `CheckpointError` for a config that states quantised weights; it names the original if the card does."""
     stated = next((config[name] for name in ("quantization_config", "compression_config") if config.get(name)), None)

@@ -5,6 +5,7 @@ from typing import Any
 
 from oneshot.checkpoint.compressed_tensors import compressed_weights
 from oneshot.checkpoint.fp8 import fp8_weights
+from oneshot.checkpoint.gptq import gptq_weights
 from oneshot.checkpoint.mxfp4 import mxfp4_weights
 from oneshot.checkpoint.quantised import NOT_QUANTISED, QuantisedWeights, Shapes
 
@@ -24,4 +25,6 @@ def find_quantised(config: Mapping[str, Any], shapes: Shapes, dtypes: Mapping[st
         return mxfp4_weights(shapes, dtypes)
     if method == "compressed-tensors":
         return compressed_weights(stated, config, shapes, dtypes)
+    if method in ("gptq", "awq"):
+        return gptq_weights(method, stated, config, shapes, dtypes)
     return NOT_QUANTISED

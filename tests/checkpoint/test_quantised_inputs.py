@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors and in MXFP4, against transformers' own loading with dequantisation."""
+"""Quantised checkpoints against transformers' own loading with dequantisation, or what they were packed from."""
 
 import json
 import sys
@@ -246,3 +246,109 @@ def test_the_package_is_named_where_it_is_missing(
     monkeypatch.setitem(sys.modules, "compressed_tensors.quantization", None)
     with pytest.raises(CheckpointError, match=r"pip install 'oneshot-llm\[compressed\]'"):
         Checkpoint(folder)
+
+
+def pack(fields: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Pack numbers along a dimension into words of 32 bits, the first in the lowest bits."""
+    words = fields.unflatten(dim, (-1, 32 // bits)).movedim(dim + 1, -1).tolist()
+
+    def packed(part: Any) -> Any:
+        if isinstance(part[0], list):
+            return [packed(one) for one in part]
+        word = sum(int(number) << bits * place for place, number in enumerate(part))
+        return word - 2**32 if word >= 2**31 else word
+
+    return torch.tensor(packed(words), dtype=torch.int32)
+
+
+def to_words(folder: Path, method: str, **stated: Any) -> dict[str, torch.Tensor]:
+    """Store random integers in the place of the layers' linears, as GPTQ or AWQ; return what they stand for."""
+    path, bits, size = folder / "model.safetensors", stated["bits"], stated["group_size"]
+    dense, generator = load_file(path), torch.Generator().manual_seed(0)
+    stored, meant, largest = dict(dense), dict(dense), 2**bits
+    for name in [name for name in dense if "proj" in name]:
+        outputs, inputs = dense[name].shape
+        groups = 1 if size == -1 else inputs // size
+        of_input = torch.arange(inputs) // (inputs if size == -1 else size)
+        if stated.get("desc_act"):
+            of_input = of_input[torch.randperm(inputs, generator=generator)]
+        integers = torch.randint(0, largest, (inputs, outputs), generator=generator)
+        zeros = torch.randint(0, largest, (groups, outputs), generator=generator)
+        scales = (torch.rand(groups, outputs, generator=generator) / 50).half()
+        weight = scales.double()[of_input] * (integers - zeros[of_input])
+        meant[name] = weight.T.half()
+        module = name.removesuffix(".weight")
+        del stored[name]
+        if method == "awq":
+            order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # the outputs in the fields of a word
+            integers, zeros = (one.unflatten(1, (-1, 8))[..., order].flatten(1) for one in (integers, zeros))
+        else:
+            stored[f"{module}.g_idx"] = of_input.int()
+            zeros = (zeros - 1) % largest if stated.get("checkpoint_format") != "gptq_v2" else zeros
+        stored[f"{module}.qweight"] = pack(integers, bits, 0 if method == "gptq" else 1)
+        stored[f"{module}.qzeros"] = pack(zeros, bits, 1)
+        stored[f"{module}.scales"] = scales
+    save_file(stored, path, metadata={"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": method} | stated)
+    return meant
+
+
+@pytest.mark.parametrize(
+    ("method", "stated"),
+    [
+        ("gptq", {"bits": 4, "group_size": 16, "desc_act": True}),
+        ("gptq", {"bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"}),
+        ("gptq", {"bits": 2, "group_size": 32}),
+        ("awq", {"bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}),
+    ],
+)
+def test_words_of_integers_are_what_they_stand_for(
+    method: str, stated: dict[str, Any], own_checkpoint: MakeCheckpoint
+) -> None:
+    folder = own_checkpoint(dtype=torch.float16)
+    meant = to_words(folder, method, **stated)
+    checkpoint = open_model(str(folder), folder).checkpoint
+    assert checkpoint.shapes.keys() == meant.keys()
+    for name, tensor in checkpoint.read(checkpoint.shapes).items():
+        assert tensor.dtype == torch.float16
+        assert torch.equal(tensor, meant[name]), name
+
+
+def test_awq_is_what_compressed_tensors_makes_of_it(own_checkpoint: MakeCheckpoint) -> None:
+    converters = pytest.importorskip("compressed_tensors.entrypoints.convert.converters.autoawq")
+    folder, module = own_checkpoint(dtype=torch.float16), "model.layers.0.mlp.up_proj"
+    to_words(folder, "awq", bits=4, group_size=16, version="gemm")
+    stored, converter = load_file(folder / "model.safetensors"), converters.AutoAWQConverter(group_size=16)
+    parts = (stored[f"{module}.{one}"] for one in ("qweight", "scales", "qzeros"))
+    integers, scales, zeros = converter._convert_gemm_module(*parts)
+    each = 16
+    theirs = (integers.double() - zeros.double().repeat_interleave(each, 1)) * scales.double().repeat_interleave(
+        each, 1
+    )
+    assert torch.equal(Checkpoint(folder).read_one(f"{module}.weight"), theirs.half())
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    {
+        "zeros": "has parts of shapes .* which do not fit each other in groups of 16",
+        "groups": "g_idx names groups that have no scales",
+        "bits": "with 3 bits in groups of 16, which is not read",
+        "format": "stored as marlin of gptq",
+    }.items(),
+)
+def test_damaged_words_are_refused(change: str, cause: str, own_checkpoint: MakeCheckpoint) -> None:
+    folder, module = own_checkpoint(dtype=torch.float16), "model.layers.0.mlp.up_proj"
+    stated: dict[str, Any] = {"bits": 4, "group_size": 16}
+    to_words(folder, "gptq", **stated)
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    if change == "zeros":
+        del stored[f"{module}.qzeros"]
+    elif change == "groups":
+        stored[f"{module}.g_idx"] += 1
+    stated |= {"bits": {"bits": 3}, "format": {"checkpoint_format": "marlin"}}.get(change, {})
+    save_file(stored, path, metadata={"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "gptq"} | stated)
+    with pytest.raises(CheckpointError, match=cause):
+        Checkpoint(folder).read_one(f"{module}.weight")
