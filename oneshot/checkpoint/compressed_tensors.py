@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ ORDER = "weight_g_idx"
 UNUSED = tuple(
     f".{name}_{kind}" for name in ("input", "output", "k", "v", "q") for kind in ("scale", "zero_point", "global_scale")
 )
+WORD = 32
+PANEL = 1024  # rows that are dequantised together, because that needs many times the memory of the packed ones
 OTHERWISE = "give the unquantised checkpoint"
 
 
@@ -144,5 +148,36 @@ def _values(
             f"{module}.{SHAPE} states {stated.tolist()} where {list(shape)} are stored; give a complete checkpoint."
         )
     compressor: Any = BaseCompressor.get_value_from_registry(kind)
-    weight: torch.Tensor = compressor.decompress(dict(parts), scheme)["weight"]
-    return weight.detach().to(dtype)
+    rows, columns = shape
+    weight, panel = torch.empty(shape, dtype=dtype), _panel_rows(scheme.weights)
+    starts = range(0, max(1, rows - panel + 1), panel)
+    for start, stop in pairwise((*starts, rows)):  # the last one has the rest: few rows fail in the package
+        of_rows = {role: part[_rows_of(role, part, start, stop, scheme.weights, kind)] for role, part in parts.items()}
+        if SHAPE in parts:
+            of_rows[SHAPE] = torch.tensor([stop - start, columns])
+        try:
+            weight[start:stop] = compressor.decompress(of_rows, scheme)["weight"]
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"compressed-tensors cannot dequantise {module} ({cause(error)}); {OTHERWISE}."
+            ) from error
+    return weight
+
+
+def _panel_rows(weights: Any) -> int:
+    """Return how many rows are dequantised together: whole words of zero points, and whole blocks."""
+    height = 1 if weights.block_structure is None else weights.block_structure[0]
+    each = math.lcm(WORD, height)
+    return each * max(1, PANEL // each)
+
+
+def _rows_of(role: str, part: torch.Tensor, start: int, stop: int, weights: Any, kind: str) -> slice | EllipsisType:
+    """Return where a part has what belongs to some rows of a weight; everything of a scale of all rows."""
+    if role == "weight_global_scale" or (role in (SCALE, ZERO) and part.numel() == 1):
+        return ...
+    if role == ZERO and kind == "pack-quantized":
+        return slice(start * weights.num_bits // WORD, math.ceil(stop * weights.num_bits / WORD))
+    if role in (SCALE, ZERO) and weights.block_structure is not None:
+        height = weights.block_structure[0]
+        return slice(start // height, math.ceil(stop / height))
+    return slice(start, stop)

@@ -18,6 +18,7 @@ from oneshot.errors import CheckpointError
 OWN, ZEROS, SCALES, GROUPS = "qweight", "qzeros", "scales", "g_idx"
 ROLES = (OWN, ZEROS, SCALES, GROUPS)
 WORD = 32
+PANEL = 1024  # outputs that are dequantised together; numbers of 32 bits need many times the memory of words
 FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 BITS = {"gptq": (2, 4, 8), "awq": (4,)}
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # of the fields of a word that outputs 0, 1, 2, … are in
@@ -62,7 +63,10 @@ def _shape(method: str, module: str, bits: int, size: int, stored: Mapping[str, 
     if len(own) == 2:
         inputs, outputs = (own[0] * per_word, own[1]) if method == "gptq" else (own[0], own[1] * per_word)
         groups = 1 if size == -1 else math.ceil(inputs / size)
-        expected = {ZEROS: (groups, math.ceil(outputs / per_word)), SCALES: (groups, outputs)}
+        expected: dict[str, tuple[int, ...]] = {
+            ZEROS: (groups, math.ceil(outputs / per_word)),
+            SCALES: (groups, outputs),
+        }
         expected |= {GROUPS: (inputs,)} if GROUPS in stored else {}
         if all(stored.get(role) == shape for role, shape in expected.items()):
             return outputs, inputs
@@ -82,19 +86,30 @@ def _values(
     parts: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return the weight `(outputs, inputs)`. `offset`: what is stored of a zero point is less by it."""
-    scales, largest = parts[SCALES].float(), 2**bits - 1
-    integers = _fields(parts[OWN], bits, dim=0 if method == "gptq" else 1)
-    zeros = _fields(parts[ZEROS], bits, dim=1)
-    if method == "awq":
-        integers, zeros = (one.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1) for one in (integers, zeros))
-    zeros = (zeros[:, : scales.shape[1]] + offset) & largest  # 0 is stored as −1, whose bits are all set
-    inputs = len(integers)
+    scales, words = parts[SCALES].float(), parts[OWN]
+    is_awq, per_word = method == "awq", WORD // bits
+    zeros = _in_order(_fields(parts[ZEROS], bits, dim=1), is_awq)
+    zeros = (zeros[:, : scales.shape[1]] + offset) & (2**bits - 1)  # 0 is stored as −1, whose bits are all set
+    inputs, outputs = (len(words) if is_awq else len(words) * per_word), scales.shape[1]
     groups = torch.arange(inputs) // (inputs if size == -1 else size)
     if GROUPS in parts:
         groups = parts[GROUPS].long()
         if int(groups.min()) < 0 or int(groups.max()) >= len(scales):
             raise CheckpointError(f"{module}.{GROUPS} names groups that have no scales; give a complete checkpoint.")
-    return (scales[groups] * (integers - zeros[groups])).T.to(dtype).contiguous()
+    weight = torch.empty(outputs, inputs, dtype=dtype)
+    for start in range(0, outputs, PANEL):
+        panel = slice(start, start + PANEL)
+        if is_awq:
+            integers = _in_order(_fields(words[:, start // per_word : panel.stop // per_word], bits, dim=1), True)
+        else:
+            integers = _fields(words[:, panel], bits, dim=0)
+        weight[panel] = (scales[groups, panel] * (integers - zeros[groups, panel])).T
+    return weight
+
+
+def _in_order(fields: torch.Tensor, is_awq: bool) -> torch.Tensor:
+    """Return numbers in the order of the outputs."""
+    return fields.unflatten(1, (-1, len(AWQ_ORDER)))[..., AWQ_ORDER].flatten(1) if is_awq else fields
 
 
 def _fields(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

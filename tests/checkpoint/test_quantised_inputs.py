@@ -99,7 +99,11 @@ def theirs(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_those_that_transformers_loads(kind: str, own_checkpoint: MakeCheckpoint) -> None:
+def test_weights_are_those_that_transformers_loads(
+    kind: str, own_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix is dequantised in panels of its rows."""
+    monkeypatch.setattr("oneshot.checkpoint.compressed_tensors.PANEL", 32)
     pytest.importorskip("compressed_tensors", reason="the extra `compressed`")
     folder = own_checkpoint(dtype=torch.bfloat16)
     quantise(folder, kind)
@@ -111,6 +115,41 @@ def test_weights_are_those_that_transformers_loads(kind: str, own_checkpoint: Ma
         assert torch.equal(read, expected[name]), name
         described = checkpoint.without_values().read_one(name)
         assert (described.shape, described.dtype) == (read.shape, read.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        KINDS["fp8-blocks"],
+        KINDS["w4a16-asymmetric"],
+        ("pack-quantized", KINDS["w4a16-channel"][1] | {"symmetric": False, "num_bits": 3}),
+    ],
+)
+def test_rows_need_not_fill_blocks_and_words(
+    name: str, weights: dict[str, Any], own_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels of 32 of 72 rows have what the whole matrix has."""
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason="the extra `compressed`")
+    from compressed_tensors.quantization import QuantizationScheme
+
+    monkeypatch.setattr("oneshot.checkpoint.compressed_tensors.PANEL", 32)
+    compressor, folder = compressors.BaseCompressor.get_value_from_registry(name), own_checkpoint()
+    scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights})
+    height, width = weights.get("block_structure") or (1, weights.get("group_size") or 32)
+    grid = -(-72 // height), 32 // width
+    local = {"weight": torch.randn(72, 32), "weight_scale": torch.rand(grid) + 0.1}
+    if weights.get("symmetric") is False:
+        local["weight_zero_point"] = torch.randint(-3, 3, grid, dtype=torch.int8)
+    parts = compressor.compress(local, scheme)
+    path, module = folder / "model.safetensors", "model.layers.0.mlp.up_proj"
+    others = {own: one for own, one in load_file(path).items() if own != f"{module}.weight"}
+    stored = {f"{module}.{role}": one.contiguous() for role, one in parts.items()}
+    save_file(others | stored, path, metadata={"format": "pt"})
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    stated = {"quant_method": "compressed-tensors", "format": name, "config_groups": groups}
+    edit_config(folder, quantization_config=stated)
+    read = Checkpoint(folder).read_one(f"{module}.weight")
+    assert torch.equal(read, compressor.decompress(parts, scheme)["weight"])
 
 
 def to_mxfp4(folder: Path) -> None:
@@ -303,8 +342,10 @@ def to_words(folder: Path, method: str, **stated: Any) -> dict[str, torch.Tensor
     ],
 )
 def test_words_of_integers_are_what_they_stand_for(
-    method: str, stated: dict[str, Any], own_checkpoint: MakeCheckpoint
+    method: str, stated: dict[str, Any], own_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A matrix is dequantised in panels of its outputs."""
+    monkeypatch.setattr("oneshot.checkpoint.gptq.PANEL", 16)
     folder = own_checkpoint(dtype=torch.float16)
     meant = to_words(folder, method, **stated)
     checkpoint = open_model(str(folder), folder).checkpoint
